@@ -94,6 +94,12 @@ class MockerSettings:
     startup_time_s: float | None = option(
         None, "--startup-time", minimum=0, help="simulated seconds of loading the model"
     )
+    enable_sleep_mode: bool = option(
+        False, "--enable-sleep-mode", help="let the planner put the simulated engine to sleep"
+    )
+    wake_time_s: float = option(
+        0.0, "--wake-time", minimum=0, help="simulated seconds of waking the engine"
+    )
     engine_type: str = option(
         "vllm",
         "--engine-type",

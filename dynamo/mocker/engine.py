@@ -51,7 +51,7 @@ class EngineRank:
     """One scheduler and the task that runs it.
 
     ``on_events(dp_rank, changes)`` gets the blocks that each iteration stored and removed,
-    ``on_load`` the state, at most every 50 ms and once more before the rank becomes idle.
+    ``on_load`` the state, at most every 50 ms and once more before the rank becomes ``idle``.
     """
 
     def __init__(  # noqa: PLR0913 - one parameter for each collaborator
@@ -74,6 +74,7 @@ class EngineRank:
         self.prefill_only = shape.prefill_only
         self._on_events = on_events
         self._on_load = on_load
+        self.idle = asyncio.Event()
         self._work = asyncio.Event()
         self._last_report: KvMetrics | None = None
         self._last_report_s = 0.0
@@ -115,6 +116,7 @@ class EngineRank:
         if request.prefill_result is not None and not self.prefill_only:
             sequence.expect_transfer(cached_tokens(request.prefill_result))
         self.scheduler.add(sequence)
+        self.idle.clear()
         self._work.set()
         stream.context.on_cancel(responder.cancel)
 
@@ -157,6 +159,8 @@ class EngineRank:
             batch = scheduler.schedule()
             if not batch.producing and not batch.prefill_tokens:
                 self._report(time.monotonic())
+                if not self.load:
+                    self.idle.set()
                 await self._work.wait()
                 due = time.monotonic()
                 continue

@@ -18,9 +18,11 @@ from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.script import ReplyScript
 from dynamo.mocker.service import MockerService
+from dynamo.mocker.sleep import SimulatedSleep
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.admission import AdmissionQueue
+from dynamo.worker.engine_control import EngineControl
 from dynamo.worker.health_payload import health_check_payload
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
@@ -111,6 +113,11 @@ class MockerWorker:
         admission = AdmissionQueue(
             plan.settings.engine_request_limit, plan.settings.request_queue_limit, runtime.metrics
         )
+        self.control = EngineControl(
+            self.endpoint, SimulatedSleep(self.ranks, plan.mocker.wake_time_s)
+        )
+        if plan.mocker.enable_sleep_mode:
+            self.control.install(runtime)
         self.service = MockerService(self.ranks, admission, plan.mocker.reply, plan.script)
 
     async def serve(self) -> None:
@@ -119,6 +126,8 @@ class MockerWorker:
             ranks = [group.create_task(self._run_rank(rank)) for rank in self.ranks]
             await connect_kv_events(self.endpoint, self.events)
             await connect_load(self.endpoint, self.load)
+            if self.plan.mocker.enable_sleep_mode:
+                await self.control.connect()
             await self._register()
             await self.endpoint.serve_push(
                 self.service.handle,

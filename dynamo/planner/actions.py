@@ -11,7 +11,13 @@ from functools import partial
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
-from dynamo.planner.connector import ActionFailed, Connector, ScaledService
+from dynamo.planner.connector import (
+    ASLEEP,
+    ActionFailed,
+    Connector,
+    ScaledService,
+    ScaledWorker,
+)
 from dynamo.planner.observation import Pool
 from dynamo.planner.scaled_model import InFlight, gpus_per_worker, pool_of
 
@@ -146,7 +152,7 @@ class WorkerActions:
                     f"it needs {wanted:g} GPUs, and {held:g} of --max-gpu-budget {limit} are in use"
                 )
             listed = services.get(service.name, service).workers
-            add.before = {worker.name for worker in listed}
+            add.before = _awake(listed)
         name = await self._connector.add(service.name)
         for other in self._flight(service.name).adds:
             if other.before is not None:
@@ -192,7 +198,7 @@ class WorkerActions:
 
 def _unseen(adds: Sequence[_Add], service: ScaledService) -> int:
     """Return how many of ``adds`` have no new worker in ``service`` yet."""
-    names = {worker.name for worker in service.workers}
+    names = _awake(service.workers)
     unseen = 0
     for add in reversed(adds):  # a newer one has fewer workers that can be its own
         new = set() if add.before is None else names - add.before
@@ -201,3 +207,8 @@ def _unseen(adds: Sequence[_Add], service: ScaledService) -> int:
         else:
             unseen += 1
     return unseen
+
+
+def _awake(workers: Iterable[ScaledWorker]) -> set[str]:
+    """Return the names of those that do not sleep: a sleeping one may be the next to be added."""
+    return {worker.name for worker in workers if worker.state != ASLEEP}

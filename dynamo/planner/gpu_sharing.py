@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from dynamo.config.planner import PlannerSettings
@@ -70,13 +71,18 @@ class GpuSharing:
             shared_model(
                 state.model,
                 pools,
-                self._source.demand(name),
+                self._demand(state, now_s),
                 self._turns.serving_s(name, pools[state.model.decode.pool].ready, now_s),
                 state.wanted,
             )
             for name, (state, pools) in models.items()
         ]
         self._plan = share(shared, self._limits())
+
+    def _demand(self, state: ModelState, now_s: float) -> ModelDemand:
+        """Return the demand of a model; after a failed start, others get the GPUs for a while."""
+        found = self._source.demand(state.model.name)
+        return found if now_s >= state.retry_s else replace(found, waiting=0, oldest_s=0.0)
 
     def decision(self, state: ModelState) -> ScalingDecision:
         """Return what to change in the services of a model now."""

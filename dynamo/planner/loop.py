@@ -18,6 +18,7 @@ from dynamo.planner.model_state import ModelState, Pools
 from dynamo.planner.observation import Observation, Pull, Traffic
 from dynamo.planner.policies.base import Policy, ScalingDecision
 from dynamo.planner.scaled_model import ScaledModel, models_of
+from dynamo.planner.zero import cold_decision
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["LoopObserver", "MetricSources", "ScalingLoop"]
@@ -137,7 +138,9 @@ class ScalingLoop:
         found = []
         for state in self._models.values():
             seen = self._observe(state, ends=False)
-            found.append((state, self._record(state, state.rehearse(seen), seen)))
+            cold = self._is_cold(state)
+            made = cold_decision(self._pools(state.model)) if cold else state.rehearse(seen)
+            found.append((state, self._record(state, made, seen)))
         return found
 
     async def _tick(self) -> None:
@@ -296,8 +299,11 @@ class ScalingLoop:
         finally:
             state.pending.remove(record)
             state.policy.applied(made, errors.keys())
+            state.changed(bool(errors), self._clock())
             after = {name: pool.workers for name, pool in self._pools(state.model).items()}
             self._finished(record.finished(after, self._clock() - started_s, errors))
+            if self._sharing is not None:
+                self.wake()  # another model may wait for the GPUs that are free now
 
     async def _carry_out(
         self, state: ModelState, record: DecisionRecord, errors: dict[str, str]

@@ -19,12 +19,14 @@ Pools = Mapping[str, Pool]
 """The pools of a model, by name."""
 
 _PULLS = 100_000
+_LONGEST_PAUSE_S = 60.0
 
 
 class ModelState:
     """``model`` as the connector lists it now, and the ``pulls`` since the last decision.
 
-    ``wanted`` has the workers that the last decision of its policy wants, by pool.
+    ``wanted`` has the workers that the last decision of its policy wants, by pool. Before
+    ``retry_s`` its waiting requests start nothing: the last change has failed.
 
     A policy that ``needs_traffic`` is not asked while a frontend's metrics are missing: the traffic
     would look as if it had ended.
@@ -38,6 +40,8 @@ class ModelState:
         self.pending: list[DecisionRecord] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.wanted: dict[str, int] = {}
+        self.retry_s = -math.inf
+        self._failures = 0
         self.is_new = True
         self.begins = True
         self.due_s = math.inf
@@ -64,6 +68,11 @@ class ModelState:
         """Count ``task`` as a change; after that of a blocking policy, an interval begins."""
         self.tasks.add(task)
         task.add_done_callback(self._applied)
+
+    def changed(self, failed: bool, now_s: float) -> None:
+        """Count the outcome of a change: each failure in a row doubles the pause behind it."""
+        self._failures = self._failures + 1 if failed else 0
+        self.retry_s = now_s + min(_LONGEST_PAUSE_S, 2.0**self._failures) if failed else -math.inf
 
     def observation(
         self, now_s: float, pools: Pools, traffic: Traffic, max_gpus: float

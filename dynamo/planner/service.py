@@ -23,6 +23,7 @@ from dynamo.planner.explain import EXPLAIN, model_reports
 from dynamo.planner.gpu_sharing import GpuSharing
 from dynamo.planner.local.capacity import gpu_capacity
 from dynamo.planner.local.connector import LocalConnector, open_connector
+from dynamo.planner.local.engine_controls import RemoteEngines
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.model_state import Pools
@@ -52,7 +53,8 @@ async def run_planner(settings: PlannerSettings, runtime_settings: RuntimeSettin
     """
     runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
     try:
-        async with open_connector(runtime_settings, settings) as connector:
+        engines = RemoteEngines(runtime, runtime.system.shutdown_timeout_s)
+        async with open_connector(runtime_settings, settings, engines) as connector:
             with _only_planner(settings, runtime_settings):
                 await _run(runtime, connector, settings)
     finally:

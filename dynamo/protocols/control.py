@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 __all__ = [
+    "ENGINE_CONTROL",
     "EVENT_CHANNELS",
     "INSTANCES",
     "MODEL_CARDS",
     "ON_DEMAND",
     "EndpointRecord",
+    "EngineCommand",
     "EventChannelRecord",
     "Id",
     "LeaseRecord",
@@ -20,6 +22,9 @@ __all__ = [
     "instance_key",
     "record_decoder",
 ]
+
+ENGINE_CONTROL = "engine_control"
+"""Endpoint, of the workers' component, that takes :class:`EngineCommand`."""
 
 INSTANCES = "v1/instances/"
 MODEL_CARDS = "v1/mdc/"
@@ -94,6 +99,13 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
     aliases: list[str] = []
     model_input: str = "Tokens"
     context_length: int | None = None
+
+
+class EngineCommand(msgspec.Struct, omit_defaults=True):
+    """``route`` is ``sleep``, ``wake_up`` or ``is_sleeping``, ``body`` that of ``/engine/…``."""
+
+    route: str
+    body: dict[str, Any] | None = None
 
 
 def instance_key(namespace: str, component: str, endpoint: str, instance_id: int) -> str:

@@ -18,7 +18,13 @@ from typing import Any
 
 from dynamo.errors import StatefileError
 
-__all__ = ["DRAINING", "RESERVED_BY", "FileLock", "Statefile"]
+__all__ = ["ASLEEP", "DRAINING", "RESERVED_BY", "RUNNING", "FileLock", "Statefile"]
+
+RUNNING = "running"
+"""``state`` of an entry as long as nothing else is known."""
+
+ASLEEP = "asleep"
+"""``state`` of the entry of a worker whose engine sleeps: others may hold its GPUs."""
 
 DRAINING = "draining"
 """``state`` of the entry of a worker that is to exit and not to be restarted."""

@@ -236,6 +236,7 @@ def _info(config: Any, max_images: int) -> EngineInfo:
         data_parallel_size=ranks,
         pooling=config.model_config.runner_type == "pooling",
         max_images=max_images,
+        can_sleep=bool(getattr(config.model_config, "enable_sleep_mode", False)),
         event_endpoints=_event_endpoints(config.kv_events_config, ranks),
     )
 

@@ -318,6 +318,7 @@ def _info(config: Any, client: Any, max_images: int) -> EngineInfo:
         data_parallel_size=ranks,
         pooling=config.model_config.runner_type == "pooling",
         max_images=max_images,
+        can_sleep=bool(getattr(config.model_config, "enable_sleep_mode", False)),
         event_endpoints={
             rank: source.endpoint.replace("*", "127.0.0.1") for rank, source in sources.items()
         },

@@ -40,7 +40,7 @@ class EngineInfo:
 
     ``block_size`` is in tokens, ``blocks`` are those of one rank. ``event_endpoints`` are the ZMQ
     endpoints of its KV events by rank, empty without prefix caching or events. ``max_images`` are
-    those that the model takes in a prompt.
+    those that the model takes in a prompt. ``can_sleep``: its sleep mode is enabled.
     """
 
     driver: str
@@ -53,6 +53,7 @@ class EngineInfo:
     data_parallel_size: int = 1
     pooling: bool = False
     max_images: int = 0
+    can_sleep: bool = False
     event_endpoints: dict[int, str] = field(default_factory=dict)
 
 

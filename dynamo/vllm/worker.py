@@ -16,13 +16,13 @@ from dynamo.protocols.card import MAX_IMAGES_KEY, RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.admission import AdmissionQueue
 from dynamo.vllm.arguments import VllmArguments
-from dynamo.vllm.control import EngineControl
 from dynamo.vllm.embeddings import EmbeddingService
 from dynamo.vllm.engine import Engine
 from dynamo.vllm.load import LoadReporter
 from dynamo.vllm.loras import parse_loras
 from dynamo.vllm.model import find_model
 from dynamo.vllm.service import VllmService
+from dynamo.worker.engine_control import EngineControl
 from dynamo.worker.health_payload import health_check_payload
 from dynamo.worker.process_watch import ProcessWatch
 from dynamo.worker.publish import LoadSender, connect_load
@@ -98,7 +98,8 @@ class VllmWorker:
         )
         kind = EmbeddingService if engine.info.pooling else VllmService
         self.service = kind(engine, admission, runtime.tasks, plan.mode == "prefill")
-        EngineControl(self.endpoint, engine).install(runtime)
+        self.control = EngineControl(self.endpoint, engine)
+        self.control.install(runtime)
 
     async def serve(self) -> None:
         """Serve until the worker has drained. Raises EngineFailure if the engine dies."""
@@ -110,6 +111,8 @@ class VllmWorker:
             await connect_load(self.endpoint, self.load)
             for name, path in plan.loras.items():
                 await self.engine.add_lora(name, path)
+            if self.engine.info.can_sleep:
+                await self.control.connect()
             for lora_name in (None, *plan.loras):
                 await self._register(lora_name)
             # A pooling engine generates no tokens, so it cannot answer the health check.

@@ -38,6 +38,8 @@ class Zero(Serving):
             f"--Planner.idle-timeout={IDLE_S}",
             "--Planner.min-residency=2",
             "--Chat.ServiceArgs.priority=0",
+            "--Batch.enable-sleep-mode=true",
+            "--Batch.wake-time=0.2",
             f"--Planner.log-dir={self.tmp_path}",
             "--gpus=1",
             *flags,
@@ -49,12 +51,12 @@ class Zero(Serving):
         return {
             name: entry["resources"]["allocated_gpus"]
             for name, entry in entries
-            if entry["resources"].get("allocated_gpus")
+            if entry["resources"].get("allocated_gpus") and entry["state"] != "asleep"
         }
 
     def until_zero(self) -> None:
         self.until(lambda: not self.holders(), 30)
-        assert not self.workers()
+        assert not any("chat" in one.cmdline() for one in self.workers())
 
     def workers(self) -> list[psutil.Process]:
         return [one for one in self.survivors() if "dynamo.mocker" in one.cmdline()]
@@ -96,6 +98,15 @@ def test_an_idle_model_has_no_worker_and_its_first_stream_waits(site: Zero) -> N
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert "hello" in text
     assert list(site.holders()) == ["two-models_Batch_1"]
+
+
+def test_an_engine_that_can_sleep_is_woken(site: Zero) -> None:
+    before = site.pids("Batch_1")
+    site.until_zero()
+    assert site.document()["components"]["two-models_Batch_1"]["state"] == "asleep"
+    assert site.complete("batch").status_code == 200
+    assert site.pids("Batch_1") == before
+    assert site.document()["components"]["two-models_Batch_1"]["state"] == "running"
 
 
 def test_many_first_requests_are_all_answered(site: Zero) -> None:

@@ -136,13 +136,13 @@ class Models:
     def listed(self) -> list[tuple[str, int, int | None]]:
         """(name, created in seconds, context length in tokens) of every model served now, or
         started on demand."""
-        served = [
-            (name, entry.created_s, entry.card.context_length)
+        loaded = {
+            name: (name, entry.created_s, entry.card.context_length)
             for name, entry in self._names.items()
-            if entry.served
-        ]
-        known = {one[0] for one in served}
-        return served + [one for one in self.on_demand.listed() if one[0] not in known]
+            if entry.served or self.on_demand.record(entry.name) is not None
+        }
+        others = [one for one in self.on_demand.listed() if one[0] not in loaded]
+        return [*loaded.values(), *others]
 
     def hold(
         self, registry: Refusals, exchange: Exchange, endpoint: str, error: DynamoError, name: str
@@ -154,7 +154,8 @@ class Models:
         entry = self._names.get(name)
         if entry is not None and (entry.served or isinstance(error, ModelNotFound)):
             return False  # the model has no such API
-        return self.on_demand.hold(exchange, endpoint, name, registry)
+        model = name if entry is None else entry.name
+        return self.on_demand.hold(exchange, endpoint, model, registry)
 
     def context_lengths(self) -> list[int | None]:
         """Tokens of prompt and answer together, of every model that is loaded."""

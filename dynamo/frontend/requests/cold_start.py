@@ -1,7 +1,7 @@
 """Requests that wait for the first worker of a model, which the planner starts on demand.
 
 They wait in order of arrival, whether they have reached the model's router (:class:`HeldDispatch`)
-or not (:class:`HeldExchange`: the model was never loaded here). Streams get comments.
+or not (:class:`HeldExchange`: the body is not parsed). Streams get comments while they wait.
 """
 
 from __future__ import annotations

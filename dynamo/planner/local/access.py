@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import StatefileError
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.entries import Entry, ServiceEntries, read_services
+from dynamo.planner.local.gpu_room import probe_gpus
 from dynamo.planner.local.patience import retried
 from dynamo.planner.local.ports import CircusControl, CircusError, NoSuchWatcher, Registrations
 from dynamo.runtime.discovery.process import host_id
+from dynamo.serve.gpus import Gpu
 from dynamo.serve.processes import same_process, stat
 from dynamo.serve.statefile import Document, Statefile
 
@@ -32,7 +34,8 @@ class LocalAccess:
     """The parts of a running deployment.
 
     ``logs`` has the watchers' log files. ``active`` are the watchers that an action of this process
-    adds or removes now. ``needs_repair``: an action failed and could not be undone.
+    adds or removes now. ``needs_repair``: an action failed and could not be undone. ``devices``
+    returns the GPUs with their free memory, None without a driver.
     """
 
     settings: PlannerSettings
@@ -42,6 +45,7 @@ class LocalAccess:
     logs: Path
     active: set[str] = field(default_factory=set)
     needs_repair: bool = False
+    devices: Callable[[], Awaitable[Sequence[Gpu] | None]] = probe_gpus
 
     def document(self) -> Document:
         """Read the statefile. Raises StatefileError, also without one."""
@@ -93,12 +97,11 @@ class LocalAccess:
         workers = self.registrations.workers()
         return [lease for pid in pids if pid in workers for lease in workers[pid].leases]
 
-    def serves(self, entry: Entry | None) -> bool:
-        """Whether a process of the watcher has registered its model."""
+    def model(self, entry: Entry) -> str | None:
+        """Return the model that a process of the watcher has registered, None before."""
         workers = self.registrations.workers()
-        return entry is not None and any(
-            pid in workers and workers[pid].model is not None for pid in entry.pids
-        )
+        models = (workers[pid].model for pid in entry.pids if pid in workers)
+        return next((model for model in models if model is not None), None)
 
     def last_line(self, name: str) -> str:
         """Return the last line that the watcher wrote, "" without one."""

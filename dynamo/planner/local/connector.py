@@ -17,12 +17,18 @@ from dynamo.planner.connector import ActionFailed, ScaledService
 from dynamo.planner.local.access import LocalAccess, is_reserved
 from dynamo.planner.local.circus import CircusEndpoint
 from dynamo.planner.local.entries import read_services
-from dynamo.planner.local.ports import Sleepers
+from dynamo.planner.local.ports import EngineControls
 from dynamo.planner.local.reconcile import reconcile
 from dynamo.planner.local.registered import FileRegistrations
 from dynamo.planner.local.removal import remove_worker
+from dynamo.planner.local.sleeping import (
+    check_sleepers,
+    put_to_sleep,
+    sleeper_to_wake,
+    wake_worker,
+)
 from dynamo.planner.local.starting import WorkerStart
-from dynamo.planner.local.view import Sighting, service_now
+from dynamo.planner.local.view import Sighting, newest, service_now
 from dynamo.runtime.paths import run_dir, state_dir, store_dir
 from dynamo.serve.statefile import Document, Statefile
 
@@ -34,12 +40,13 @@ log = logging.getLogger(__name__)
 class LocalConnector:
     """A :class:`Connector`. Several actions may run at once; the statefile's lock keeps them apart.
 
-    ``sleepers`` knows the workers that sleep: one of them is woken before a new one starts.
+    With ``engines``, a worker whose engine can sleep does so instead of being removed, one of each
+    service; it is woken before a new one starts.
     """
 
-    def __init__(self, access: LocalAccess, sleepers: Sleepers | None = None) -> None:
+    def __init__(self, access: LocalAccess, engines: EngineControls | None = None) -> None:
         self._access = access
-        self._sleepers = sleepers
+        self._engines = engines
 
     async def services(self) -> Mapping[str, ScaledService]:
         """See :class:`Connector`."""
@@ -57,16 +64,21 @@ class LocalConnector:
         Call it before the first action. Raises ActionFailed, StatefileError.
         """
         self._access.needs_repair = False
-        return await reconcile(self._access)
+        found = await reconcile(self._access)
+        if self._engines is not None:
+            found += await check_sleepers(self._access, self._engines)
+        return found
 
     async def add(self, service: str) -> str:
         """See :class:`Connector`."""
         try:
             await self._repair()
-            asleep = await self._asleep(service)
-            if asleep is not None and self._sleepers is not None:
-                await self._sleepers.wake(asleep)
-                return asleep
+            if self._engines is not None:
+                document = self._access.document()
+                entries = self._access.service(document, service)
+                asleep = sleeper_to_wake(document, entries)
+                if asleep is not None:
+                    return await wake_worker(self._access, self._engines, entries, asleep)
             return await WorkerStart(self._access, service).run()
         except StatefileError as error:
             raise ActionFailed(f"{service}: {error.message}") from error
@@ -77,6 +89,9 @@ class LocalConnector:
             await self._repair()
             statuses = await self._access.statuses()
             sighting = self._sighting(self._access.document(), statuses)
+            asleep = await self._put_to_sleep(service, sighting)
+            if asleep:
+                return asleep
             return await remove_worker(self._access, service, sighting)
         except StatefileError as error:
             raise ActionFailed(f"{service}: {error.message}") from error
@@ -86,13 +101,13 @@ class LocalConnector:
         if self._access.needs_repair and not self._access.active:
             await self.reconcile()
 
-    async def _asleep(self, service: str) -> str | None:
-        """Return the oldest sleeping worker of ``service``, if any."""
-        names = set(self._sleepers.asleep()) if self._sleepers is not None else set()
-        if not names:
-            return None
-        entries = self._access.service(self._access.document(), service).entries
-        return next((entry.name for entry in entries if entry.name in names), None)
+    async def _put_to_sleep(self, name: str, sighting: Sighting) -> str:
+        """Put the newest worker to sleep; return its watcher, "" if it is to be removed."""
+        service = self._access.service(self._access.document(), name)
+        entry = newest(service, sighting, self._access.active)
+        if self._engines is None or entry is None or any(one.asleep for one in service.entries):
+            return ""
+        return entry.name if await put_to_sleep(self._access, self._engines, entry) else ""
 
     def _sighting(self, document: Document, statuses: Mapping[str, str]) -> Sighting:
         active = self._access.active
@@ -105,7 +120,6 @@ class LocalConnector:
                 for entry in service.entries
                 if is_reserved(entry, active)
             },
-            asleep=() if self._sleepers is None else self._sleepers.asleep(),
         )
 
 
@@ -146,8 +160,8 @@ async def open_access(
 
 @contextlib.asynccontextmanager
 async def open_connector(
-    runtime: RuntimeSettings, settings: PlannerSettings, sleepers: Sleepers | None = None
+    runtime: RuntimeSettings, settings: PlannerSettings, engines: EngineControls | None = None
 ) -> AsyncIterator[LocalConnector]:
     """Open a connector to the deployment of ``runtime``'s namespace for the block."""
     async with open_access(runtime, settings) as access:
-        yield LocalConnector(access, sleepers)
+        yield LocalConnector(access, engines)

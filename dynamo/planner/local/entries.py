@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo.serve.statefile import DRAINING, RESERVED_BY, Document
+from dynamo.serve.statefile import ASLEEP, DRAINING, RESERVED_BY, Document
 from dynamo.serve.watchers import MODEL_PROGRAMS, watcher_name
 
 __all__ = [
@@ -46,6 +46,7 @@ class Entry:
     argv: tuple[str, ...]
     gpus: tuple[str, ...] = ()
     draining: bool = False
+    asleep: bool = False
     pids: tuple[int, ...] = ()
     lease: int | None = None
     reserved_by: Mapping[str, Any] | None = None
@@ -223,6 +224,7 @@ def _entry(name: str, entry: Mapping[str, Any], index: int) -> Entry:
         argv=tuple(str(word) for word in entry.get("argv") or shlex.split(entry["cmd"])),
         gpus=entry_gpus(entry),
         draining=entry.get("state") == DRAINING,
+        asleep=entry.get("state") == ASLEEP,
         pids=tuple(_pids(entry)),
         lease=_integer(entry.get("lease")),
         reserved_by=reserved if isinstance(reserved, Mapping) else None,

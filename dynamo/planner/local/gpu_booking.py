@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from dynamo.errors import ConfigError
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.entries import entry_gpus, service_config, stated_gpus
 from dynamo.serve.gpus import Allocator, Inventory
-from dynamo.serve.statefile import Document
+from dynamo.serve.statefile import ASLEEP, RESERVED_BY, Document
 
-__all__ = ["free_gpus", "gpu_ids", "held_gpus"]
+__all__ = ["can_hold", "free_gpus", "gpu_ids", "held_gpus"]
+
+_ROUNDING = 1e-6
 
 
-def free_gpus(document: Document, name: str, count: float) -> tuple[str, ...]:
+def free_gpus(
+    document: Document, name: str, count: float, avoid: Collection[str] = ()
+) -> tuple[str, ...]:
     """Return ``count`` free GPUs for the watcher ``name``, those with the lowest numbers.
 
-    A fraction below 1 is a share of one GPU. Raises ActionFailed that lists who holds them.
+    A fraction below 1 is a share of one GPU. GPUs to ``avoid`` have no room. Raises ActionFailed
+    that lists who holds them.
     """
+    allocator = _allocator(document)
+    for gpu in avoid:
+        allocator.hold("too little free memory", (gpu,), 1.0)
     try:
-        return _allocator(document).assign(name, count)
+        return allocator.assign(name, count)
     except ConfigError as error:
         raise ActionFailed(error.message.partition("\nLower workers")[0]) from None
 
@@ -32,8 +40,22 @@ def gpu_ids(document: Document) -> list[str]:
 
 
 def held_gpus(document: Document) -> Mapping[str, tuple[tuple[str, ...], float]]:
-    """Return the GPUs of each entry that holds any, and the number: below 1 for a share."""
+    """Return the GPUs of each entry that holds any, and the number: below 1 for a share.
+
+    A worker that sleeps holds none.
+    """
     return {name: (gpus, share) for name, gpus, share in _holders(document)}
+
+
+def can_hold(document: Document, name: str) -> bool:
+    """Whether the GPUs of the sleeping worker ``name`` have room for it again."""
+    booked = dict.fromkeys(entry_gpus(document["components"][name]), 0.0)
+    mine = {one: share for one, _, share in _booked(document)}.get(name, 0.0)
+    for _, gpus, share in _holders(document):
+        for gpu in gpus:
+            if gpu in booked:
+                booked[gpu] += min(share, 1.0)
+    return all(taken + min(mine, 1.0) <= 1.0 + _ROUNDING for taken in booked.values())
 
 
 def _allocator(document: Document) -> Allocator:
@@ -49,6 +71,14 @@ def _gpu_order(gpu: str) -> tuple[bool, int]:
 
 
 def _holders(document: Document) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    for name, gpus, share in _booked(document):
+        entry = document["components"][name]
+        if entry.get("state") != ASLEEP or RESERVED_BY in entry:
+            yield name, gpus, share
+
+
+def _booked(document: Document) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Yield name, GPUs and share of each entry, those of workers that sleep, too."""
     config = service_config(document)
     for name, entry in document["components"].items():
         gpus = entry_gpus(entry)

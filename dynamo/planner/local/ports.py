@@ -6,7 +6,7 @@ Tests replace both; time is that of the running loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,10 +18,10 @@ __all__ = [
     "CircusBusy",
     "CircusControl",
     "CircusError",
+    "EngineControls",
     "NoSuchWatcher",
     "RegisteredWorker",
     "Registrations",
-    "Sleepers",
     "WatcherOptions",
 ]
 
@@ -106,11 +106,17 @@ class Registrations(Protocol):
         """Return an event that is set at the next change of leases, cards or statefile."""
 
 
-class Sleepers(Protocol):
-    """The workers that sleep: their process runs, but holds no GPU memory."""
+class EngineControls(Protocol):
+    """The engines of workers that can sleep: keep their process, but free their GPU memory."""
 
-    def asleep(self) -> Collection[str]:
-        """Return the watchers whose worker sleeps."""
+    async def can_sleep(self, lease: int) -> bool:
+        """Whether the worker under ``lease`` has an engine with a sleep mode."""
 
-    async def wake(self, name: str) -> None:
-        """Wake the worker of a watcher; return when it serves. Raises ActionFailed."""
+    async def is_sleeping(self, lease: int) -> bool | None:
+        """Whether its engine sleeps; None if it cannot, or does not answer."""
+
+    async def sleep(self, lease: int) -> None:
+        """Let its requests finish, and free its memory. Raises DynamoError."""
+
+    async def wake(self, lease: int, timeout_s: float) -> None:
+        """Restore its memory; return when it serves. Raises DynamoError."""

@@ -16,7 +16,7 @@ from dynamo.planner.local.ports import CircusError, NoSuchWatcher
 from dynamo.planner.local.view import Sighting, newest
 from dynamo.serve.statefile import DRAINING, RESERVED_BY, Document
 
-__all__ = ["finish_removal", "remove_worker"]
+__all__ = ["finish_removal", "remove_entry", "remove_worker"]
 
 _COMMAND_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
@@ -42,6 +42,15 @@ async def remove_worker(access: LocalAccess, name: str, sighting: Sighting) -> s
     finally:
         access.active.discard(entry.name)
     return entry.name
+
+
+async def remove_entry(access: LocalAccess, service: ServiceEntries, entry: Entry) -> None:
+    """Remove one particular worker. Raises as :func:`remove_worker`."""
+    try:
+        _mark(access, service.name, entry.name)
+        await finish_removal(access, entry, service.is_prefill)
+    except (CircusError, StatefileError) as error:
+        raise ActionFailed(f"{entry.name}: not removed: {error.message}") from error
 
 
 async def finish_removal(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:

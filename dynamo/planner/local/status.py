@@ -19,7 +19,7 @@ __all__ = ["ComponentStatus", "StateReport", "arbiter_is_alive", "component_stat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentStatus:
-    """One entry. ``state`` is one of ready, running, starting, draining, stopped.
+    """One entry. ``state`` is one of ready, running, starting, draining, asleep, stopped.
 
     ``dead_pids`` are recorded processes that do not exist any more. ``lease`` is in hexadecimal.
     """
@@ -104,6 +104,8 @@ def _status(
 def _state(entry: Entry, alive: tuple[int, ...], model: str | None) -> str:
     if entry.draining:
         return "draining"
+    if entry.asleep:
+        return "asleep"
     if model is not None:
         return "ready"
     if is_reserved(entry, ()):

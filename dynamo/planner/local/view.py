@@ -20,7 +20,7 @@ from dynamo.planner.local.ports import STOPPED, STOPPING, RegisteredWorker
 from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.serve.statefile import Document
 
-__all__ = ["Sighting", "budget_held", "engine_gpus", "newest", "service_now"]
+__all__ = ["Sighting", "budget_held", "budget_share", "newest", "service_now"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,12 @@ class Sighting:
     """What was seen of a deployment at one time.
 
     ``statuses`` are those of the watchers, by name. ``reserved`` are the watchers
-    that are being added, ``asleep`` those whose worker sleeps.
+    that are being added.
     """
 
     statuses: Mapping[str, str]
     registered: Mapping[int, RegisteredWorker]
     reserved: Collection[str] = ()
-    asleep: Collection[str] = ()
 
     def is_kept(self, entry: Entry) -> bool:
         """Whether the arbiter has this watcher and keeps its processes running."""
@@ -59,7 +58,7 @@ def service_now(
         name=service.name,
         model=next((model for model in models if model), service.model),
         pool=PREFILL if service.is_prefill else DECODE,
-        gpus_per_worker=engine_gpus(service, settings) or 1.0,
+        gpus_per_worker=budget_share(service, settings),
         workers=workers,
         minimum=service.minimum,
         maximum=service.maximum,
@@ -70,9 +69,10 @@ def service_now(
 def newest(service: ServiceEntries, sighting: Sighting, spared: Collection[str]) -> Entry | None:
     """Return the entry of the worker to remove: that with the highest number, the template last.
 
-    Never one that drains already, nor one that is being added or ``spared``.
+    One that sleeps comes after all others. Never one that drains already, nor one that is being
+    added or ``spared``.
     """
-    for entry in reversed(service.entries):
+    for entry in sorted(service.entries, key=lambda one: (one.asleep, -one.index)):
         states = {worker.state for worker in _workers(entry, sighting)}
         skipped = entry.name in spared or entry.name in sighting.reserved
         if not skipped and states and DRAINING not in states:
@@ -80,12 +80,12 @@ def newest(service: ServiceEntries, sighting: Sighting, spared: Collection[str])
     return None
 
 
-def engine_gpus(service: ServiceEntries, settings: PlannerSettings) -> float:
-    """Return the GPUs of a worker: as the options say, else as the graph says; 0 for none."""
+def budget_share(service: ServiceEntries, settings: PlannerSettings) -> float:
+    """Return what a worker counts in the GPU budget: as the options say, else its GPUs, else 1."""
     given = (
         settings.prefill_engine_num_gpu if service.is_prefill else settings.decode_engine_num_gpu
     )
-    return service.gpus if given is None else given
+    return given or service.gpus or 1.0
 
 
 def budget_held(
@@ -98,10 +98,12 @@ def budget_held(
     held = held_gpus(document)
     total = 0.0
     for service in services:
-        each = engine_gpus(service, settings) or 1.0
+        each = budget_share(service, settings)
         for entry in service.entries:
             if entry.name in held:
                 total += held[entry.name][1]
+            elif entry.asleep and entry.reserved_by is None:
+                continue
             elif entry.pids or entry.reserved_by is not None:
                 total += each * max(1, len(entry.pids))
     return total
@@ -126,6 +128,6 @@ def _state(entry: Entry, sighting: Sighting, serves: bool) -> str:
     leaving = not sighting.is_kept(entry) and entry.name not in sighting.reserved
     if entry.draining or leaving:  # by us, or by circusctl rm or stop
         return DRAINING
-    if entry.name in sighting.asleep:
-        return ASLEEP
+    if entry.asleep:
+        return STARTING if entry.name in sighting.reserved else ASLEEP
     return READY if serves else STARTING

@@ -333,6 +333,23 @@ async def test_the_planner_sees_how_long_a_model_is_idle(
     assert site.planner.states[-1].idle_s < 0.2
 
 
+async def test_a_model_that_was_loaded_keeps_its_aliases(site: Site) -> None:
+    worker = await site.worker(model_aliases=["other"], context_length=1024)
+    assert (await site.complete(model="other")).status_code == 200
+    await worker.runtime.close()
+    await until(lambda: not site.frontend.models.instances())
+    models = (await site.client.get("/v1/models")).json()["data"]
+    assert {one["id"]: one["context_window"] for one in models} == {
+        "tiny": 1024,
+        "other": 1024,
+        "small": 2048,
+    }
+    asked = asyncio.ensure_future(site.complete(model="other"))
+    await site.planner.until(1)
+    await site.worker(model_aliases=["other"], context_length=1024)
+    assert (await asked).status_code == 200
+
+
 async def test_a_model_returns_after_zero_workers(site: Site) -> None:
     for _ in range(2):
         asked = asyncio.ensure_future(site.complete())

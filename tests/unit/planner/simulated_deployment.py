@@ -85,13 +85,15 @@ class SimulatedDeployment:
         planned = plan(
             parsed, python="python", working_dir="/", env={}, graceful_timeout_s=GRACEFUL_S
         )
+        placed = place(planned, inventory)
         self.plan = DeploymentPlan(
             namespace=parsed.namespace,
-            specs=place(planned, inventory),
+            specs=[spec for spec in placed if spec.starts],
             config=parsed.config,
             gpu_ids=inventory.ids,
             endpoint="ipc:///nowhere",
             pubsub_endpoint="ipc:///nowhere-events",
+            templates=[spec for spec in placed if not spec.starts],
         )
         self.statefile = Statefile(directory, parsed.namespace)
         self.faults = faults or Faults()
@@ -135,7 +137,7 @@ class SimulatedDeployment:
     async def add(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
         lost = await self._arrives("")
         if name not in self.watchers:
-            spec = plan_added(name, argv, env, self.plan.specs)
+            spec = plan_added(name, argv, env, (*self.plan.specs, *self.plan.templates))
             self.watchers[name] = SimulatedWatcher(spec)
             self.changed()
         self._reply(lost)

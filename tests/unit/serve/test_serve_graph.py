@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -309,3 +310,31 @@ def test_schema_and_code_agree() -> None:
         "A: {run: m, x: [[1]]}",
     ):
         assert not validator.is_valid(yaml.safe_load(text)), text
+
+
+def test_what_the_planner_scales() -> None:
+    text = (
+        "A: {run: dynamo.mocker, ServiceArgs: {workers: 2, min: 1, max: 4, priority: -3}}\n"
+        "B: {run: dynamo.mocker, ServiceArgs: {workers: 0, min: 0}}\n"
+    )
+    first, second = parse_graph(text, "g.yaml").services
+    assert (first.workers, first.scaling.minimum, first.scaling.maximum) == (2, 1, 4)
+    assert first.scaling.priority == -3
+    assert (second.workers, second.scaling.minimum, second.scaling.maximum) == (0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("min: -1", "A.ServiceArgs.min must be an integer between 0 and 1024, got -1"),
+        ("max: 0", "A.ServiceArgs.max must be an integer between 1 and 1024, got 0"),
+        ("min: 1.5", "A.ServiceArgs.min must be an integer between 0 and 1024, got 1.5"),
+        ("priority: high", "must be an integer between -1000 and 1000, got 'high'"),
+        ("min: 3, max: 2, workers: 3", "A.ServiceArgs.min is 3, more than max, 2"),
+        ("min: 2", "A.ServiceArgs.workers is 1, less than min, 2"),
+        ("workers: 3, max: 2", "A.ServiceArgs.workers is 3, more than max, 2"),
+    ],
+)
+def test_wrong_scaling(args: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_graph(f"A: {{run: dynamo.mocker, ServiceArgs: {{{args}}}}}\n", "g.yaml")

@@ -9,8 +9,8 @@ import pytest
 
 from dynamo.errors import EngineFailure, InvalidArgument
 from dynamo.runtime import Endpoint
-from dynamo.vllm.control import EngineControl
 from dynamo.vllm.engine import Engine
+from dynamo.worker.engine_control import EngineControl
 
 
 class Recorder:

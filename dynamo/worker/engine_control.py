@@ -1,30 +1,52 @@
-"""Engine routes of the status server: put the engine to sleep, and wake it up.
+"""Put an engine to sleep and wake it up: routes of the status server, and an endpoint.
 
 While the engine sleeps, its memory is free for other programs and the worker is not registered, so
-no frontend sends it requests.
+no frontend sends it requests. The planner calls the endpoint ``engine_control``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from dynamo.errors import InvalidArgument
+import msgspec
+
+from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
+from dynamo.protocols import codec
+from dynamo.protocols.control import ENGINE_CONTROL, EngineCommand
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.vllm.engine import Engine
+from dynamo.runtime.requests.stream import ServerStream
 
-__all__ = ["EngineControl"]
+__all__ = ["EngineControl", "SleepingEngine"]
 
+_decode = codec.decoder(EngineCommand).decode
 _LEVELS = (1, 2)
 _TAGS = ("weights", "kv_cache")
 log = logging.getLogger(__name__)
 
 
+class SleepingEngine(Protocol):
+    """An engine that can free its memory."""
+
+    async def sleep(self, level: int = 1) -> None:
+        """Let the running requests finish, then free memory."""
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Restore what :meth:`sleep` freed; ``tags`` are weights and kv_cache, default both."""
+
+    async def reload_weights(self) -> None:
+        """Read the weights from the model's files again, in place."""
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps."""
+
+
 class EngineControl:
     """``POST /engine/sleep``, ``/engine/wake_up`` and ``/engine/is_sleeping``, one at a time."""
 
-    def __init__(self, endpoint: Endpoint, engine: Engine) -> None:
+    def __init__(self, endpoint: Endpoint, engine: SleepingEngine) -> None:
         self._endpoint = endpoint
         self._engine = engine
         self._turn = asyncio.Lock()
@@ -35,6 +57,38 @@ class EngineControl:
         runtime.register_engine_route("sleep", self.sleep)
         runtime.register_engine_route("wake_up", self.wake_up)
         runtime.register_engine_route("is_sleeping", self.is_sleeping)
+
+    async def connect(self) -> None:
+        """Serve the endpoint ``engine_control`` of the worker's component."""
+        namespace, component, _ = self._endpoint.path
+        serving = await self._endpoint.runtime.start_serving()
+        await serving.add((namespace, component, ENGINE_CONTROL), self._handle, True)
+
+    def _handle(self, stream: ServerStream, payload: bytes) -> None:
+        tasks = self._endpoint.runtime.tasks
+        tasks.spawn(self._answer(stream, payload), name=ENGINE_CONTROL)
+
+    async def _answer(self, stream: ServerStream, payload: bytes) -> None:
+        routes = {
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+            "is_sleeping": self.is_sleeping,
+        }
+        try:
+            command = _decode(payload)
+            if command.route not in routes:
+                raise InvalidArgument(f"no engine route {command.route!r:.40}")
+            answer = await routes[command.route](command.body)
+        except msgspec.MsgspecError as error:
+            stream.error(InvalidArgument(f"not an engine command: {error}"))
+        except DynamoError as error:
+            stream.error(error)
+        except Exception as error:  # the caller gets the error of the engine
+            log.exception("an engine command failed")
+            stream.error(EngineFailure(f"{type(error).__name__}: {error}"))
+        else:
+            stream.send(codec.encode(answer))
+            stream.end()
 
     async def sleep(self, body: Any) -> dict[str, Any]:
         """Unregister the worker, finish its requests, then free memory.

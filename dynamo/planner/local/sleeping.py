@@ -1,0 +1,115 @@
+"""Workers that sleep: they keep their process, and hold neither GPU memory nor a GPU of the budget.
+
+Their entry has the state ``asleep``. A sleeping worker is bound to its GPUs: it can be woken while
+nothing else holds them, and is removed if a new worker needs their memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from functools import partial
+
+from dynamo.errors import DynamoError
+from dynamo.planner.connector import ActionFailed
+from dynamo.planner.local.access import LocalAccess, owner_mark
+from dynamo.planner.local.entries import Entry, ServiceEntries, read_services
+from dynamo.planner.local.gpu_booking import can_hold
+from dynamo.planner.local.ports import EngineControls
+from dynamo.planner.local.removal import remove_entry
+from dynamo.serve.statefile import ASLEEP, RESERVED_BY, RUNNING, Document
+
+__all__ = ["check_sleepers", "put_to_sleep", "sleeper_to_wake", "sleepers_on", "wake_worker"]
+
+log = logging.getLogger(__name__)
+
+
+def sleeper_to_wake(document: Document, service: ServiceEntries) -> Entry | None:
+    """Return the oldest sleeping worker of ``service`` whose GPUs are free, if any."""
+    for entry in service.entries:
+        if entry.asleep and entry.reserved_by is None and can_hold(document, entry.name):
+            return entry
+    return None
+
+
+def sleepers_on(document: Document, gpus: Collection[str]) -> list[tuple[ServiceEntries, Entry]]:
+    """Return the sleeping workers that are bound to some of ``gpus``."""
+    return [
+        (service, entry)
+        for service in read_services(document).values()
+        for entry in service.entries
+        if entry.asleep and entry.reserved_by is None and not {*gpus}.isdisjoint(entry.gpus)
+    ]
+
+
+async def put_to_sleep(access: LocalAccess, engines: EngineControls, entry: Entry) -> bool:
+    """Let a worker finish its requests and sleep; False if it cannot, and still serves."""
+    if entry.lease is None or len(entry.pids) != 1 or not await engines.can_sleep(entry.lease):
+        return False
+    access.active.add(entry.name)
+    try:
+        log.info("%s: putting its engine to sleep", entry.name)
+        await engines.sleep(entry.lease)
+        access.statefile.update(partial(_set_state, name=entry.name, state=ASLEEP))
+    except DynamoError as error:
+        log.warning("%s: does not sleep: %s", entry.name, error.message)
+        return False
+    finally:
+        access.active.discard(entry.name)
+    return True
+
+
+async def wake_worker(
+    access: LocalAccess, engines: EngineControls, service: ServiceEntries, entry: Entry
+) -> str:
+    """Wake a sleeping worker; return its watcher when it serves.
+
+    One that cannot be woken is removed. Raises ActionFailed, StatefileError.
+    """
+    access.active.add(entry.name)
+    try:
+        access.statefile.update(lambda document: _reserve(document, entry.name))
+        log.info("%s: waking its engine", entry.name)
+        try:
+            await engines.wake(entry.lease or 0, access.settings.start_timeout_s)
+        except DynamoError as error:
+            log.warning("%s: cannot be woken: %s; removing it", entry.name, error.message)
+            await remove_entry(access, service, entry)
+            raise ActionFailed(f"{entry.name}: cannot be woken: {error.message}") from error
+        access.statefile.update(partial(_set_state, name=entry.name, state=RUNNING))
+    finally:
+        access.active.discard(entry.name)
+    return entry.name
+
+
+async def check_sleepers(access: LocalAccess, engines: EngineControls) -> list[str]:
+    """Make the statefile agree with the engines, after a crash; return what was corrected."""
+    found = []
+    for service in read_services(access.document()).values():
+        for entry in service.entries:
+            if entry.lease is None or entry.draining or entry.name in access.active:
+                continue
+            asleep = await engines.is_sleeping(entry.lease)
+            if asleep is None or asleep == entry.asleep:
+                continue
+            state = ASLEEP if asleep else RUNNING
+            access.statefile.update(partial(_set_state, name=entry.name, state=state))
+            found.append(f"{entry.name}: its state is {state}")
+    return found
+
+
+def _reserve(document: Document, name: str) -> None:
+    """Take the GPUs of a sleeping worker again. Raises ActionFailed."""
+    entry = document["components"].get(name)
+    if not isinstance(entry, dict) or entry.get("state") != ASLEEP:
+        raise ActionFailed(f"{name}: it does not sleep any more")
+    if not can_hold(document, name):
+        raise ActionFailed(f"{name}: another worker has its GPUs")
+    entry[RESERVED_BY] = owner_mark()
+
+
+def _set_state(document: Document, name: str, state: str) -> None:
+    entry = document["components"].get(name)
+    if isinstance(entry, dict):
+        entry["state"] = state
+        entry.pop(RESERVED_BY, None)

@@ -1,0 +1,240 @@
+"""Models on demand in the planner: its loop over a fake deployment, its real registry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.planner.connector import ActionFailed
+from dynamo.planner.gpu_sharing import GpuSharing
+from dynamo.planner.loop import ScalingLoop
+from dynamo.planner.on_demand import OnDemandRegistry
+from dynamo.planner.zero import ModelDemand
+from dynamo.protocols.codec import encode
+from dynamo.protocols.control import ON_DEMAND, OnDemandModel
+from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
+from dynamo.runtime import DistributedRuntime
+
+FAST = PlannerSettings(
+    metric_pulling_interval_s=0.005,
+    adjustment_interval_s=0.02,
+    max_gpu_budget=4,
+    idle_timeout_s=300,
+    min_residency_s=0.05,
+)
+
+
+class Frontends:
+    """What the frontends report."""
+
+    def __init__(self) -> None:
+        self.demands: dict[str, ModelDemand] = {}
+        self.announced: Mapping[str, OnDemandModel] = {}
+
+    def demand(self, model: str) -> ModelDemand:
+        return self.demands.get(model, ModelDemand())
+
+    async def announce(self, records: Mapping[str, OnDemandModel]) -> None:
+        self.announced = records
+
+
+@contextlib.asynccontextmanager
+async def running(
+    connector: FakeConnector,
+    frontends: Frontends,
+    policy: Wanted,
+    settings: PlannerSettings = FAST,
+    capacity: float = 1,
+) -> AsyncIterator[Recorder]:
+    record, loop = Recorder(), asyncio.get_running_loop()
+    sharing = GpuSharing(settings, "ns", frontends, lambda: capacity, loop.time)
+    made = ScalingLoop(
+        connector,
+        FakeSources(0.6),
+        settings,
+        lambda prefill: policy,
+        [record],
+        clock=loop.time,
+        sharing=sharing,
+    )
+    task = loop.create_task(made.run())
+    try:
+        yield record
+    finally:
+        await made.stop(1.0)
+        await task
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - no event for every condition
+            await asyncio.sleep(0.002)
+
+
+def two(first: int, second: int) -> FakeConnector:
+    return FakeConnector(
+        replace(service("A", first, "a"), minimum=0),
+        replace(service("B", second, "b"), minimum=0),
+    )
+
+
+async def test_an_idle_model_loses_its_last_worker() -> None:
+    connector, frontends = two(1, 0), Frontends()
+    async with running(connector, frontends, Wanted(1)) as record:
+        await until(lambda: record.decisions)
+        assert connector.calls == []
+        assert {one.model for one in frontends.announced.values()} == {"a", "b"}
+        frontends.demands["a"] = ModelDemand(idle_s=300)
+        await until(lambda: connector.calls == ["remove A"])
+        await until(lambda: record.records[-1].outcome == "done")
+        decided = record.records[-1]
+    assert (decided.mode, decided.pools[0].rule) == ("sharing", "no requests for 300 s")
+
+
+async def test_a_cold_model_is_left_alone_until_requests_wait() -> None:
+    connector, frontends, policy = two(0, 0), Frontends(), Wanted(3)
+    async with running(connector, frontends, policy) as record:
+        await until(lambda: len(record.pools) > 20)
+        assert connector.calls == [] and policy.seen == []
+        frontends.demands["b"] = ModelDemand(waiting=2, oldest_s=1, idle_s=0)
+        await until(lambda: connector.count("B") == 1)
+    assert connector.calls[0] == "add B"
+    assert connector.most_gpus == 1
+
+
+async def test_the_policy_does_not_remove_the_last_worker() -> None:
+    connector, frontends = two(1, 0), Frontends()
+    policy = Wanted(lambda seen: seen.decode.minimum)
+    async with running(connector, frontends, policy):
+        await until(lambda: len(policy.seen) > 3)
+    assert connector.calls == []
+    assert {seen.max_gpus for seen in policy.seen} == {1}
+
+
+async def test_two_models_swap_their_gpu() -> None:
+    connector, frontends = two(1, 0), Frontends()
+    async with running(connector, frontends, Wanted(1)):
+        await until(lambda: frontends.announced)
+        frontends.demands["a"] = ModelDemand(idle_s=0)
+        frontends.demands["b"] = ModelDemand(waiting=1, idle_s=0)
+        await until(lambda: connector.count("B") == 1)
+        assert connector.count("A") == 0
+    assert connector.calls == ["remove A", "add B"]
+    assert connector.most_gpus == 1
+
+
+async def test_a_model_that_cannot_start_leaves_the_gpu_to_others() -> None:
+    connector, frontends = two(0, 0), Frontends()
+    connector.failure = ActionFailed("it exits at once")
+    async with running(connector, frontends, Wanted(1)):
+        await until(lambda: frontends.announced)
+        frontends.demands["a"] = ModelDemand(waiting=1, oldest_s=9, idle_s=0)
+        await until(lambda: connector.calls == ["add A"])
+        connector.failure = None
+        frontends.demands["b"] = ModelDemand(waiting=1, idle_s=0)
+        await until(lambda: connector.count("B") == 1)
+        assert connector.calls == ["add A", "add B"]
+        frontends.demands["b"] = ModelDemand(idle_s=9)
+        await until(lambda: connector.count("A") == 1)  # after two seconds it is tried again
+
+
+async def test_a_policy_gets_the_gpu_of_an_idle_model() -> None:
+    connector, frontends = two(1, 1), Frontends()
+    policy = Wanted(lambda seen: int(seen.max_gpus))
+    async with running(connector, frontends, policy, capacity=2):
+        await until(lambda: frontends.announced)
+        frontends.demands["a"] = ModelDemand(idle_s=0)
+        frontends.demands["b"] = ModelDemand(idle_s=9)
+        await until(lambda: connector.count("A") == 2)
+    assert connector.most_gpus == 2
+    assert connector.calls[:2] == ["remove B", "add A"]
+
+
+async def test_no_operation_announces_and_changes_nothing() -> None:
+    connector, frontends = two(0, 0), Frontends()
+    settings = replace(FAST, no_operation=True)
+    async with running(connector, frontends, Wanted(1), settings) as record:
+        frontends.demands["a"] = ModelDemand(waiting=1, idle_s=0)
+        await until(lambda: record.records)
+        assert frontends.announced == {}
+    assert connector.calls == []
+    assert record.records[0].outcome == "no-operation"
+
+
+@contextlib.asynccontextmanager
+async def runtime(tmp_path: Path) -> AsyncIterator[DistributedRuntime]:
+    made = DistributedRuntime(None, RuntimeSettings(state_dir=str(tmp_path), namespace="ns"))
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def test_records_come_and_go_with_the_planner(tmp_path: Path) -> None:
+    async with runtime(tmp_path) as reader:
+        async with runtime(tmp_path) as planner:
+            registry = OnDemandRegistry(planner, asyncio.get_running_loop().time)
+            await registry.start()
+            records = {"A": OnDemandModel("ns", "a"), "B": OnDemandModel("ns", "b")}
+            await registry.announce(records)
+            found = await reader.discovery.list(ON_DEMAND)
+            assert {msgspec.json.decode(one)["model"] for one in found.values()} == {"a", "b"}
+            await registry.announce({"B": OnDemandModel("ns", "b")})
+            found = await reader.discovery.list(ON_DEMAND)
+            assert list(found) == [f"v1/on_demand/ns/B/{planner.instance_id:x}"]
+        assert await reader.discovery.list(ON_DEMAND) == {}
+
+
+async def test_the_reports_of_all_frontends_count(tmp_path: Path) -> None:
+    now_s = 0.0
+    waits: list[str] = []
+    async with runtime(tmp_path) as planner, runtime(tmp_path) as first:
+        registry = OnDemandRegistry(planner, lambda: now_s)
+        registry.on_waiting = lambda: waits.append("waits")
+        await registry.start()
+        await registry.announce({"A": OnDemandModel("ns", "a")})
+        assert registry.demand("a") == ModelDemand()
+        async with runtime(tmp_path) as second:
+            publishers = [
+                await one.publisher("ns", "planner", ON_DEMAND_STATE) for one in (first, second)
+            ]
+
+            def report(index: int, *state: object) -> None:
+                publishers[index].publish(encode(OnDemandState("a", *state)))  # type: ignore[arg-type]
+
+            async def seen(wanted: ModelDemand) -> None:
+                await until(lambda: registry.demand("a") == wanted)
+
+            async with asyncio.timeout(10):  # until both publishers are connected
+                while registry.demand("a").idle_s != 7:
+                    report(0, 0, 0.0, 9.0)
+                    report(1, 0, 0.0, 7.0)
+                    await asyncio.sleep(0.01)
+            report(1, 3, 2.5, 0.0)
+            await seen(ModelDemand(waiting=3, oldest_s=2.5, idle_s=0.0))
+            assert waits == ["waits"]
+            report(0, 1, 0.5, 0.0)
+            await seen(ModelDemand(waiting=4, oldest_s=2.5, idle_s=0.0))
+            publishers[0].publish(b"\xff")
+        await seen(ModelDemand(waiting=1, oldest_s=0.5, idle_s=0.0))
+        now_s = 4.0
+        assert registry.demand("a") == ModelDemand()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_model_with_a_minimum_is_not_announced(workers: int) -> None:
+    connector = FakeConnector(replace(service("A", workers, "a"), minimum=1))
+    frontends = Frontends()
+    async with running(connector, frontends, Wanted(1)) as record:
+        await until(lambda: record.decisions)
+    assert frontends.announced == {}
