@@ -48,12 +48,13 @@ class LoadMeter:
     """Averages of the last minutes. All sums fade alike, so their ratios do not lag.
 
     The share of load reports in which a worker computes a prompt is the share of its time that
-    prefill takes; divided by the rate it is the time that one request takes. In disaggregated
-    serving prefill workers send no such reports: there it is the TTFT of quiet intervals.
+    prefill takes; divided by the rate it is the time that one request takes. Prefill workers, and
+    engines such as vLLM, report no prompts: there it is the TTFT of quiet intervals.
     """
 
     def __init__(self, aggregated: bool) -> None:
         self._aggregated = aggregated
+        self._is_reported = False
         self._sums: dict[str, float] = {}
         self._steps: deque[tuple[float, float]] = deque(maxlen=_INTERVALS)
         self._ttft_s_per_token: deque[float] = deque(maxlen=_INTERVALS)
@@ -110,7 +111,10 @@ class LoadMeter:
     def _busy(self, seen: Observation, started: float) -> float | None:
         """Return the mean number of workers that compute a prompt; None if it is unknown."""
         if self._aggregated:
-            return _reported_busy(seen.pulls)
+            reported = _reported_busy(seen.pulls)
+            self._is_reported |= bool(reported)
+            if self._is_reported or reported is None:
+                return reported
         traffic = seen.traffic
         if traffic.ttft_ms is None or not traffic.isl:
             return None
