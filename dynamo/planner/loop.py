@@ -13,7 +13,7 @@ from dynamo.errors import DynamoError
 from dynamo.planner.actions import WorkerAction, WorkerActions
 from dynamo.planner.connector import Connector, ScaledService
 from dynamo.planner.decisions import DecisionRecord, PoolChange
-from dynamo.planner.gpu_sharing import GpuSharing
+from dynamo.planner.gpu_sharing import COLD, GpuSharing
 from dynamo.planner.model_state import ModelState, Pools
 from dynamo.planner.observation import Observation, Pull, Traffic
 from dynamo.planner.policies.base import Policy, ScalingDecision
@@ -137,7 +137,8 @@ class ScalingLoop:
         found = []
         for state in self._models.values():
             seen = self._observe(state, ends=False)
-            found.append((state, self._record(state, state.rehearse(seen), seen)))
+            made = COLD if self._is_cold(state) else state.rehearse(seen)
+            found.append((state, self._record(state, made, seen)))
         return found
 
     async def _tick(self) -> None:
