@@ -28,7 +28,7 @@ from typing import Any
 
 from dynamo.bench.trace import read_trace
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.replay.compare import Baseline, fixed_runs, run_policy
+from dynamo.planner.replay.compare import ORACLE, Baseline, fixed_runs, run_policy
 from dynamo.planner.replay.patterns import generate, parse_pattern, warp
 from dynamo.planner.replay.request import ReplayRequest, from_trace
 from dynamo.planner.replay.result import ReplayResult
@@ -109,6 +109,33 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def summary(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """One line per traffic and start-up: attained at GPU-hours, score, actions and reversals."""
+    lines: list[str] = []
+    for traffic, rows in found.items():
+        for start_up_s in dict.fromkeys(row["start_up_s"] for row in rows):
+            cells = {}
+            for row in rows:
+                if row["start_up_s"] == start_up_s:
+                    kind = "fixed" if row["policy"].startswith("fixed") else row["policy"]
+                    cells[kind] = _cell(row)
+            if not lines:
+                lines.append(f"| traffic, start-up | {' | '.join(cells)} |")
+                lines.append("|---" * (len(cells) + 1) + "|")
+            lines.append(f"| {traffic}, {start_up_s:g} s | {' | '.join(cells.values())} |")
+    return lines
+
+
+def _cell(row: dict[str, Any]) -> str:
+    text = f"{row['attainment']:.1%} at {row['gpu_hours']:.2f}"
+    if row["policy"].startswith("fixed"):
+        return f"{text} ({row['policy'].removeprefix('fixed:')})"
+    if row["policy"] == ORACLE:
+        return text
+    shown = "" if row["score"] is None else f", η {row['score']:.2f}"
+    return f"{text}{shown}; {row['actions_per_hour']:.0f}, {row['reversals']}"
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -131,6 +158,7 @@ def main() -> None:
         found[name] = contest(requests, options.policy or POLICIES, options.start_up or START_UPS)
         print(f"### {name}\n", *table(found[name]), "", sep="\n", flush=True)
         print(f"{name}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr)
+    print("### summary\n", *summary(found), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

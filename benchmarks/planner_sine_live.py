@@ -40,6 +40,9 @@ SAMPLE_S = 0.25
 PREFILL_SPEED, DECODE_SPEED = 0.445, 3.0
 """A prompt of 3,000 tokens takes 148 ms then; a decode step of a half full cache 19 ms."""
 
+PROCESS_START_S = 1.5
+"""What a mocker takes to start on an idle machine: with its simulated loading, 10 s in all."""
+
 PUBLISHED = {
     "mode": "load",
     "decode-kv-scale-up-threshold": 0.6,
@@ -118,7 +121,7 @@ def graph(workers: int, planner: dict[str, Any] | None, port: int, speed: float)
         "max-num-batched-tokens": 8192,
         "speedup-ratio": PREFILL_SPEED * speed,
         "decode-speedup-ratio": DECODE_SPEED,
-        "startup-time": 10 / speed,
+        "startup-time": max(0.0, 10 / speed - PROCESS_START_S),
         "ServiceArgs": {"workers": workers, "resources": {"gpu": 1}},
     }
     document = {

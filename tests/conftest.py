@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 from boxes import Etcd, Nats, binary
 from deployment import Deployment
+from hypothesis import HealthCheck, settings
 from serving import Serving
+
+# A busy machine is slow; no test of hypothesis is about time.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from dynamo.llm.model_source import resolve_model
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.admission import AdmissionQueue
+from dynamo.worker.process_watch import ProcessWatch
 from dynamo.worker.publish import LoadSender, connect_load
 
 __all__ = ["PROBE_TIMEOUT_S", "AttachPlan", "AttachWorker", "check_settings", "make_plan"]
@@ -113,7 +114,13 @@ class AttachWorker:
         """Serve until the worker has drained. Raises ServerExited if ``launched`` ends first."""
         try:
             async with asyncio.TaskGroup() as group:
-                background = [] if launched is None else [group.create_task(_guard(launched))]
+                background = []
+                if launched is not None:
+                    watch = ProcessWatch(self.endpoint.set_health)
+                    background += [
+                        group.create_task(_guard(launched)),
+                        group.create_task(watch.run()),
+                    ]
                 await connect_load(self.endpoint, self.load)
                 self._connect_kv_events()
                 await self._offer(self._description)

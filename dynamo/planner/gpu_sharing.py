@@ -9,7 +9,7 @@ from typing import Protocol
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.model_state import ModelState, Pools
 from dynamo.planner.observation import Pool
-from dynamo.planner.policies.base import DECODE, PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.planner.sharing import Sharing, SharingLimits, share
 from dynamo.planner.zero import (
     ModelDemand,
@@ -22,12 +22,7 @@ from dynamo.planner.zero import (
 )
 from dynamo.protocols.control import OnDemandModel
 
-__all__ = ["COLD", "DemandSource", "GpuSharing"]
-
-COLD = ScalingDecision(
-    pools=(PoolDecision(pool=DECODE, wanted=0, rule="no worker until requests wait for one"),)
-)
-"""What is decided for a model on demand that has no worker."""
+__all__ = ["DemandSource", "GpuSharing"]
 
 _PATIENCE = 4
 """Minimum residencies after which a waiting model comes before those of higher priority."""

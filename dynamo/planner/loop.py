@@ -13,11 +13,12 @@ from dynamo.errors import DynamoError
 from dynamo.planner.actions import WorkerAction, WorkerActions
 from dynamo.planner.connector import Connector, ScaledService
 from dynamo.planner.decisions import DecisionRecord, PoolChange
-from dynamo.planner.gpu_sharing import COLD, GpuSharing
+from dynamo.planner.gpu_sharing import GpuSharing
 from dynamo.planner.model_state import ModelState, Pools
 from dynamo.planner.observation import Observation, Pull, Traffic
 from dynamo.planner.policies.base import Policy, ScalingDecision
 from dynamo.planner.scaled_model import ScaledModel, models_of
+from dynamo.planner.zero import cold_decision
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["LoopObserver", "MetricSources", "ScalingLoop"]
@@ -137,7 +138,8 @@ class ScalingLoop:
         found = []
         for state in self._models.values():
             seen = self._observe(state, ends=False)
-            made = COLD if self._is_cold(state) else state.rehearse(seen)
+            cold = self._is_cold(state)
+            made = cold_decision(self._pools(state.model)) if cold else state.rehearse(seen)
             found.append((state, self._record(state, made, seen)))
         return found
 

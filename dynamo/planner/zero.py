@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dynamo.planner.observation import Pool
-from dynamo.planner.policies.base import DECODE
+from dynamo.planner.policies.base import DECODE, PoolDecision, ScalingDecision
 from dynamo.planner.scaled_model import ScaledModel
 from dynamo.planner.sharing import SharedModel, SharedService
 from dynamo.protocols.control import OnDemandModel
@@ -14,6 +14,7 @@ from dynamo.protocols.control import OnDemandModel
 __all__ = [
     "ModelDemand",
     "TurnClock",
+    "cold_decision",
     "is_cold",
     "is_on_demand",
     "record_of",
@@ -57,6 +58,14 @@ def is_on_demand(pools: Mapping[str, Pool]) -> bool:
 def is_cold(pools: Mapping[str, Pool]) -> bool:
     """Whether the model has no worker, and gets its first one when requests wait."""
     return is_on_demand(pools) and not pools[DECODE].workers
+
+
+def cold_decision(pools: Mapping[str, Pool]) -> ScalingDecision:
+    """Return what happens to a cold model now: nothing, its policy is not asked."""
+    rule = "no worker and no requests; the first request starts one"
+    return ScalingDecision(
+        pools=tuple(PoolDecision(pool=name, wanted=0, rule=rule) for name in pools)
+    )
 
 
 def warm(pools: Mapping[str, Pool]) -> dict[str, Pool]:

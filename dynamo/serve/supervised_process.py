@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import psutil
-from circus.process import Process
+from circus.process import RUNNING, UNEXISTING, Process
 
 from dynamo.serve.output import OutputPipe
 from dynamo.serve.processes import die_with_parent, end_group, stat
@@ -70,6 +70,11 @@ class SupervisedProcess(Process):  # type: ignore[misc]
     def poll(self) -> int | None:
         """The exit status, None while it runs."""
         return self.exit_status
+
+    @property
+    def status(self) -> int:
+        """Running until it is reaped: circus replaces a zombie without asking why it exited."""
+        return int(RUNNING if self.is_alive() else UNEXISTING)
 
     def is_alive(self) -> bool:
         """Whether it has not been reaped."""

@@ -1,4 +1,4 @@
-"""Notices that a process of the engine is stopped: by SIGSTOP, a debugger, a terminal.
+"""Notices that a process of the engine or server is stopped: by SIGSTOP, a debugger, a terminal.
 
 The worker's own process still answers pings, so clients cannot notice it. A process that is stopped
 makes no progress, so this is never mistaken for a long step.

@@ -212,5 +212,5 @@ def test_the_quickstart_at_any_moment(serving: Serving, seed: int) -> None:
     assert serving.process is not None
     if serving.process.poll() is None:
         serving.process.send_signal(signal.SIGTERM)
-    serving.wait(30)
+    serving.wait(60)
     serving.assert_clean()

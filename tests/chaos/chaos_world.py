@@ -62,7 +62,8 @@ class World:
     ``lives`` are the spans in which frontends and decode workers lived, as the validator needs: a
     worker lives while it is registered and runs, a frontend from its first healthy answer to
     its death. Faults report what they are about to do (:meth:`doom`, :meth:`paused`), so that a
-    span never ends too late.
+    span never ends too late. While ``is_stopping`` a new frontend counts as one that drains: a
+    stopped guard may still have to pass the signal on.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class World:
         self._doomed: set[int] = set()
         self._paused: dict[int, float] = {}
         self._frontend_pid = 0
+        self.is_stopping = False
         text = PROFILES[profile].format(
             model=ROOT / "examples/model", reply="sequence", port=self.port
         )
@@ -208,6 +210,8 @@ class World:
         if not pid and (pids := self.pids("dynamo.frontend")) and await self.healthy():
             self._frontend_pid = pids[0]
             self._begin(Life("frontend", f"{pids[0]}", self.clock(), pid=pids[0]))
+            if self.is_stopping:
+                self.closing(pids[0])
 
     async def healthy(self) -> bool:
         """Whether a frontend answers that it serves the model."""

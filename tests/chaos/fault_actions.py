@@ -262,6 +262,7 @@ class FaultActions:
     async def _end(self, signum: signal.Signals, status: int) -> str:
         """Signal the guard; frontends drain first then, so only they are about to leave."""
         pid = self.world.serving.pid
+        self.world.is_stopping = True
         for frontend in self.world.pids("dynamo.frontend"):
             self.world.closing(frontend)
         send(pid, signum)
@@ -283,6 +284,7 @@ class FaultActions:
             self._violation("left running", str(error))
             self.world.serving.close()
         self.world.restarts += 1
+        self.world.is_stopping = False
         await self.world.start()
         return target
 

@@ -231,6 +231,42 @@ def test_a_person_with_circusctl_meanwhile(serving: Serving, unused_tcp_port: in
     serving.assert_clean()
 
 
+def test_a_reload_reaches_added_workers(serving: Serving, unused_tcp_port: int) -> None:
+    """They run the changed command, on their own GPUs, and leave with their service."""
+    text = GRAPH.replace("PORT", str(unused_tcp_port)) + "B: {run: SLEEPER}\n"
+    path = serving.graph(text)
+    serving.start(path, "--gpus", "4", wait="ready: ")
+    env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
+
+    def act(verb: str) -> str:
+        async def once() -> str:
+            async with open_connector(runtime(serving), PlannerSettings()) as connector:
+                return str(await getattr(connector, verb)("Decode"))
+
+        return asyncio.run(once())
+
+    def reload() -> str:
+        command = [sys.executable, "-m", "dynamo", "reload", str(path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert act("add").endswith("Decode_1")
+    serving.graph(text.replace("graceful_timeout: 10", "graceful_timeout: 9, workers: 1"))
+    assert "0 added, 2 restarted, 0 removed, 2 unchanged" in reload()
+    serving.until(lambda: len(serving.pids("Decode_1")) == 1)
+    # Each moved to a free GPU while it was replaced.
+    found = entries(serving)
+    gpus = [gpu for entry in found.values() for gpu in entry["resources"]["allocated_gpus"]]
+    assert len({str(gpu) for gpu in gpus}) == 2
+    assert act("add").endswith("Decode_2")
+    serving.graph("B: {run: SLEEPER}\n")
+    assert "0 added, 0 restarted, 4 removed, 1 unchanged" in reload()
+    serving.until(lambda: not entries(serving))
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
 KILLED = """
 import asyncio, sys, os, signal
 from dynamo.config import from_env

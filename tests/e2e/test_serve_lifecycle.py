@@ -291,8 +291,12 @@ def test_a_damaged_statefile_is_replaced(serving: Serving) -> None:
     serving.assert_clean()
 
 
-def test_a_drained_worker_is_not_started_again(serving: Serving) -> None:
-    """Scale-down: mark as draining, stop the process; the arbiter removes the watcher."""
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_drained_worker_is_not_started_again(serving: Serving, signum: int) -> None:
+    """Scale-down: mark as draining, stop the process; the arbiter removes the watcher.
+
+    Also if the process dies while it drains.
+    """
     serving.start(TWO)
     (pid,) = serving.wait_for_pids("A_1")
     name = f"{serving.namespace}_A_1"
@@ -303,7 +307,7 @@ def test_a_drained_worker_is_not_started_again(serving: Serving) -> None:
     )
     words = [sys.executable, "-c", script, str(serving.state_dir), serving.namespace, name]
     subprocess.run(words, check=True, timeout=20)
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signum)
     serving.until(lambda: name not in serving.document()["components"])
     assert name.lower() not in serving.circusctl("list")
     assert serving.stop() == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import psutil
@@ -26,6 +26,8 @@ from dynamo.protocols.relay import HttpRequest
 from dynamo.runtime import Context
 from dynamo.runtime.requests import ResponseStream
 
+Shared = tuple[Caller, Upstream]
+
 
 @asynccontextmanager
 async def attached(
@@ -38,73 +40,96 @@ async def attached(
             yield here, server
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment, Upstream]]:
+    """A server and a worker in front of it, for the tests that do not change them."""
+    made = Deployment(tmp_path_factory.mktemp("attached"))
+    try:
+        with upstream(made) as server:
+            made.start("dynamo.attach", "--url", server.url)
+            yield made, server
+    finally:
+        made.close()
+
+
+@pytest.fixture
+async def shared(
+    running: tuple[Deployment, Upstream],
+) -> AsyncIterator[tuple[Caller, Upstream]]:
+    """A caller of that worker, and the server, which has seen nothing yet."""
+    deployment, server = running
+    server.set(seen={"requests": [], "connections": 0, "aborted": 0})
+    async with asyncio.timeout(60), caller(deployment) as here:
+        yield here, server
+
+
 async def aborted(server: Upstream, count: int) -> None:
     """Wait until the server has seen ``count`` aborted responses."""
     await asyncio.to_thread(server.until, lambda: server.seen["aborted"] >= count)
 
 
-async def test_bodies_and_headers_pass_unchanged(deployment: Deployment) -> None:
-    async with attached(deployment) as (here, server):
-        body = b'{ "model": "m", "unknown": 1e400, "n":[1, 2.50], "text":"\\u00e9" }'
-        headers = (("x-mine", "yes"), ("connection", "x-hop"), ("x-hop", "1"), ("te", "trailers"))
-        head, answer = await fetch(here, body, headers=headers)
-        assert (head.status, answer) == (200, body)
-        path, sent, received = server.seen["requests"][0]
-        assert (path, received) == (CHAT, body.decode())
-        assert ["x-mine", "yes"] in sent
-        assert not {"x-hop", "te", "connection", "authorization"} & {name for name, _ in sent}
+async def test_bodies_and_headers_pass_unchanged(shared: Shared) -> None:
+    here, server = shared
+    body = b'{ "model": "m", "unknown": 1e400, "n":[1, 2.50], "text":"\\u00e9" }'
+    headers = (("x-mine", "yes"), ("connection", "x-hop"), ("x-hop", "1"), ("te", "trailers"))
+    head, answer = await fetch(here, body, headers=headers)
+    assert (head.status, answer) == (200, body)
+    path, sent, received = server.seen["requests"][0]
+    assert (path, received) == (CHAT, body.decode())
+    assert ["x-mine", "yes"] in sent
+    assert not {"x-hop", "te", "connection", "authorization"} & {name for name, _ in sent}
 
 
-async def test_an_error_of_the_server_keeps_status_and_body(deployment: Deployment) -> None:
-    async with attached(deployment) as (here, _):
-        head, answer = await fetch(here, {"model": "m", "status": 429, "why": "slow down"})
-        assert head.status == 429 and json.loads(answer)["why"] == "slow down"
+async def test_an_error_of_the_server_keeps_status_and_body(shared: Shared) -> None:
+    here, _ = shared
+    head, answer = await fetch(here, {"model": "m", "status": 429, "why": "slow down"})
+    assert head.status == 429 and json.loads(answer)["why"] == "slow down"
 
 
-async def test_a_stream_arrives_piece_by_piece_on_kept_connections(deployment: Deployment) -> None:
-    async with attached(deployment) as (here, server):
-        body = {"model": "m", "mode": "stream", "pieces": 3, "pause_s": 0.2}
-        connections = server.seen["connections"]
-        for _ in range(2):
-            items = [item async for item in open_request(here, body)]
-            assert len(items) == 4  # a head, then each piece when it arrived
-            assert b"x-request-id" in items[0] and b"x-private" not in items[0]
-            assert items[1:] == [b"data: x\n\n"] * 3
-        # One for both requests; this question and the one above need one each.
-        assert server.seen["connections"] - connections <= 3
+async def test_a_stream_arrives_piece_by_piece_on_kept_connections(shared: Shared) -> None:
+    here, server = shared
+    body = {"model": "m", "mode": "stream", "pieces": 3, "pause_s": 0.2}
+    connections = server.seen["connections"]
+    for _ in range(2):
+        items = [item async for item in open_request(here, body)]
+        assert len(items) == 4  # a head, then each piece when it arrived
+        assert b"x-request-id" in items[0] and b"x-private" not in items[0]
+        assert items[1:] == [b"data: x\n\n"] * 3
+    # One for both requests; this question and the one above need one each.
+    assert server.seen["connections"] - connections <= 3
 
 
 @pytest.mark.parametrize("kind", ["stop", "kill"])
-async def test_a_cancellation_closes_the_connection(deployment: Deployment, kind: str) -> None:
-    async with attached(deployment) as (here, server):
-        context = Context()
-        body = {"model": "m", "mode": "stream", "pieces": 1000, "pause_s": 0.02}
-        stream = open_request(here, body, context=context)
-        await anext(stream)
-        assert await anext(stream) == b"data: x\n\n"
-        (context.stop_generating if kind == "stop" else context.kill)()
-        await aborted(server, 1)
+async def test_a_cancellation_closes_the_connection(shared: Shared, kind: str) -> None:
+    here, server = shared
+    context = Context()
+    body = {"model": "m", "mode": "stream", "pieces": 1000, "pause_s": 0.02}
+    stream = open_request(here, body, context=context)
+    await anext(stream)
+    assert await anext(stream) == b"data: x\n\n"
+    (context.stop_generating if kind == "stop" else context.kill)()
+    await aborted(server, 1)
 
 
-async def test_a_slow_reader_pauses_the_server(deployment: Deployment) -> None:
-    async with attached(deployment) as (here, _):
-        size, pieces = 1 << 18, 400
-        stream = open_request(
-            here, {"model": "m", "mode": "stream", "pieces": pieces, "size": size}
-        )
-        await anext(stream)
-        await asyncio.sleep(0.5)  # the reader is idle: 100 MiB must not collect anywhere
-        worker = deployment.processes[0].pid
-        assert psutil.Process(worker).memory_info().rss < 150 << 20
-        assert sum([len(part) async for part in stream]) == pieces * (size + 8)
+async def test_a_slow_reader_pauses_the_server(
+    shared: Shared, running: tuple[Deployment, Upstream]
+) -> None:
+    here, _ = shared
+    size, pieces = 1 << 18, 400
+    stream = open_request(here, {"model": "m", "mode": "stream", "pieces": pieces, "size": size})
+    await anext(stream)
+    await asyncio.sleep(0.5)  # the reader is idle: 100 MiB must not collect anywhere
+    worker = running[0].processes[0].pid
+    assert psutil.Process(worker).memory_info().rss < 150 << 20
+    assert sum([len(part) async for part in stream]) == pieces * (size + 8)
 
 
-async def test_a_broken_response_is_disconnected(deployment: Deployment) -> None:
-    async with attached(deployment) as (here, _):
-        stream = open_request(here, {"model": "m", "mode": "break"})
-        await anext(stream)
-        with pytest.raises(Disconnected, match="disconnected"):
-            await fetch_rest(stream)
+async def test_a_broken_response_is_disconnected(shared: Shared) -> None:
+    here, _ = shared
+    stream = open_request(here, {"model": "m", "mode": "break"})
+    await anext(stream)
+    with pytest.raises(Disconnected, match="disconnected"):
+        await fetch_rest(stream)
 
 
 async def fetch_rest(stream: ResponseStream) -> bytes:
@@ -137,44 +162,43 @@ async def test_a_dead_server_is_a_connection_error(deployment: Deployment) -> No
         await here.until(lambda: not here.client.instance_ids())  # told by the request, no poll
 
 
-async def test_only_the_routes_of_the_server_are_relayed(deployment: Deployment) -> None:
-    async with attached(deployment) as (here, server):
-        for path in ("/metrics", "/v1/other", "/v1/../metrics", "//v1/chat/completions"):
-            with pytest.raises(HttpFailure, match="does not offer"):
-                await fetch(here, {"model": "m"}, path)
-        with pytest.raises(InvalidArgument, match="line end"):
-            await fetch(here, {"model": "m"}, headers=(("x", "1\r\ny: 2"),))
-        stream = ResponseStream(decode=lambda item: item)
-        payload = codec.encode(HttpRequest("CONNECT", CHAT))
-        worker = here.client.instance_ids()[0]
-        stream.attach(here.client.open(worker, payload, stream.sink))
-        with pytest.raises(HttpFailure, match="is not relayed"):
-            await anext(stream)
-        assert server.seen["requests"] == []
+async def test_only_the_routes_of_the_server_are_relayed(shared: Shared) -> None:
+    here, server = shared
+    for path in ("/metrics", "/v1/other", "/v1/../metrics", "//v1/chat/completions"):
+        with pytest.raises(HttpFailure, match="does not offer"):
+            await fetch(here, {"model": "m"}, path)
+    with pytest.raises(InvalidArgument, match="line end"):
+        await fetch(here, {"model": "m"}, headers=(("x", "1\r\ny: 2"),))
+    stream = ResponseStream(decode=lambda item: item)
+    payload = codec.encode(HttpRequest("CONNECT", CHAT))
+    worker = here.client.instance_ids()[0]
+    stream.attach(here.client.open(worker, payload, stream.sink))
+    with pytest.raises(HttpFailure, match="is not relayed"):
+        await anext(stream)
+    assert server.seen["requests"] == []
 
 
-@pytest.mark.parametrize(
-    ("asked", "body", "line"),
-    [
-        ("GET /v1/server?a=%20b&model=mine", b"", "GET /v1/server?a=%20b&model=a%2Fm"),
-        ("DELETE /v1/responses/mine", b"\0", "DELETE /v1/responses/a%2Fm"),
-        ("POST /v1/responses/r_1/cancel", b"{ }", "POST /v1/responses/r_1/cancel"),
-        ("GET /v1/responses/r_1?model=other", b"", "GET /v1/responses/r_1?model=other"),
-    ],
+OTHER_METHODS = (
+    ("GET /v1/server?a=%20b&model=mine", b"", "GET /v1/server?a=%20b&model=a%2Fm"),
+    ("DELETE /v1/responses/mine", b"\0", "DELETE /v1/responses/a%2Fm"),
+    ("POST /v1/responses/r_1/cancel", b"{ }", "POST /v1/responses/r_1/cancel"),
+    ("GET /v1/responses/r_1?model=other", b"", "GET /v1/responses/r_1?model=other"),
 )
-async def test_other_methods_pass_unchanged(
-    deployment: Deployment, asked: str, body: bytes, line: str
-) -> None:
+"""What is asked, its body, and the line that the server gets."""
+
+
+async def test_other_methods_pass_unchanged(deployment: Deployment) -> None:
+    headers = (("x-mine", "1"), ("connection", "x-hop"), ("x-hop", "1"))
     with upstream(deployment, "vllm", ("a/m",)) as server:
         deployment.start("dynamo.attach", "--url", server.url, "--served-model-name", "mine")
         async with asyncio.timeout(60), caller(deployment) as here:
-            headers = (("x-mine", "1"), ("connection", "x-hop"), ("x-hop", "1"))
-            head, answer = await fetch(here, body, asked, headers)
-            sent_line, names, received = answer.split(b"\n", 2)
-            assert head.status == 200 and ("content-type", "application/x-echo") in head.headers
-            assert sent_line.decode() == f"{line} HTTP/1.1" and received == body
-            length = "" if line.startswith("GET") else "content-length "
-            assert names.decode() == f"{length}host x-mine"
+            for asked, body, line in OTHER_METHODS:
+                head, answer = await fetch(here, body, asked, headers)
+                sent_line, names, received = answer.split(b"\n", 2)
+                assert head.status == 200 and ("content-type", "application/x-echo") in head.headers
+                assert sent_line.decode() == f"{line} HTTP/1.1" and received == body
+                length = "" if line.startswith("GET") else "content-length "
+                assert names.decode() == f"{length}host x-mine"
             for wrong in ("PUT /v1/server", "DELETE /v1/server", "GET /v1/chat/completions"):
                 with pytest.raises(HttpFailure, match=r"does not offer|is not relayed"):
                     await fetch(here, b"", wrong)

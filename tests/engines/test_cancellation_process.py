@@ -126,37 +126,47 @@ def test_at_a_prefill_worker_and_in_the_queue_before_it(site: Site) -> None:
     assert (prefill.cancelled(), decode.cancelled()) == (1, 0)
 
 
-@pytest.mark.parametrize("how", ["drop", "half close", "drop behind pipelined bytes", "kill -9"])
-def test_while_tokens_are_generated(site: Site, how: str) -> None:
-    worker = MockerPage(site.deployment)
-    front = site.deployment.frontend("--router-mode", "kv")
-    site.deployment.wait_for_workers()
-    client = site.send()
-    first = "vllm:time_to_first_token_seconds_count"
-    site.until(lambda: worker.sample(first) == 1, "the first token")
-    if how == "half close":
-        client.half_close()
-    elif how == "kill -9":
-        front.kill()  # no frame says so: the worker notices the closed connection
-        front.wait()
-    elif how == "drop":
-        client.drop()
-    else:
-        client.send(b"x" * 100_000)
-        client.drop()
-    site.until(lambda: worker.sample("vllm:num_requests_running") == 0, "the engine is idle")
-    assert worker.cancelled() == 1 and worker.inflight() == 0
-    if how != "kill -9":
-        site.cancellations(1)
+def drop_behind_pipelined_bytes(client: OpenRequest) -> None:
+    client.send(b"x" * 100_000)
     client.drop()
 
 
-def test_while_the_body_is_read(site: Site) -> None:
-    """Nothing has begun, so nothing is counted; the connection and its bytes are forgotten."""
-    MockerPage(site.deployment)
-    site.deployment.frontend()
+def test_while_tokens_are_generated(site: Site) -> None:
+    worker = MockerPage(site.deployment)
+    front = site.deployment.frontend("--router-mode", "kv")
     site.deployment.wait_for_workers()
-    client = OpenRequest(site.deployment, {}, **{"X-Padding": "1"})
+
+    def kill_frontend(client: OpenRequest) -> None:
+        """No frame says that the client is gone: the worker notices the closed connection."""
+        front.kill()
+        front.wait()
+
+    ways = (OpenRequest.drop, OpenRequest.half_close, drop_behind_pipelined_bytes, kill_frontend)
+    for count, leave in enumerate(ways, 1):
+        leave_while_tokens_are_generated(site, worker, leave, count)
+        if leave is not kill_frontend:
+            site.cancellations(count)
+
+
+def leave_while_tokens_are_generated(
+    site: Site, worker: MockerPage, leave: Callable[[OpenRequest], None], count: int
+) -> None:
+    """``leave`` in the ``count``-th request of a worker that has no other."""
+    client = site.send()
+    first = "vllm:time_to_first_token_seconds_count"
+    site.until(lambda: worker.sample(first) == count, "the first token")
+    leave(client)
+    site.until(lambda: worker.sample("vllm:num_requests_running") == 0, "the engine is idle")
+    assert worker.cancelled() == count and worker.inflight() == 0
+    client.drop()
+
+
+def test_while_the_body_is_read(deployment: Deployment) -> None:
+    """Nothing has begun, so nothing is counted; the connection and its bytes are forgotten."""
+    MockerPage(deployment)
+    deployment.frontend()
+    deployment.wait_for_workers()
+    client = OpenRequest(deployment, {}, **{"X-Padding": "1"})
     assert client.read().startswith(b"HTTP/1.1 400")
     client.send(
         f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -164,14 +174,14 @@ def test_while_the_body_is_read(site: Site) -> None:
         + b"{"
         + b" " * 300_000
     )
-    before = site.deployment.sample(f"{AREA}_http_connections")
+    before = deployment.sample(f"{AREA}_http_connections")
     assert before >= 2
     client.drop()
-    site.until(
-        lambda: site.deployment.sample(f"{AREA}_http_connections") < before, "the connection closed"
+    deployment.until(
+        lambda: deployment.sample(f"{AREA}_http_connections") < before, "the connection closed"
     )
-    assert site.deployment.sample(f"{AREA}_model_cancellation_total") == 0
-    assert site.deployment.request("POST", CHAT, chat(1))[0] == 200
+    assert deployment.sample(f"{AREA}_model_cancellation_total") == 0
+    assert deployment.request("POST", CHAT, chat(1))[0] == 200
 
 
 def test_an_engine_that_ignores_it_does_not_hold_the_frontend(site: Site) -> None:

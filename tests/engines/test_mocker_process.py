@@ -43,8 +43,9 @@ async def test_timing_is_that_of_an_engine(deployment: Deployment) -> None:
         stamps = []
         async for _ in await here.generate(list(range(12)), 20):
             stamps.append(loop.time() - started)
+        # From the start: a busy machine delivers tokens late, and then several at once.
         assert stamps[0] > 0.016
-        assert 19 * 0.0055 < stamps[-1] - stamps[0] < 5
+        assert 0.016 + 19 * 0.0055 < stamps[-1] < 20
 
 
 async def test_a_request_that_is_too_long_is_rejected_at_once(deployment: Deployment) -> None:

@@ -97,12 +97,11 @@ class LocalAccess:
         workers = self.registrations.workers()
         return [lease for pid in pids if pid in workers for lease in workers[pid].leases]
 
-    def serves(self, entry: Entry | None) -> bool:
-        """Whether a process of the watcher has registered its model."""
+    def model(self, entry: Entry) -> str | None:
+        """Return the model that a process of the watcher has registered, None before."""
         workers = self.registrations.workers()
-        return entry is not None and any(
-            pid in workers and workers[pid].model is not None for pid in entry.pids
-        )
+        models = (workers[pid].model for pid in entry.pids if pid in workers)
+        return next((model for model in models if model is not None), None)
 
     def last_line(self, name: str) -> str:
         """Return the last line that the watcher wrote, "" without one."""

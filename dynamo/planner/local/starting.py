@@ -10,6 +10,7 @@ from dynamo.errors import StatefileError
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.access import LocalAccess, owner_mark
 from dynamo.planner.local.entries import (
+    ServiceEntries,
     new_entry,
     next_name,
     read_services,
@@ -22,7 +23,7 @@ from dynamo.planner.local.patience import retried, wait_until
 from dynamo.planner.local.ports import STOPPED, CircusBusy, CircusError
 from dynamo.planner.local.removal import remove_entry
 from dynamo.planner.local.sleeping import sleepers_on
-from dynamo.planner.local.view import budget_held, engine_gpus
+from dynamo.planner.local.view import budget_held, budget_share
 from dynamo.serve.statefile import RESERVED_BY, Document
 
 __all__ = ["WorkerStart"]
@@ -81,7 +82,7 @@ class WorkerStart:
         held = {gpu for gpus, _ in held_gpus(document).values() for gpu in gpus}
         free = [gpu for gpu in gpu_ids(document) if gpu not in held]
         crowded = await without_room(free, share, access.devices)
-        if len(free) - len(crowded) >= engine_gpus(service, access.settings):
+        if len(free) - len(crowded) >= service.gpus:
             return crowded
         sleepers = sleepers_on(document, crowded)
         for owner, entry in sleepers:
@@ -91,27 +92,33 @@ class WorkerStart:
 
     def _reserve(self, document: Document, watchers: Collection[str]) -> None:
         """Write the entry of a new worker with its GPUs. Raises ActionFailed."""
-        settings = self._access.settings
         service = self._access.service(document, self._service)
-        count = engine_gpus(service, settings)
-        self._check_budget(document, count or 1.0)
+        self._check_budget(document, budget_share(service, self._access.settings))
         taken = {*watchers, *self._access.active}
         self._name = next_name(document, self._service, taken)
         self._argv = service.template.argv
         self._gpus = ()
-        if count and gpu_ids(document):
-            self._gpus = free_gpus(document, self._name, count, self._avoid)
+        if service.gpus and gpu_ids(document):  # none if the user places the workers
+            self._gpus = free_gpus(document, self._name, service.gpus, self._avoid)
         entry = new_entry(service, self._name, self._argv, self._gpus)
         document["components"][self._name] = {**entry, RESERVED_BY: owner_mark()}
 
     def _check_budget(self, document: Document, needed: float) -> None:
         settings = self._access.settings
-        held = budget_held(document, read_services(document).values(), settings)
+        services = [one for one in read_services(document).values() if self._is_scaled(one)]
+        held = budget_held(document, services, settings)
         if held + needed > settings.max_gpu_budget:
             raise ActionFailed(
                 f"{self._service}: {held:g} GPUs are in use and a worker needs {needed:g}: "
                 f"more than --max-gpu-budget {settings.max_gpu_budget}"
             )
+
+    def _is_scaled(self, service: ServiceEntries) -> bool:
+        """Whether the planner scales the service, or only another model."""
+        wanted = self._access.settings.served_model_name
+        return wanted in (None, service.model) or any(
+            self._access.model(entry) == wanted for entry in service.entries
+        )
 
     async def _start(self, deadline_s: float) -> None:
         access, name = self._access, self._name
@@ -130,7 +137,7 @@ class WorkerStart:
         access = self._access
         service = access.service(access.document(), self._service)
         entry = next((one for one in service.entries if one.name == self._name), None)
-        if access.serves(entry):
+        if entry is not None and access.model(entry) is not None:
             return True
         try:
             status = (await access.circus.statuses()).get(self._name)

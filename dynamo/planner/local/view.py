@@ -20,7 +20,7 @@ from dynamo.planner.local.ports import STOPPED, STOPPING, RegisteredWorker
 from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.serve.statefile import Document
 
-__all__ = ["Sighting", "budget_held", "engine_gpus", "newest", "service_now"]
+__all__ = ["Sighting", "budget_held", "budget_share", "newest", "service_now"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def service_now(
         name=service.name,
         model=next((model for model in models if model), service.model),
         pool=PREFILL if service.is_prefill else DECODE,
-        gpus_per_worker=engine_gpus(service, settings) or 1.0,
+        gpus_per_worker=budget_share(service, settings),
         workers=workers,
         minimum=service.minimum,
         maximum=service.maximum,
@@ -80,12 +80,12 @@ def newest(service: ServiceEntries, sighting: Sighting, spared: Collection[str])
     return None
 
 
-def engine_gpus(service: ServiceEntries, settings: PlannerSettings) -> float:
-    """Return the GPUs of a worker: as the options say, else as the graph says; 0 for none."""
+def budget_share(service: ServiceEntries, settings: PlannerSettings) -> float:
+    """Return what a worker counts in the GPU budget: as the options say, else its GPUs, else 1."""
     given = (
         settings.prefill_engine_num_gpu if service.is_prefill else settings.decode_engine_num_gpu
     )
-    return service.gpus if given is None else given
+    return given or service.gpus or 1.0
 
 
 def budget_held(
@@ -98,7 +98,7 @@ def budget_held(
     held = held_gpus(document)
     total = 0.0
     for service in services:
-        each = engine_gpus(service, settings) or 1.0
+        each = budget_share(service, settings)
         for entry in service.entries:
             if entry.name in held:
                 total += held[entry.name][1]

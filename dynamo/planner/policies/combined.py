@@ -4,7 +4,7 @@ Every few seconds it compares three figures of each pool, in workers:
 
 - what the forecast needs when a worker that is added now will serve, one start-up from now;
 - what the backlog needs on top, if it will still be there then;
-- the most that was needed in the last minute, or will be until a start-up from now.
+- the most that was needed in the last minutes, or will be until a start-up from now.
 
 Workers are added up to the sum of the first two at once, and removed down to the third.
 """
@@ -18,13 +18,12 @@ from dataclasses import dataclass
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.observation import Observation, Pool
-from dynamo.planner.policies.action_limit import ActionLimit
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
 from dynamo.planner.policies.budget import Workers, affordable, clamp, kept
 from dynamo.planner.policies.forecast import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
+from dynamo.planner.policies.pacing import ActionLimit, StartUpTime
 from dynamo.planner.policies.staffing import Limits, WorkerLoadModel
-from dynamo.planner.policies.start_up import StartUpTime
 
 __all__ = ["CombinedPolicy"]
 
@@ -32,17 +31,26 @@ _REACTION_S = 5.0
 _INTERVALS = 3
 """Decisions in one interval of the forecast."""
 
-_TAIL = 2.6
-"""Times to first token have about an exponential tail: 1 in 13 is above 2.6 times the mean."""
+_TAIL = math.log(10)
+"""Times to first token have about an exponential tail: 1 in 10 is above ln 10 times the mean."""
 
-_ITL_SHARE = 0.8
+_ITL_SHARE = 0.6
 _KV_USAGE = 0.85
 """Means that leave room for the variation between requests and workers."""
 
-_AHEAD_S = 30.0
-_HOLD_S = 60.0
-_DRAIN_S = 60.0
-"""Time in which a backlog should be gone."""
+_AHEAD, _AHEAD_STARTS = 3, 0.5
+_HOLD, _HOLD_STARTS = 6, 0.5
+"""How far past the next start-up a decision looks, and for how long fewer workers must have been
+enough: some decisions, and a part of a start-up, because mistakes last as long."""
+
+_LEARN = 60
+"""Decisions before the first worker is removed: until then too little of the traffic was seen."""
+
+_DOWN_MARGIN = 1.05
+"""Workers are removed only if the rest bears so much more: they are not needed again at once."""
+
+_DRAIN = 12
+"""Decisions in which a backlog should be gone."""
 
 _UNREMARKABLE = 3
 """Queued requests that are no backlog."""
@@ -83,7 +91,7 @@ class CombinedPolicy:
         self._forecast.add(seen.traffic.arrived, seen.traffic.duration_s)
         self._meter.observe(seen, self._queued)
         self._queued = seen.traffic.queued
-        needs: dict[str, _Need] = {}
+        needs = {}
         for name, sizing in self._pools.items():
             model = self._meter.model(name)
             if model is not None and self._forecast.known:
@@ -97,7 +105,8 @@ class CombinedPolicy:
 
     def _outlook(self, sizing: _PoolSizing, seen: Observation) -> _Outlook:
         start_s = sizing.start_up.seconds + self.interval_s
-        path = self._forecast.path(start_s + _AHEAD_S)
+        ahead_s = _AHEAD * self.interval_s + _AHEAD_STARTS * sizing.start_up.seconds
+        path = self._forecast.path(start_s + ahead_s)
         first = min(int(start_s / self._forecast.interval_s), len(path) - 1)
         expected = self._forecast.rate * sizing.limits.ttft_ms / 1000.0 + _UNREMARKABLE
         return _Outlook(
@@ -112,23 +121,22 @@ class CombinedPolicy:
     def _decision(self, needs: Mapping[str, _Need], seen: Observation) -> ScalingDecision:
         """Return the needs within the budget and the limit of actions."""
         wanted = {name: _pool(seen, name).workers for name in (PREFILL, DECODE)}
-        for name, need in needs.items():
-            wanted[name] = need.change(wanted[name], self._actions)
+        for name in needs:
+            wanted[name] = needs[name].change(wanted[name], self._actions)
         allowed = affordable(clamp(Workers(wanted[PREFILL], wanted[DECODE]), seen), seen)
         made = []
         forecast: dict[str, float] = self._predicted() if needs else {}
         for name, sizing in self._pools.items():
             count = allowed.prefill if name == PREFILL else allowed.decode
-            pool = _pool(seen, name)
+            pool, need = _pool(seen, name), needs.get(name)
             if count != pool.workers:
                 self._actions.use()
                 sizing.start_up.changed(pool, count, seen.now_s)
-            sized = needs.get(name)
-            if sized is None:
+            if need is None:
                 made.append(kept(name, pool, count, "the cost of a request is not learned yet"))
                 continue
-            made.append(sized.decision(name, pool.workers, count))
-            forecast |= sized.forecast(name, count)
+            made.append(need.decision(name, pool.workers, count))
+            forecast |= need.forecast(name, pool.workers, count)
         return ScalingDecision(pools=tuple(made), forecast=forecast)
 
     def _predicted(self) -> dict[str, float]:
@@ -163,12 +171,15 @@ class _Need:
     target: int
     extra: int
     floor: int
+    learned: bool
+    hold_s: float
 
     def change(self, workers: int, actions: ActionLimit) -> int:
         """Return the workers to have instead of ``workers``."""
         if self.target + self.extra > workers and actions.allows(up=True):
             return self.target + self.extra
-        if self.floor < workers and actions.allows(up=False):
+        calm = self.learned and not self.outlook.backlog
+        if self.floor < workers and calm and actions.allows(up=False):
             return self.floor
         return workers
 
@@ -182,7 +193,7 @@ class _Need:
         if wanted > workers and self.extra:
             rule += f", {outlook.backlog:.0f} queued requests {self.extra} more"
         elif wanted < workers:
-            rule = f"{self.floor} workers were enough for {_HOLD_S:.0f} s and will be"
+            rule = f"{self.floor} workers were enough for {self.hold_s:.0f} s and will be"
         elif wanted == workers and self.target + self.extra != workers:
             rule += f"; {self.floor} to {self.target + self.extra} keep {workers}"
         inputs = {
@@ -194,18 +205,19 @@ class _Need:
         }
         return PoolDecision(pool=pool, wanted=wanted, rule=rule, inputs=inputs)
 
-    def forecast(self, pool: str, wanted: int) -> dict[str, float]:
-        """Return the figures for the metrics."""
-        rate, workers = self.outlook.later, max(wanted, 1)
+    def forecast(self, pool: str, workers: int, wanted: int) -> dict[str, float]:
+        """Return the figures for the metrics, with ``wanted`` instead of ``workers``."""
+        rate, served = self.outlook.later, max(wanted, 1)
+        change = self.target - workers
         figures = {
             "predicted_requests_per_second": rate,
             f"predicted_num_{pool}_replicas": float(self.target),
-            "throughput_scaling_decision": float(self.target),
-            "load_scaling_decision": float(self.extra),
+            "throughput_scaling_decision": math.copysign(1.0, change) if change else 0.0,
+            "load_scaling_decision": 1.0 if self.extra else 0.0,
         }
         estimated = {
-            "estimated_ttft_ms": self.model.ttft_ms(rate, workers),
-            "estimated_itl_ms": self.model.inter_token_ms(rate, workers),
+            "estimated_ttft_ms": self.model.ttft_ms(rate, served),
+            "estimated_itl_ms": self.model.inter_token_ms(rate, served),
         }
         return figures | {name: ms for name, ms in estimated.items() if 0 < ms < math.inf}
 
@@ -217,6 +229,7 @@ class _PoolSizing:
         self.limits = limits
         self.start_up = StartUpTime()
         self._recent: deque[tuple[float, int]] = deque()
+        self._decisions = 0
 
     def need(self, model: WorkerLoadModel, outlook: _Outlook, seen: Observation) -> _Need:
         """Return what the pool needs."""
@@ -225,14 +238,26 @@ class _PoolSizing:
         if outlook.backlog > 0 and model.service_s > 0:
             # What is queued now, and what the ready workers do not finish until others serve.
             work_s = (outlook.backlog + outlook.arriving) * model.service_s
-            extra = max(math.ceil((work_s - ready * outlook.served_s) / _DRAIN_S), 0)
+            extra = max(
+                math.ceil((work_s - ready * outlook.served_s) / (_DRAIN * seen.interval_s)), 0
+            )
         target = model.workers(outlook.later, self.limits)
-        most = max(model.workers(outlook.most, self.limits), target) + extra
+        most = max(model.workers(_DOWN_MARGIN * outlook.most, self.limits), target) + extra
+        self._decisions += 1
         self._recent.append((seen.now_s, most))
-        while self._recent[0][0] < seen.now_s - _HOLD_S:
+        hold_s = _HOLD * seen.interval_s + _HOLD_STARTS * self.start_up.seconds
+        while self._recent[0][0] < seen.now_s - hold_s:
             self._recent.popleft()
         floor = max(workers for _, workers in self._recent)
-        return _Need(model=model, outlook=outlook, target=target, extra=extra, floor=floor)
+        return _Need(
+            model=model,
+            outlook=outlook,
+            target=target,
+            extra=extra,
+            floor=floor,
+            hold_s=hold_s,
+            learned=self._decisions > _LEARN,
+        )
 
 
 _NO_POOL = Pool(ready=0)

@@ -32,6 +32,9 @@ _MOST_GROWTH = 2.0
 _FEW_REQUESTS = 2.0
 """Requests in an interval below which a growth in proportion means nothing."""
 
+_RECENT, _SURGE = 2, 5.0
+"""A surge: so many standard deviations above the forecast in the last two counts."""
+
 _SHORT, _LONG = 4, 12
 """Intervals over which the rise is compared."""
 
@@ -52,6 +55,7 @@ class RateForecast:
         self._arrived = 0
         self._duration_s = 0.0
         self._path: _Rates | None = None
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
 
     @property
     def known(self) -> bool:
@@ -65,6 +69,7 @@ class RateForecast:
 
     def add(self, arrived: int, duration_s: float) -> None:
         """Count ``arrived`` requests of the last ``duration_s``."""
+        self._recent.append((arrived, duration_s))
         self._arrived += arrived
         self._duration_s += duration_s
         if self._duration_s >= self.interval_s - 1e-6:
@@ -76,14 +81,28 @@ class RateForecast:
         """Return the rates after 1, 2, … intervals, up to ``horizon_s``. O(history)."""
         steps = math.ceil(horizon_s / self.interval_s) + 1
         if self._path is None or len(self._path) < steps:
-            trend = self._trend(steps)
-            # A rise that has begun counts even if it ended sooner in the past.
-            self._path = np.maximum(trend, self._with_history(trend))
-        return self._path[:steps]
+            self._path = self._with_history(self._trend(steps))
+        return np.maximum(self._path[:steps], self.surge)
+
+    @property
+    def surge(self) -> float:
+        """The rate of the last moments if it is far above the forecast, else 0.
+
+        A crowd shows in ten seconds of arrivals, long before the trend follows.
+        """
+        duration_s = sum(duration_s for _, duration_s in self._recent)
+        if len(self._recent) < _RECENT or duration_s <= 0:
+            return 0.0
+        rate = sum(arrived for arrived, _ in self._recent) / duration_s
+        ahead = self._filter.forecast(1)
+        # Noise of a shorter time is larger; of few requests it is at least that of counting them.
+        noise = ahead.noise * math.sqrt(self.interval_s / duration_s)
+        noise = max(noise, math.sqrt(max(ahead.level, 1.0 / duration_s) / duration_s))
+        return rate if rate > ahead.level + _SURGE * noise else 0.0
 
     def _trend(self, steps: int) -> _Rates:
-        # Nothing is extrapolated further than it has been observed.
-        known = max(1, self._filter.count - 2)
+        # Nothing is extrapolated further than half of what has been observed.
+        known = max(1, self._filter.count // 2 - 1)
         most = _MOST_GROWTH * max(self.rate, _FEW_REQUESTS / self.interval_s)
         path = self._filter.path(min(steps, known))
         rates = [min(max(a.level + _CAUTION * a.deviation, 0.0), most) for a in path]
@@ -93,7 +112,7 @@ class RateForecast:
         """Return the mean of ``trend`` and what followed similar moments, by their weight."""
         levels, steps = np.array(self._levels), len(trend)
         past = np.arange(_LONG, len(levels) - steps)
-        scale = _SIMILAR * levels[-2 * _HISTORY :].mean() if len(levels) else 0.0
+        scale = _SIMILAR * levels.mean() if len(levels) else 0.0
         if not len(past) or scale <= 0:
             return trend
         now = len(levels) - 1

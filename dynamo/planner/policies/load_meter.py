@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dynamo.planner.capacity.learned import fit_line
 from dynamo.planner.observation import Observation, Pull, WorkerLoad
 from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.planner.policies.staffing import WorkerLoadModel, wait_factor
@@ -17,10 +18,19 @@ __all__ = ["LoadMeter"]
 _MEMORY_S = 150.0
 """Time after which an observation counts about a third."""
 
+_MEMORIES_S = {
+    **dict.fromkeys(("waited_s", "mm_wait_s", "itl_more_ms", "itl_even_ms"), 600.0),
+    **dict.fromkeys(("recent_started", "recent_s"), 30.0),
+}
+"""How bursty the traffic is shows in its rare moments; its rate is that of now."""
+
 _PRIOR_BURST, _PRIOR_S = 1.5, 20.0
 """First guess of the burst factor, and the seconds of waiting for which it counts."""
 
 _BURST_RANGE = (0.3, 8.0)
+_PRIOR_ITL_MS, _ITL_BURST_RANGE = 100.0, (0.7, 4.0)
+"""For how much of it the first guess of the factor of the ITL, 1, counts: ms times seconds."""
+
 _CALM = 0.9
 """Share of busy workers above which waits come from a backlog, not from bursts."""
 
@@ -28,6 +38,10 @@ _UNLOADED = 0.1
 """Quantile of the TTFTs per prompt token that is taken for those without waiting."""
 
 _INTERVALS = 120
+
+_FEW_SEQUENCES = 8.0
+_PRIOR_SHARE, _SHARES = 0.5, (0.2, 0.9)
+"""Share of a decode step that grows with the sequences: first guess, and what is plausible."""
 
 
 class LoadMeter:
@@ -41,21 +55,21 @@ class LoadMeter:
     def __init__(self, aggregated: bool) -> None:
         self._aggregated = aggregated
         self._sums: dict[str, float] = {}
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_INTERVALS)
         self._ttft_s_per_token: deque[float] = deque(maxlen=_INTERVALS)
 
     def observe(self, seen: Observation, queued_before: int) -> None:
         """Take one interval that began with ``queued_before`` requests without a first token."""
         traffic = seen.traffic
-        keep = math.exp(-traffic.duration_s / _MEMORY_S)
         for name in self._sums:
-            self._sums[name] *= keep
+            memory_s = _MEMORIES_S.get(name, _MEMORY_S)
+            self._sums[name] *= math.exp(-traffic.duration_s / memory_s)
         started = max(traffic.arrived + queued_before - traffic.queued, 0)
         if traffic.isl is not None:
             self._add("prompts", started)
             self._add("isl", started * traffic.isl)
-        if traffic.request_s is not None and traffic.osl is not None:
+        if traffic.osl is not None:
             self._add("finished", traffic.finished)
-            self._add("request_s", traffic.finished * traffic.request_s)
             self._add("osl", traffic.finished * traffic.osl)
         workers = [worker for pull in seen.pulls for worker in pull.decode]
         busy = self._busy(seen, started)
@@ -80,13 +94,17 @@ class LoadMeter:
             return None
         waited_s = self._sum("waited_s") + _PRIOR_BURST * _PRIOR_S
         burst = waited_s / (self._sum("mm_wait_s") + _PRIOR_S)
+        step_ms, sequence_ms = self._decode_step()
+        more_ms = self._sum("itl_more_ms") + _PRIOR_ITL_MS
+        itl_burst = more_ms / (self._sum("itl_even_ms") + _PRIOR_ITL_MS)
         return WorkerLoadModel(
             service_s=service_s if prefill else 0.0,
             burst=min(max(burst, _BURST_RANGE[0]), _BURST_RANGE[1]),
-            itl_ms=self._ratio("itl_ms", "itl_s") if decode else 0.0,
-            running=self._ratio("running", "itl_s"),
+            itl_burst=min(max(itl_burst, _ITL_BURST_RANGE[0]), _ITL_BURST_RANGE[1]),
+            step_ms=step_ms if decode else 0.0,
+            sequence_ms=sequence_ms if decode else 0.0,
+            osl=self._ratio("osl", "finished"),
             kv=self._ratio("kv", "running") if decode else 0.0,
-            request_s=self._ratio("request_s", "finished"),
         )
 
     def _busy(self, seen: Observation, started: float) -> float | None:
@@ -104,13 +122,14 @@ class LoadMeter:
         traffic, pool = seen.traffic, seen.prefill or seen.decode
         self._add("busy_s", busy * traffic.duration_s)
         self._add("started", started)
-        self._add("time_s", traffic.duration_s)
+        self._add("recent_started", started)
+        self._add("recent_s", traffic.duration_s)
         ready = max(pool.ready, 1)
         calm = busy < _CALM * ready and not seen.changed
         if traffic.ttft_ms is None or not calm or not self._sum("started"):
             return
         service_s = self._ratio("busy_s", "started")
-        load = min(self._ratio("busy_s", "time_s"), _CALM * ready)
+        load = min(self._ratio("recent_started", "recent_s") * service_s, _CALM * ready)
         self._add("waited_s", started * max(traffic.ttft_ms / 1000.0 - service_s, 0.0))
         self._add("mm_wait_s", started * service_s * wait_factor(load, ready))
 
@@ -123,10 +142,30 @@ class LoadMeter:
             return
         running = sum(worker.running + worker.waiting for worker in workers) / len(workers)
         usage = sum(worker.kv_usage for worker in workers) / len(workers)
+        step_ms = itl_ms * (1.0 - min(busy, _CALM))
+        self._steps.append((running, step_ms))
+        model = self.model(DECODE)
+        if model is not None and not seen.changed:
+            used = model.usage(self._ratio("recent_started", "recent_s"), max(seen.decode.ready, 1))
+            if used < _CALM:
+                self._add("itl_more_ms", duration_s * max(itl_ms - model.step_ms, 0.0))
+                self._add("itl_even_ms", duration_s * model.step_ms * used / (1.0 - used))
         self._add("itl_s", duration_s)
-        self._add("itl_ms", duration_s * itl_ms * (1.0 - min(busy, _CALM)))
+        self._add("itl_ms", duration_s * step_ms)
         self._add("running", duration_s * running)
         self._add("kv", duration_s * usage)
+
+    def _decode_step(self) -> tuple[float, float]:
+        """Return the fixed part of a decode step and that of each sequence, in ms."""
+        whole_ms, running = self._ratio("itl_ms", "itl_s"), self._ratio("running", "itl_s")
+        if whole_ms <= 0:
+            return 0.0, 0.0
+        line = fit_line(self._steps)
+        share = line.slope * running / whole_ms if line else _PRIOR_SHARE
+        # Of few sequences the share is small, and cannot be measured.
+        few = min(running / _FEW_SEQUENCES, 1.0)
+        share = min(max(share, _SHARES[0] * few), _SHARES[1] * few)
+        return whole_ms * (1.0 - share), whole_ms * share / max(running, 1e-3)
 
     def _add(self, name: str, value: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + value

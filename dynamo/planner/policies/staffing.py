@@ -43,18 +43,18 @@ class WorkerLoadModel:
     """What one request costs, as observed.
 
     A request keeps the prefill of a worker busy for ``service_s``; it waits ``burst`` times as long
-    as in an M/M/c queue. ``itl_ms`` is the ITL without prefills in between when ``running``
-    sequences share a worker, and grows by ``itl_slope_ms`` for each one more. A request holds
-    ``kv`` of the cache of a worker for ``request_s``.
+    as in an M/M/c queue. A decode step takes ``step_ms`` and ``sequence_ms`` more for each running
+    sequence; a reply has ``osl`` tokens. What load adds to a step is ``itl_burst`` times what an
+    even load would add. A sequence holds the share ``kv`` of a worker's cache.
     """
 
     service_s: float
     burst: float = 1.0
-    itl_ms: float = 0.0
-    running: float = 0.0
-    itl_slope_ms: float = 0.0
+    itl_burst: float = 1.0
+    step_ms: float = 0.0
+    sequence_ms: float = 0.0
+    osl: float = 0.0
     kv: float = 0.0
-    request_s: float = 0.0
 
     def ttft_ms(self, rate: float, workers: int) -> float:
         """Return the mean TTFT at ``rate`` requests per second."""
@@ -62,16 +62,27 @@ class WorkerLoadModel:
         return 1000.0 * self.service_s * (1.0 + self.burst * factor)
 
     def inter_token_ms(self, rate: float, workers: int) -> float:
-        """Return the mean ITL: tokens come only while no prompt is computed."""
-        free = 1.0 - rate * self.service_s / workers
-        if free <= 0:
+        """Return the mean ITL.
+
+        The time that is left beside prompts and the share of each sequence in the steps goes to
+        the fixed part of the steps. If u is what they take, an even load gives step / (1 - u): that
+        is step * u / (1 - u) more than on an idle worker.
+        """
+        used = self.usage(rate, workers)
+        if used >= 1.0:
             return math.inf
-        more = rate * self.request_s / workers - self.running
-        return (self.itl_ms + self.itl_slope_ms * more) / free
+        return self.step_ms * (1.0 + self.itl_burst * used / (1.0 - used))
+
+    def usage(self, rate: float, workers: int) -> float:
+        """Return the share of a worker's time that grows with the load."""
+        return rate / workers * (self.service_s + self.osl * self.sequence_ms / 1000.0)
 
     def kv_usage(self, rate: float, workers: int) -> float:
         """Return the mean KV usage of a worker."""
-        return rate * self.request_s * self.kv / workers
+        if not self.kv:
+            return 0.0
+        reply_s = self.osl * self.inter_token_ms(rate, workers) / 1000.0
+        return rate / workers * (self.service_s + reply_s) * self.kv
 
     def workers(self, rate: float, limits: Limits) -> int:
         """Return the fewest workers that keep all ``limits`` at ``rate``."""
@@ -84,6 +95,6 @@ class WorkerLoadModel:
         """Return whether ``workers`` keep all ``limits`` at ``rate``."""
         return (
             self.ttft_ms(rate, workers) <= max(limits.ttft_ms, 1500.0 * self.service_s)
-            and self.inter_token_ms(rate, workers) <= max(limits.itl_ms, 1.5 * self.itl_ms)
+            and self.inter_token_ms(rate, workers) <= max(limits.itl_ms, 1.5 * self.step_ms)
             and self.kv_usage(rate, workers) <= limits.kv_usage
         )

@@ -67,7 +67,7 @@ class MigratingFleet(Fleet):
 
     async def opened(self, count: int) -> None:
         """Wait until workers have got ``count`` requests."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while len(self.streams) < count:
                 self._opened.clear()
                 await self._opened.wait()

@@ -122,7 +122,7 @@ async def test_explain_says_that_a_cold_model_waits_for_requests() -> None:
     rules = [record.pools[0].rule for _, record in await made.explain()]
     await made.stop(1.0)
     await task
-    assert rules == ["no worker until requests wait for one"] * 2
+    assert rules == ["no worker and no requests; the first request starts one"] * 2
 
 
 async def test_the_policy_does_not_remove_the_last_worker() -> None:

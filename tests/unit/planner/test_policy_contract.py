@@ -20,7 +20,7 @@ SETTINGS = PlannerSettings(load_predictor="constant")
 
 @pytest.mark.parametrize("prefill", [False, True], ids=["aggregated", "disaggregated"])
 @pytest.mark.parametrize("name", [*POLICIES, "fixed:3", "hpa:5"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_policy_keeps_the_contract(name: str, prefill: bool, seed: int) -> None:
     policy, random = named_policy(name, SETTINGS, prefill), Random(seed)
     for number in range(1, 21):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo.planner.observation import Pool
 from dynamo.planner.sharing import (
     ServiceChange,
     SharedModel,
@@ -16,6 +17,7 @@ from dynamo.planner.sharing import (
     SharingLimits,
     share,
 )
+from dynamo.planner.zero import cold_decision
 
 LIMITS = SharingLimits(gpus=1, idle_timeout_s=300, yield_idle_s=2, residency_s=30, patience_s=120)
 
@@ -315,3 +317,10 @@ def test_busy_models_of_one_gpu_take_turns(count: int) -> None:
             models[int(change.model)].change(change.workers, now, 5, 2)
         assert sum(one.held() for one in models) <= 1
     assert min(served.values()) >= 1500 / count / 3
+
+
+def test_a_cold_model_is_explained_by_its_first_request() -> None:
+    """Its policy is not asked: without a worker it would only see its minimum."""
+    made = cold_decision({"decode": Pool(ready=0, minimum=0), "prefill": Pool(ready=0, minimum=0)})
+    assert [(pool.pool, pool.wanted) for pool in made.pools] == [("decode", 0), ("prefill", 0)]
+    assert "the first request starts one" in made.pools[0].rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,7 +10,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import psutil
+from circus.process import RUNNING, UNEXISTING
+
 from dynamo.serve.processes import children, environment, same_process, snapshot, stat
+from dynamo.serve.supervised_process import SupervisedProcess
 
 
 def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -136,3 +141,16 @@ def test_processes_that_outlive_the_arbiter_are_killed() -> None:
     pid, clean, status = guarded(body)
     assert (clean, status) == ("clean True", "status 137")
     assert stat(int(pid)) is None
+
+
+def test_circus_sees_an_exit_when_it_is_reaped() -> None:
+    """It would replace a zombie at its periodic check, also one that was drained."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        process = object.__new__(SupervisedProcess)
+        process._worker = psutil.Process(child.pid)
+        process.exited = asyncio.Event()
+        assert process._worker.status() == psutil.STATUS_ZOMBIE
+        assert process.status == RUNNING
+        process.exited.set()
+        assert process.status == UNEXISTING

@@ -1,0 +1,286 @@
+"""Single actions of the local connector, in virtual time: what it does when a step fails."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from simulated_deployment import Faults, SimulatedDeployment
+from virtual_time import run_virtual
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING, ActionFailed
+from dynamo.planner.local.access import LocalAccess
+from dynamo.planner.local.connector import LocalConnector
+from dynamo.planner.local.ports import CircusBusy, CircusError, EngineControls
+
+GRAPH = """
+W: {run: dynamo.mocker, model-path: tiny, ServiceArgs: {resources: {gpu: 1}}}
+P:
+  run: dynamo.mocker
+  model-path: tiny
+  disaggregation-mode: prefill
+  ServiceArgs: {resources: {gpu: 2}, min: 1, max: 3, priority: 5}
+Free: {run: dynamo.mocker, model-path: tiny}
+Other: {run: [sleep, '9']}
+"""
+
+
+class Fixture:
+    """A deployment whose workers serve, and a connector to it."""
+
+    def __init__(self, tmp_path: Path, engines: EngineControls | None, **settings: Any) -> None:
+        self.world = SimulatedDeployment(tmp_path, GRAPH, 6, Random(0))
+        logs = tmp_path / "logs"
+        logs.mkdir()
+        (logs / "dynamo_W_1.log").write_text("loading\nout of memory\n")
+        settings = {"start_timeout_s": 60.0, **settings}
+        self.access = LocalAccess(
+            settings=PlannerSettings(**settings),
+            statefile=self.world.statefile,
+            circus=self.world,
+            registrations=self.world,
+            logs=logs,
+        )
+        self.connector = LocalConnector(self.access, engines)
+
+    def entry(self, name: str) -> Any:
+        document = self.world.statefile.read()
+        assert document is not None
+        return document["components"].get(f"dynamo_{name}")
+
+    async def states(self, service: str) -> list[str]:
+        return [one.state for one in (await self.connector.services())[service].workers]
+
+
+Scenario = Callable[[Fixture], Awaitable[None]]
+
+
+def simulated(
+    engines: EngineControls | None = None, **settings: Any
+) -> Callable[[Scenario], Callable[[Path], None]]:
+    """Run a test in virtual time, five seconds after the start of its deployment."""
+
+    def decorate(scenario: Scenario) -> Callable[[Path], None]:
+        def test(tmp_path: Path) -> None:
+            async def run() -> None:
+                fixture = Fixture(tmp_path, engines, **settings)
+                async with fixture.world:
+                    await asyncio.sleep(5)
+                    await scenario(fixture)
+
+            run_virtual(run())
+
+        test.__doc__, test.__name__ = scenario.__doc__, getattr(scenario, "__name__", "test")
+        return test
+
+    return decorate
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@simulated()
+async def test_the_services_of_the_graph(given: Fixture) -> None:
+    found = await given.connector.services()
+    assert list(found) == ["W", "P", "Free"]
+    assert (found["P"].pool, found["P"].gpus_per_worker, found["P"].workers[0].gpus) == (
+        *("prefill", 2, ("1", "2")),
+    )
+    assert (found["P"].minimum, found["P"].maximum, found["P"].priority) == (1, 3, 5)
+    assert (found["W"].pool, found["W"].model, found["Free"].gpus_per_worker) == (
+        *("decode", "tiny", 1),
+    )
+    assert found["W"].workers[0].state == READY and found["W"].workers[0].worker_id
+
+
+@simulated()
+async def test_a_worker_that_never_serves_is_undone(given: Fixture) -> None:
+    given.world.faults = Faults(never_serves=1)
+    began_s = now_s()
+    adding = asyncio.get_running_loop().create_task(given.connector.add("W"))
+    await asyncio.sleep(10)
+    assert await given.states("W") == [READY, STARTING]
+    with pytest.raises(ActionFailed, match=r"W_1: .*did not serve within 60 s; last output: out"):
+        await adding
+    assert given.entry("W_1") is None and "dynamo_W_1" not in given.world.watchers
+    assert 60 <= now_s() - began_s < 75
+    given.world.faults = Faults()
+    assert await given.connector.add("W") == "dynamo_W_1"
+
+
+@simulated()
+async def test_a_worker_that_is_given_up_is_undone_at_once(given: Fixture) -> None:
+    given.world.faults = Faults(death_every_s=0.001, start_s=(0.1, 0.2))
+    given.world.faults.never_serves = 1
+    began_s = now_s()
+    with pytest.raises(ActionFailed, match="stopped, or given up; last output"):
+        await given.connector.add("W")
+    assert now_s() - began_s < 20 and given.entry("W_1") is None
+
+
+@simulated()
+async def test_a_watcher_that_circus_refuses_leaves_nothing(given: Fixture) -> None:
+    async def refuse(name: str) -> None:
+        raise CircusError("circus refused start: no such file")
+
+    given.world.start = refuse  # type: ignore[method-assign]
+    with pytest.raises(ActionFailed, match="no such file"):
+        await given.connector.add("W")
+    assert given.entry("W_1") is None and "dynamo_W_1" not in given.world.watchers
+
+
+@simulated()
+async def test_what_cannot_be_undone_is_repaired_by_the_next_action(given: Fixture) -> None:
+    start, remove = given.world.start, given.world.remove
+
+    async def refuse(name: str) -> None:
+        raise CircusError("server error")
+
+    given.world.start = given.world.remove = refuse  # type: ignore[method-assign]
+    with pytest.raises(ActionFailed, match="server error"):
+        await given.connector.add("W")
+    assert given.entry("W_1")["resources"] == {"allocated_gpus": ["3"]}
+    given.world.start, given.world.remove = start, remove  # type: ignore[method-assign]
+    assert await given.connector.add("P") == "dynamo_P_1"
+    assert await given.connector.reconcile() == []
+
+
+@simulated(max_gpu_budget=5)
+async def test_the_budget_counts_all_services(given: Fixture) -> None:
+    """1 + 2 GPUs, and one worker without GPUs, which counts as one."""
+    with pytest.raises(ActionFailed, match=r"4 GPUs are in use and a worker needs 2: .* 5"):
+        await given.connector.add("P")
+    assert await given.connector.add("W") == "dynamo_W_1"
+    with pytest.raises(ActionFailed, match="--max-gpu-budget 5"):
+        await given.connector.add("Free")
+    await given.connector.remove("Free")
+    assert await given.connector.add("W") == "dynamo_W_2"
+
+
+@simulated(max_gpu_budget=2, served_model_name="other")
+async def test_the_budget_is_that_of_the_scaled_model(given: Fixture) -> None:
+    assert await given.connector.add("W") == "dynamo_W_1"
+
+
+@simulated(max_gpu_budget=20)
+async def test_starts_overlap_and_share_nothing(given: Fixture) -> None:
+    names = await asyncio.gather(*(given.connector.add(name) for name in ("W", "P", "Free")))
+    assert names == ["dynamo_W_1", "dynamo_P_1", "dynamo_Free_1"]
+    assert given.entry("W_1")["resources"] == {"allocated_gpus": ["3"]}
+    assert given.entry("P_1")["resources"] == {"allocated_gpus": ["4", "5"]}
+    assert given.entry("Free_1")["resources"] == {}
+    with pytest.raises(ActionFailed, match="W_2 needs 1 GPU, 0 of 6 free"):
+        await given.connector.add("W")
+    with pytest.raises(ActionFailed, match="Other: not a service with workers that register"):
+        await given.connector.add("Other")
+
+
+@simulated()
+async def test_a_worker_that_hangs_is_killed_after_its_drain_timeout(given: Fixture) -> None:
+    given.world.faults = Faults(hangs=1)
+    began_s = now_s()
+    assert await given.connector.remove("W") == "dynamo_W"
+    assert 20 <= now_s() - began_s < 35  # it drains, then circus stops it
+    assert given.entry("W")["resources"] == {} and not given.world.workers().get(1)
+
+
+@simulated()
+async def test_a_worker_that_dies_while_it_drains_is_not_restarted(given: Fixture) -> None:
+    given.world.faults = Faults(drain_s=(5, 5))
+    removing = asyncio.get_running_loop().create_task(given.connector.remove("W"))
+    await asyncio.sleep(1)
+    assert await given.states("W") == [DRAINING]
+    (process,) = given.world.watchers["dynamo_W"].processes
+    given.world.kill(process)
+    assert await removing == "dynamo_W" and given.entry("W")["resources"] == {}
+    assert not [one for one in given.world.processes() if one.watcher.spec.service == "W"]
+
+
+@simulated()
+async def test_the_newest_goes_first(given: Fixture) -> None:
+    for _ in range(2):
+        await given.connector.add("W")
+    removed = [await given.connector.remove("W") for _ in range(3)]
+    assert removed == ["dynamo_W_2", "dynamo_W_1", "dynamo_W"]
+    with pytest.raises(ActionFailed, match="W: no worker to remove"):
+        await given.connector.remove("W")
+
+
+@simulated()
+async def test_processes_of_circusctl_incr_are_workers(given: Fixture) -> None:
+    await given.world.incr("dynamo_Free")
+    await asyncio.sleep(5)
+    assert await given.states("Free") == [READY, READY]
+    assert await given.connector.remove("Free") == "dynamo_Free"
+    await asyncio.sleep(5)
+    assert await given.states("Free") == [READY]
+    assert given.world.watchers["dynamo_Free"].numprocesses == 1
+
+
+@simulated()
+async def test_a_busy_arbiter_is_asked_again(given: Fixture) -> None:
+    start, calls = given.world.start, list[float]()
+
+    async def busy(name: str) -> None:
+        calls.append(now_s())
+        if len(calls) < 6:
+            raise CircusBusy("arbiter is already running rm command")
+        await start(name)
+
+    given.world.start = busy  # type: ignore[method-assign]
+    assert await given.connector.add("W") == "dynamo_W_1"
+    assert len(calls) == 6 and calls[5] - calls[4] > calls[1] - calls[0]
+
+
+class SimulatedEngines:
+    """Engines that sleep when they are told to."""
+
+    def __init__(self) -> None:
+        self.asleep: set[int] = set()
+
+    async def can_sleep(self, lease: int) -> bool:
+        return True
+
+    async def is_sleeping(self, lease: int) -> bool | None:
+        return lease in self.asleep
+
+    async def sleep(self, lease: int) -> None:
+        self.asleep.add(lease)
+
+    async def wake(self, lease: int, timeout_s: float) -> None:
+        self.asleep.remove(lease)
+
+
+@functools.partial(simulated, SimulatedEngines())()
+async def test_a_sleeping_worker_is_woken_first(given: Fixture) -> None:
+    assert await given.connector.remove("W") == "dynamo_W"
+    assert await given.states("W") == [ASLEEP]
+    assert await given.connector.add("W") == "dynamo_W" and await given.states("W") == [READY]
+    assert await given.connector.add("W") == "dynamo_W_1"
+
+
+@simulated()
+async def test_a_cancelled_removal_is_finished_by_the_next_planner(given: Fixture) -> None:
+    given.world.faults = Faults(drain_s=(1, 1))
+    for delay_s in (0.0, 0.005, 0.02, 0.5, 0.9):
+        await given.connector.add("W")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await given.connector.remove("W")
+        fresh = LocalAccess(
+            settings=given.access.settings,
+            statefile=given.world.statefile,
+            circus=given.world,
+            registrations=given.world,
+            logs=given.access.logs,
+        )
+        await LocalConnector(fresh).reconcile()
+        assert await LocalConnector(fresh).reconcile() == []
+        assert DRAINING not in await given.states("W")

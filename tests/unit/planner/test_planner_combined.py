@@ -1,0 +1,270 @@
+"""load+sla: its formulas in numbers, what it learns, its limits, and how it does in a replay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
+from dynamo.planner.policies.base import DECODE, PREFILL
+from dynamo.planner.policies.combined import CombinedPolicy
+from dynamo.planner.policies.factory import named_policy
+from dynamo.planner.policies.forecast import RateForecast
+from dynamo.planner.policies.load_meter import LoadMeter
+from dynamo.planner.policies.pacing import ActionLimit, StartUpTime
+from dynamo.planner.policies.staffing import Limits, WorkerLoadModel, wait_factor
+from dynamo.planner.replay.patterns import flat, generate, sine
+from dynamo.planner.replay.setup import ReplaySetup
+from dynamo.planner.replay.simulation import simulate
+
+TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
+LIMITS = Limits(ttft_ms=800.0, itl_ms=30.0, kv_usage=0.85)
+
+
+def test_the_wait_of_one_worker_is_that_of_an_mm1_queue() -> None:
+    for load in (0.1, 0.5, 0.9):
+        assert wait_factor(load, 1) == pytest.approx(load / (1 - load))
+    assert wait_factor(0.0, 3) == 0.0
+    assert wait_factor(3.0, 3) == math.inf
+    # M/M/2 at 50 % waits 1/3 of a service time; the closed form is within a few percent.
+    assert wait_factor(1.0, 2) == pytest.approx(1 / 3, rel=0.1)
+
+
+def test_latencies_of_the_model() -> None:
+    """2 requests/s of 0.25 s on one worker: half busy, a wait of one service time."""
+    model = WorkerLoadModel(service_s=0.25, burst=2.0)
+    assert model.ttft_ms(2.0, 1) == pytest.approx(250 * (1 + 2 * 1.0))
+    # 100 tokens at 1 ms a sequence are 0.1 s a request: with the prefill 70 % of the time at 2/s.
+    model = WorkerLoadModel(service_s=0.25, step_ms=6.0, sequence_ms=1.0, osl=100.0, kv=0.05)
+    assert model.usage(2.0, 1) == pytest.approx(0.7)
+    assert model.inter_token_ms(2.0, 1) == pytest.approx(6.0 / 0.3)
+    assert model.inter_token_ms(2.0, 2) == pytest.approx(6.0 / 0.65)
+    assert model.inter_token_ms(3.0, 1) == math.inf
+    # 20 ms a token: 2 s of decode and 0.25 s of prefill, 4.5 sequences at 5 % each.
+    assert model.kv_usage(2.0, 1) == pytest.approx(2.0 * 2.25 * 0.05)
+
+
+@given(
+    st.floats(0.0, 100.0),
+    st.floats(0.001, 3.0),
+    st.floats(0.3, 8.0),
+    st.floats(1.0, 60.0),
+    st.floats(0.0, 3.0),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_fewest_workers_that_keep_the_limits(
+    rate: float, service_s: float, burst: float, step_ms: float, sequence_ms: float
+) -> None:
+    model = WorkerLoadModel(
+        service_s=service_s,
+        burst=burst,
+        step_ms=step_ms,
+        sequence_ms=sequence_ms,
+        osl=200.0,
+        kv=0.02,
+    )
+    count = model.workers(rate, LIMITS)
+    assert model.within(rate, count, LIMITS)
+    assert count == 1 or not model.within(rate, count - 1, LIMITS)
+
+
+def rates(forecast: RateForecast, values: list[float]) -> None:
+    for value in values:
+        forecast.add(round(value * 15), 15.0)
+
+
+def test_a_rise_is_extrapolated_but_not_far_beyond_what_was_seen() -> None:
+    forecast = RateForecast(15.0)
+    rates(forecast, [2.0 + 0.2 * step for step in range(20)])  # 0.8 more each minute
+    assert forecast.path(60.0)[3] == pytest.approx(2.0 + 0.2 * 23, rel=0.1)
+    young = RateForecast(15.0)
+    rates(young, [1.0, 3.0])
+    assert max(young.path(600.0)) <= 6.5
+
+
+def test_a_pattern_is_forecast_before_it_begins_again() -> None:
+    """A wave of 20 minutes: at its low a trend sees nothing of the rise, its history does."""
+    wave = [5.0 - 4.0 * math.cos(2 * math.pi * step / 80) for step in range(241)]
+    once, often = RateForecast(15.0), RateForecast(15.0)
+    rates(once, wave[:81])
+    rates(often, wave)
+    # 20 steps after the low the wave is at its middle.
+    assert once.path(300.0)[19] < 2.0
+    assert often.path(300.0)[19] == pytest.approx(5.0, abs=1.5)
+
+
+def test_start_up_times_are_learned() -> None:
+    start = StartUpTime()
+    assert start.seconds == 60.0
+    start.changed(Pool(ready=1), 3, 100.0)
+    start.observe(Pool(ready=1, starting=2), 170.0)
+    assert start.seconds == 70.0  # it takes at least so long
+    start.observe(Pool(ready=2, starting=1), 190.0)
+    start.observe(Pool(ready=3), 200.0)
+    assert start.seconds == 100.0
+    start.changed(Pool(ready=3), 4, 300.0)
+    start.failed(300.0)
+    start.observe(Pool(ready=3), 310.0)
+    assert start.seconds == 100.0
+    start.changed(Pool(ready=3), 4, 400.0)
+    start.changed(Pool(ready=3, starting=1), 3, 405.0)  # removed before it served
+    start.observe(Pool(ready=3), 500.0)
+    assert start.seconds == 100.0
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 600.0), st.booleans()), max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_no_hour_has_more_than_30_actions(steps: list[tuple[float, bool]]) -> None:
+    limit, now_s, used = ActionLimit(), 0.0, []
+    for pause_s, up in steps:
+        now_s += pause_s
+        limit.refill(now_s)
+        if limit.allows(up):
+            limit.use()
+            used.append(now_s)
+    for first in used:
+        assert sum(first <= at < first + 3600.0 for at in used) <= 30
+
+
+def loads(count: int, busy: int, running: int = 4) -> tuple[WorkerLoad, ...]:
+    return tuple(
+        WorkerLoad(
+            worker_id=number,
+            running=running,
+            kv_used_blocks=20,
+            kv_total_blocks=100,
+            active_prefill_tokens=1000 * (number < busy),
+        )
+        for number in range(count)
+    )
+
+
+def seen(number: int, rate: float = 4.0, workers: int = 4, **changes: object) -> Observation:
+    """One of many 5 s intervals: 4 requests/s, one of four workers in prefill: 0.25 s each."""
+    more: dict[str, object] = {"decode": Pool(ready=workers), "queued": 0, "max_gpus": 8}
+    more |= changes
+    pulls = tuple(Pull(at_s=5.0 * number + k, decode=loads(workers, 1)) for k in range(5))
+    return Observation(
+        now_s=5.0 * number,
+        interval_s=5.0,
+        decode=more["decode"],  # type: ignore[arg-type]
+        traffic=Traffic(
+            duration_s=5.0,
+            arrived=round(5 * rate),
+            finished=round(5 * rate),
+            isl=4000.0,
+            osl=200.0,
+            ttft_ms=260.0,
+            itl_ms=10.0,
+            request_s=2.3,
+            queued=int(more["queued"]),  # type: ignore[call-overload]
+            inflight=10,
+        ),
+        pulls=pulls,
+        max_gpus=more["max_gpus"],  # type: ignore[arg-type]
+    )
+
+
+def test_the_cost_of_a_request_is_measured() -> None:
+    meter = LoadMeter(aggregated=True)
+    assert meter.model(DECODE) is None
+    for number in range(100):
+        meter.observe(seen(number), 0)
+    model = meter.model(DECODE)
+    assert model is not None
+    assert model.service_s == pytest.approx(0.25)
+    assert model.kv == pytest.approx(0.05)
+    # One in four is busy: of the ITL, 7.5 ms are decode. The parts of a step add up to it.
+    assert model.step_ms + 4 * model.sequence_ms == pytest.approx(7.5)
+    isl, osl = meter.lengths
+    assert (round(isl), round(osl)) == (4000, 200)
+
+
+def test_workers_are_removed_late_and_added_at_once() -> None:
+    policy = CombinedPolicy(TARGETS, False)
+    wanted = []
+    for number in range(1, 80):
+        made = policy.decide(seen(number)).pools
+        wanted.append(made[0].wanted if made else 4)
+    assert set(wanted[:60]) == {4}
+    assert min(wanted) < 4  # here it stays, so the limit of actions is used up
+    # An hour later 300 queued requests of 0.25 s are 75 s of work, which four workers finish beside
+    # the arrivals before another one would serve; of 2000 much is left then.
+    assert policy.decide(seen(800, queued=300)).pools[0].wanted == 4
+    decision = policy.decide(seen(801, queued=2000))
+    assert decision.pools[0].wanted > 4
+    assert "queued requests" in decision.pools[0].rule
+    assert decision.forecast["load_scaling_decision"] == 1.0
+    assert decision.forecast["predicted_requests_per_second"] == pytest.approx(4.0, rel=0.1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 60), st.integers(0, 500)), min_size=70, max_size=90))
+@settings(max_examples=15, deadline=None)
+def test_limits_hold_for_any_traffic(intervals: list[tuple[float, int]]) -> None:
+    policy = CombinedPolicy(TARGETS, False)
+    pool = Pool(ready=3, minimum=2, maximum=6)
+    for number, (rate, queued) in enumerate(intervals, 1):
+        given_ = seen(number, rate, max(pool.ready, 1), decode=pool, queued=queued, max_gpus=5)
+        for made in policy.decide(given_).pools:
+            assert 2 <= made.wanted <= 5
+            pool = Pool(ready=made.wanted, minimum=2, maximum=6)
+
+
+def test_below_the_minimum_nothing_has_to_be_learned_first() -> None:
+    policy = CombinedPolicy(TARGETS, False)
+    empty = seen(1, 0.0, 1, decode=Pool(ready=0, minimum=1))
+    assert [made.wanted for made in policy.decide(empty).pools] == [1]
+
+
+def test_disaggregated_pools_are_sized_apart() -> None:
+    policy = named_policy("load+sla", TARGETS, True)
+    decided: dict[str, int] = {}
+    for number in range(1, 120):
+        one = seen(number, rate=20.0)
+        both = Observation(
+            now_s=one.now_s,
+            interval_s=5.0,
+            decode=one.decode,
+            prefill=Pool(ready=2),
+            traffic=one.traffic,
+            pulls=one.pulls,
+            max_gpus=16,
+        )
+        for made in policy.decide(both).pools:
+            decided[made.pool] = max(decided.get(made.pool, 0), made.wanted)
+    # 20 requests/s of 0.26 s keep 5.2 workers busy.
+    assert decided[PREFILL] >= 6
+    assert 1 <= decided[DECODE] <= 8
+
+
+def replayed(rate: object, start_up_s: float) -> tuple[float, float, float, float]:
+    """Return attainment, GPU-hours, actions an hour and those GPU-hours of 8 workers."""
+    requests = generate(
+        rate,  # type: ignore[arg-type]
+        duration_s=1800.0,
+        isl=8000,
+        osl=200,
+        spread=1.0,
+        seed=5,
+    )
+    policy = CombinedPolicy(TARGETS, False)
+    result = simulate(policy, requests, ReplaySetup(start_up_s=start_up_s, workers=2))
+    hours = result.duration_s / 3600
+    return result.attainment, result.gpu_hours, result.actions / hours, 8 * hours
+
+
+def test_a_sine_load_is_served_with_fewer_gpus() -> None:
+    attainment, gpu_hours, actions, most = replayed(sine(1.0, 8.0, 900.0), 60.0)
+    assert attainment >= 0.9
+    assert gpu_hours < 0.7 * most
+    assert actions <= 40  # the limit of a whole hour, of which this is half: a burst is in it
+
+
+def test_a_flat_load_is_left_alone() -> None:
+    attainment, _, actions, _ = replayed(flat(4.0), 60.0)
+    assert attainment >= 0.9
+    assert actions <= 16

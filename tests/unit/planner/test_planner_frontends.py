@@ -1,0 +1,121 @@
+"""The frontends of a statefile: where they listen, and what happens when one does not answer."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from deployment import free_port
+
+from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.observability.metrics import Registry
+from dynamo.planner.frontends import FrontendPages, frontends_in
+from dynamo.serve.statefile import Statefile
+
+
+def component(*flags: str, module: str = "dynamo.frontend", pid: int | None = None) -> Any:
+    processes = [] if pid is None else [{"pid": pid, "start_ticks": 1}]
+    return {"argv": ["python", "-m", module, *flags], "processes": processes}
+
+
+def found(**components: Any) -> list[tuple[str, str]]:
+    document = {"components": components}
+    return [(one.address.url, one.prefix) for one in frontends_in(document)]
+
+
+def test_flags_name_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DYN_HTTP_PORT", raising=False)
+    assert found(
+        a=component("--http-port", "8001", "--http-host", "0.0.0.0"),
+        b=component("--http-port=8002", "--router-mode", "kv", "--metrics-prefix", "mine"),
+        c=component(),
+        d=component("--http-port", "9", module="dynamo.mocker"),
+        e={"argv": None},
+    ) == [
+        ("http://127.0.0.1:8001", "dynamo_frontend"),
+        ("http://127.0.0.1:8002", "mine"),
+        ("http://127.0.0.1:8000", "dynamo_frontend"),
+    ]
+
+
+def test_variables_are_those_of_the_process() -> None:
+    """A service's ``envs`` are not in the statefile."""
+    (expected,) = found(a=component(pid=os.getpid()))
+    assert expected[0].startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("flags", [("--http-port", "0"), ("--http-port", "x"), ("--unknown", "1")])
+def test_an_address_that_is_not_known_is_left_out(flags: tuple[str, ...]) -> None:
+    assert found(a=component(*flags)) in ([], [("http://127.0.0.1:8000", "dynamo_frontend")])
+
+
+@contextmanager
+def page(body: bytes, status: int = 200) -> Iterator[int]:
+    """Serve ``body`` at every path; yield the port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def deployed(tmp_path: Path, *ports: int) -> FrontendPages:
+    statefile = Statefile(tmp_path, "box")
+    components = {f"f{port}": component("--http-port", str(port)) for port in ports}
+    document = {"namespace": "box", "circus_endpoint": "x", "environment": {}}
+    statefile.create({**document, "components": components})
+    return FrontendPages(statefile)
+
+
+async def test_each_frontend_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = FrontendMetrics(Registry())
+    metrics.model("tiny").active.value = 3
+    closed = free_port()
+    with page(metrics.registry.render()) as good, page(b"x 1\n") as other, page(b"", 500) as bad:
+        pages = deployed(tmp_path, good, other, bad, closed)
+        for _ in range(2):
+            read, missing = await pages.read()
+    assert list(read) == [f"http://127.0.0.1:{good}"]
+    assert read[f"http://127.0.0.1:{good}"].models["tiny"]["active_requests"] == 3
+    assert missing == {f"http://127.0.0.1:{port}" for port in (other, bad, closed)}
+    assert caplog.text.count("its traffic is unknown") == 3  # once per outage
+    assert "status 500" in caplog.text and "process_start_time_seconds" in caplog.text
+
+
+async def test_a_frontend_that_hangs_has_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dynamo.planner.frontends._TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it never answers
+        port = server.getsockname()[1]
+        read, missing = await deployed(tmp_path, port).read()
+    assert read == {} and missing == {f"http://127.0.0.1:{port}"}
+    assert "no answer in 0.05 s" in caplog.text
+
+
+async def test_without_a_statefile_there_are_none(tmp_path: Path) -> None:
+    assert await FrontendPages(Statefile(tmp_path, "box")).read() == ({}, frozenset())
+    (tmp_path / "box.json").write_text("{")
+    assert await FrontendPages(Statefile(tmp_path, "box")).read() == ({}, frozenset())
