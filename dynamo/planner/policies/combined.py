@@ -34,7 +34,7 @@ _INTERVALS = 3
 _TAIL = math.log(10)
 """Times to first token have about an exponential tail: 1 in 10 is above ln 10 times the mean."""
 
-_ITL_SHARE = 0.6
+_ITL_SHARE = 0.55
 _KV_USAGE = 0.85
 """Means that leave room for the variation between requests and workers."""
 
