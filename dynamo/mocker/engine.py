@@ -164,6 +164,9 @@ class EngineRank:
                 await self._work.wait()
                 due = time.monotonic()
                 continue
+            # In the iteration: after it no prompt is being computed.
+            if (now := time.monotonic()) - self._last_report_s >= _REPORT_INTERVAL_S:
+                self._report(now)
             usage = pool.used / pool.capacity
             spent_s = timing.iteration_s(batch.prefill_tokens, batch.decodes, usage)
             # From the last due time, not from now: late wake-ups must not slow the engine down.
@@ -181,8 +184,6 @@ class EngineRank:
         if self.pool.changes:
             self._on_events(self.number, self.pool.changes)
             self.pool.changes = []
-        if now - self._last_report_s >= _REPORT_INTERVAL_S:
-            self._report(now)
 
     def _report(self, now: float) -> None:
         running = self.scheduler.running
