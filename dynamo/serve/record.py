@@ -16,7 +16,7 @@ from dynamo.errors import StatefileError
 from dynamo.runtime.discovery.process import host_id
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.processes import stat
-from dynamo.serve.statefile import DRAINING, RESERVED_BY, Document, Statefile
+from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, RESERVED_BY, Document, Statefile
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
 __all__ = ["RecordedComponent", "RecordedProcess", "StatefileWriter", "document_of"]
@@ -112,14 +112,17 @@ class StatefileWriter:
         self._dirty.set()
 
     def is_draining(self, name: str) -> bool:
-        """Whether an operator or a planner set the component's ``state`` to draining."""
+        """Whether the component's ``state`` says that an exit is its end: it drains, or sleeps.
+
+        A worker that sleeps has no GPU to start again on.
+        """
         try:
             document = self._statefile.read()
         except StatefileError as error:
             log.warning("%s", error)
             return False
         entry = (document or {}).get("components", {}).get(name)
-        return isinstance(entry, dict) and entry.get("state") == DRAINING
+        return isinstance(entry, dict) and entry.get("state") in (DRAINING, ASLEEP)
 
     async def _write_changes(self) -> None:
         while True:
@@ -201,6 +204,7 @@ def _apply(
         _set_command(entry, templates[name])
         entry.update(resources={}, state="running", processes=[], lease=None)
         entry.pop(RESERVED_BY, None)
+        entry.pop(HOLDS_GPUS, None)
 
 
 def _is_taken(entry: object) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from dynamo.errors import StatefileError
 
-__all__ = ["ASLEEP", "DRAINING", "RESERVED_BY", "RUNNING", "FileLock", "Statefile"]
+__all__ = ["ASLEEP", "DRAINING", "HOLDS_GPUS", "RESERVED_BY", "RUNNING", "FileLock", "Statefile"]
 
 RUNNING = "running"
 """``state`` of an entry as long as nothing else is known."""
@@ -28,6 +28,9 @@ ASLEEP = "asleep"
 
 DRAINING = "draining"
 """``state`` of the entry of a worker that is to exit and not to be restarted."""
+
+HOLDS_GPUS = "holds_gpus"
+"""Key of a draining entry, false: its worker slept, and another one may have its GPUs."""
 
 RESERVED_BY = "reserved_by"
 """Key of an entry whose worker is being added or removed: the process that does it."""

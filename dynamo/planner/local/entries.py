@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo.serve.statefile import ASLEEP, DRAINING, RESERVED_BY, Document
+from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, RESERVED_BY, Document
 from dynamo.serve.watchers import MODEL_PROGRAMS, watcher_name
 
 __all__ = [
@@ -148,6 +148,7 @@ def delete_entry(document: Document, name: str) -> None:
     if _is_template(document, name):
         entry.update(resources={}, state="running", processes=[], lease=None)
         entry.pop(RESERVED_BY, None)
+        entry.pop(HOLDS_GPUS, None)
     else:
         del document["components"][name]
 

@@ -8,7 +8,7 @@ from dynamo.errors import ConfigError
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.entries import entry_gpus, service_config, stated_gpus
 from dynamo.serve.gpus import Allocator, Inventory
-from dynamo.serve.statefile import ASLEEP, RESERVED_BY, Document
+from dynamo.serve.statefile import ASLEEP, HOLDS_GPUS, RESERVED_BY, Document
 
 __all__ = ["can_hold", "free_gpus", "gpu_ids", "held_gpus"]
 
@@ -73,7 +73,8 @@ def _gpu_order(gpu: str) -> tuple[bool, int]:
 def _holders(document: Document) -> Iterator[tuple[str, tuple[str, ...], float]]:
     for name, gpus, share in _booked(document):
         entry = document["components"][name]
-        if entry.get("state") != ASLEEP or RESERVED_BY in entry:
+        sleeps = entry.get("state") == ASLEEP and RESERVED_BY not in entry
+        if not sleeps and entry.get(HOLDS_GPUS, True):
             yield name, gpus, share
 
 

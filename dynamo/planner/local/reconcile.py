@@ -23,7 +23,7 @@ from dynamo.planner.local.leaving import wait_until_gone
 from dynamo.planner.local.patience import retried
 from dynamo.planner.local.ports import STOPPED, CircusError, NoSuchWatcher, WatcherOptions
 from dynamo.planner.local.removal import finish_removal
-from dynamo.serve.statefile import Document
+from dynamo.serve.statefile import ASLEEP, RESERVED_BY, RUNNING, Document
 
 __all__ = ["reconcile"]
 
@@ -139,9 +139,11 @@ async def _remove_unstarted(access: LocalAccess, name: str) -> None:
 
 
 def _correct(document: Document, name: str, options: WatcherOptions) -> None:
-    release(document, name)
     entry: dict[str, Any] | None = document["components"].get(name)
     if entry is not None:
+        if RESERVED_BY in entry and entry.get("state") == ASLEEP:
+            entry["state"] = RUNNING  # it was being woken: its GPUs are its own until it is known
+        release(document, name)
         entry["resources"] = {"allocated_gpus": list(options.gpus)} if options.gpus else {}
 
 

@@ -14,7 +14,7 @@ from dynamo.planner.local.leaving import has_exited, wait_until_gone
 from dynamo.planner.local.patience import retried, wait_until
 from dynamo.planner.local.ports import CircusError, NoSuchWatcher
 from dynamo.planner.local.view import Sighting, newest
-from dynamo.serve.statefile import DRAINING, RESERVED_BY, Document
+from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, RESERVED_BY, Document
 
 __all__ = ["finish_removal", "remove_entry", "remove_worker"]
 
@@ -90,6 +90,8 @@ def _mark(access: LocalAccess, service: str, name: str) -> ServiceEntries:
         entry = document["components"].get(name)
         if not isinstance(entry, dict):
             raise ActionFailed(f"{name}: removed by another command")
+        if entry.get("state") == ASLEEP:
+            entry[HOLDS_GPUS] = False
         entry["state"] = DRAINING
         entry[RESERVED_BY] = owner_mark()
 

@@ -50,7 +50,14 @@ async def put_to_sleep(access: LocalAccess, engines: EngineControls, entry: Entr
     try:
         log.info("%s: putting its engine to sleep", entry.name)
         await engines.sleep(entry.lease)
-        access.statefile.update(partial(_set_state, name=entry.name, state=ASLEEP))
+        # Its GPUs stay its own until the arbiter would not restart it and it is known to sleep.
+        access.statefile.update(partial(_fall_asleep, name=entry.name))
+        asleep = await engines.is_sleeping(entry.lease)
+        state = ASLEEP if asleep else RUNNING
+        access.statefile.update(partial(_set_state, name=entry.name, state=state))
+        if not asleep:
+            log.warning("%s: was restarted while it fell asleep", entry.name)
+            return False
     except DynamoError as error:
         log.warning("%s: does not sleep: %s", entry.name, error.message)
         return False
@@ -106,6 +113,12 @@ def _reserve(document: Document, name: str) -> None:
     if not can_hold(document, name):
         raise ActionFailed(f"{name}: another worker has its GPUs")
     entry[RESERVED_BY] = owner_mark()
+
+
+def _fall_asleep(document: Document, name: str) -> None:
+    entry = document["components"].get(name)
+    if isinstance(entry, dict):
+        entry.update({"state": ASLEEP, RESERVED_BY: owner_mark()})
 
 
 def _set_state(document: Document, name: str, state: str) -> None:

@@ -28,7 +28,7 @@ from dynamo.serve.record import RecordedComponent, StatefileWriter
 from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan, plan_added
 
-__all__ = ["Faults", "SimulatedDeployment", "SimulatedWatcher"]
+__all__ = ["Faults", "SimulatedDeployment", "SimulatedProcess", "SimulatedWatcher"]
 
 GRACEFUL_S = 10.0
 
@@ -60,6 +60,7 @@ class SimulatedProcess:
     serves: bool = False
     stopping: bool = False
     draining: bool = False
+    asleep: bool = False
     alive: bool = True
 
 
