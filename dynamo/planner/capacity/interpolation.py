@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dynamo.planner.capacity.model import DecodePoint
-from dynamo.planner.capacity.profile_files import DecodePoints, PrefillPoints, Profile
+from dynamo.planner.capacity.profile_files import DecodePoints, PrefillPoints, WorkerProfile
 from dynamo.planner.libraries import load_library
 
 __all__ = ["GRID", "DecodeSurface", "PrefillCurve", "ProfiledCapacity"]
@@ -96,7 +96,7 @@ class ProfiledCapacity:
 
     mixed = False
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: WorkerProfile) -> None:
         self.prefill = PrefillCurve(profile.prefill)
         self.decode = DecodeSurface(profile.decode)
 

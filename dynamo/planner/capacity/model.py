@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Capacity", "DecodeModel", "DecodePoint", "PrefillModel"]
+__all__ = ["DecodeCapacity", "DecodePoint", "PrefillCapacity", "WorkerCapacity"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class DecodePoint:
     kv_usage: float | None = None
 
 
-class PrefillModel(Protocol):
+class PrefillCapacity(Protocol):
     """Prefill of one worker."""
 
     def ttft_ms(self, isl: float) -> float:
@@ -30,7 +30,7 @@ class PrefillModel(Protocol):
         """Return the prompt tokens per second and GPU, above 0."""
 
 
-class DecodeModel(Protocol):
+class DecodeCapacity(Protocol):
     """Decode on one worker."""
 
     def itl_ms(self, concurrency: float, context: float) -> float:
@@ -40,7 +40,7 @@ class DecodeModel(Protocol):
         """Return the point of the highest throughput within ``itl_ms``, or else the lowest ITL."""
 
 
-class Capacity(Protocol):
+class WorkerCapacity(Protocol):
     """Both models of a kind of worker.
 
     ``mixed``: the figures are those of workers that prefill and decode at the same time, so each
@@ -52,9 +52,9 @@ class Capacity(Protocol):
         """Whether prefill and decode were observed together."""
 
     @property
-    def prefill(self) -> PrefillModel | None:
+    def prefill(self) -> PrefillCapacity | None:
         """The prefill model; None as long as too little is known."""
 
     @property
-    def decode(self) -> DecodeModel | None:
+    def decode(self) -> DecodeCapacity | None:
         """The decode model; None as long as too little is known."""

@@ -27,7 +27,14 @@ from numpy.typing import NDArray
 
 from dynamo.errors import ConfigError
 
-__all__ = ["Curve", "DecodePoints", "PrefillPoints", "Profile", "read_profile", "write_profile"]
+__all__ = [
+    "Curve",
+    "DecodePoints",
+    "PrefillPoints",
+    "WorkerProfile",
+    "read_profile",
+    "write_profile",
+]
 
 Curve: TypeAlias = NDArray[np.float64]
 """A one-dimensional array of measurements."""
@@ -66,14 +73,14 @@ class DecodePoints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Profile:
+class WorkerProfile:
     """What `dynamo profile` measured of one worker. An aggregated worker has both parts, too."""
 
     prefill: PrefillPoints
     decode: DecodePoints
 
 
-def write_profile(directory: Path, profile: Profile) -> None:
+def write_profile(directory: Path, profile: WorkerProfile) -> None:
     """Write both files below ``directory``, which is created. Raises OSError."""
     prefill, decode = profile.prefill, profile.decode
     for path in (_PREFILL, _DECODE):
@@ -94,7 +101,7 @@ def write_profile(directory: Path, profile: Profile) -> None:
     )
 
 
-def read_profile(directory: Path) -> Profile:
+def read_profile(directory: Path) -> WorkerProfile:
     """Read both files below ``directory``. Raises ConfigError with the name of what is wrong."""
     prefill = _arrays(directory / _PREFILL, ("prefill_isl", "prefill_ttft", "prefill_thpt_per_gpu"))
     decode = _arrays(
@@ -104,7 +111,7 @@ def read_profile(directory: Path) -> Profile:
     isl, ttft, prefill_rate = (column[order] for column in prefill)
     (capacity,) = _arrays(directory / _DECODE, ("max_kv_tokens",))
     usage, context, itl, decode_rate = decode
-    return Profile(
+    return WorkerProfile(
         prefill=PrefillPoints(isl=isl, ttft_ms=ttft, tokens_per_s=prefill_rate),
         decode=DecodePoints(
             kv_usage=usage,

@@ -23,7 +23,7 @@ from dynamo.planner.policies.budget import Workers, affordable, clamp, kept
 from dynamo.planner.policies.forecast import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.pacing import ActionLimit, StartUpTime
-from dynamo.planner.policies.staffing import Limits, WorkerLoadModel
+from dynamo.planner.policies.staffing import MeanLimits, WorkerLoadModel
 
 __all__ = ["CombinedPolicy"]
 
@@ -69,7 +69,7 @@ class CombinedPolicy:
 
     def __init__(self, settings: PlannerSettings, prefill: bool) -> None:
         self.interval_s = min(_REACTION_S, settings.adjustment_interval_s)
-        limits = Limits(
+        limits = MeanLimits(
             ttft_ms=settings.ttft_ms / _TAIL,
             itl_ms=settings.itl_ms * _ITL_SHARE,
             kv_usage=_KV_USAGE,
@@ -225,7 +225,7 @@ class _Need:
 class _PoolSizing:
     """One pool: what it needed recently, and how long its workers start."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: MeanLimits) -> None:
         self.limits = limits
         self.start_up = StartUpTime()
         self._recent: deque[tuple[float, int]] = deque()

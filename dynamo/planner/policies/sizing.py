@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dynamo.planner.capacity.model import DecodeModel, PrefillModel
+from dynamo.planner.capacity.model import DecodeCapacity, PrefillCapacity
 
 __all__ = ["Demand", "aggregated_workers", "decode_workers", "prefill_workers"]
 
@@ -47,7 +47,7 @@ class Demand:
         return itl_ms / self.decode_correction if self.decode_correction > 0 else itl_ms
 
 
-def prefill_workers(demand: Demand, model: PrefillModel, gpus: float) -> int:
+def prefill_workers(demand: Demand, model: PrefillCapacity, gpus: float) -> int:
     """Return the prefill workers of ``gpus`` GPUs that ``demand`` needs."""
     # A TTFT above the profile's comes from waiting: that is load, which the rate already says.
     # One below it comes from cached prefixes: they are work that is not done.
@@ -55,14 +55,14 @@ def prefill_workers(demand: Demand, model: PrefillModel, gpus: float) -> int:
     return _ceil(tokens_per_s / model.tokens_per_s(demand.isl) / gpus)
 
 
-def decode_workers(demand: Demand, model: DecodeModel, gpus: float, itl_ms: float) -> int:
+def decode_workers(demand: Demand, model: DecodeCapacity, gpus: float, itl_ms: float) -> int:
     """Return the decode workers of ``gpus`` GPUs that keep ``itl_ms``."""
     best = model.best(demand.itl_target_ms(itl_ms), demand.context)
     return _ceil(demand.rate * demand.osl / best.tokens_per_s / gpus)
 
 
 def aggregated_workers(
-    demand: Demand, prefill: PrefillModel, decode: DecodeModel, gpus: float, itl_ms: float
+    demand: Demand, prefill: PrefillCapacity, decode: DecodeCapacity, gpus: float, itl_ms: float
 ) -> int:
     """Return the aggregated workers of ``gpus`` GPUs that keep ``itl_ms``.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import ProfiledCapacity
 from dynamo.planner.capacity.learned import LearnedCapacity
-from dynamo.planner.capacity.model import Capacity, DecodeModel, PrefillModel
+from dynamo.planner.capacity.model import DecodeCapacity, PrefillCapacity, WorkerCapacity
 from dynamo.planner.capacity.profile_files import read_profile
 from dynamo.planner.observation import Observation, Traffic
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
@@ -52,7 +52,7 @@ class SlaPolicy:
             name: make_predictor(settings.load_predictor, window) for name in ("rate", "isl", "osl")
         }
         self._learned = LearnedCapacity(aggregated=not prefill)
-        self._capacity: Capacity = self._learned
+        self._capacity: WorkerCapacity = self._learned
         self._idle = 0
         if settings.profile_results_dir is not None:
             self._capacity = ProfiledCapacity(read_profile(Path(settings.profile_results_dir)))
@@ -101,7 +101,7 @@ class SlaPolicy:
         return Demand(**{name: series.predict() for name, series in self._series.items()})
 
     def _size(
-        self, demand: Demand, seen: Observation, prefill: PrefillModel, decode: DecodeModel
+        self, demand: Demand, seen: Observation, prefill: PrefillCapacity, decode: DecodeCapacity
     ) -> Workers:
         gpus = seen.decode.gpus_per_worker or 1.0
         needed = decode_workers(demand, decode, gpus, self._itl_ms)
@@ -136,8 +136,8 @@ def _corrected(
     demand: Demand,
     figures: _Figures,
     seen: Observation,
-    prefill: PrefillModel,
-    decode: DecodeModel,
+    prefill: PrefillCapacity,
+    decode: DecodeCapacity,
 ) -> Demand:
     """Return ``demand`` with the corrections of the interval that ended."""
     rate = seen.traffic.arrived / seen.traffic.duration_s / max(seen.decode.ready, 1)
@@ -160,7 +160,7 @@ def _corrected(
 
 
 def _estimates(
-    demand: Demand, wanted: Workers, prefill: PrefillModel, decode: DecodeModel
+    demand: Demand, wanted: Workers, prefill: PrefillCapacity, decode: DecodeCapacity
 ) -> Mapping[str, float]:
     """Return what the wanted workers are estimated to reach, before the budget limits them."""
     itl_ms = decode.itl_ms(0.0, demand.context)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["MOST_WORKERS", "Limits", "WorkerLoadModel", "wait_factor"]
+__all__ = ["MOST_WORKERS", "MeanLimits", "WorkerLoadModel", "wait_factor"]
 
 MOST_WORKERS = 1024
 
@@ -30,7 +30,7 @@ def wait_factor(load: float, workers: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class MeanLimits:
     """Means that a deployment may reach: TTFT and ITL in ms, KV usage as a share."""
 
     ttft_ms: float
@@ -84,14 +84,14 @@ class WorkerLoadModel:
         reply_s = self.osl * self.inter_token_ms(rate, workers) / 1000.0
         return rate / workers * (self.service_s + reply_s) * self.kv
 
-    def workers(self, rate: float, limits: Limits) -> int:
+    def workers(self, rate: float, limits: MeanLimits) -> int:
         """Return the fewest workers that keep all ``limits`` at ``rate``."""
         count = max(1, math.floor(rate * self.service_s))
         while count < MOST_WORKERS and not self.within(rate, count, limits):
             count += 1
         return count
 
-    def within(self, rate: float, workers: int, limits: Limits) -> bool:
+    def within(self, rate: float, workers: int, limits: MeanLimits) -> bool:
         """Return whether ``workers`` keep all ``limits`` at ``rate``."""
         return (
             self.ttft_ms(rate, workers) <= max(limits.ttft_ms, 1500.0 * self.service_s)

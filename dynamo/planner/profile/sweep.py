@@ -16,7 +16,7 @@ from dynamo.planner.capacity.profile_files import (
     Curve,
     DecodePoints,
     PrefillPoints,
-    Profile,
+    WorkerProfile,
     write_profile,
 )
 from dynamo.planner.profile.deployment import ProfiledDeployment
@@ -254,12 +254,12 @@ class _Remaining:
         return step.concurrency * step.isl * self._per_token_s + tokens * _ITL_S
 
 
-def _arrays(result: ProfileResult, kv_tokens: int) -> Profile:
+def _arrays(result: ProfileResult, kv_tokens: int) -> WorkerProfile:
     def column(points: Sequence[PrefillSample] | Sequence[DecodeSample], name: str) -> Curve:
         values: Curve = np.array([getattr(point, name) for point in points], dtype=float)
         return values
 
-    return Profile(
+    return WorkerProfile(
         prefill=PrefillPoints(
             isl=column(result.prefill, "isl"),
             ttft_ms=column(result.prefill, "ttft_ms"),

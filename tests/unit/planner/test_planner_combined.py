@@ -17,13 +17,13 @@ from dynamo.planner.policies.factory import named_policy
 from dynamo.planner.policies.forecast import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.pacing import ActionLimit, StartUpTime
-from dynamo.planner.policies.staffing import Limits, WorkerLoadModel, wait_factor
+from dynamo.planner.policies.staffing import MeanLimits, WorkerLoadModel, wait_factor
 from dynamo.planner.replay.patterns import flat, generate, sine
 from dynamo.planner.replay.setup import ReplaySetup
 from dynamo.planner.replay.simulation import simulate
 
 TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
-LIMITS = Limits(ttft_ms=800.0, itl_ms=30.0, kv_usage=0.85)
+LIMITS = MeanLimits(ttft_ms=800.0, itl_ms=30.0, kv_usage=0.85)
 
 
 def test_the_wait_of_one_worker_is_that_of_an_mm1_queue() -> None:

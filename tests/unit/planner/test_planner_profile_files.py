@@ -11,7 +11,7 @@ from dynamo.errors import ConfigError
 from dynamo.planner.capacity.profile_files import (
     DecodePoints,
     PrefillPoints,
-    Profile,
+    WorkerProfile,
     read_profile,
     write_profile,
 )
@@ -20,9 +20,9 @@ PREFILL = "selected_prefill_interpolation/raw_data.npz"
 DECODE = "selected_decode_interpolation/raw_data.npz"
 
 
-def example() -> Profile:
+def example() -> WorkerProfile:
     isl = np.array([100.0, 1000.0, 4000.0])
-    return Profile(
+    return WorkerProfile(
         prefill=PrefillPoints(isl=isl, ttft_ms=isl / 10 + 5, tokens_per_s=isl / (isl / 10 + 5)),
         decode=DecodePoints(
             kv_usage=np.array([0.1, 0.9, 0.1, 0.9]),

@@ -19,7 +19,7 @@ from dynamo.planner.capacity.model import DecodePoint
 from dynamo.planner.capacity.profile_files import (
     DecodePoints,
     PrefillPoints,
-    Profile,
+    WorkerProfile,
     write_profile,
 )
 from dynamo.planner.observation import Observation, Pool, Pull, Traffic
@@ -238,7 +238,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     isl = np.array([100.0, 1000.0, 4000.0, 8000.0])
     usage, context = grid(np.linspace(0, 1, 21), [2000.0, 2500.0, 2800.0, 3100.0, 3400.0, 4000.0])
     itl = plane(usage, context)
-    profile = Profile(
+    profile = WorkerProfile(
         prefill=PrefillPoints(isl=isl, ttft_ms=isl / 10, tokens_per_s=np.full(4, 10_000.0)),
         decode=DecodePoints(
             kv_usage=usage,
@@ -312,13 +312,15 @@ def test_an_interval_with_a_missing_figure_is_skipped(directory: Path) -> None:
     for missing in ("isl", "osl", "ttft_ms", "itl_ms", "request_s"):
         for value in (None, math.nan):
             traffic = replace(TRAFFIC, **{missing: value})  # type: ignore[arg-type]
-            assert not policy.decide(seen(traffic)).pools, (missing, value)
+            kept = wanted(policy.decide(seen(traffic)))
+            assert kept == {PREFILL: 2, DECODE: 2}, (missing, value)
 
 
 def test_idle_intervals_shrink_to_the_minimum(directory: Path) -> None:
     policy = profiled(directory)
     idle = seen(Traffic(duration_s=60))
-    assert [wanted(policy.decide(idle)) for _ in range(3)] == [{}, {}, {PREFILL: 1, DECODE: 1}]
+    counts = [wanted(policy.decide(idle)) for _ in range(3)]
+    assert counts == [{PREFILL: 2, DECODE: 2}] * 2 + [{PREFILL: 1, DECODE: 1}]
 
 
 def test_without_a_profile_the_capacity_is_learned() -> None:
@@ -338,7 +340,7 @@ def test_without_a_profile_the_capacity_is_learned() -> None:
             request_s=4.0,
         )
         decisions.append(wanted(policy.decide(seen(traffic, queue=rate / 10))))
-    assert decisions[:4] == [{}] * 4
+    assert decisions[:4] == [{PREFILL: 2, DECODE: 2}] * 4
     # 10 requests/s: 30,000 tokens/s on 10,000 each are 3. 50 ms allow 40,000 tokens, 12.9
     # sequences, 258 tokens/s; 2000 tokens/s need 7.75 workers.
     assert decisions[-1] == {PREFILL: 3, DECODE: 8}
