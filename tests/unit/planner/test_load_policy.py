@@ -251,7 +251,7 @@ def test_the_last_worker_is_left_to_the_idle_timeout() -> None:
 
 
 def test_the_worked_example_of_the_manual() -> None:
-    page = Path(__file__).parents[3] / "docs" / "planner.md"
+    page = Path(__file__).parents[3] / "docs" / "planner/policies.md"
     lines = [
         line for line in page.read_text().splitlines() if re.match(r"\| [1-5] \| [\d., ]+ \|", line)
     ]

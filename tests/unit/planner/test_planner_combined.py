@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -182,6 +183,21 @@ def test_the_cost_of_a_request_is_measured() -> None:
     assert model.step_ms + 4 * model.sequence_ms == pytest.approx(7.5)
     isl, osl = meter.lengths
     assert (round(isl), round(osl)) == (4000, 200)
+
+
+def test_workers_that_report_no_prompts_are_measured_by_their_latency() -> None:
+    meter = LoadMeter(aggregated=True)
+    for number in range(20):
+        given = seen(number)
+        silent = [
+            replace(pull, decode=tuple(replace(w, active_prefill_tokens=0) for w in pull.decode))
+            for pull in given.pulls
+        ]
+        meter.observe(replace(given, pulls=silent), 0)
+    model = meter.model(DECODE)
+    ttft_ms = seen(0).traffic.ttft_ms
+    assert model is not None and ttft_ms is not None
+    assert model.service_s == pytest.approx(ttft_ms / 1000)
 
 
 def test_workers_are_removed_late_and_added_at_once() -> None:
