@@ -106,7 +106,7 @@ async def test_a_cancellation_closes_the_connection(shared: Shared, kind: str) -
     body = {"model": "m", "mode": "stream", "pieces": 1000, "pause_s": 0.02}
     stream = open_request(here, body, context=context)
     await anext(stream)
-    assert await anext(stream) == b"data: x\n\n"
+    assert (await anext(stream)).startswith(b"data: x\n\n")
     (context.stop_generating if kind == "stop" else context.kill)()
     await aborted(server, 1)
 
