@@ -172,6 +172,9 @@ class EngineRank:
             # From the last due time, not from now: late wake-ups must not slow the engine down.
             # Only up to the limit: after a long stall a burst would follow.
             due = max(due, time.monotonic() - _LAG_LIMIT_S) + spent_s
+            # At the start: the load shows the prompts that are computed until the end.
+            if due - self._last_report_s >= _REPORT_INTERVAL_S:
+                self._report(time.monotonic())
             if spent_s:
                 await timer.sleep_until(due)
             self._finish(batch, time.monotonic())

@@ -5,61 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
-from dynamo.planner.actions import WorkerAction, WorkerActions
+from dynamo.planner.actions import WorkerActions
 from dynamo.planner.connector import Connector, ScaledService
 from dynamo.planner.decisions import DecisionRecord, PoolChange
 from dynamo.planner.gpu_sharing import GpuSharing
 from dynamo.planner.model_state import ModelState, Pools
-from dynamo.planner.observation import Observation, Pull, Traffic
+from dynamo.planner.observation import Observation
+from dynamo.planner.observers import LoopObserver, Observers
 from dynamo.planner.policies.base import Policy, ScalingDecision
 from dynamo.planner.scaled_model import ScaledModel, models_of
+from dynamo.planner.sources import MetricSources
 from dynamo.planner.zero import cold_decision
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["LoopObserver", "MetricSources", "ScalingLoop"]
+__all__ = ["ScalingLoop"]
 
 _EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time
 log = logging.getLogger(__name__)
-
-
-class MetricSources(Protocol):
-    """The metrics of the workers and frontends."""
-
-    def follow(self, models: Iterable[ScaledModel]) -> None:
-        """Follow the workers of these models and no others."""
-
-    def pull(self, model: ScaledModel, now_s: float) -> Pull:
-        """Return the newest load of the model's workers."""
-
-    async def read_frontends(self) -> None:
-        """Read the counters of all frontends, for the next traffic."""
-
-    def traffic(self, model: str, now_s: float, *, ends: bool) -> Traffic:
-        """Return the traffic of the current interval; ``ends``: begin the next one."""
-
-
-class LoopObserver(Protocol):
-    """Is told what the loop sees and does."""
-
-    def counted(self, model: str, now_s: float, pools: Pools) -> None:
-        """The workers were counted: with every pull, and also while they change."""
-
-    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
-        """Metrics were pulled."""
-
-    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
-        """A policy decided."""
-
-    def finished(self, record: DecisionRecord) -> None:
-        """The changes of a decision are carried out, or there were none."""
-
-    def acted(self, action: WorkerAction) -> None:
-        """A worker was added or removed, or could not be."""
 
 
 class ScalingLoop:
@@ -83,11 +49,11 @@ class ScalingLoop:
         self._sources = sources
         self._settings = settings
         self._make_policy = make_policy
-        self._observers = observers
+        self._observers = Observers(observers)
         self._clock = clock
         self._sharing = sharing
         self._woken = asyncio.Event()
-        self._actions = WorkerActions(connector, settings, self._acted)
+        self._actions = WorkerActions(connector, settings, self._observers.acted)
         self._models: dict[str, ModelState] = {}
         self._tasks = Tasks("planner")
         self._stopped = asyncio.Event()
@@ -148,9 +114,7 @@ class ScalingLoop:
             return
         self._sources.follow(state.model for state in self._models.values())
         for state in self._models.values():
-            pools = self._pools(state.model)
-            for observer in self._observers:
-                observer.counted(state.model.name, self._clock(), pools)
+            self._observers.counted(state.model.name, self._clock(), self._pools(state.model))
         active = [state for state in self._models.values() if not state.is_paused]
         if any(state.is_new for state in active):
             await self._sources.read_frontends()
@@ -193,9 +157,7 @@ class ScalingLoop:
             state.begin(now_s)
         pull = self._sources.pull(state.model, now_s)
         state.pulls.append(pull)
-        pools = self._pools(state.model)
-        for observer in self._observers:
-            observer.pulled(name, pull, pools)
+        self._observers.pulled(name, pull, self._pools(state.model))
 
     async def _refresh(self) -> bool:
         """Ask the connector for the services; return whether they are known."""
@@ -273,13 +235,12 @@ class ScalingLoop:
         if self._settings.no_operation:
             record = record.observed()
         log.info("%s", record.text())
-        for observer in self._observers:
-            observer.decided(record, seen, made)
+        self._observers.decided(record, seen, made)
         if record.changes and not self._settings.no_operation:
             state.apply(self._tasks.spawn(self._apply(state, made, record), name="scale"))
         else:
             state.policy.applied(made, [pool.pool for pool in made.pools if record.changes])
-            self._finished(record)
+            self._observers.finished(record)
 
     def _record(
         self, state: ModelState, made: ScalingDecision, seen: Observation, mode: str = ""
@@ -301,7 +262,7 @@ class ScalingLoop:
             state.policy.applied(made, errors.keys())
             state.changed(bool(errors), self._clock())
             after = {name: pool.workers for name, pool in self._pools(state.model).items()}
-            self._finished(record.finished(after, self._clock() - started_s, errors))
+            self._observers.finished(record.finished(after, self._clock() - started_s, errors))
             if self._sharing is not None:
                 self.wake()  # another model may wait for the GPUs that are free now
 
@@ -339,11 +300,3 @@ class ScalingLoop:
         )
         needed = delta * self._actions.pool(service).gpus_per_worker
         return held + needed > self._sharing.capacity
-
-    def _finished(self, record: DecisionRecord) -> None:
-        for observer in self._observers:
-            observer.finished(record)
-
-    def _acted(self, action: WorkerAction) -> None:
-        for observer in self._observers:
-            observer.acted(action)

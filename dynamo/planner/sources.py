@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.connector import READY, ScaledService
@@ -15,14 +16,30 @@ from dynamo.planner.worker_reports import WorkerReports
 from dynamo.runtime import DistributedRuntime
 from dynamo.serve.statefile import Statefile
 
-__all__ = ["LiveSources", "prefill_slots"]
+__all__ = ["LiveSources", "MetricSources", "prefill_slots"]
 
 _STALE_INTERVALS = 3
 _STALE_S = 3.5  # workers and frontends repeat their reports every second
 
 
+class MetricSources(Protocol):
+    """The metrics of the workers and frontends."""
+
+    def follow(self, models: Iterable[ScaledModel]) -> None:
+        """Follow the workers of these models and no others."""
+
+    def pull(self, model: ScaledModel, now_s: float) -> Pull:
+        """Return the newest load of the model's workers."""
+
+    async def read_frontends(self) -> None:
+        """Read the counters of all frontends, for the next traffic."""
+
+    def traffic(self, model: str, now_s: float, *, ends: bool) -> Traffic:
+        """Return the traffic of the current interval; ``ends``: begin the next one."""
+
+
 class LiveSources:
-    """Implements ``MetricSources`` over ``runtime`` and the frontends in ``statefile``."""
+    """Implements :class:`MetricSources` over ``runtime`` and the frontends in ``statefile``."""
 
     def __init__(
         self,

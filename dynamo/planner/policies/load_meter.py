@@ -37,9 +37,6 @@ _CALM = 0.9
 _UNLOADED = 0.1
 """Quantile of the TTFTs per prompt token that is taken for those without waiting."""
 
-_UNREPORTED = 20
-"""Prompts after which workers that never report one are taken for those that do not report."""
-
 _INTERVALS = 120
 
 _FEW_SEQUENCES = 8.0
@@ -52,13 +49,12 @@ class LoadMeter:
 
     The share of load reports in which a worker computes a prompt is the share of its time that
     prefill takes; divided by the rate it is the time that one request takes. Prefill workers, and
-    many engines, send no such reports: there it is the TTFT of quiet intervals.
+    engines such as vLLM, report no prompts: there it is the TTFT of quiet intervals.
     """
 
     def __init__(self, aggregated: bool) -> None:
         self._aggregated = aggregated
-        self._reports_prefill = False
-        self._unreported = 0.0
+        self._is_reported = False
         self._sums: dict[str, float] = {}
         self._steps: deque[tuple[float, float]] = deque(maxlen=_INTERVALS)
         self._ttft_s_per_token: deque[float] = deque(maxlen=_INTERVALS)
@@ -115,11 +111,10 @@ class LoadMeter:
     def _busy(self, seen: Observation, started: float) -> float | None:
         """Return the mean number of workers that compute a prompt; None if it is unknown."""
         if self._aggregated:
-            busy = _reported_busy(seen.pulls)
-            self._reports_prefill = self._reports_prefill or bool(busy)
-            self._unreported += 0.0 if self._reports_prefill else started
-            if self._reports_prefill or self._unreported < _UNREPORTED:
-                return busy
+            reported = _reported_busy(seen.pulls)
+            self._is_reported |= bool(reported)
+            if self._is_reported or reported is None:
+                return reported
         traffic = seen.traffic
         if traffic.ttft_ms is None or not traffic.isl:
             return None

@@ -205,7 +205,7 @@ async def test_a_stream_gets_comments(site: Site, monkeypatch: pytest.MonkeyPatc
         assert answer.headers["content-type"] == "text/event-stream"
         assert answer.headers["x-request-id"] == "mine"
         lines = answer.aiter_lines()
-        assert await anext(lines) == ": loading, 0 s"
+        assert (await anext(lines)).startswith(": loading, ")
         await site.worker()
         rest = [line async for line in lines if line and not line.startswith(":")]
     assert rest[-1] == "data: [DONE]"
@@ -327,10 +327,9 @@ async def test_the_planner_sees_how_long_a_model_is_idle(
     assert (await site.complete()).status_code == 200
     site.planner.states.clear()
     await until(lambda: bool(site.planner.states) and site.planner.states[-1].idle_s > 0.2)
+    before = len(site.planner.states)
     assert (await site.complete()).status_code == 200
-    site.planner.states.clear()
-    await until(lambda: bool(site.planner.states))
-    assert site.planner.states[-1].idle_s < 0.2
+    await until(lambda: any(one.idle_s == 0 for one in site.planner.states[before:]))
 
 
 async def test_a_model_that_was_loaded_keeps_its_aliases(site: Site) -> None:

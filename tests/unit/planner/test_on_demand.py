@@ -111,6 +111,20 @@ async def test_a_cold_model_is_left_alone_until_requests_wait() -> None:
     assert connector.most_gpus == 1
 
 
+async def test_explain_says_that_a_cold_model_waits_for_requests() -> None:
+    connector, frontends, loop = two(0, 0), Frontends(), asyncio.get_running_loop()
+    sharing = GpuSharing(FAST, "ns", frontends, lambda: 1, loop.time)
+    made = ScalingLoop(
+        connector, FakeSources(), FAST, lambda prefill: Wanted(3), clock=loop.time, sharing=sharing
+    )
+    task = loop.create_task(made.run())
+    await until(lambda: frontends.announced)
+    rules = [record.pools[0].rule for _, record in await made.explain()]
+    await made.stop(1.0)
+    await task
+    assert rules == ["no worker and no requests; the first request starts one"] * 2
+
+
 async def test_the_policy_does_not_remove_the_last_worker() -> None:
     connector, frontends = two(1, 0), Frontends()
     policy = Wanted(lambda seen: seen.decode.minimum)

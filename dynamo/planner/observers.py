@@ -1,0 +1,65 @@
+"""Who is told what the planner's loop sees and does: metrics, tensorboard, the decisions' file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from dynamo.planner.actions import WorkerAction
+from dynamo.planner.decisions import DecisionRecord
+from dynamo.planner.model_state import Pools
+from dynamo.planner.observation import Observation, Pull
+from dynamo.planner.policies.base import ScalingDecision
+
+__all__ = ["LoopObserver", "Observers"]
+
+
+class LoopObserver(Protocol):
+    """Is told what the loop sees and does."""
+
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
+        """The workers were counted: with every pull, and also while they change."""
+
+    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
+        """Metrics were pulled."""
+
+    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+        """A policy decided."""
+
+    def finished(self, record: DecisionRecord) -> None:
+        """The changes of a decision are carried out, or there were none."""
+
+    def acted(self, action: WorkerAction) -> None:
+        """A worker was added or removed, or could not be."""
+
+
+class Observers:
+    """Tells several observers, in order."""
+
+    def __init__(self, observers: Iterable[LoopObserver]) -> None:
+        self._all = tuple(observers)
+
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.counted(model, now_s, pools)
+
+    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.pulled(model, pull, pools)
+
+    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.decided(record, seen, made)
+
+    def finished(self, record: DecisionRecord) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.finished(record)
+
+    def acted(self, action: WorkerAction) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.acted(action)
