@@ -15,6 +15,7 @@ from dynamo.runtime.discovery.layout import (
     decode_lease,
     decode_stored,
     ensure_directories,
+    join_key,
     names,
     read_file,
 )
@@ -39,6 +40,7 @@ class Leases:
         ensure_directories(store)
         self._directory = store / "leases"
         self._cards = store / "v1" / "mdc"
+        self._on_demand = store / "v1" / "on_demand"
         self.served: set[int] = set()
         self._on_change = on_change
         self._inotify = Inotify(on_change)
@@ -72,6 +74,14 @@ class Leases:
                 found.add(sessions[lease])
         self.served |= found
         return found
+
+    def on_demand(self) -> set[str]:
+        """Return the services whose workers a planner starts on demand, as it has announced."""
+        try:
+            keys = [join_key("on_demand", name) for name in names(self._on_demand)]
+        except (BadRecord, OSError):
+            return set()  # the store was removed
+        return {key.split("/")[3] for key in keys if key.count("/") > 3}
 
     def _sessions(self) -> dict[int, int]:
         """Return the session of each lease of a living process of this host."""

@@ -24,6 +24,7 @@ from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 __all__ = ["StartupReport"]
 
 _REMIND_EVERY_S = 15.0
+_ANNOUNCED_WITHIN_S = 10.0
 
 
 class StartupReport:
@@ -115,10 +116,22 @@ class StartupReport:
         """The workers whose model is not registered yet; without those that are given up."""
         kept = self._kept()
         waiting = [s.name for s in self._plan.specs if s.registers_model and s.name in kept]
-        if not waiting:
+        if waiting:
+            serving, alive = self._leases.with_model(), self._arbiter.alive()
+            waiting = [name for name in waiting if not any(p.pid in serving for p in alive[name])]
+        return waiting + self._unannounced(kept)
+
+    def _unannounced(self, kept: Collection[str]) -> list[str]:
+        """The services without workers whose requests would be refused: no planner knows them.
+
+        Not for long: a planner that only observes, or has other models, never announces them.
+        """
+        planned = any(s.program == "dynamo.planner" and s.name in kept for s in self._plan.specs)
+        overdue = time.monotonic() - self._started_s > _ANNOUNCED_WITHIN_S
+        if overdue or not planned or not self._plan.templates:
             return []
-        serving, alive = self._leases.with_model(), self._arbiter.alive()
-        return [name for name in waiting if not any(p.pid in serving for p in alive[name])]
+        known = self._leases.on_demand()
+        return [s.name for s in self._plan.templates if s.service not in known]
 
     def _listens(self, name: str, port: int) -> bool:
         processes = self._arbiter.alive().get(name, ())
