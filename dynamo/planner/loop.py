@@ -17,7 +17,7 @@ from dynamo.planner.model_state import ModelState, Pools
 from dynamo.planner.observation import Observation
 from dynamo.planner.observers import LoopObserver, Observers
 from dynamo.planner.policies.base import Policy, ScalingDecision
-from dynamo.planner.scaled_model import ScaledModel, models_of
+from dynamo.planner.scaled_model import ScaledModel, left_out, models_of
 from dynamo.planner.sources import MetricSources
 from dynamo.planner.zero import cold_decision
 from dynamo.runtime.tasks import Tasks
@@ -163,7 +163,11 @@ class ScalingLoop:
         """Ask the connector for the services; return whether they are known."""
         services = await self._services()
         if services is not None:
-            self._update_models(models_of(services.values(), self._settings.served_model_name))
+            models = models_of(services.values(), self._settings.served_model_name)
+            if models.keys() - self._models.keys():
+                for problem in left_out(services.values(), models.values()):
+                    log.warning("%s", problem)
+            self._update_models(models)
         return services is not None
 
     async def _services(self) -> Mapping[str, ScaledService] | None:

@@ -10,7 +10,7 @@ from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING, ScaledSe
 from dynamo.planner.observation import Pool
 from dynamo.planner.policies.base import DECODE, PREFILL
 
-__all__ = ["InFlight", "ScaledModel", "gpus_per_worker", "models_of", "pool_of"]
+__all__ = ["InFlight", "ScaledModel", "gpus_per_worker", "left_out", "models_of", "pool_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,17 @@ def models_of(services: Iterable[ScaledService], only: str | None) -> dict[str, 
         for name, found in pools.items()
         if DECODE in found
     }
+
+
+def left_out(services: Iterable[ScaledService], models: Iterable[ScaledModel]) -> list[str]:
+    """Return a sentence for each service of these models that :func:`models_of` left out."""
+    scaled = {(one.name, s.pool): s.name for one in models for s in one.services}
+    return [
+        f"service {one.name} is not scaled: of the {one.pool} workers of model {one.model}, only "
+        f"{name} is. Join both services, or give the one to be scaled a higher priority"
+        for one in services
+        if (name := scaled.get((one.model, one.pool))) not in (None, one.name)
+    ]
 
 
 def gpus_per_worker(service: ScaledService, settings: PlannerSettings) -> float:

@@ -253,3 +253,14 @@ async def test_a_policy_of_the_traffic_is_not_asked_without_it() -> None:
         assert "a frontend does not answer" in record.records[-1].pools[0].rule
         sources.known = True
         await until(lambda: connector.count("Worker") == 2)
+
+
+async def test_a_service_that_is_left_out_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    other = service("Another")
+    connector = FakeConnector(service("Worker"), other)
+    async with running(connector, Wanted(1)) as (_, record):
+        await until(lambda: len(record.records) > 3)
+    problems = [one.message for one in caplog.records if "is not scaled" in one.message]
+    assert len(problems) == 1
+    assert problems[0].startswith("service Worker is not scaled: of the decode workers of model")
+    assert "only Another is" in problems[0]
