@@ -8,7 +8,11 @@ At most 8 workers of the preset qwen3-8b-h100 with one GPU each, 4 of them ready
 * conversation: the trace at 0.2-2.2 times its rate with a period of 20 minutes (49 minutes);
 * flat, bursts: 8 requests/s for 40 minutes, Poisson and with gaps of CV 4;
 * day: 1-13 requests/s along a daily curve in two hours;
-* flash: 3 requests/s, 12 for 3 minutes every half hour.
+* flash: 3 requests/s, 12 for 3 minutes every half hour;
+* whole-day: the daily curve, gaps of CV 2, and a crowd of 8 requests/s more for 3 minutes at noon.
+
+``--held-out`` has traffic that no constant of a policy was chosen with: the trace with periods of
+10 and 40 minutes, and the whole day with other random numbers.
 
 Synthetic prompts have 8,000 tokens and replies 350 on average, both with a CV of 1. The fixed
 deployment shown is the cheapest one with 90 %, the oracle the cheapest schedule it found with 90 %.
@@ -41,7 +45,9 @@ SETTINGS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
 SETUP = ReplaySetup(workers=4, ttft_ms=2000.0, itl_ms=50.0)
 
 
-def synthetic(curve: str, duration_s: float, cv: float = 1.0) -> list[ReplayRequest]:
+def synthetic(
+    curve: str, duration_s: float, cv: float = 1.0, seed: int = 12
+) -> list[ReplayRequest]:
     return generate(
         parse_pattern(curve, "curve"),
         duration_s=duration_s,
@@ -49,19 +55,37 @@ def synthetic(curve: str, duration_s: float, cv: float = 1.0) -> list[ReplayRequ
         osl=350,
         cv=cv,
         spread=1.0,
-        seed=12,
+        seed=seed,
     )
 
 
-def traffics(trace: Path) -> dict[str, Callable[[], list[ReplayRequest]]]:
+def whole_day(seed: int) -> list[ReplayRequest]:
+    day = synthetic("day:1-11:7200", 7200.0, cv=2.0, seed=seed)
+    crowd = synthetic("flat:8", 180.0, seed=seed + 1)
+    return sorted(
+        [*day, *(replace(one, at_s=one.at_s + 4200.0) for one in crowd)], key=lambda r: r.at_s
+    )
+
+
+def conversation(trace: Path, period_s: int) -> list[ReplayRequest]:
+    curve = parse_pattern(f"sine:0.2-2.2:{period_s}", "curve")
+    return warp(from_trace(read_trace(trace)), curve)
+
+
+def traffics(trace: Path, held_out: bool) -> dict[str, Callable[[], list[ReplayRequest]]]:
+    if held_out:
+        return {
+            "conversation-10min": lambda: conversation(trace, 600),
+            "conversation-40min": lambda: conversation(trace, 2400),
+            "whole-day-2": lambda: whole_day(7),
+        }
     return {
-        "conversation": lambda: warp(
-            from_trace(read_trace(trace)), parse_pattern("sine:0.2-2.2:1200", "curve")
-        ),
+        "conversation": lambda: conversation(trace, 1200),
         "flat": lambda: synthetic("flat:8", 2400.0),
         "day": lambda: synthetic("day:1-13:7200", 7200.0),
         "bursts": lambda: synthetic("flat:8", 2400.0, cv=4.0),
         "flash": lambda: synthetic("flash:3-12:1800", 3600.0),
+        "whole-day": lambda: whole_day(12),
     }
 
 
@@ -148,9 +172,10 @@ def main() -> None:
     parser.add_argument("--traffic", action="append", help="only this one; may be repeated")
     parser.add_argument("--policy", action="append", help=f"default: {', '.join(POLICIES)}")
     parser.add_argument("--start-up", action="append", type=float, help="default: 5, 60, 180")
+    parser.add_argument("--held-out", action="store_true", help="the other traffic, see above")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
-    known = traffics(options.trace)
+    known = traffics(options.trace, options.held_out)
     found: dict[str, list[dict[str, Any]]] = {}
     for name in options.traffic or known:
         begin_s = time.monotonic()
