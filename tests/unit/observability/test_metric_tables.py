@@ -11,6 +11,7 @@ from dynamo.observability.metrics import Registry
 
 OWN = {
     "dynamo_frontend_api_key_requests_total",
+    "dynamo_frontend_cold_start_queue_requests",
     "dynamo_frontend_http_connections",
     "dynamo_frontend_http_refused_total",
     "dynamo_frontend_model_cards_rejected_total",
@@ -27,6 +28,8 @@ OWN = {
     "dynamo_frontend_prefill_workers",
     "dynamo_frontend_router_queue_left_total",
     "dynamo_frontend_router_queue_wait_seconds",
+    "dynamo_planner_load_scaling_decision",  # enumerations, which Dynamo has, too
+    "dynamo_planner_throughput_scaling_decision",
     "dynamo_request_plane_unavailable_workers",
     "dynamo_request_plane_worker_outages_total",
     "dynamo_component_health_checks_total",
