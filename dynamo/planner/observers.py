@@ -1,4 +1,4 @@
-"""Who is told what the planner's loop sees and does: metrics, tensorboard, the decisions' file."""
+"""Observers of the planner's loop: metrics, tensorboard, the file of decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LoopObserver", "Observers"]
 
 
 class LoopObserver(Protocol):
-    """Is told what the loop sees and does."""
+    """Receives what the loop sees and does."""
 
     def counted(self, model: str, now_s: float, pools: Pools) -> None:
         """The workers were counted: with every pull, and also while they change."""
@@ -34,7 +34,7 @@ class LoopObserver(Protocol):
 
 
 class Observers:
-    """Tells several observers, in order."""
+    """Calls several observers, in order."""
 
     def __init__(self, observers: Iterable[LoopObserver]) -> None:
         self._all = tuple(observers)

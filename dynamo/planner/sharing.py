@@ -1,4 +1,4 @@
-"""How several models share the GPUs of one box: who gets a worker, and who gives one up. Pure.
+"""How several models share the GPUs of one box: which one gets a worker, which gives one up. Pure.
 
 :func:`share` runs once per metric pull. A model whose requests wait without a worker claims one.
 Its GPUs come from free ones, else from the first of these that suffices: idle models; workers of

@@ -21,7 +21,7 @@ def free_gpus(
     """Return ``count`` free GPUs for the watcher ``name``, those with the lowest numbers.
 
     A fraction below 1 is a share of one GPU. GPUs to ``avoid`` have no room. Raises ActionFailed
-    that lists who holds them.
+    that lists what holds them.
     """
     allocator = _allocator(document)
     for gpu in avoid:
