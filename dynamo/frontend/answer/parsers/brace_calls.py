@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from dynamo.frontend.answer.parsers.literals import escaped, json_text, value_json
-from dynamo.frontend.answer.parsers.message import AnswerMessage
-from dynamo.frontend.answer.parsers.scan import MAX_HELD, Markers, TextSteps
+from dynamo.frontend.answer.parsers.message import AnswerMessage, CallSteps
+from dynamo.frontend.answer.parsers.scan import MAX_HELD, Markers
 
 __all__ = ["GEMMA_4_MARKERS", "BraceCallParser"]
 
@@ -18,7 +18,7 @@ _NAME_BEGINS = re.compile(r"\s*(?:c(?:a(?:l(?:l(?:\s*(?::\s*(?:[\w.:/-]+\s*)?)?)
 _CLOSES = {"{": "}", "[": "]"}
 
 
-class BraceCallParser(TextSteps):
+class BraceCallParser(CallSteps):
     """``<|tool_call>call:f{city:<|"|>Paris<|"|>,days:3}<tool_call|>``.
 
     Texts are passed on as they arrive, other values when they are complete. The marker at the end
@@ -28,22 +28,18 @@ class BraceCallParser(TextSteps):
     __slots__ = (
         "_first",
         "_key_end",
-        "_message",
         "_open",
-        "_opening",
         "_quote",
         "_start",
         "_value",
     )
 
     def __init__(self, message: AnswerMessage) -> None:
-        super().__init__(self._outside)
-        self._message = message
+        super().__init__(self._outside, message)
         self._start = Markers(_CALL)
         self._quote = Markers(_QUOTE)
         self._key_end = Markers(_QUOTE, _END_CALL, ":", "}")
         self._value = Markers(_QUOTE, _END_CALL, ",", "}", "]")
-        self._opening = ""  # markup that is content if no call follows
         self._open: list[str] = []
         self._first = True  # nothing in the innermost object or array yet
 
@@ -57,13 +53,8 @@ class BraceCallParser(TextSteps):
 
     def _outside(self) -> bool:
         """Content up to a call."""
-        if self._opening:
-            self._message.add_content(self._opening)
-            self._opening = ""
-        count, marker = self._start.find(self._text)
-        self._message.add_content(self._take(count))
+        marker = self._content(self._start)
         if marker:
-            self._opening = self._take(len(marker))
             self._step = self._name
         return bool(marker)
 

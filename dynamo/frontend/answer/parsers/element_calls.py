@@ -13,8 +13,8 @@ from dynamo.frontend.answer.parsers.literals import (
     kinds_of,
     value_json,
 )
-from dynamo.frontend.answer.parsers.message import AnswerMessage
-from dynamo.frontend.answer.parsers.scan import MAX_HELD, Markers, TextSteps
+from dynamo.frontend.answer.parsers.message import AnswerMessage, CallSteps
+from dynamo.frontend.answer.parsers.scan import MAX_HELD, Markers
 
 __all__ = ["MINIMAX_M3_MARKERS", "ElementCallParser"]
 
@@ -35,7 +35,7 @@ class _Element(NamedTuple):
     closes: str
 
 
-class ElementCallParser(TextSteps):
+class ElementCallParser(CallSteps):
     """``<tool_call><invoke name="f"><city>Paris</city></invoke></tool_call>``, each tag behind a
     token that marks it.
 
@@ -47,9 +47,7 @@ class ElementCallParser(TextSteps):
     __slots__ = (
         "_first",
         "_in_section",
-        "_message",
         "_open",
-        "_opening",
         "_schema",
         "_schemas",
         "_starts",
@@ -57,13 +55,11 @@ class ElementCallParser(TextSteps):
     )
 
     def __init__(self, message: AnswerMessage, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        super().__init__(self._outside)
-        self._message = message
+        super().__init__(self._outside, message)
         self._schemas = schemas
         self._starts = Markers(_CALL, _INVOKE)
         self._in_section = Markers(_INVOKE, _END_CALL)
         self._tag = Markers(_NS)
-        self._opening = ""  # markup that is content if no call follows
         self._open: list[_Element] = []
         self._schema: Any = None  # of the value that is read
         self._first = True
@@ -78,13 +74,8 @@ class ElementCallParser(TextSteps):
 
     def _outside(self) -> bool:
         """Content up to a call."""
-        if self._opening:
-            self._message.add_content(self._opening)
-            self._opening = ""
-        count, marker = self._starts.find(self._text)
-        self._message.add_content(self._take(count))
+        marker = self._content(self._starts)
         if marker:
-            self._opening = self._take(len(marker))
             self._step = self._between if marker == _CALL else self._name
         return bool(marker)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dynamo.frontend.answer.parsers.json_object import JsonObjectCall
-from dynamo.frontend.answer.parsers.message import AnswerMessage
-from dynamo.frontend.answer.parsers.scan import SPACE, JsonSpan, Markers, TextSteps
+from dynamo.frontend.answer.parsers.message import AnswerMessage, CallSteps
+from dynamo.frontend.answer.parsers.scan import SPACE, JsonSpan, Markers
 
 __all__ = ["JsonCallParser", "JsonCallShape", "MistralCallParser"]
 
@@ -28,24 +28,21 @@ class JsonCallShape(NamedTuple):
     bare: bool = False
 
 
-class JsonCallParser(TextSteps):
+class JsonCallParser(CallSteps):
     """Content, then markers around one object, several, or an array of objects.
 
     ``known`` are the names of the request's tools.
     """
 
-    __slots__ = ("_after_call", "_call", "_end", "_known", "_message", "_opening", "_start",
-                 "_without_marker")  # fmt: skip
+    __slots__ = ("_after_call", "_call", "_end", "_known", "_start", "_without_marker")
 
     def __init__(
         self, message: AnswerMessage, shape: JsonCallShape, known: frozenset[str] = frozenset()
     ) -> None:
-        super().__init__(self._beginning if shape.bare else self._outside)
-        self._message = message
+        super().__init__(self._beginning if shape.bare else self._outside, message)
         self._known = known
         self._start = Markers(*shape.start)
         self._end = Markers(*([shape.end] if shape.end else []))
-        self._opening = ""  # text since the marker, which is content if no call follows
         self._without_marker = False
         self._after_call = False
         self._call: JsonObjectCall | None = None
@@ -70,18 +67,13 @@ class JsonCallParser(TextSteps):
 
     def _outside(self) -> bool:
         """Content up to a start marker."""
-        if self._opening:
-            self._message.add_content(self._opening)
-            self._opening = ""
         self._after_call = False
-        count, marker = self._start.find(self._text)
-        self._message.add_content(self._take(count))
+        marker = self._content(self._start)
         if marker:
-            self._open(marker)
+            self._open()
         return bool(marker)
 
-    def _open(self, marker: str) -> None:
-        self._opening = self._take(len(marker))
+    def _open(self) -> None:
         self._without_marker = self._after_call = False
         self._step = self._between
 
@@ -94,7 +86,8 @@ class JsonCallParser(TextSteps):
         if start:
             if not self._after_call:
                 self._message.add_content(self._opening)
-            self._open(start)
+            self._opening = self._take(len(start))
+            self._open()
         elif self._end.leading(text):
             self._close()
         elif text[0] == "{":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dynamo.frontend.answer.parsers.scan import SPACE
+from dynamo.frontend.answer.parsers.scan import SPACE, Markers, TextSteps
 
-__all__ = ["AnswerMessage", "AnswerParser", "ToolCallPart"]
+__all__ = ["AnswerMessage", "AnswerParser", "CallSteps", "ToolCallPart"]
 
 
 class AnswerParser(Protocol):
@@ -189,3 +189,26 @@ class AnswerMessage:
         if self._calls:
             message["tool_calls"] = [call.whole() for call in self._calls]
         return message
+
+
+class CallSteps(TextSteps):
+    """The base of a parser of calls after markers.
+
+    ``_opening`` is what was taken since a marker: content, if no call follows.
+    """
+
+    __slots__ = ("_message", "_opening")
+
+    def __init__(self, first: Callable[[], bool], message: AnswerMessage) -> None:
+        super().__init__(first)
+        self._message = message
+        self._opening = ""
+
+    def _content(self, starts: Markers) -> str:
+        """Pass on content up to one of ``starts``; take and return that one, or ""."""
+        if self._opening:
+            self._message.add_content(self._opening)
+        count, marker = starts.find(self._text)
+        self._message.add_content(self._take(count))
+        self._opening = self._take(len(marker))
+        return marker

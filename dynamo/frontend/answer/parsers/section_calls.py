@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from dynamo.frontend.answer.parsers.message import AnswerMessage
-from dynamo.frontend.answer.parsers.scan import Markers, TextSteps
+from dynamo.frontend.answer.parsers.message import AnswerMessage, CallSteps
+from dynamo.frontend.answer.parsers.scan import Markers
 
 __all__ = ["DEEPSEEK_V3", "DEEPSEEK_V3_1", "KIMI_K2", "SectionCallParser", "SectionShape"]
 
@@ -49,20 +49,18 @@ KIMI_K2 = SectionShape(
 )
 
 
-class SectionCallParser(TextSteps):
+class SectionCallParser(CallSteps):
     """Content, then one section of calls, then perhaps content again."""
 
-    __slots__ = ("_closes", "_in_section", "_message", "_opening", "_shape", "_start")
+    __slots__ = ("_closes", "_in_section", "_shape", "_start")
 
     def __init__(self, message: AnswerMessage, shape: SectionShape) -> None:
-        super().__init__(self._outside)
-        self._message = message
+        super().__init__(self._outside, message)
         self._shape = shape
         section, end_section, call = shape.markers
         self._start = Markers(section)
         self._in_section = Markers(call, end_section)
         self._closes = Markers(*shape.closes)
-        self._opening = ""  # markup that is content if no call follows
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
@@ -73,13 +71,8 @@ class SectionCallParser(TextSteps):
 
     def _outside(self) -> bool:
         """Content up to a section."""
-        if self._opening:
-            self._message.add_content(self._opening)
-            self._opening = ""
-        count, marker = self._start.find(self._text)
-        self._message.add_content(self._take(count))
+        marker = self._content(self._start)
         if marker:
-            self._opening = self._take(len(marker))
             self._step = self._between
         return bool(marker)
 

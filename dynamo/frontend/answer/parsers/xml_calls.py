@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dynamo.frontend.answer.parsers.literals import escaped, is_text, json_text, value_json
-from dynamo.frontend.answer.parsers.message import AnswerMessage
-from dynamo.frontend.answer.parsers.scan import MAX_HELD, Markers, TextSteps
+from dynamo.frontend.answer.parsers.message import AnswerMessage, CallSteps
+from dynamo.frontend.answer.parsers.scan import MAX_HELD, Markers
 
 __all__ = [
     "DEEPSEEK_V3_2",
@@ -100,7 +100,7 @@ _TAGS = {
 }
 
 
-class XmlCallParser(TextSteps):
+class XmlCallParser(CallSteps):
     """``<tool_call><function=f><parameter=a>value</parameter></function></tool_call>``, and alike.
 
     ``schemas`` maps the name of a tool to the JSON schemas of its parameters. They decide whether a
@@ -108,8 +108,6 @@ class XmlCallParser(TextSteps):
     """
 
     __slots__ = (
-        "_message",
-        "_opening",
         "_parameters",
         "_reads_text",
         "_schemas",
@@ -124,13 +122,11 @@ class XmlCallParser(TextSteps):
         schemas: Mapping[str, Mapping[str, Any]],
         shape: XmlCallShape = QWEN3_CODER,
     ) -> None:
-        super().__init__(self._outside)
+        super().__init__(self._outside, message)
         self._shape = shape
         self._tags = _TAGS[shape]
-        self._message = message
         self._schemas = schemas
         self._types: Mapping[str, Any] = {}
-        self._opening = ""  # markup that is content if no call follows
         self._parameters = 0
         self._reads_text = False
 
@@ -145,13 +141,8 @@ class XmlCallParser(TextSteps):
 
     def _outside(self) -> bool:
         """Content up to a call."""
-        if self._opening:
-            self._message.add_content(self._opening)
-            self._opening = ""
-        count, marker = self._tags.starts.find(self._text)
-        self._message.add_content(self._take(count))
+        marker = self._content(self._tags.starts)
         if marker:
-            self._opening = self._take(len(marker))
             self._step = self._tag if marker == self._shape.call[0] else self._name
         return bool(marker)
 
