@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 from deployment import free_port
 from load_kit import under_load
 from servers_kit import ENGINE_ENV, ENGINE_START_S
@@ -37,14 +38,14 @@ def flags(model: Path, port: int) -> list[str]:
     ]
 
 
-def complete(port: int) -> dict[str, Any]:
+def complete(port: int, timeout_s: float = 60) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         found: dict[str, Any] = json.loads(answer.read())
     return found
 
@@ -91,6 +92,28 @@ def test_a_worker_is_restarted_under_load(serving: Serving, tiny_model: Path) ->
     assert not psutil.wait_procs(tree, timeout=5)[1]
     assert serving.stop(timeout_s=60) == 0
     assert "killing" not in serving.text()
+    serving.assert_clean()
+
+
+def test_the_first_request_starts_an_engine_which_leaves_when_idle(
+    serving: Serving, tiny_model: Path
+) -> None:
+    serving.namespace, port = "vllm", free_port()
+    planner = {"run": "dynamo.planner", "min-gpu-budget": 0, "idle-timeout": 3}
+    planner["log-dir"] = str(serving.tmp_path)
+    services = yaml.safe_load(GRAPH.read_text()) | {"Planner": planner}
+    del services["namespace"]
+    services["Worker"]["ServiceArgs"]["workers"] = 0
+    graph = serving.graph(yaml.safe_dump(services))
+    serving.start(graph, *flags(tiny_model, port), wait="", **ENGINE_ENV)
+    assert "model: tiny   workers: 0   started on demand: Worker" in serving.wait_for("ready: ")
+    assert complete(port, ENGINE_START_S)["usage"]["completion_tokens"] == 4
+    (worker,) = serving.pids("Worker_1")
+    tree = [psutil.Process(worker), *psutil.Process(worker).children(recursive=True)]
+    serving.wait_for("removed vllm_Worker_1 from Worker", 60)
+    assert not psutil.wait_procs(tree, timeout=5)[1]
+    assert serving.document()["components"]["vllm_Worker"]["resources"] == {}
+    assert serving.stop(timeout_s=60) == 0
     serving.assert_clean()
 
 
