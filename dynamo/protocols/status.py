@@ -1,0 +1,230 @@
+"""What a frontend and a deployment report about themselves: ``/v1/status``, ``/v1/requests``.
+
+``dynamo ps``, ``top``, ``web`` and ``explain`` show these types alone. Ids of workers are in
+hexadecimal, times are seconds, ``*_at_s`` is Unix time. A figure that is not known is None.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "BoxStatus",
+    "FrontendStatus",
+    "GpuHolder",
+    "GpuStatus",
+    "ModelFigures",
+    "ModelStatus",
+    "PlannerSummary",
+    "RequestRecord",
+    "RouteCandidate",
+    "RouteReceipt",
+    "WorkerFigures",
+    "WorkerStatus",
+]
+
+
+class RouteCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One worker rank that a request could have gone to.
+
+    ``cost`` is the sum of ``terms`` (name of the term in the router's formula → value), None if the
+    worker was ``excluded`` (why). ``overlap_blocks`` of the prompt are cached there.
+    """
+
+    worker: str
+    dp_rank: int = 0
+    chosen: bool = False
+    overlap_blocks: float = 0.0
+    cost: float | None = None
+    terms: dict[str, float] = {}
+    excluded: str = ""
+
+
+class RouteReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why a request went to its worker.
+
+    ``mode`` is the router's. ``index`` says how far the knowledge of caches can be trusted:
+    ``exact`` (all events of the candidates were applied), ``recovering`` (a gap is being filled),
+    ``predicted`` (from requests, without events) or ``none``. ``candidates`` begin with the chosen
+    one; at most 64 of them, ``omitted`` more.
+    """
+
+    mode: str
+    index: str = "none"
+    reason: str = ""
+    candidates: tuple[RouteCandidate, ...] = ()
+    omitted: int = 0
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request that has ended. ``outcome`` is ``ok`` or its error type.
+
+    ``duration_s`` is the sum of ``prepare_s`` (parse, template, tokenize), ``queue_s`` (until a
+    worker was chosen), ``prefill_s`` (from there to the first token), ``decode_s`` (first to last
+    token) and the rest, which is spent on the way to the client. ``ttft_s`` counts from arrival.
+    """
+
+    request_id: str
+    model: str
+    endpoint: str
+    received_at_s: float
+    duration_s: float
+    outcome: str = "ok"
+    worker: str = ""
+    dp_rank: int = 0
+    prefill_worker: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+    overlap_blocks: int = 0
+    prompt_blocks: int = 0
+    migrations: int = 0
+    ttft_s: float | None = None
+    prepare_s: float | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    route: RouteReceipt | None = None
+
+
+class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One worker, as a frontend sees it. ``kv_use`` is 0 to 1; ``busy`` takes no requests."""
+
+    worker: str
+    in_flight: int = 0
+    kv_use: float | None = None
+    busy: bool = False
+
+
+class ModelFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Requests of one model at a frontend; rates and quantiles over the last ``window_s``.
+
+    ``hit_rate`` is the share of prompt tokens that workers had cached. ``idle_s`` is the time since
+    its last request ended or began, None if it never had one.
+    """
+
+    model: str
+    in_flight: int = 0
+    queued: int = 0
+    window_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    requests_per_s: float = 0.0
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    hit_rate: float | None = None
+    idle_s: float | None = None
+    workers: tuple[WorkerFigures, ...] = ()
+
+
+class FrontendStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``GET /v1/status``. ``requests`` are the newest records, newest first."""
+
+    draining: bool = False
+    uptime_s: float = 0.0
+    models: tuple[ModelFigures, ...] = ()
+    requests: tuple[RequestRecord, ...] = ()
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One process of a deployment that is not a frontend or a planner, or will be one.
+
+    ``name`` is its component and watcher, as in the statefile (``dynamo_Worker_1``). ``state`` is
+    one of loading, ready, draining, asleep, failed, stopped. ``progress`` is 0 to 1 while it loads.
+    ``cause`` says why it is not ready, ``remedy`` is a command. ``in_flight`` and ``kv_use`` come
+    from frontends.
+    """
+
+    name: str
+    service: str
+    state: str
+    worker: str = ""
+    model: str = ""
+    pool: str = ""
+    pids: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+    vram_bytes: int | None = None
+    progress: float | None = None
+    restarts: int = 0
+    last_exit: str = ""
+    cause: str = ""
+    remedy: str = ""
+    in_flight: int | None = None
+    kv_use: float | None = None
+    uptime_s: float | None = None
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One model of a deployment. ``state`` is that of :class:`WorkerStatus` which says most: ready
+    if a worker is, else loading, draining, asleep, failed, stopped; ``zero`` without workers.
+
+    ``idle_until_s`` is the time until an idle model gives up its GPUs. ``figures`` are summed over
+    the frontends; None if none answers.
+    """
+
+    model: str
+    state: str
+    ready: int = 0
+    wanted: int = 0
+    progress: float | None = None
+    cause: str = ""
+    remedy: str = ""
+    gpus: tuple[str, ...] = ()
+    vram_bytes: int | None = None
+    idle_until_s: float | None = None
+    figures: ModelFigures | None = None
+    workers: tuple[str, ...] = ()
+
+
+class GpuHolder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A process with memory on a GPU. ``worker`` is its name here, "" for a foreign process."""
+
+    pid: int
+    used_bytes: int
+    name: str = ""
+    worker: str = ""
+
+
+class GpuStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One GPU of the box. ``workers`` are those that have it in the statefile."""
+
+    gpu: str
+    name: str = ""
+    utilization: float | None = None
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    watts: float | None = None
+    limit_watts: float | None = None
+    celsius: int | None = None
+    workers: tuple[str, ...] = ()
+    holders: tuple[GpuHolder, ...] = ()
+
+
+class PlannerSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The planner of a deployment: its last decision for each model as a line of text."""
+
+    state: str
+    mode: str = ""
+    next_s: float | None = None
+    decisions: tuple[str, ...] = ()
+
+
+class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A deployment and its machine at ``at_s``. ``state`` is running or stopped (no deployment).
+
+    ``frontend`` is ``ready``, ``draining``, ``down`` or ``none`` (not in the graph), ``url`` its
+    address; figures are missing while it is down. ``problems`` are sentences that name a cause and
+    a command; anything failed has one.
+    """
+
+    namespace: str
+    state: str
+    at_s: float
+    frontend: str
+    url: str = ""
+    models: tuple[ModelStatus, ...] = ()
+    workers: tuple[WorkerStatus, ...] = ()
+    others: tuple[WorkerStatus, ...] = ()
+    gpus: tuple[GpuStatus, ...] = ()
+    planner: PlannerSummary | None = None
+    requests: tuple[RequestRecord, ...] = ()
+    problems: tuple[str, ...] = ()
