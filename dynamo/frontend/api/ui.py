@@ -1,0 +1,102 @@
+"""/ui: the web page, its samples and logs as server-sent events, and its buttons.
+
+The files are open to everyone who reaches the port; all else is for operators, and for pages of
+this frontend alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from dynamo.errors import DynamoError
+from dynamo.frontend.ui.files import HEADERS, PAGE, file_paths, install_files
+from dynamo.frontend.ui.logs import LogStreams
+from dynamo.frontend.ui.sampler import StatusSampler
+from dynamo.http import Exchange
+from dynamo.http.routes import Routes, in_task
+from dynamo.protocols.status import BoxStatus
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["OPEN_UI_PATHS", "OPERATOR_UI_ROUTES", "UiRoutes", "UiSource"]
+
+_ABOUT = f"{PAGE}/about.json"
+_ACTIONS = f"{PAGE}/actions"
+_EVENTS = f"{PAGE}/events"
+_LOGS = f"{PAGE}/logs"
+OPEN_UI_PATHS = file_paths() | {_ABOUT}
+OPERATOR_UI_ROUTES = {_EVENTS: ("GET", "HEAD"), _LOGS: ("GET", "HEAD"), _ACTIONS: ("POST",)}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UiSource:
+    """What the page shows and does. Both functions block.
+
+    ``act(action, name)`` returns a sentence about what happens now, or raises DynamoError.
+    """
+
+    collect: Callable[[], BoxStatus]
+    act: Callable[[str, str], str]
+    logs: Path
+
+
+class _Action(msgspec.Struct):
+    """A button that was pressed."""
+
+    action: str
+    name: str
+
+
+_action = msgspec.json.Decoder(_Action).decode
+
+
+class UiRoutes:
+    """The routes of the page. :meth:`stop` ends its streams, so that a drain need not wait."""
+
+    def __init__(self, source: UiSource, tasks: Tasks, has_keys: bool) -> None:
+        self.sampler = StatusSampler(source.collect, tasks)
+        self._logs = LogStreams(source.logs)
+        self._act = source.act
+        self._tasks = tasks
+        self._about = msgspec.json.encode({"keys": has_keys})
+
+    def install(self, routes: Routes) -> None:
+        """Add the routes to the table."""
+        install_files(routes)
+        routes.get(_ABOUT, self._describe)
+        routes.get(_EVENTS, self.sampler.open)
+        routes.get(_LOGS, self._logs.open)
+        routes.post(_ACTIONS, in_task(self._tasks, self._run))
+
+    def stop(self) -> None:
+        """End every stream: the frontend drains."""
+        message = "the frontend is stopping; the page connects again when one runs"
+        self.sampler.pages.end(message)
+        self._logs.end(message)
+
+    def _describe(self, exchange: Exchange) -> None:
+        headers = [*HEADERS, ("cache-control", "no-store")]
+        exchange.respond(200, self._about, headers=headers)
+
+    async def _run(self, exchange: Exchange) -> None:
+        try:
+            asked = _action(exchange.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            exchange.refuse(400, f"Failed to deserialize the JSON body: {error}")
+            return
+        try:
+            message = await asyncio.to_thread(self._act, asked.action, asked.name)
+        except DynamoError as error:
+            exchange.refuse(error.status if error.status >= 400 else 500, error.message)
+            return
+        finally:
+            self.sampler.wake()
+        headers = [*HEADERS, ("cache-control", "no-store")]
+        exchange.respond(200, msgspec.json.encode({"message": message}), headers=headers)
