@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings
@@ -176,6 +177,23 @@ class RequestRegistry:
         self.admitted -= 1
         if not self.admitted and self._drained is not None:
             self._drained.set()
+
+    def open_tokens(self) -> Counter[str]:
+        """Return the output tokens of the active requests so far, by model. O(requests)."""
+        found: Counter[str] = Counter()
+        for request in self._active:
+            for one in request.engine_requests:
+                found[request.model.name] += one.tokens
+        return found
+
+    def in_flight_by_worker(self) -> Counter[int]:
+        """Return the engine requests that each worker has now. O(requests)."""
+        return Counter(
+            one.decision.worker_id
+            for request in self._active
+            for one in request.engine_requests
+            if one.decision is not None
+        )
 
     def fail_all(self, error: DynamoError) -> None:
         """End every request with ``error``: the drain timeout has passed."""
