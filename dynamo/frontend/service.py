@@ -30,10 +30,13 @@ from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.api.route import ExplainRoutes
+from dynamo.frontend.api.status import StatusRoutes
+from dynamo.frontend.api.ui import UiRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.ui.source import BoxSource, UiSource
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.limits import allow_open_files
 from dynamo.http.routes import Routes
@@ -73,6 +76,7 @@ class Frontend:
         self._requests = RequestRegistry(settings, metrics, write_batch)
         self.models = Models(runtime, settings, router, metrics, self._tasks)
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
+        self._status = StatusRoutes(self.models, self._requests)
         routes = Routes()
         OpenAIRoutes(self._requests, self.models, self._tasks).install(routes)
         EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
@@ -82,7 +86,9 @@ class Frontend:
                 self.models, self._tasks, self._requests.overload_status, self._requests.off_loop
             ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
+            self._status.install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
+        self._ui = self._web_page(routes) if settings.serves_ui else None
         guard_operator_routes(routes, settings)
         self.models.on_demand.again = routes
         self._requests.hold = partial(self.models.hold, self._requests)
@@ -98,6 +104,13 @@ class Frontend:
     def scheme(self) -> str:
         """``https`` with a certificate, else ``http``."""
         return "http" if self._settings.tls_cert_path is None else "https"
+
+    def _web_page(self, routes: Routes) -> UiRoutes:
+        box = BoxSource(self._runtime.settings)
+        source = UiSource(own=self._status.status, collect=box.collect, act=box.act, logs=box.logs)
+        page = UiRoutes(source, self._tasks, self._settings.api_key_file is not None)
+        page.install(routes)
+        return page
 
     async def start(self) -> tuple[str, int]:
         """Bind, load the models whose workers are registered, listen; return the bound address.
@@ -117,6 +130,7 @@ class Frontend:
         except OSError as error:
             raise self._cannot_listen(error) from None
         self._delay.start()
+        self._status.start()
         log.info("router: %s", summarize(self._router))
         for line in ineffective_settings(self._router):
             log.warning("%s", line)
@@ -186,6 +200,8 @@ class Frontend:
         """
         await self._stop.wait()
         self._server.drain()
+        if self._ui is not None:
+            self._ui.stop()
         self.models.on_demand.stop(Unavailable("Service is shutting down, please retry elsewhere"))
         timeout_s = self._settings.graceful_shutdown_timeout_s
         deadline_s = time.monotonic() + timeout_s
@@ -216,6 +232,7 @@ class Frontend:
         """Close connections, models and timers; the runtime belongs to the caller."""
         self._requests.close()
         self._delay.stop()
+        self._status.stop()
         await self._server.close()
         await self._tasks.close()
         await self.models.close()

@@ -194,7 +194,7 @@ class Exchange:
     def respond_unchanged(
         self, body: bytes, content_type: str, headers: Sequence[tuple[str, str]]
     ) -> None:
-        """Respond 304: the client has ``body``, of which only the length is sent. RFC 9110 15.4.5."""
+        """Respond 304: the client has ``body``; only its length is sent. RFC 9110 15.4.5."""
         self._bodiless = True
         self.respond(304, body, content_type, headers)
 

@@ -7,10 +7,6 @@ this frontend alone.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -18,12 +14,12 @@ from dynamo.errors import DynamoError
 from dynamo.frontend.ui.files import HEADERS, PAGE, file_paths, install_files
 from dynamo.frontend.ui.logs import LogStreams
 from dynamo.frontend.ui.sampler import StatusSampler
+from dynamo.frontend.ui.source import UiSource
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
-from dynamo.protocols.status import BoxStatus
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["OPEN_UI_PATHS", "OPERATOR_UI_ROUTES", "UiRoutes", "UiSource"]
+__all__ = ["OPEN_UI_PATHS", "OPERATOR_UI_ROUTES", "UiRoutes"]
 
 _ABOUT = f"{PAGE}/about.json"
 _ACTIONS = f"{PAGE}/actions"
@@ -31,20 +27,6 @@ _EVENTS = f"{PAGE}/events"
 _LOGS = f"{PAGE}/logs"
 OPEN_UI_PATHS = file_paths() | {_ABOUT}
 OPERATOR_UI_ROUTES = {_EVENTS: ("GET", "HEAD"), _LOGS: ("GET", "HEAD"), _ACTIONS: ("POST",)}
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UiSource:
-    """What the page shows and does. Both functions block.
-
-    ``act(action, name)`` returns a sentence about what happens now, or raises DynamoError.
-    """
-
-    collect: Callable[[], BoxStatus]
-    act: Callable[[str, str], str]
-    logs: Path
 
 
 class _Action(msgspec.Struct):
@@ -61,7 +43,7 @@ class UiRoutes:
     """The routes of the page. :meth:`stop` ends its streams, so that a drain need not wait."""
 
     def __init__(self, source: UiSource, tasks: Tasks, has_keys: bool) -> None:
-        self.sampler = StatusSampler(source.collect, tasks)
+        self.sampler = StatusSampler(source, tasks)
         self._logs = LogStreams(source.logs)
         self._act = source.act
         self._tasks = tasks

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 import msgspec
 
+from dynamo.frontend.ui.source import UiSource
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
-from dynamo.protocols.status import BoxStatus
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["StatusSampler"]
@@ -23,14 +22,14 @@ _PAGES = 16
 
 
 class StatusSampler:
-    """Sends ``collect()`` to each page once a second and after :meth:`wake`.
+    """Sends a sample to each page once a second and after :meth:`wake`.
 
-    Without a page nothing runs. ``collect`` blocks, so it runs in a thread.
+    Without a page nothing runs. Collecting blocks, so it runs in a thread.
     """
 
-    def __init__(self, collect: Callable[[], BoxStatus], tasks: Tasks) -> None:
+    def __init__(self, source: UiSource, tasks: Tasks) -> None:
         self.pages = EventStreams(_PAGES)
-        self._collect = collect
+        self._source = source
         self._tasks = tasks
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -52,7 +51,7 @@ class StatusSampler:
             while self.pages:
                 started_s = time.monotonic()
                 self._wake.clear()
-                status = await asyncio.to_thread(self._collect)
+                status = await asyncio.to_thread(self._source.collect, self._source.own())
                 self.pages.send(event("status", msgspec.json.encode(status)))
                 await self._pause(started_s)
         finally:  # after a failure the pages open their streams again
