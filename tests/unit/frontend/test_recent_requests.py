@@ -89,7 +89,12 @@ async def test_a_request_that_its_worker_and_its_client_leave(site: Site) -> Non
 
 def test_the_stages_of_a_prefill_worker() -> None:
     done = Prefilled(9, 0, 3, 5, 4.0, 6.0)
-    times = {"prepared_s": 2.0, "sent_s": 6.0, "first_token_s": 7.0, "last_token_s": 9.0}
+    times: dict[str, Any] = {
+        "prepared_s": 2.0,
+        "sent_s": 6.0,
+        "first_token_s": 7.0,
+        "last_token_s": 9.0,
+    }
     record = EndedRequest(*request(1, 10.0, **times, prefilled=done)).record()
     assert (record.prefill_worker, record.overlap_blocks, record.prompt_blocks) == ("9", 3, 5)
     stages = (record.prepare_s, record.queue_s, record.prefill_s, record.decode_s)
