@@ -22,6 +22,8 @@ _OPEN_WITH_UI = _OPEN_PATHS | OPEN_UI_PATHS
 _OPERATOR_ROUTES = {
     "/v1/route": ("GET", "HEAD", "POST"),
     "/v1/status": ("GET", "HEAD"),
+    "/v1/requests": ("GET", "HEAD"),
+    "/v1/requests/": ("GET", "HEAD"),
     "/busy_threshold": ("POST",),
 }
 _KEY_REQUESTS = counter(

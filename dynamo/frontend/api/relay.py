@@ -156,7 +156,9 @@ class RelayRoutes:
                 asked = await threads.run(_peek, exchange, otherwise)
                 if exchange.gone:
                     if asked is not None:
-                        registry.abandoned(_label(exchange.path), asked.model, asked.streams)
+                        registry.abandoned(
+                            exchange, _label(exchange.path), asked.model, asked.streams
+                        )
                     return
                 entry = self._entry(asked, exchange.path, otherwise)
                 if entry is not None and asked is not None:

@@ -139,6 +139,7 @@ class RequestRegistry:
         found = labels(error)
         self.metrics.failures[found.failure_class, found.reason].value += 1
         self.metrics.outcomes(model).failed(endpoint, request_type, found.error_type)
+        self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
         shown, shape = explained(error, model), self.error_shapes.get(endpoint, DYNAMO_ERRORS)
         if exchange.started:  # with comments, while it waited
             exchange.end(shape.event(shown))
@@ -148,13 +149,14 @@ class RequestRegistry:
         status, body = error_response(shown, self.overload_status, shape)
         exchange.respond(status, body, headers=with_retry(error, headers))
 
-    def abandoned(self, endpoint: str, model: str, streams: bool) -> None:
+    def abandoned(self, exchange: Exchange, endpoint: str, model: str, streams: bool) -> None:
         """Count a request whose client has disconnected while its body was parsed in a thread."""
         found = labels(Cancelled())
         self.metrics.disconnected.value += 1
         self.metrics.failures[found.failure_class, found.reason].value += 1
         kind = "stream" if streams else "unary"
         self.metrics.outcomes(model).failed(endpoint, kind, found.error_type)
+        self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
 
     # -- active requests
 
