@@ -17,6 +17,7 @@ VERBS = {
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
     "ps": ("dynamo.cli.ps", "show the models, their workers, and what is wrong"),
+    "web": ("dynamo.cli.web", "print and open the web page of a deployment"),
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
     "profile": ("dynamo.cli.profile", "measure a worker for the planner"),

@@ -14,7 +14,13 @@ from dynamo.http.routes import Routes
 from dynamo.http.tls import ServerTls
 from dynamo.observability.metrics import counter
 
-__all__ = ["frontend_access", "guard_operator_routes", "show_key_requests", "warn_if_exposed"]
+__all__ = [
+    "frontend_access",
+    "guard_operator_routes",
+    "guard_ui_routes",
+    "show_key_requests",
+    "warn_if_exposed",
+]
 
 log = logging.getLogger(__name__)
 _OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
@@ -52,10 +58,14 @@ def guard_operator_routes(routes: Routes, settings: FrontendSettings) -> None:
     guard = OperatorGuard(settings.api_key_file is not None, names)
     for path, methods in _OPERATOR_ROUTES.items():
         routes.wrap(path, methods, guard.before)
-    if settings.serves_ui:
-        guard = OperatorGuard(settings.api_key_file is not None, names, own_pages=True)
-        for path, methods in OPERATOR_UI_ROUTES.items():
-            routes.wrap(path, methods, guard.before)
+
+
+def guard_ui_routes(routes: Routes, settings: FrontendSettings) -> None:
+    """Admit only operators, and pages of this frontend, to what the web page shows and does."""
+    names = (settings.http_host, *settings.allowed_hosts)
+    guard = OperatorGuard(settings.api_key_file is not None, names, own_pages=True)
+    for path, methods in OPERATOR_UI_ROUTES.items():
+        routes.wrap(path, methods, guard.before)
 
 
 def show_key_requests(metrics: FrontendMetrics, keys: ApiKeys) -> None:

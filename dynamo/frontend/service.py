@@ -21,6 +21,7 @@ from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.access import (
     frontend_access,
     guard_operator_routes,
+    guard_ui_routes,
     show_key_requests,
     warn_if_exposed,
 )
@@ -112,6 +113,7 @@ class Frontend:
         source = UiSource(own=self._status.status, collect=box.collect, act=box.act, logs=box.logs)
         page = UiRoutes(source, self._tasks, self._settings.api_key_file is not None)
         page.install(routes)
+        guard_ui_routes(routes, self._settings)
         return page
 
     async def start(self) -> tuple[str, int]:
