@@ -109,8 +109,14 @@ class Frontend:
         return "http" if self._settings.tls_cert_path is None else "https"
 
     def _web_page(self, routes: Routes) -> UiRoutes:
-        box = BoxSource(self._runtime.settings)
-        source = UiSource(own=self._status.status, collect=box.collect, act=box.act, logs=box.logs)
+        box = BoxSource(self._runtime)
+        source = UiSource(
+            own=self._status.status,
+            collect=box.collect,
+            act=box.act,
+            watch=box.watch,
+            logs=box.logs,
+        )
         page = UiRoutes(source, self._tasks, self._settings.api_key_file is not None)
         page.install(routes)
         guard_ui_routes(routes, self._settings)

@@ -48,12 +48,13 @@ class StatusSampler:
 
     async def _run(self) -> None:
         try:
-            while self.pages:
-                started_s = time.monotonic()
-                self._wake.clear()
-                status = await asyncio.to_thread(self._source.collect, self._source.own())
-                self.pages.send(event("status", msgspec.json.encode(status)))
-                await self._pause(started_s)
+            with self._source.watch(self.wake):
+                while self.pages:
+                    started_s = time.monotonic()
+                    self._wake.clear()
+                    status = await asyncio.to_thread(self._source.collect, self._source.own())
+                    self.pages.send(event("status", msgspec.json.encode(status)))
+                    await self._pause(started_s)
         finally:  # after a failure the pages open their streams again
             self.pages.close("the status can't be read; the frontend's log says why")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from asyncinotify import Mask
 
 from dynamo.box.collect import BoxCollector
-from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import InvalidArgument, shorten
+from dynamo.errors import ConfigError, InvalidArgument, shorten
+from dynamo.protocols.control import INSTANCES, MODEL_CARDS
 from dynamo.protocols.status import (
     BoxStatus,
     FrontendStatus,
@@ -18,10 +22,13 @@ from dynamo.protocols.status import (
     ModelStatus,
     WorkerStatus,
 )
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.paths import state_path
 
 __all__ = ["BoxSource", "UiSource", "with_own_figures"]
 
+log = logging.getLogger(__name__)
 _ALONE = (
     "this frontend was not started by dynamo serve: its own figures are shown, and the buttons "
     "have nothing to act on; start a deployment: dynamo serve GRAPH"
@@ -30,24 +37,30 @@ _ALONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class UiSource:
-    """What a page shows and does. ``collect`` and ``act`` block, ``own`` does not.
+    """What a page shows and does. ``collect`` and ``act`` block; the others do not.
 
     ``own`` has the figures of this frontend, for ``collect``. ``act(action, name)`` returns a
-    sentence about what happens now, or raises DynamoError. ``logs`` is a directory.
+    sentence about what happens now, or raises DynamoError. ``watch(on_change)`` calls back after
+    changes while its context lasts. ``logs`` is a directory.
     """
 
     own: Callable[[], FrontendStatus]
     collect: Callable[[FrontendStatus], BoxStatus]
     act: Callable[[str, str], str]
+    watch: Callable[[Callable[[], None]], AbstractContextManager[None]]
     logs: Path
 
 
 class BoxSource:
     """The deployment in the namespace of ``runtime``."""
 
-    def __init__(self, runtime: RuntimeSettings) -> None:
-        self._collector = BoxCollector(runtime)
-        self.logs = state_path(runtime) / runtime.namespace / "logs"
+    def __init__(self, runtime: DistributedRuntime) -> None:
+        settings = runtime.settings
+        self._discovery = runtime.discovery
+        self._collector = BoxCollector(settings)
+        self._directory = state_path(settings)
+        self._statefile = f"{settings.namespace}.json"
+        self.logs = self._directory / settings.namespace / "logs"
 
     def act(self, action: str, name: str) -> str:
         """Do what a button says. Raises DynamoError. Blocks."""
@@ -59,6 +72,24 @@ class BoxSource:
         requests = tuple(msgspec.structs.replace(one, route=None) for one in found.requests)
         found = msgspec.structs.replace(found, requests=requests)
         return found if found.state == "running" else with_own_figures(found, own)
+
+    @contextlib.contextmanager
+    def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
+        """Call ``on_change`` after a change of the statefile or of what workers register."""
+        with contextlib.ExitStack() as stack:
+            for prefix in (INSTANCES, MODEL_CARDS):
+                watch = self._discovery.watch(prefix, lambda event: on_change())
+                stack.callback(watch.close)
+            try:
+                inotify = Inotify(on_change)
+                stack.callback(inotify.close)
+                inotify.add(self._directory, Mask.MOVED_TO | Mask.ONLYDIR, self._on_file(on_change))
+            except (ConfigError, OSError) as error:  # then a change is shown up to a second later
+                log.warning("%s is not watched for the web page: %s", self._directory, error)
+            yield
+
+    def _on_file(self, on_change: Callable[[], None]) -> Callable[[str, int], None]:
+        return lambda name, mask: on_change() if name == self._statefile else None
 
 
 def with_own_figures(found: BoxStatus, own: FrontendStatus) -> BoxStatus:

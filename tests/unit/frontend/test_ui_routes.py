@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,16 @@ class Page:
         self.logs = at / "logs"
         self.collected = 0
         self.in_thread = False
+        self.watching = 0
         self.pressed: list[tuple[str, str]] = []
         self.tasks = Tasks("test")
-        source = UiSource(own=FrontendStatus, collect=self.collect, act=self.act, logs=self.logs)
+        source = UiSource(
+            own=FrontendStatus,
+            collect=self.collect,
+            act=self.act,
+            watch=self.watch,
+            logs=self.logs,
+        )
         self.routes = UiRoutes(source, self.tasks, self.settings.api_key_file is not None)
         table = Routes()
         self.routes.install(table)
@@ -53,6 +60,12 @@ class Page:
         self.in_thread = threading.current_thread() is not threading.main_thread()
         name = f"sample{self.collected}"
         return BoxStatus(namespace=name, state="running", at_s=1.0, frontend="ready")
+
+    @contextlib.contextmanager
+    def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
+        self.watching += 1
+        yield
+        self.watching -= 1
 
     def act(self, action: str, name: str) -> str:
         self.pressed.append((action, name))
@@ -271,14 +284,14 @@ async def test_pages_share_one_sample_a_tick_and_none_runs_without_a_page(page: 
     assert (await first.next())[1]["namespace"] == "sample1" and page.in_thread
     second = await page.stream("/ui/events")
     assert await second.next() == await first.next()
-    assert page.collected == 2
+    assert (page.collected, page.watching) == (2, 1)
     await close(first.writer)
     await close(second.writer)
     running = page.routes.sampler._running
     assert running is not None
     async with asyncio.timeout(10):
         await running
-    assert page.collected <= 3 and not page.routes.sampler.pages
+    assert page.collected <= 3 and not page.routes.sampler.pages and not page.watching
 
 
 async def test_a_button_brings_a_sample_at_once(
