@@ -52,11 +52,10 @@ def page_url(box: BoxStatus) -> str:
     if box.frontend == "none":
         raise Unavailable("the deployment has no frontend; add one to its graph: dynamo reload")
     if box.frontend == "down":
-        names = [one.name for one in box.others if one.service == "Frontend"] or ["Frontend"]
-        raise Unavailable(
-            f"the frontend does not answer at {box.url or 'its address'}; see why: "
-            f"dynamo logs {names[0]}"
-        )
+        suspect = min(box.others, key=lambda one: one.state == "ready", default=None)
+        remedy = f"dynamo logs {suspect.name}" if suspect else "dynamo ps"
+        where = box.url or "its address"
+        raise Unavailable(f"the frontend does not answer at {where}; see why: {remedy}")
     url = f"{box.url}/ui"
     _check_served(url)
     return url
