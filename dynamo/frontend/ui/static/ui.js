@@ -117,7 +117,7 @@ function show(status) {
   charts.update(status);
   requests(status);
   logs.update(status);
-  const models = [...status.models].sort(readyFirst).map((one) => one.model);
+  const names = [...status.models].sort(readyFirst).map((one) => one.model);
   chat(models);
   connect(models, about.keys);
 }
@@ -125,7 +125,17 @@ function show(status) {
 function onState(state, text) {
   badge(byId("live"), state === "live" ? "ready" : "failed", state === "live" ? "live" : text);
   document.body.classList.toggle("stale", state !== "live");
-  if (state === "refused" && about.keys) showKeyForm(true);
+  if (state === "refused" && about.keys) {
+    showKeyForm(true);
+    if (apiKey()) showModels();
+  }
+}
+
+// With a user's key, which may chat but not operate.
+async function showModels() {
+  const models = (await getJson("v1/models")).data.map((one) => one.id);
+  chat(names);
+  connect(names, about.keys);
 }
 
 function readyFirst(one, other) {
