@@ -8,11 +8,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-
-import msgspec
 
 from dynamo.box.workers.engine_controls import RemoteEngines
 from dynamo.config.planner import PlannerSettings
@@ -20,7 +18,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.planner.actions import WorkerAction
 from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
-from dynamo.planner.explain import EXPLAIN, model_reports
+from dynamo.planner.endpoints import serve_explain, serve_pause
 from dynamo.planner.gpu_sharing import GpuSharing
 from dynamo.planner.local.capacity import gpu_capacity
 from dynamo.planner.local.connector import LocalConnector, open_connector
@@ -116,7 +114,9 @@ async def _run(
             await sources.start()
             await demand.start()
             await _repair(connector, settings)
-            runtime.tasks.spawn(_serve_explain(runtime, loop, stop), name="explain")
+            for serve in (serve_explain, serve_pause):
+                served = runtime.tasks.spawn(serve(runtime, loop, settings), name="endpoint")
+                served.add_done_callback(lambda _: stop.set())  # the lease is revoked
             work = runtime.tasks.spawn(loop.run(), name="planner")
             work.add_done_callback(lambda _: stop.set())  # it failed
             await stop.wait()
@@ -138,19 +138,6 @@ async def _repair(connector: LocalConnector, settings: PlannerSettings) -> None:
         log.warning("not repaired in %g s; the next start goes on with it", _REPAIR_S)
     except DynamoError as error:
         log.warning("%s", error.message)
-
-
-async def _serve_explain(
-    runtime: DistributedRuntime, loop: ScalingLoop, stop: asyncio.Event
-) -> None:
-    """Serve the endpoint of ``dynamo planner explain``; stop when the lease is revoked."""
-
-    async def explain(request: object) -> AsyncIterator[object]:
-        yield msgspec.to_builtins(await model_reports(loop))
-
-    endpoint = runtime.endpoint(".".join((runtime.settings.namespace, *EXPLAIN)))
-    await endpoint.serve_endpoint(explain)
-    stop.set()
 
 
 @contextlib.contextmanager
