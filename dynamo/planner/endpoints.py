@@ -6,18 +6,16 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from dynamo.config.planner import PlannerSettings
 from dynamo.planner.explain import EXPLAIN, model_reports
 from dynamo.planner.loop import ScalingLoop
+from dynamo.planner.state_file import StateFile
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerPause, PlannerState
 from dynamo.runtime import DistributedRuntime
 
 __all__ = ["serve_explain", "serve_pause"]
 
 
-async def serve_explain(
-    runtime: DistributedRuntime, loop: ScalingLoop, settings: PlannerSettings
-) -> None:
+async def serve_explain(runtime: DistributedRuntime, loop: ScalingLoop) -> None:
     """Serve the endpoint of ``dynamo planner explain``; return when the lease is revoked."""
 
     async def explain(request: object) -> AsyncIterator[object]:
@@ -28,7 +26,7 @@ async def serve_explain(
 
 
 async def serve_pause(
-    runtime: DistributedRuntime, loop: ScalingLoop, settings: PlannerSettings
+    runtime: DistributedRuntime, loop: ScalingLoop, state_file: StateFile
 ) -> None:
     """Serve the endpoint that pauses and resumes ``loop``; return when the lease is revoked."""
 
@@ -36,9 +34,10 @@ async def serve_pause(
         wanted = msgspec.convert(request, PlannerPause).paused
         if wanted is not None:
             (loop.pause if wanted else loop.resume)()
+            state_file.paused(wanted)
         state = PlannerState(
             paused=loop.paused,
-            acts=not settings.no_operation,
+            acts=state_file.acts,
             models=loop.models(),
             on_demand=loop.on_demand(),
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from dynamo.box.planner_file import PLANNER_FILE
 from dynamo.box.workers.engine_controls import RemoteEngines
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -30,6 +31,7 @@ from dynamo.planner.on_demand import OnDemandRegistry
 from dynamo.planner.policies.base import ScalingDecision
 from dynamo.planner.policies.factory import make_policy
 from dynamo.planner.sources import LiveSources
+from dynamo.planner.state_file import StateFile
 from dynamo.planner.tensorboard import TensorboardLog, default_log_dir
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file
@@ -96,7 +98,9 @@ async def _run(
     statefile = Statefile(state_dir(runtime.settings), namespace)
     sources = LiveSources(runtime, statefile, settings)
     tensorboard = TensorboardLog(Path(settings.log_dir or default_log_dir()))
+    state_file = StateFile(run_dir(runtime.settings) / PLANNER_FILE, settings)
     observers = (
+        state_file,
         PlannerMetrics(runtime.metrics, namespace, settings),
         tensorboard,
         DecisionWriter(run_dir(runtime.settings) / DECISIONS_FILE),
@@ -114,8 +118,8 @@ async def _run(
             await sources.start()
             await demand.start()
             await _repair(connector, settings)
-            for serve in (serve_explain, serve_pause):
-                served = runtime.tasks.spawn(serve(runtime, loop, settings), name="endpoint")
+            for serving in (serve_explain(runtime, loop), serve_pause(runtime, loop, state_file)):
+                served = runtime.tasks.spawn(serving, name="endpoint")
                 served.add_done_callback(lambda _: stop.set())  # the lease is revoked
             work = runtime.tasks.spawn(loop.run(), name="planner")
             work.add_done_callback(lambda _: stop.set())  # it failed
@@ -125,6 +129,7 @@ async def _run(
             await _repair(connector, settings)  # what the cancelled changes have left
     finally:
         tensorboard.close()
+        state_file.remove()
 
 
 async def _repair(connector: LocalConnector, settings: PlannerSettings) -> None:
