@@ -85,6 +85,13 @@ class BoxControl:
             running = set(self._running)
         return not concurrent.futures.wait(running, timeout_s).not_done
 
+    def close(self) -> None:
+        """End the thread; actions that are not complete are left as they are. Idempotent."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
     def _begin(self, action: Callable[[], Steps]) -> str:
         """Run ``action`` in the thread; return its first sentence."""
         begun: concurrent.futures.Future[str] = concurrent.futures.Future()
@@ -125,6 +132,14 @@ class BoxControl:
             # A daemon: at the exit of the process, what is not complete is left as after a crash,
             # which the arbiter and the planner finish.
             self._loop = asyncio.new_event_loop()
-            run = self._loop.run_forever
-            threading.Thread(target=run, name="box-control", daemon=True).start()
+            threading.Thread(
+                target=_run_loop, args=(self._loop,), name="box-control", daemon=True
+            ).start()
         return self._loop
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
