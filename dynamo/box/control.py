@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dynamo.box.actions import BoxActions, Steps
+from dynamo.box.operate import BoxActions, Steps
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, Overloaded
 

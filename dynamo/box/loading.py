@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from dynamo.box.workers.access import LocalAccess
-from dynamo.box.workers.patience import retried, wait_until
-from dynamo.box.workers.ports import STOPPED, ActionFailed, CircusBusy, EngineControls
-from dynamo.box.workers.sleeping import sleeper_to_wake, wake_worker
-from dynamo.box.workers.starting import WorkerStart
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.patience import retried, wait_until
+from dynamo.box.actions.ports import STOPPED, ActionFailed, CircusBusy, EngineControls
+from dynamo.box.actions.sleeping import sleeper_to_wake, wake_worker
+from dynamo.box.actions.starting import WorkerStart
 from dynamo.serve.entries import Entry, ServiceEntries
 from dynamo.serve.reservations import is_reserved
 

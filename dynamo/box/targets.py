@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from dynamo.box.workers.ports import ActionFailed
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.errors import InvalidArgument
 from dynamo.serve.entries import Entry, ServiceEntries, read_entries, read_services
 from dynamo.serve.reservations import is_reserved

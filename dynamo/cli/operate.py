@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dynamo.box.actions import BoxActions, Steps
+from dynamo.box.operate import BoxActions, Steps
 from dynamo.config import from_env
 from dynamo.config import load as load_options
 from dynamo.config.operate import DeploymentSettings, LoadSettings, OperateSettings

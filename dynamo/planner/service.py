@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from dynamo.box.actions.engine_controls import RemoteEngines
 from dynamo.box.planner_file import PLANNER_FILE
-from dynamo.box.workers.engine_controls import RemoteEngines
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError

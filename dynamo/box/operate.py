@@ -12,23 +12,23 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterable
 from functools import partial
 
-from dynamo.box.components import arbiter_is_alive
-from dynamo.box.loading import load_model, wait_until_served
-from dynamo.box.planner_call import ask_planner
-from dynamo.box.targets import find_model, find_processes, find_workers, restartable
-from dynamo.box.workers.access import LocalAccess, open_access
-from dynamo.box.workers.circus import CircusEndpoint
-from dynamo.box.workers.engine_controls import RemoteEngines
-from dynamo.box.workers.patience import retried
-from dynamo.box.workers.ports import ActionFailed
-from dynamo.box.workers.removal import finish_removal, mark_draining
-from dynamo.box.workers.sleeping import (
+from dynamo.box.actions.access import LocalAccess, open_access
+from dynamo.box.actions.circus import CircusEndpoint
+from dynamo.box.actions.engine_controls import RemoteEngines
+from dynamo.box.actions.patience import retried
+from dynamo.box.actions.ports import ActionFailed
+from dynamo.box.actions.removal import finish_removal, mark_draining
+from dynamo.box.actions.sleeping import (
     check_sleepable,
     check_sleepers,
     check_wakeable,
     sleep_worker,
     wake_worker,
 )
+from dynamo.box.components import arbiter_is_alive
+from dynamo.box.loading import load_model, wait_until_served
+from dynamo.box.planner_call import ask_planner
+from dynamo.box.targets import find_model, find_processes, find_workers, restartable
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, InvalidArgument, StatefileError
