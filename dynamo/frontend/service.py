@@ -38,7 +38,7 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.frontend.ui.source import BoxSource, UiSource
+from dynamo.frontend.ui.source import BoxSource
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.limits import allow_open_files
 from dynamo.http.routes import Routes
@@ -110,14 +110,9 @@ class Frontend:
 
     def _web_page(self, routes: Routes) -> UiRoutes:
         box = BoxSource(self._runtime)
-        source = UiSource(
-            own=self._status.status,
-            collect=box.collect,
-            act=box.act,
-            watch=box.watch,
-            logs=box.logs,
+        page = UiRoutes(
+            box, self._status.status, self._tasks, self._settings.api_key_file is not None
         )
-        page = UiRoutes(source, self._tasks, self._settings.api_key_file is not None)
         page.install(routes)
         guard_ui_routes(routes, self._settings)
         return page
@@ -151,6 +146,8 @@ class Frontend:
         except OSError as error:  # another process bound the same address and listened first
             raise self._cannot_listen(error) from None
         log.info("listening on %s://%s:%d", self.scheme, *bound)
+        if self._ui is not None:
+            log.info("web page at %s://%s:%d/ui", self.scheme, *bound)
         warn_if_exposed(settings, bound[0])
         if self._runtime.settings.discovery_backend == "file":
             # By its lease `dynamo serve` sees that it listens.

@@ -7,6 +7,7 @@ this frontend alone.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,6 +18,7 @@ from dynamo.frontend.ui.sampler import StatusSampler
 from dynamo.frontend.ui.source import UiSource
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
+from dynamo.protocols.status import FrontendStatus
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["OPEN_UI_PATHS", "OPERATOR_UI_ROUTES", "UiRoutes"]
@@ -42,8 +44,14 @@ _action = msgspec.json.Decoder(_Action).decode
 class UiRoutes:
     """The routes of the page. :meth:`stop` ends its streams, so that a drain need not wait."""
 
-    def __init__(self, source: UiSource, tasks: Tasks, has_keys: bool) -> None:
-        self.sampler = StatusSampler(source, tasks)
+    def __init__(
+        self,
+        source: UiSource,
+        own: Callable[[], FrontendStatus],
+        tasks: Tasks,
+        has_keys: bool,
+    ) -> None:
+        self.sampler = StatusSampler(source, own, tasks)
         self._logs = LogStreams(source.logs)
         self._act = source.act
         self._tasks = tasks

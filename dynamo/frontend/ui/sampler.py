@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 import msgspec
 
 from dynamo.frontend.ui.source import UiSource
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
+from dynamo.protocols.status import FrontendStatus
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["StatusSampler"]
@@ -27,9 +29,10 @@ class StatusSampler:
     Without a page nothing runs. Collecting blocks, so it runs in a thread.
     """
 
-    def __init__(self, source: UiSource, tasks: Tasks) -> None:
+    def __init__(self, source: UiSource, own: Callable[[], FrontendStatus], tasks: Tasks) -> None:
         self.pages = EventStreams(_PAGES)
         self._source = source
+        self._own = own
         self._tasks = tasks
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -52,8 +55,10 @@ class StatusSampler:
                 while self.pages:
                     started_s = time.monotonic()
                     self._wake.clear()
-                    status = await asyncio.to_thread(self._source.collect, self._source.own())
+                    status = await asyncio.to_thread(self._source.collect, self._own())
                     self.pages.send(event("status", msgspec.json.encode(status)))
+                    for outcome in self._source.outcomes():
+                        self.pages.send(event("outcome", msgspec.json.encode(outcome)))
                     await self._pause(started_s)
         finally:  # after a failure the pages open their streams again
             self.pages.close("the status can't be read; the frontend's log says why")

@@ -6,13 +6,14 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from asyncinotify import Mask
 
 from dynamo.box.collect import BoxCollector
+from dynamo.box.control import BoxControl, Outcome
 from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.protocols.control import INSTANCES, MODEL_CARDS
 from dynamo.protocols.status import (
@@ -35,36 +36,65 @@ _ALONE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class UiSource:
-    """What a page shows and does. ``collect`` and ``act`` block; the others do not.
+class UiSource(Protocol):
+    """What a page shows and does. ``collect`` and ``act`` block; ``logs`` is a directory."""
 
-    ``own`` has the figures of this frontend, for ``collect``. ``act(action, name)`` returns a
-    sentence about what happens now, or raises DynamoError. ``watch(on_change)`` calls back after
-    changes while its context lasts. ``logs`` is a directory.
-    """
-
-    own: Callable[[], FrontendStatus]
-    collect: Callable[[FrontendStatus], BoxStatus]
-    act: Callable[[str, str], str]
-    watch: Callable[[Callable[[], None]], AbstractContextManager[None]]
     logs: Path
+
+    def collect(self, own: FrontendStatus) -> BoxStatus:
+        """Return the state, in which ``own`` are the figures of this frontend."""
+
+    def act(self, action: str, name: str) -> str:
+        """Do what a button says; return what happens now. Raises DynamoError."""
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Yield how earlier actions ended, each once."""
+
+    def watch(self, on_change: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call ``on_change`` after changes while the context lasts."""
 
 
 class BoxSource:
-    """The deployment in the namespace of ``runtime``."""
+    """The deployment in the namespace of ``runtime``: a :class:`UiSource`."""
 
     def __init__(self, runtime: DistributedRuntime) -> None:
         settings = runtime.settings
         self._discovery = runtime.discovery
         self._collector = BoxCollector(settings)
+        self._control = BoxControl(settings)
         self._directory = state_path(settings)
         self._statefile = f"{settings.namespace}.json"
         self.logs = self._directory / settings.namespace / "logs"
 
     def act(self, action: str, name: str) -> str:
         """Do what a button says. Raises DynamoError. Blocks."""
-        raise InvalidArgument(f"unknown action '{shorten(action, 64)}'")
+        control = self._control
+        named = {
+            "restart": control.restart,
+            "drain": control.drain,
+            "sleep": control.sleep,
+            "wake": control.wake,
+            "load": control.load,
+            "unload": control.unload,
+        }
+        planner = {"pause_planner": control.pause_planner, "resume_planner": control.resume_planner}
+        if action in named:
+            log.info("%s %s, by the web page", action, shorten(name, 128))
+            return named[action](name)
+        if action in planner:
+            log.info("%s, by the web page", action)
+            return planner[action]()
+        known = ", ".join((*named, *planner))
+        raise InvalidArgument(f"unknown action '{shorten(action, 64)}'; there are {known}")
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Yield how actions ended."""
+        while self._control.outcomes:
+            yield self._control.outcomes.popleft()
+
+    def close(self) -> None:
+        """End the thread of the actions."""
+        self._control.close()
 
     def collect(self, own: FrontendStatus) -> BoxStatus:
         """Return the state of the deployment; without one, what ``own`` has. Blocks."""

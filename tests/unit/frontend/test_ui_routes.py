@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from dynamo.box.control import Outcome
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access import frontend_access, guard_ui_routes
 from dynamo.frontend.api.ui import UiRoutes
 from dynamo.frontend.ui import files, sampler
-from dynamo.frontend.ui.source import UiSource, with_own_figures
+from dynamo.frontend.ui.source import with_own_figures
 from dynamo.http import HttpLimits, HttpServer
 from dynamo.http.api_keys import key_line, new_key
 from dynamo.http.routes import Routes
@@ -38,16 +39,12 @@ class Page:
         self.collected = 0
         self.in_thread = False
         self.watching = 0
+        self.ended: list[Outcome] = []
         self.pressed: list[tuple[str, str]] = []
         self.tasks = Tasks("test")
-        source = UiSource(
-            own=FrontendStatus,
-            collect=self.collect,
-            act=self.act,
-            watch=self.watch,
-            logs=self.logs,
+        self.routes = UiRoutes(
+            self, FrontendStatus, self.tasks, self.settings.api_key_file is not None
         )
-        self.routes = UiRoutes(source, self.tasks, self.settings.api_key_file is not None)
         table = Routes()
         self.routes.install(table)
         guard_ui_routes(table, self.settings)
@@ -60,6 +57,10 @@ class Page:
         self.in_thread = threading.current_thread() is not threading.main_thread()
         name = f"sample{self.collected}"
         return BoxStatus(namespace=name, state="running", at_s=1.0, frontend="ready")
+
+    def outcomes(self) -> Iterator[Outcome]:
+        while self.ended:
+            yield self.ended.pop()
 
     @contextlib.contextmanager
     def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
@@ -300,8 +301,10 @@ async def test_a_button_brings_a_sample_at_once(
     monkeypatch.setattr(sampler, "_INTERVAL_S", 1e6)
     events = await page.stream("/ui/events")
     assert (await events.next())[1]["namespace"] == "sample1"
+    page.ended.append(Outcome(at_s=1.0, text="x: awake"))
     await page.ask("/ui/actions", method="POST", body=b'{"action": "wake", "name": "x"}')
     assert (await events.next())[1]["namespace"] == "sample2"
+    assert await events.next() == ("outcome", {"at_s": 1.0, "text": "x: awake", "failed": False})
     await close(events.writer)
 
 
@@ -328,7 +331,7 @@ async def test_a_slow_page_is_dropped(page: Page, monkeypatch: pytest.MonkeyPatc
     large = BoxStatus(
         namespace="x", state="running", at_s=1.0, frontend="ready", problems=("y" * 500_000,)
     )
-    object.__setattr__(page.routes.sampler._source, "collect", lambda own: large)
+    monkeypatch.setattr(page, "collect", lambda own: large)
     events = await page.stream("/ui/events")  # which reads no more
     running = page.routes.sampler._running
     assert running is not None

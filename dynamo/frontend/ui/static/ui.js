@@ -7,7 +7,7 @@ import { badge, byId, setText } from "./dom.js";
 import * as logsPane from "./logs.js";
 import * as overviewPane from "./overview.js";
 import * as requestsPane from "./requests.js";
-import { apiKey, getJson, setApiKey, Stream } from "./server.js";
+import { apiKey, getJson, setApiKey, Stream, toast } from "./server.js";
 
 const TABS = ["overview", "requests", "logs", "chat", "connect"];
 const THEMES = ["auto", "light", "dark"];
@@ -118,8 +118,8 @@ function show(status) {
   requests(status);
   logs.update(status);
   const names = [...status.models].sort(readyFirst).map((one) => one.model);
-  chat(models);
-  connect(models, about.keys);
+  chat(names);
+  connect(names, about.keys);
 }
 
 function onState(state, text) {
@@ -133,16 +133,25 @@ function onState(state, text) {
 
 // With a user's key, which may chat but not operate.
 async function showModels() {
-  const models = (await getJson("v1/models")).data.map((one) => one.id);
-  chat(names);
-  connect(names, about.keys);
+  try {
+    const names = (await getJson("v1/models")).data.map((one) => one.id);
+    chat(names);
+    connect(names, about.keys);
+  } catch {
+    // The key is wrong: the state says so already.
+  }
 }
 
 function readyFirst(one, other) {
   return (other.state === "ready") - (one.state === "ready") || one.model.localeCompare(other.model);
 }
 
-const stream = new Stream((name, data) => show(data), onState);
+function onEvent(name, data) {
+  if (name === "status") show(data);
+  else if (name === "outcome") toast(data.text, data.failed ? "failed" : "ready");
+}
+
+const stream = new Stream(onEvent, onState);
 let about = { keys: false };
 
 async function start() {
