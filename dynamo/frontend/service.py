@@ -110,9 +110,7 @@ class Frontend:
 
     def _web_page(self, routes: Routes) -> UiRoutes:
         box = BoxSource(self._runtime)
-        page = UiRoutes(
-            box, self._status.status, self._tasks, self._settings.api_key_file is not None
-        )
+        page = UiRoutes(box, self._status.status, self._tasks, self._settings)
         page.install(routes)
         guard_ui_routes(routes, self._settings)
         return page
@@ -240,6 +238,8 @@ class Frontend:
         self._requests.close()
         self._delay.stop()
         self._status.stop()
+        if self._ui is not None:
+            self._ui.close()
         await self._server.close()
         await self._tasks.close()
         await self.models.close()

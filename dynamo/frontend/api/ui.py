@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError
 from dynamo.frontend.ui.files import HEADERS, PAGE, file_paths, install_files
 from dynamo.frontend.ui.logs import LogStreams
@@ -49,13 +50,13 @@ class UiRoutes:
         source: UiSource,
         own: Callable[[], FrontendStatus],
         tasks: Tasks,
-        has_keys: bool,
+        settings: FrontendSettings,
     ) -> None:
         self.sampler = StatusSampler(source, own, tasks)
         self._logs = LogStreams(source.logs)
-        self._act = source.act
+        self._source = source
         self._tasks = tasks
-        self._about = msgspec.json.encode({"keys": has_keys})
+        self._about = msgspec.json.encode({"keys": settings.api_key_file is not None})
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
@@ -71,6 +72,11 @@ class UiRoutes:
         self.sampler.pages.end(message)
         self._logs.end(message)
 
+    def close(self) -> None:
+        """Stop, and end what buttons have begun."""
+        self.stop()
+        self._source.close()
+
     def _describe(self, exchange: Exchange) -> None:
         headers = [*HEADERS, ("cache-control", "no-store")]
         exchange.respond(200, self._about, headers=headers)
@@ -82,7 +88,7 @@ class UiRoutes:
             exchange.refuse(400, f"Failed to deserialize the JSON body: {error}")
             return
         try:
-            message = await asyncio.to_thread(self._act, asked.action, asked.name)
+            message = await asyncio.to_thread(self._source.act, asked.action, asked.name)
         except DynamoError as error:
             exchange.refuse(error.status if error.status >= 400 else 500, error.message)
             return

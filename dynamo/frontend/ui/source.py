@@ -50,6 +50,9 @@ class UiSource(Protocol):
     def outcomes(self) -> Iterator[Outcome]:
         """Yield how earlier actions ended, each once."""
 
+    def close(self) -> None:
+        """Leave actions that are not complete as they are."""
+
     def watch(self, on_change: Callable[[], None]) -> AbstractContextManager[None]:
         """Call ``on_change`` after changes while the context lasts."""
 

@@ -39,12 +39,11 @@ class Page:
         self.collected = 0
         self.in_thread = False
         self.watching = 0
+        self.closed = False
         self.ended: list[Outcome] = []
         self.pressed: list[tuple[str, str]] = []
         self.tasks = Tasks("test")
-        self.routes = UiRoutes(
-            self, FrontendStatus, self.tasks, self.settings.api_key_file is not None
-        )
+        self.routes = UiRoutes(self, FrontendStatus, self.tasks, self.settings)
         table = Routes()
         self.routes.install(table)
         guard_ui_routes(table, self.settings)
@@ -57,6 +56,9 @@ class Page:
         self.in_thread = threading.current_thread() is not threading.main_thread()
         name = f"sample{self.collected}"
         return BoxStatus(namespace=name, state="running", at_s=1.0, frontend="ready")
+
+    def close(self) -> None:
+        self.closed = True
 
     def outcomes(self) -> Iterator[Outcome]:
         while self.ended:
@@ -144,6 +146,8 @@ async def served(at: Path, settings: FrontendSettings | None = None) -> AsyncIte
     try:
         yield page
     finally:
+        page.routes.close()
+        assert page.closed
         await page.server.close(0.2)
         await page.tasks.close()
 
