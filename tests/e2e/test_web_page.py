@@ -23,8 +23,9 @@ Worker:
   model-path: {ROOT}/examples/model
   model-name: tiny
   reply: echo
-  speedup-ratio: 10
+  speedup-ratio: 1
   startup-time: 1
+  enable-sleep-mode: true
   ServiceArgs: {{workers: 2}}
 """
 TABS = ("overview", "requests", "logs", "chat", "connect")
@@ -47,6 +48,7 @@ class Site:
         )
 
     def open(self, context: BrowserContext, tab: str = "overview") -> Page:
+        self.errors.clear()
         page = context.new_page()
         page.set_default_timeout(20_000)
         page.on("console", self._on_console)
@@ -147,6 +149,19 @@ def test_logs_follow_a_service(site: Site) -> None:
     context.close()
 
 
+def test_a_worker_is_put_to_sleep_and_woken(site: Site) -> None:
+    context = site.context()
+    page = site.open(context)
+    name = f"{site.serving.namespace}_Worker_1"
+    page.click(f"button[aria-label='Sleep {name}']")
+    wait_for_state(page, site, "Worker_1", "asleep")
+    page.click(f"button[aria-label='Wake {name}']")
+    wait_for_state(page, site, "Worker_1", "ready")
+    assert page.locator(".toast.failed").count() == 0 and page.locator(".toast").count()
+    assert not site.errors
+    context.close()
+
+
 def test_a_killed_worker_is_shown_until_it_serves_again(site: Site) -> None:
     context = site.context()
     page = site.open(context)
@@ -191,4 +206,23 @@ def test_the_keyboard_reaches_everything(site: Site) -> None:
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.tagName") == "BUTTON"
     assert not site.errors
+    context.close()
+
+
+def test_a_worker_is_drained_after_a_question(site: Site) -> None:
+    """The last test: the worker does not come back."""
+    context = site.context()
+    page = site.open(context)
+    name = f"{site.serving.namespace}_Worker_1"
+    button = f"button[aria-label='Drain {name}']"
+    page.click(button)
+    page.wait_for_selector("#confirm:has-text('finishes its running requests')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#confirm", state="hidden")
+    wait_for_state(page, site, "Worker_1", "ready")
+    page.click(button)
+    page.click("#confirm-yes")
+    page.wait_for_selector(row_of(site, "Worker_1"), state="detached")
+    wait_for_state(page, site, "Worker", "ready")
+    assert page.locator(".toast.failed").count() == 0 and not site.errors
     context.close()

@@ -90,7 +90,8 @@ class UiRoutes:
         try:
             message = await asyncio.to_thread(self._source.act, asked.action, asked.name)
         except DynamoError as error:
-            exchange.refuse(error.status if error.status >= 400 else 500, error.message)
+            # Not 500: most often the state of the worker does not allow it.
+            exchange.refuse(409 if error.status == 500 else error.status, error.message)
             return
         finally:
             self.sampler.wake()
