@@ -46,7 +46,7 @@ const CHARTS = [
     ],
   },
   {
-    title: "KV cache use",
+    title: "KV use",
     format: percent,
     top: 1,
     lines: [

@@ -120,7 +120,8 @@ export function sentence(text) {
 // -- tables
 
 // `columns`: {label, class, fill(cell, row)} or {label, class, text(row)}. `key(row)` identifies a
-// row. `note(cell, row)` fills a second line and returns whether it is shown.
+// row. `note(cell, row)` fills a second line and returns whether it is shown. A column that is
+// `optional` is hidden while no row has a value in it.
 export function liveTable(table, columns, { key, empty, note }) {
   const head = make("tr", {}, ...columns.map((one) =>
     make("th", { scope: "col", class: one.class ?? "" }, one.label)));
@@ -139,6 +140,15 @@ export function liveTable(table, columns, { key, empty, note }) {
       body.append(make("tr", { class: "note", hidden: true }, entry.note));
     }
     return entry;
+  }
+
+  function hideEmptyColumns() {
+    columns.forEach((one, index) => {
+      if (!one.optional) return;
+      const cells = [...rows.values()].map((entry) => entry.cells[index]);
+      const empty = cells.every((cell) => cell.textContent === NONE);
+      for (const cell of [head.children[index], ...cells]) cell.hidden = empty;
+    });
   }
 
   return function update(items) {
@@ -163,6 +173,7 @@ export function liveTable(table, columns, { key, empty, note }) {
       rows.get(name).body.remove();
       rows.delete(name);
     }
+    hideEmptyColumns();
     blank.hidden = items.length > 0;
     if (!blank.isConnected) table.append(blank);
   };
