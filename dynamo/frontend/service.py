@@ -30,6 +30,7 @@ from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.api.route import ExplainRoutes
+from dynamo.frontend.api.tokenize import TokenizeRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
@@ -76,6 +77,7 @@ class Frontend:
         routes = Routes()
         OpenAIRoutes(self._requests, self.models, self._tasks).install(routes)
         EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
+        TokenizeRoutes(self._requests, self.models, self._tasks).install(routes)
         RelayRoutes(self._requests, self.models, self._tasks).install(routes)  # before these
         if not settings.disable_admin_api:
             ExplainRoutes(

@@ -35,7 +35,7 @@ from dynamo.protocols.openai import (
     StructuredOutputs,
 )
 
-__all__ = ["check_json", "parse_chat", "parse_completion"]
+__all__ = ["check_chat", "check_json", "parse_chat", "parse_completion"]
 
 _CHAT = msgspec.json.Decoder(StrictChatCompletionRequest)
 _CHAT_LENIENT = msgspec.json.Decoder(ChatCompletionRequest)
@@ -55,6 +55,15 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
         request = (_CHAT_LENIENT if ignore_unsupported else _CHAT).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise explain_decode_error(body, error, ChatCompletionRequest, ignore_unsupported) from None
+    check_chat(request)
+    return request
+
+
+def check_chat(request: ChatCompletionRequest) -> None:
+    """Check what the decoder cannot, also of a request that another API has made.
+
+    Raises InvalidArgument.
+    """
     if not request.messages:
         raise InvalidArgument(
             "Validation: The 'messages' field cannot be empty. At least one message is required."
@@ -74,7 +83,6 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
     if request.tool_choice is not None or request.function_call is not None:
         check_tool_choice(request)
     _check_common(request, request.max_completion_tokens or request.max_tokens)
-    return request
 
 
 def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> CompletionRequest:
