@@ -1,8 +1,8 @@
 """The routes of relayed models: their workers take whole HTTP requests, or whole OpenAI bodies.
 
 ``RelayRoutes.install`` puts itself in front of the POST routes under /v1/ that exist by then, and
-of /tokenize and /detokenize. It takes GET, POST and DELETE of all paths under /v1/ without a route. So
-one place decides, by the model, how a request is served. While no relayed model is known, this
+of /tokenize and /detokenize. It takes GET, POST and DELETE of all paths under /v1/ without a route.
+So one place decides, by the model, how a request is served. While no relayed model is known, this
 costs a request one call.
 """
 
