@@ -1,0 +1,132 @@
+"""Bodies of Anthropic's Messages API to chat requests. Pure; errors name field, value and remedy."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.prompt.anthropic_blocks import chat_messages, chat_tools, system_message
+from dynamo.frontend.prompt.bounds import MAX_MESSAGES, MAX_TOOLS
+from dynamo.frontend.prompt.decode_errors import decoder_text
+from dynamo.frontend.prompt.validation import check_chat, check_json
+from dynamo.protocols.anthropic import (
+    MessagesBody,
+    MessagesChatRequest,
+    PromptBody,
+    StrictMessagesBody,
+    StrictPromptBody,
+    ToolChoice,
+)
+from dynamo.protocols.openai import NvExt
+
+__all__ = ["parse_count", "parse_messages"]
+
+Body = TypeVar("Body", bound=PromptBody)
+
+_MESSAGES = msgspec.json.Decoder(StrictMessagesBody)
+_MESSAGES_LENIENT = msgspec.json.Decoder(MessagesBody)
+_COUNT = msgspec.json.Decoder(StrictPromptBody)
+_COUNT_LENIENT = msgspec.json.Decoder(PromptBody)
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Chat templates know low, medium and high."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NAMED = 8
+
+
+def parse_messages(body: bytes, *, ignore_unsupported: bool = False) -> MessagesChatRequest:
+    """Decode a body of /v1/messages. Raises InvalidArgument. O(bytes)."""
+    decoder = _MESSAGES_LENIENT if ignore_unsupported else _MESSAGES
+    given: MessagesBody = _decoded(body, decoder, not ignore_unsupported)
+    request = _chat_request(given)
+    request.token_limit = given.max_tokens
+    request.stream = given.stream
+    request.stop = given.stop_sequences or None
+    request.temperature, request.top_p = given.temperature, given.top_p
+    request.top_k = given.top_k
+    request.nvext = given.nvext
+    if given.output_config is not None and given.output_config.format is not None:
+        schema = {"name": "output", "schema": given.output_config.format.schema}
+        request.response_format = {"type": "json_schema", "json_schema": schema}
+    if given.thinking is not None:
+        request.hides_thinking = given.thinking.display == "omitted"
+        budget = given.thinking.budget_tokens
+        if budget is not None and request.nvext is None:
+            request.nvext = NvExt(max_thinking_tokens=budget)
+        elif budget is not None and request.nvext.max_thinking_tokens is None:
+            request.nvext.max_thinking_tokens = budget
+    check_chat(request)
+    return request
+
+
+def parse_count(body: bytes, *, ignore_unsupported: bool = False) -> MessagesChatRequest:
+    """Decode a body of /v1/messages/count_tokens; as :func:`parse_messages`."""
+    decoder = _COUNT_LENIENT if ignore_unsupported else _COUNT
+    request = _chat_request(_decoded(body, decoder, not ignore_unsupported))
+    check_chat(request)
+    return request
+
+
+def _decoded(body: bytes, decoder: msgspec.json.Decoder[Body], strict: bool) -> Body:
+    check_json(body)
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _explained(body, error, decoder.type if strict else None) from None
+
+
+def _explained(body: bytes, error: Exception, kind: Any) -> InvalidArgument:
+    """The error for the client: what is wrong with ``body``; all fields that no ``kind`` has."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as syntax:
+        return InvalidArgument(f"The body is not valid JSON: {syntax}")
+    if not isinstance(raw, dict):
+        return InvalidArgument(f"The body must be a JSON object, got `{type(raw).__name__}`")
+    unknown = [] if kind is None else sorted(raw.keys() - set(kind.__struct_fields__))
+    if unknown:
+        names = ", ".join(f"`{shorten(name)}`" for name in unknown[:_NAMED])
+        return InvalidArgument(f"{names}: not supported by this server; leave it out")
+    return InvalidArgument(decoder_text(error))
+
+
+def _chat_request(given: PromptBody) -> MessagesChatRequest:
+    """The part of the request that makes the prompt."""
+    if not given.messages:
+        raise InvalidArgument("messages: at least one message is required")
+    for name, values, limit in (
+        ("messages", given.messages, MAX_MESSAGES),
+        ("tools", given.tools or (), MAX_TOOLS),
+    ):
+        if len(values) > limit:
+            raise InvalidArgument(f"{name}: at most {limit} entries, got {len(values)}")
+    messages = chat_messages(given.messages)
+    first = system_message(given.system)
+    if first is not None:
+        messages.insert(0, first)
+    request = MessagesChatRequest(model=given.model, messages=messages)
+    if messages[-1]["role"] == "assistant":  # the answer goes on from this text
+        request.continue_final_message, request.add_generation_prompt = True, False
+    if given.tools:
+        request.tools = chat_tools(given.tools)
+    if given.tool_choice is not None:
+        _choose_tool(request, given.tool_choice)
+    variables = {} if given.chat_template_kwargs is None else dict(given.chat_template_kwargs)
+    if given.thinking is not None and given.thinking.type != "adaptive":
+        variables.setdefault("enable_thinking", given.thinking.type == "enabled")
+    request.chat_template_kwargs = variables or None
+    effort = None if given.output_config is None else given.output_config.effort
+    request.reasoning_effort = None if effort is None else _EFFORTS.get(effort, effort)
+    return request
+
+
+def _choose_tool(request: MessagesChatRequest, choice: ToolChoice) -> None:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise InvalidArgument("tool_choice.name: required for the type `tool`")
+        request.tool_choice = {"type": "function", "function": {"name": choice.name}}
+    elif choice.type != "auto":
+        request.tool_choice = _CHOICES[choice.type]
+    if choice.disable_parallel_tool_use:
+        request.parallel_tool_calls = False
