@@ -55,14 +55,13 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
         request = (_CHAT_LENIENT if ignore_unsupported else _CHAT).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise explain_decode_error(body, error, ChatCompletionRequest, ignore_unsupported) from None
-    check_chat(request)
-    return request
+    return check_chat(request)
 
 
-def check_chat(request: ChatCompletionRequest) -> None:
-    """Check what the decoder cannot, also of a request that another API has made.
+def check_chat(request: ChatCompletionRequest) -> ChatCompletionRequest:
+    """Check what the decoder cannot, also of a request made from the body of another API.
 
-    Raises InvalidArgument.
+    Return the request. Raises InvalidArgument.
     """
     if not request.messages:
         raise InvalidArgument(
@@ -83,6 +82,7 @@ def check_chat(request: ChatCompletionRequest) -> None:
     if request.tool_choice is not None or request.function_call is not None:
         check_tool_choice(request)
     _check_common(request, request.max_completion_tokens or request.max_tokens)
+    return request
 
 
 def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> CompletionRequest:
