@@ -24,10 +24,12 @@ from dynamo.frontend.access import (
     show_key_requests,
     warn_if_exposed,
 )
+from dynamo.frontend.api.anthropic import MessagesRoutes, messages_error_body
 from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.api.tokenize import TokenizeRoutes
@@ -75,7 +77,10 @@ class Frontend:
         self.models = Models(runtime, settings, router, metrics, self._tasks)
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         routes = Routes()
-        OpenAIRoutes(self._requests, self.models, self._tasks).install(routes)
+        openai = OpenAIRoutes(self._requests, self.models, self._tasks)
+        openai.install(routes)
+        counts = PromptCountRoutes(self._requests, self.models, self._tasks)
+        MessagesRoutes(self._requests, openai, counts).install(routes)
         EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
         TokenizeRoutes(self._requests, self.models, self._tasks).install(routes)
         RelayRoutes(self._requests, self.models, self._tasks).install(routes)  # before these
@@ -89,6 +94,7 @@ class Frontend:
         self.models.on_demand.again = routes
         self._requests.hold = partial(self.models.hold, self._requests)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)
+        self._server.error_bodies = messages_error_body
         if access is not None and access.keys is not None:
             show_key_requests(metrics, access.keys)
         metrics.http_connections.function = lambda: self._server.connections

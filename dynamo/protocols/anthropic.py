@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from dynamo.protocols.openai import MAX_TOKENS_LIMIT, ChatCompletionRequest, NvExt
+from dynamo.protocols.openai import MAX_TOKENS_LIMIT, ChatCompletionRequest
 
 __all__ = [
     "JsonOutput",
@@ -86,7 +86,6 @@ class MessagesBody(PromptBody, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    nvext: NvExt | None = None
     container: None = None
 
     anthropic_beta: list[str] | None = None

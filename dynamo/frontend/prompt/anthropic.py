@@ -1,8 +1,8 @@
-"""Bodies of Anthropic's Messages API to chat requests. Pure; errors name field, value and remedy."""
+"""Bodies of Anthropic's Messages API to chat requests. Pure; errors name field and remedy."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -25,10 +25,6 @@ __all__ = ["parse_count", "parse_messages"]
 
 Body = TypeVar("Body", bound=PromptBody)
 
-_MESSAGES = msgspec.json.Decoder(StrictMessagesBody)
-_MESSAGES_LENIENT = msgspec.json.Decoder(MessagesBody)
-_COUNT = msgspec.json.Decoder(StrictPromptBody)
-_COUNT_LENIENT = msgspec.json.Decoder(PromptBody)
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Chat templates know low, medium and high."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -37,55 +33,52 @@ _NAMED = 8
 
 def parse_messages(body: bytes, *, ignore_unsupported: bool = False) -> MessagesChatRequest:
     """Decode a body of /v1/messages. Raises InvalidArgument. O(bytes)."""
-    decoder = _MESSAGES_LENIENT if ignore_unsupported else _MESSAGES
-    given: MessagesBody = _decoded(body, decoder, not ignore_unsupported)
+    kind = MessagesBody if ignore_unsupported else StrictMessagesBody
+    given = _decoded(body, kind)
     request = _chat_request(given)
     request.token_limit = given.max_tokens
     request.stream = given.stream
     request.stop = given.stop_sequences or None
     request.temperature, request.top_p = given.temperature, given.top_p
     request.top_k = given.top_k
-    request.nvext = given.nvext
     if given.output_config is not None and given.output_config.format is not None:
         schema = {"name": "output", "schema": given.output_config.format.schema}
         request.response_format = {"type": "json_schema", "json_schema": schema}
     if given.thinking is not None:
         request.hides_thinking = given.thinking.display == "omitted"
         budget = given.thinking.budget_tokens
-        if budget is not None and request.nvext is None:
+        if budget is not None:
             request.nvext = NvExt(max_thinking_tokens=budget)
-        elif budget is not None and request.nvext.max_thinking_tokens is None:
-            request.nvext.max_thinking_tokens = budget
     check_chat(request)
     return request
 
 
 def parse_count(body: bytes, *, ignore_unsupported: bool = False) -> MessagesChatRequest:
     """Decode a body of /v1/messages/count_tokens; as :func:`parse_messages`."""
-    decoder = _COUNT_LENIENT if ignore_unsupported else _COUNT
-    request = _chat_request(_decoded(body, decoder, not ignore_unsupported))
+    kind = PromptBody if ignore_unsupported else StrictPromptBody
+    request = _chat_request(_decoded(body, kind))
     check_chat(request)
     return request
 
 
-def _decoded(body: bytes, decoder: msgspec.json.Decoder[Body], strict: bool) -> Body:
+def _decoded(body: bytes, kind: type[Body]) -> Body:
     check_json(body)
     try:
-        return decoder.decode(body)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _explained(body, error, decoder.type if strict else None) from None
+        raise _explained(body, error, kind) from None
 
 
-def _explained(body: bytes, error: Exception, kind: Any) -> InvalidArgument:
-    """The error for the client: what is wrong with ``body``; all fields that no ``kind`` has."""
+def _explained(body: bytes, error: Exception, kind: type[PromptBody]) -> InvalidArgument:
+    """The error for the client: what is wrong with ``body``, which is no ``kind``."""
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as syntax:
         return InvalidArgument(f"The body is not valid JSON: {syntax}")
     if not isinstance(raw, dict):
         return InvalidArgument(f"The body must be a JSON object, got `{type(raw).__name__}`")
-    unknown = [] if kind is None else sorted(raw.keys() - set(kind.__struct_fields__))
-    if unknown:
+    unknown = sorted(raw.keys() - set(kind.__struct_fields__))
+    if unknown and kind.__struct_config__.forbid_unknown_fields:
         names = ", ".join(f"`{shorten(name)}`" for name in unknown[:_NAMED])
         return InvalidArgument(f"{names}: not supported by this server; leave it out")
     return InvalidArgument(decoder_text(error))

@@ -16,6 +16,7 @@ from dynamo.frontend.requests.errors import (
     ErrorShape,
     error_response,
     explained,
+    id_headers,
     labels,
     with_retry,
 )
@@ -143,8 +144,8 @@ class RequestRegistry:
             exchange.end(shape.event(shown))
             return
         echoed = exchange.headers.get("x-request-id")
-        headers = () if echoed is None else (("x-request-id", echoed),)
-        status, body = error_response(shown, self.overload_status, shape)
+        headers = id_headers(shape, echoed)
+        status, body = error_response(shown, self.overload_status, shape, echoed)
         exchange.respond(status, body, headers=with_retry(error, headers))
 
     def abandoned(self, endpoint: str, model: str, streams: bool) -> None:

@@ -26,6 +26,7 @@ from dynamo.frontend.requests.errors import (
     SlowClient,
     error_response,
     explained,
+    id_headers,
     labels,
     with_retry,
 )
@@ -116,7 +117,9 @@ class ActiveRequest:
         self.detokenize_s = 0.0
         self.worker_id_field: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
         echoed = info.echoed_id
-        self._headers = () if echoed is None else (("x-request-id", echoed),)
+        self._headers: Sequence[tuple[str, str]] = ()
+        if echoed is not None:
+            self._headers = id_headers(shared.error_shapes.get(info.endpoint), echoed)
         self._shared = shared
         self._started = False  # the streamed response has begun
         self._output_deferred = False
@@ -259,7 +262,9 @@ class ActiveRequest:
         elif self.exchange.started:  # with comments, before it reached the model
             self.exchange.end(shape.event(error))
         else:
-            status, body = error_response(error, self._shared.overload_status, shape)
+            status, body = error_response(
+                error, self._shared.overload_status, shape, self.info.echoed_id
+            )
             self.exchange.respond(status, body, headers=with_retry(error, self._headers))
         self._close(found)
 
