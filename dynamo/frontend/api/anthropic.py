@@ -20,7 +20,7 @@ from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
 from dynamo.protocols.anthropic import MessagesChatRequest
 
-__all__ = ["MessagesRoutes", "messages_error_body"]
+__all__ = ["MessagesRoutes", "messages_error_body", "prepare_message"]
 
 _PATH = "/v1/messages"
 _COUNT_PATH = f"{_PATH}/count_tokens"
@@ -53,7 +53,8 @@ def _limit(prepared: Prepared, request: MessagesChatRequest) -> Prepared:
     return prepared
 
 
-def _prepare(preprocessor: Preprocessor, request: MessagesChatRequest) -> Prepared:
+def prepare_message(preprocessor: Preprocessor, request: MessagesChatRequest) -> Prepared:
+    """Prepare a request; the answer may fill the context. Raises InvalidArgument."""
     return _limit(preprocessor.chat(request), request)
 
 
@@ -77,7 +78,7 @@ _RELAYED_ERRORS = ErrorShape(_body, _event)
 _ERRORS = ErrorShape(_body, _event, "request-id", _add_id)
 _MESSAGES = GenerationApi.of_chat(
     "anthropic_messages", "msg_", parse_messages, MessagesStream
-)._replace(prepare=_prepare, prepare_off_loop=_prepare_off_loop, errors=_ERRORS)
+)._replace(prepare=prepare_message, prepare_off_loop=_prepare_off_loop, errors=_ERRORS)
 _COUNT_TOKENS = _MESSAGES._replace(
     endpoint="anthropic_count_tokens", parse=parse_count, prepare_off_loop=_count
 )

@@ -35,6 +35,8 @@ def parse_messages(body: bytes, *, ignore_unsupported: bool = False) -> Messages
     """Decode a body of /v1/messages. Raises InvalidArgument. O(bytes)."""
     kind = MessagesBody if ignore_unsupported else StrictMessagesBody
     given = _decoded(body, kind)
+    if given.thread:
+        raise InvalidArgument("thread: must be false, nothing is stored; send all messages")
     request = _chat_request(given)
     request.token_limit = given.max_tokens
     request.stream = given.stream
