@@ -87,7 +87,7 @@ class MessagesBody(PromptBody, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     container: None = None
-    thread: bool | None = None
+    thread: Any = None
 
     anthropic_beta: list[str] | None = None
     anthropic_version: str | None = None

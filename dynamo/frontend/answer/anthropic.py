@@ -13,6 +13,7 @@ from dynamo.errors import DynamoError, Overloaded
 from dynamo.frontend.answer.events import EventStream, named_event
 from dynamo.frontend.answer.parsers.message import AnswerDelta, ToolCallPart
 from dynamo.frontend.answer.sse import public_message
+from dynamo.frontend.prompt.anthropic import ThreadUnsupported
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.anthropic import MessagesChatRequest
@@ -47,7 +48,11 @@ def error_object(status: int, error: DynamoError) -> dict[str, Any]:
     if isinstance(error, Overloaded):
         return _error("overloaded_error", public_message(error))
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return _error(kind, public_message(error))
+    found = _error(kind, public_message(error))
+    if isinstance(error, ThreadUnsupported):
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        found["error"]["details"] = details
+    return found
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:

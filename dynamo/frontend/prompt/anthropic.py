@@ -21,7 +21,7 @@ from dynamo.protocols.anthropic import (
 )
 from dynamo.protocols.openai import NvExt
 
-__all__ = ["parse_count", "parse_messages"]
+__all__ = ["ThreadUnsupported", "parse_count", "parse_messages"]
 
 Body = TypeVar("Body", bound=PromptBody)
 
@@ -31,12 +31,18 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMED = 8
 
 
+class ThreadUnsupported(InvalidArgument):
+    """The client wants its messages to be stored. Anthropic's clients then send all of them."""
+
+    code = "thread_unsupported"
+
+
 def parse_messages(body: bytes, *, ignore_unsupported: bool = False) -> MessagesChatRequest:
     """Decode a body of /v1/messages. Raises InvalidArgument. O(bytes)."""
     kind = MessagesBody if ignore_unsupported else StrictMessagesBody
     given = _decoded(body, kind)
-    if given.thread:
-        raise InvalidArgument("thread: must be false, nothing is stored; send all messages")
+    if given.thread not in (None, False):
+        raise ThreadUnsupported("thread: nothing is stored; send all messages")
     request = _chat_request(given)
     request.token_limit = given.max_tokens
     request.stream = given.stream

@@ -180,7 +180,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"betting": 1, "alarm": 2}, "`alarm`, `betting`: not supported by this server"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ({"container": "c"}, "container: expected `null`"),
-    ({"thread": True}, "thread: must be false"),
+    ({"thread": {"type": "create"}}, "thread: nothing is stored"),
     ({"messages": []}, "messages: at least one message"),
     ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role: must be one of user"),
     ({"messages": [{**USER, "name": "x"}]}, r"messages\[0\]: `name` not supported"),
