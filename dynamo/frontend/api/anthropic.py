@@ -72,8 +72,6 @@ async def _count(
     return Prepared([], [], 1, len(ids))
 
 
-_RELAYED_LABELS = ("messages", "messages_count_tokens")
-"""Endpoints of refused requests for models of other servers."""
 _RELAYED_ERRORS = ErrorShape(_body, _event)
 _ERRORS = ErrorShape(_body, _event, "request-id", _add_id)
 _MESSAGES = GenerationApi.of_chat(
@@ -97,15 +95,16 @@ class MessagesRoutes:
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
         count = self._counts.route(_COUNT_TOKENS, lambda tokens: {"input_tokens": tokens})
-        for label in _RELAYED_LABELS:
-            self._shapes[label] = _RELAYED_ERRORS
+        for path in (_PATH, _COUNT_PATH):  # of models of other servers
+            self._shapes[path] = _RELAYED_ERRORS
         routes.post(_PATH, _identified(self._openai.route(_MESSAGES)))
         routes.post(_COUNT_PATH, _identified(count))
 
 
 def _identified(route: Route) -> Route:
     def serve(exchange: Exchange) -> None:
-        exchange.headers.setdefault("x-request-id", new_request_id())
+        if "x-request-id" not in exchange.headers:  # a copy: equal heads share their headers
+            exchange.headers = {**exchange.headers, "x-request-id": new_request_id()}
         route(exchange)
 
     return serve

@@ -20,7 +20,6 @@ from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import (
-    DYNAMO_ERRORS,
     ErrorShape,
     Labels,
     SlowClient,
@@ -58,6 +57,9 @@ class Shared(Protocol):
     overload_status: int
     held_limit_bytes: int
     error_shapes: dict[str, ErrorShape]
+
+    def error_shape(self, endpoint: str, exchange: Exchange) -> ErrorShape:
+        """The shape of the errors of a request."""
 
     def add(self, request: ActiveRequest) -> str:
         """Register a request that begins; return its id for the engine."""
@@ -254,7 +256,7 @@ class ActiveRequest:
         if found.error_type == "internal":
             log.error("request %s failed: %s", self.info.request_id, error)
         error = explained(error, self.model.name)
-        shape = self._shared.error_shapes.get(self.info.endpoint, DYNAMO_ERRORS)
+        shape = self._shared.error_shape(self.info.endpoint, self.exchange)
         if isinstance(error, SlowClient):
             self.exchange.abort()
         elif self._started:
