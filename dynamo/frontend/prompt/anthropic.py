@@ -29,10 +29,12 @@ _EFFORTS = {"xhigh": "high", "max": "high"}
 """Chat templates know low, medium and high."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMED = 8
+_THINKING = ("enable_thinking", "thinking")
+"""What chat templates call it: those of Qwen and GLM, those of DeepSeek and Granite."""
 
 
 class ThreadUnsupported(InvalidArgument):
-    """The client wants its messages to be stored. Anthropic's clients then send all of them."""
+    """The request refers to stored messages. Anthropic's clients then send all of them."""
 
     code = "thread_unsupported"
 
@@ -115,7 +117,8 @@ def _chat_request(given: PromptBody) -> MessagesChatRequest:
         _choose_tool(request, given.tool_choice)
     variables = {} if given.chat_template_kwargs is None else dict(given.chat_template_kwargs)
     if given.thinking is not None and given.thinking.type != "adaptive":
-        variables.setdefault("enable_thinking", given.thinking.type == "enabled")
+        for name in _THINKING:
+            variables.setdefault(name, given.thinking.type == "enabled")
     request.chat_template_kwargs = variables or None
     effort = None if given.output_config is None else given.output_config.effort
     request.reasoning_effort = None if effort is None else _EFFORTS.get(effort, effort)

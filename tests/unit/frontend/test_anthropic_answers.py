@@ -154,7 +154,7 @@ def test_a_model_without_parsers() -> None:
 
 
 def test_thinking_may_be_left_out() -> None:
-    hidden = {"thinking": {"type": "adaptive", "display": "omitted"}}
+    hidden: Any = {"thinking": {"type": "adaptive", "display": "omitted"}}
     expected = [{"type": "thinking", "thinking": "", "signature": "dynamo"}, *BLOCKS[1:]]
     assert plain(body(TEXT, **hidden)) == expected
     stream = begin(stream=True, **hidden)

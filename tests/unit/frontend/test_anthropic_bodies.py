@@ -144,13 +144,17 @@ def test_tools() -> None:
 
 def test_thinking() -> None:
     on = parse(thinking={"type": "enabled", "budget_tokens": 2048, "display": "omitted"})
-    assert on.chat_template_kwargs == {"enable_thinking": True} and on.hides_thinking
+    assert on.chat_template_kwargs == {"enable_thinking": True, "thinking": True}
+    assert on.hides_thinking
     assert on.nvext is not None and on.nvext.max_thinking_tokens == 2048
     off = parse(thinking={"type": "disabled"})
-    assert off.chat_template_kwargs == {"enable_thinking": False} and off.nvext is None
+    assert (
+        off.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
+        and off.nvext is None
+    )
     free = parse(thinking={"type": "adaptive"}, output_config={"effort": "max"})
     assert free.chat_template_kwargs is None and free.reasoning_effort == "high"
-    given = {"enable_thinking": False, "x": 1}
+    given = {"enable_thinking": False, "thinking": False, "x": 1}
     own = parse(thinking={"type": "enabled"}, chat_template_kwargs=given)
     assert own.chat_template_kwargs == given
 
