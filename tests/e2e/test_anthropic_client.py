@@ -150,6 +150,14 @@ def test_options(client: anthropic.Anthropic) -> None:
     assert forced.stop_reason == "end_turn"
 
 
+def test_a_long_message(client: anthropic.Anthropic) -> None:
+    long: Any = [{"role": "user", "content": "word " * 60_000}]  # prepared in a thread
+    answer = client.messages.create(model="tiny", messages=long, max_tokens=2)
+    usage = answer.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) > 60_000
+    assert usage.output_tokens == 2
+
+
 def test_cached_tokens(client: anthropic.Anthropic) -> None:
     long: Any = [{"role": "user", "content": "The same long prompt, many times. " * 40}]
     first, again = (
