@@ -28,12 +28,15 @@ from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.api.relay import RelayRoutes
+from dynamo.frontend.api.responses import ResponseRoutes
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.requests.response_store import ResponseStore
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.limits import allow_open_files
 from dynamo.http.routes import Routes
@@ -74,9 +77,14 @@ class Frontend:
         self.models = Models(runtime, settings, router, metrics, self._tasks)
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         routes = Routes()
-        OpenAIRoutes(self._requests, self.models, self._tasks).install(routes)
+        openai = OpenAIRoutes(self._requests, self.models, self._tasks)
+        openai.install(routes)
         EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
-        RelayRoutes(self._requests, self.models, self._tasks).install(routes)  # before these
+        counts = PromptCountRoutes(self._requests, self.models, self._tasks)
+        relay = RelayRoutes(self._requests, self.models, self._tasks)
+        store = ResponseStore(settings.responses_store_mb * _MIB)
+        ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
+        relay.install(routes)  # before all these
         if not settings.disable_admin_api:
             ExplainRoutes(
                 self.models, self._tasks, self._requests.overload_status, self._requests.off_loop

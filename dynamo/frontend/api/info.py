@@ -17,6 +17,7 @@ from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
+from dynamo.protocols.responses import ResponsesRequest
 from dynamo.runtime.availability import Outage
 
 __all__ = ["InfoRoutes"]
@@ -131,13 +132,15 @@ def _openapi(routes: Routes) -> dict[str, Any]:
     bodies = {
         "/v1/chat/completions": ChatCompletionRequest,
         "/v1/completions": CompletionRequest,
+        "/v1/responses": ResponsesRequest,
     }
     _, schemas = msgspec.json.schema_components(
         bodies.values(), ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {}
     for path, methods in routes.paths():
-        shown = path + "{model}" if path.endswith("/") else path
+        name = "model" if path == _MODELS else "response_id"
+        shown = f"{path}{{{name}}}" if path.endswith("/") else path
         for method in methods:
             if method == "HEAD":
                 continue
@@ -147,7 +150,7 @@ def _openapi(routes: Routes) -> dict[str, Any]:
                 content = {"application/json": {"schema": schema}}
                 operation["requestBody"] = {"required": True, "content": content}
             if path.endswith("/"):
-                parameter = {"name": "model", "in": "path", "required": True}
+                parameter = {"name": name, "in": "path", "required": True}
                 operation["parameters"] = [{**parameter, "schema": {"type": "string"}}]
             paths.setdefault(shown, {})[method.lower()] = operation
     return {

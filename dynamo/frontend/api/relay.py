@@ -77,7 +77,7 @@ class RelayRoutes:
     def install(self, routes: Routes) -> None:
         """Take the POST routes under /v1/ installed so far, and all paths without a route."""
         routes.wrap_posts(_PREFIX, self._before)
-        routes.rest(_PREFIX, ("GET", "POST", "DELETE"), self._serve_rest)
+        routes.rest(_PREFIX, ("GET", "POST", "DELETE"), self.serve_rest)
 
     def _before(self, route: Route) -> Route:
         models, serve = self._models, self._serve
@@ -90,7 +90,12 @@ class RelayRoutes:
 
         return choose
 
-    def _serve_rest(self, exchange: Exchange) -> None:
+    def has_route(self, exchange: Exchange) -> bool:
+        """Whether a relayed model has the method and path of the request."""
+        models = self._models
+        return models.relays and bool(models_with_route(models.entries(), exchange))
+
+    def serve_rest(self, exchange: Exchange) -> None:
         """Relay a request to a path that only other servers have."""
         found = models_with_route(self._models.entries(), exchange) if self._models.relays else []
         if found:
