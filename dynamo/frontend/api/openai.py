@@ -120,7 +120,7 @@ class OpenAIRoutes:
                 entry = await models.find_loaded(model, api.model_type)
                 exchange.body = b""
                 if exchange.gone:
-                    registry.abandoned(api.endpoint, model, bool(parsed.stream))
+                    registry.abandoned(exchange, api.endpoint, model, bool(parsed.stream))
                     return
                 if api.complete is not None:
                     api.complete(parsed, exchange)

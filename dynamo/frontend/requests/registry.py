@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings
@@ -138,6 +139,7 @@ class RequestRegistry:
         found = labels(error)
         self.metrics.failures[found.failure_class, found.reason].value += 1
         self.metrics.outcomes(model).failed(endpoint, request_type, found.error_type)
+        self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
         shown, shape = explained(error, model), self.error_shapes.get(endpoint, DYNAMO_ERRORS)
         if exchange.started:  # with comments, while it waited
             exchange.end(shape.event(shown))
@@ -147,13 +149,14 @@ class RequestRegistry:
         status, body = error_response(shown, self.overload_status, shape)
         exchange.respond(status, body, headers=with_retry(error, headers))
 
-    def abandoned(self, endpoint: str, model: str, streams: bool) -> None:
+    def abandoned(self, exchange: Exchange, endpoint: str, model: str, streams: bool) -> None:
         """Count a request whose client has disconnected while its body was parsed in a thread."""
         found = labels(Cancelled())
         self.metrics.disconnected.value += 1
         self.metrics.failures[found.failure_class, found.reason].value += 1
         kind = "stream" if streams else "unary"
         self.metrics.outcomes(model).failed(endpoint, kind, found.error_type)
+        self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
 
     # -- active requests
 
@@ -179,6 +182,23 @@ class RequestRegistry:
         self.admitted -= 1
         if not self.admitted and self._drained is not None:
             self._drained.set()
+
+    def open_tokens(self) -> Counter[str]:
+        """Return the output tokens of the active requests so far, by model. O(requests)."""
+        found: Counter[str] = Counter()
+        for request in self._active:
+            for one in request.engine_requests:
+                found[request.model.name] += one.tokens
+        return found
+
+    def in_flight_by_worker(self) -> Counter[int]:
+        """Return the engine requests that each worker has now. O(requests)."""
+        return Counter(
+            one.decision.worker_id
+            for request in self._active
+            for one in request.engine_requests
+            if one.decision is not None
+        )
 
     def fail_all(self, error: DynamoError) -> None:
         """End every request with ``error``: the drain timeout has passed."""

@@ -318,6 +318,6 @@ class ActiveRequest:
         if metrics.accepted and metrics.engine_requests:
             usage = self.generation.final_usage or self.generation.usage()
             output = RequestOutput(usage, engine_requests, self.detokenize_s)
-        metrics.ended(failure, output)
+        metrics.ended(failure, output, self.info, engine_requests)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector
         self._shared.remove(self)
