@@ -189,6 +189,14 @@ class FrontendSettings:
         env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
         help="accept unknown request fields instead of rejecting them",
     )
+    responses_store_mb: int = option(
+        64,
+        "--responses-store-mb",
+        env="DYN_RESPONSES_STORE_MB",
+        minimum=0,
+        help="memory for stored responses (previous_response_id of /v1/responses) in MiB; the "
+        "least recently used are dropped; 0 stores none",
+    )
     disable_nvext: bool = option(
         False, env="DYN_DISABLE_FRONTEND_NVEXT", help="drop nvext from requests"
     )

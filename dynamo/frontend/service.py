@@ -32,6 +32,7 @@ from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.api.recent import RecentRoutes
 from dynamo.frontend.api.relay import RelayRoutes
+from dynamo.frontend.api.responses import ResponseRoutes
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.api.status import StatusRoutes
 from dynamo.frontend.api.tokenize import TokenizeRoutes
@@ -39,6 +40,7 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.requests.response_store import ResponseStore
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.limits import allow_open_files
 from dynamo.http.routes import Routes
@@ -82,11 +84,14 @@ class Frontend:
         routes = Routes()
         openai = OpenAIRoutes(self._requests, self.models, self._tasks)
         openai.install(routes)
-        counts = PromptCountRoutes(self._requests, self.models, self._tasks)
-        MessagesRoutes(self._requests, openai, counts).install(routes)
         EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
         TokenizeRoutes(self._requests, self.models, self._tasks).install(routes)
-        RelayRoutes(self._requests, self.models, self._tasks).install(routes)  # before these
+        counts = PromptCountRoutes(self._requests, self.models, self._tasks)
+        MessagesRoutes(self._requests, openai, counts).install(routes)
+        relay = RelayRoutes(self._requests, self.models, self._tasks)
+        store = ResponseStore(settings.responses_store_mb * _MIB)
+        ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
+        relay.install(routes)  # before all these
         if not settings.disable_admin_api:
             ExplainRoutes(
                 self.models, self._tasks, self._requests.overload_status, self._requests.off_loop

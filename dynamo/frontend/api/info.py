@@ -20,6 +20,7 @@ from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
+from dynamo.protocols.responses import ResponsesRequest
 from dynamo.runtime.availability import Outage
 
 __all__ = ["InfoRoutes"]
@@ -28,7 +29,7 @@ _MODELS = "/v1/models/"
 _VERSION = "anthropic-version"
 """A header of Anthropic's clients, whose lists of models have another form than OpenAI's."""
 
-_PARAMETERS = {_MODELS: "model", "/v1/requests/": "request_id"}
+_PARAMETERS = {_MODELS: "model", "/v1/requests/": "request_id", "/v1/responses/": "response_id"}
 """The name of the rest of a path, in ``/openapi.json``."""
 _LIVE = orjson.dumps({"status": "live", "message": "Service is live"})
 
@@ -156,6 +157,7 @@ def _openapi(routes: Routes) -> dict[str, Any]:
     bodies = {
         "/v1/chat/completions": ChatCompletionRequest,
         "/v1/completions": CompletionRequest,
+        "/v1/responses": ResponsesRequest,
     }
     _, schemas = msgspec.json.schema_components(
         bodies.values(), ref_template="#/components/schemas/{name}"

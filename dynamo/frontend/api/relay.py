@@ -80,7 +80,7 @@ class RelayRoutes:
         """Take the POST routes of models installed so far, and paths of /v1/ without a route."""
         for prefix in _POSTS:
             routes.wrap_posts(prefix, self._before)
-        routes.rest(_PREFIX, ("GET", "POST", "DELETE"), self._serve_rest)
+        routes.rest(_PREFIX, ("GET", "POST", "DELETE"), self.serve_rest)
 
     def _before(self, route: Route) -> Route:
         models, serve = self._models, self._serve
@@ -93,7 +93,12 @@ class RelayRoutes:
 
         return choose
 
-    def _serve_rest(self, exchange: Exchange) -> None:
+    def has_route(self, exchange: Exchange) -> bool:
+        """Whether a relayed model has the method and path of the request."""
+        models = self._models
+        return models.relays and bool(models_with_route(models.entries(), exchange))
+
+    def serve_rest(self, exchange: Exchange) -> None:
         """Relay a request to a path that only other servers have, or let it wait for the first
         worker of its model."""
         models = self._models
