@@ -12,7 +12,7 @@ import orjson
 from dynamo.errors import DynamoError, Overloaded
 from dynamo.frontend.answer.events import EventStream, named_event
 from dynamo.frontend.answer.parsers.message import AnswerDelta, ToolCallPart
-from dynamo.frontend.answer.sse import public_message
+from dynamo.frontend.answer.sse import json_bytes, public_message
 from dynamo.frontend.prompt.anthropic import ThreadUnsupported
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.prompt.tokenizer import Tokenizer
@@ -34,6 +34,11 @@ _ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+_TEXT_HEAD = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+    b'"delta":{"type":"%b_delta","%b":'
+)
+_TEXT_END = b"}}\n\n"
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 
 
@@ -60,7 +65,8 @@ def _error(kind: str, message: str) -> dict[str, Any]:
 
 
 class MessagesStream(EventStream):
-    """One message. ``_block`` is the type of the open block, ``_index`` its number."""
+    """One message. ``_block`` is the type of the open block, ``_index`` its number; ``_text_head``
+    is what precedes the text of its deltas, which are most of the events."""
 
     def __init__(  # noqa: PLR0913 - as its parent
         self,
@@ -83,6 +89,7 @@ class MessagesStream(EventStream):
         self._cut_by_context = limit is not None and asked is not None and limit < asked
         self._block = ""
         self._index = -1
+        self._text_head = b""
 
     def opening(self) -> bytes:
         """The event that begins the message, and a ping, as from Anthropic."""
@@ -100,10 +107,10 @@ class MessagesStream(EventStream):
         if delta.reasoning:
             self._open(events, "thinking", {"thinking": "", "signature": ""})
             if not self._hides_thinking:
-                events.append(self._delta({"type": "thinking_delta", "thinking": delta.reasoning}))
+                events.append(self._text_head + json_bytes(delta.reasoning) + _TEXT_END)
         if delta.content:
             self._open(events, "text", {"text": ""})
-            events.append(self._delta({"type": "text_delta", "text": delta.content}))
+            events.append(self._text_head + json_bytes(delta.content) + _TEXT_END)
         for call in calls:
             self._close(events)
             self._open(events, "tool_use", {"id": call.id, "name": call.name, "input": {}})
@@ -143,6 +150,9 @@ class MessagesStream(EventStream):
         block = {"type": kind, **empty}
         data = {"type": "content_block_start", "index": self._index, "content_block": block}
         events.append(named_event("content_block_start", data))
+        if kind != "tool_use":
+            field = kind.encode()
+            self._text_head = _TEXT_HEAD % (self._index, field, field)
 
     def _close(self, events: list[bytes]) -> None:
         """End the open block, if there is one."""
