@@ -87,7 +87,8 @@ class Frontend:
         EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
         TokenizeRoutes(self._requests, self.models, self._tasks).install(routes)
         counts = PromptCountRoutes(self._requests, self.models, self._tasks)
-        MessagesRoutes(self._requests, openai, counts).install(routes)
+        if settings.anthropic_api:
+            MessagesRoutes(self._requests, openai, counts).install(routes)
         relay = RelayRoutes(self._requests, self.models, self._tasks)
         store = ResponseStore(settings.responses_store_mb * _MIB)
         ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)

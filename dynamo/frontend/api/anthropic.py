@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import orjson
 
-from dynamo.errors import DynamoError
+from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.frontend.answer.anthropic import MessagesStream, error_message, error_object
 from dynamo.frontend.answer.events import named_event
 from dynamo.frontend.api.generation import GenerationApi
@@ -44,6 +46,14 @@ def _add_id(body: bytes, request_id: str) -> bytes:
     return orjson.dumps({**orjson.loads(body), "request_id": request_id})
 
 
+def _check_images(preprocessor: Preprocessor, request: MessagesChatRequest) -> None:
+    """Refuse images in the words of this API. Its messages with images alone have parts."""
+    if preprocessor.images is not None:
+        return
+    if any(type(message.get("content")) is list for message in request.messages):
+        raise InvalidArgument("messages: this model takes no images; leave `image` blocks out")
+
+
 def _limit(prepared: Prepared, request: MessagesChatRequest) -> Prepared:
     """Apply ``max_tokens``, of which the context may leave fewer."""
     conditions = prepared.requests[0].stop_conditions
@@ -55,12 +65,14 @@ def _limit(prepared: Prepared, request: MessagesChatRequest) -> Prepared:
 
 def prepare_message(preprocessor: Preprocessor, request: MessagesChatRequest) -> Prepared:
     """Prepare a request; the answer may fill the context. Raises InvalidArgument."""
+    _check_images(preprocessor, request)
     return _limit(preprocessor.chat(request), request)
 
 
 async def _prepare_off_loop(
     preprocessor: Preprocessor, request: MessagesChatRequest, threads: OffLoop
 ) -> Prepared:
+    _check_images(preprocessor, request)
     return _limit(await preprocessor.chat_off_loop(request, threads), request)
 
 
@@ -68,6 +80,7 @@ async def _count(
     preprocessor: Preprocessor, request: MessagesChatRequest, threads: OffLoop
 ) -> Prepared:
     """Count a prompt, which may be longer than the context."""
+    _check_images(preprocessor, request)
     ids = await threads.run(preprocessor.chat_tokens, request)
     return Prepared([], [], 1, len(ids))
 
@@ -89,15 +102,20 @@ class MessagesRoutes:
         self, registry: RequestRegistry, openai: OpenAIRoutes, counts: PromptCountRoutes
     ) -> None:
         self._shapes = registry.error_shapes
+        self._strips_preamble = registry.settings.strip_anthropic_preamble
         self._openai = openai
         self._counts = counts
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
-        count = self._counts.route(_COUNT_TOKENS, lambda tokens: {"input_tokens": tokens})
+        messages, count_tokens = (
+            api._replace(parse=partial(api.parse, strip_preamble=self._strips_preamble))
+            for api in (_MESSAGES, _COUNT_TOKENS)
+        )
+        count = self._counts.route(count_tokens, lambda tokens: {"input_tokens": tokens})
         for path in (_PATH, _COUNT_PATH):  # of models of other servers
             self._shapes[path] = _RELAYED_ERRORS
-        routes.post(_PATH, _identified(self._openai.route(_MESSAGES)))
+        routes.post(_PATH, _identified(self._openai.route(messages)))
         routes.post(_COUNT_PATH, _identified(count))
 
 

@@ -39,13 +39,19 @@ class ThreadUnsupported(InvalidArgument):
     code = "thread_unsupported"
 
 
-def parse_messages(body: bytes, *, ignore_unsupported: bool = False) -> MessagesChatRequest:
-    """Decode a body of /v1/messages. Raises InvalidArgument. O(bytes)."""
+def parse_messages(
+    body: bytes, *, ignore_unsupported: bool = False, strip_preamble: bool = True
+) -> MessagesChatRequest:
+    """Decode a body of /v1/messages. Raises InvalidArgument. O(bytes).
+
+    ``ignore_unsupported`` lets unknown fields pass; ``strip_preamble`` leaves the billing header of
+    Claude Code out of the prompt.
+    """
     kind = MessagesBody if ignore_unsupported else StrictMessagesBody
     given = _decoded(body, kind)
     if given.thread not in (None, False):
         raise ThreadUnsupported("thread: nothing is stored; send all messages")
-    request = _chat_request(given)
+    request = _chat_request(given, strip_preamble)
     request.token_limit = given.max_tokens
     request.stream = given.stream
     request.stop = given.stop_sequences or None
@@ -63,10 +69,12 @@ def parse_messages(body: bytes, *, ignore_unsupported: bool = False) -> Messages
     return request
 
 
-def parse_count(body: bytes, *, ignore_unsupported: bool = False) -> MessagesChatRequest:
+def parse_count(
+    body: bytes, *, ignore_unsupported: bool = False, strip_preamble: bool = True
+) -> MessagesChatRequest:
     """Decode a body of /v1/messages/count_tokens; as :func:`parse_messages`."""
     kind = PromptBody if ignore_unsupported else StrictPromptBody
-    request = _chat_request(_decoded(body, kind))
+    request = _chat_request(_decoded(body, kind), strip_preamble)
     check_chat(request)
     return request
 
@@ -94,7 +102,7 @@ def _explained(body: bytes, error: Exception, kind: type[PromptBody]) -> Invalid
     return InvalidArgument(decoder_text(error))
 
 
-def _chat_request(given: PromptBody) -> MessagesChatRequest:
+def _chat_request(given: PromptBody, strip_preamble: bool) -> MessagesChatRequest:
     """The part of the request that makes the prompt."""
     if not given.messages:
         raise InvalidArgument("messages: at least one message is required")
@@ -105,7 +113,7 @@ def _chat_request(given: PromptBody) -> MessagesChatRequest:
         if len(values) > limit:
             raise InvalidArgument(f"{name}: at most {limit} entries, got {len(values)}")
     messages = chat_messages(given.messages)
-    first = system_message(given.system)
+    first = system_message(given.system, strip_preamble)
     if first is not None:
         messages.insert(0, first)
     request = MessagesChatRequest(model=given.model, messages=messages)

@@ -40,15 +40,20 @@ _TOOL_FIELDS = frozenset(
 _ROLES = ("user", "assistant", "system")
 
 
-def system_message(system: str | Sequence[Block] | None) -> Message | None:
-    """The system message; None without one. Raises InvalidArgument."""
+def system_message(system: str | Sequence[Block] | None, strip_preamble: bool) -> Message | None:
+    """The system message; None without one. Raises InvalidArgument.
+
+    ``strip_preamble`` leaves the billing header of Claude Code out.
+    """
     if system is None:
         return None
     if isinstance(system, str):
         texts = [system]
     else:
         texts = [_text(f"system[{place}]", each) for place, each in enumerate(system)]
-    text = "\n\n".join(each for each in texts if not each.startswith(_BILLING))
+    if strip_preamble:
+        texts = [each for each in texts if not each.startswith(_BILLING)]
+    text = "\n\n".join(texts)
     return {"role": "system", "content": text} if text else None
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
+from image_kit import write_eyes
 from pydantic import TypeAdapter
 from text_kit import EXAMPLE, card, outputs
 
-from dynamo.errors import EngineFailure, NoInstances, Overloaded
+from dynamo.errors import EngineFailure, InvalidArgument, NoInstances, Overloaded
 from dynamo.frontend.answer.anthropic import MessagesStream, error_message, error_object
 from dynamo.frontend.api.anthropic import prepare_message
 from dynamo.frontend.prompt.anthropic import parse_messages
@@ -205,6 +207,19 @@ def test_max_tokens_may_exceed_the_context() -> None:
     assert prepared.requests[0].stop_conditions.max_tokens == left
     small = parse_messages(json.dumps({**body, "max_tokens": 3}).encode())
     assert prepare_message(model, small).requests[0].stop_conditions.max_tokens == 3
+
+
+def test_images(tmp_path: Path) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    message = {"role": "user", "content": [{"type": "image", "source": source}]}
+    body = {"model": "m", "max_tokens": 5, "messages": [message], "system": "be"}
+    request = parse_messages(json.dumps(body).encode())
+    with pytest.raises(InvalidArgument, match="messages: this model takes no images"):
+        prepare_message(parsed(), request)
+    eyes = Preprocessor(card(source_path=str(write_eyes(tmp_path / "eyes"))))
+    (sent,) = prepare_message(eyes, request).requests
+    assert sent.multi_modal_data == {"image_url": [{"Url": "data:image/png;base64,AAAA"}]}
+    assert sent.stop_conditions.max_tokens == 5
 
 
 def test_errors() -> None:

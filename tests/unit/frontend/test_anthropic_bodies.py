@@ -59,6 +59,9 @@ def test_system() -> None:
     found = parse(system=[billing, text("one", **cached), text("two")]).messages
     assert found[0] == {"role": "system", "content": "one\n\ntwo"}
     assert parse(system=[billing]).messages == [USER]
+    raw = json.dumps({"model": "m", "messages": [USER], "system": [billing]}).encode()
+    kept = parse_count(raw, strip_preamble=False).messages[0]["content"]
+    assert kept.startswith("x-anthropic-billing-header")
     assert parse(system="").messages == [USER]
     later = turns(USER, {"role": "system", "content": "now"}, USER)
     assert [one["role"] for one in later] == ["user", "system", "user"]
