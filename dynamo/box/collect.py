@@ -16,7 +16,7 @@ from dynamo.errors import StatefileError
 from dynamo.protocols.status import BoxStatus, RequestRecord, WorkerStatus
 from dynamo.runtime.paths import state_path, store_path
 from dynamo.serve.entries import read_entries
-from dynamo.serve.processes import stat
+from dynamo.serve.process_table import stat
 from dynamo.serve.registered import registered_workers
 from dynamo.serve.reservations import is_reserved
 from dynamo.serve.statefile import Document, Statefile

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import msgspec
 
 from dynamo.box.sighting import FrontendSighting
-from dynamo.box.workers import FRONTEND, program_of
+from dynamo.box.workers import program_of
 from dynamo.config import environ
 from dynamo.errors import ConfigError
 from dynamo.protocols.status import FrontendStatus
 from dynamo.serve.entries import Entry, argv_flags, read_entries
 from dynamo.serve.frontend_address import FrontendAddress, frontend_address
-from dynamo.serve.processes import environment
+from dynamo.serve.process_table import environment
+from dynamo.serve.programs import FRONTEND
 from dynamo.serve.statefile import Document
 
 __all__ = ["ask_frontends"]

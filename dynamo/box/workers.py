@@ -8,12 +8,11 @@ from typing import Any
 from dynamo.box.sighting import BoxSighting
 from dynamo.protocols.status import WorkerFigures, WorkerStatus
 from dynamo.serve.entries import Entry, ServiceEntries, read_entries, read_services
+from dynamo.serve.programs import FRONTEND, PLANNER
 from dynamo.serve.statefile import ABSENT, GIVEN_UP, STOPPED, WATCHER
-from dynamo.serve.watchers import PLANNER
 
 __all__ = ["OTHER_PROGRAMS", "program_of", "worker_statuses"]
 
-FRONTEND = "dynamo.frontend"
 OTHER_PROGRAMS = (FRONTEND, PLANNER)
 """Programs whose processes are no workers."""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.errors import StatefileError
 from dynamo.runtime.discovery.process import host_id
 from dynamo.runtime.tasks import Tasks
-from dynamo.serve.processes import stat
+from dynamo.serve.process_table import stat
 from dynamo.serve.statefile import (
     ABSENT,
     ACTIVE,
