@@ -28,6 +28,7 @@ from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.api.recent import RecentRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.api.status import StatusRoutes
@@ -85,6 +86,7 @@ class Frontend:
             ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
             self._status.install(routes)
+            RecentRoutes(metrics.recent).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
         guard_operator_routes(routes, settings)
         self.models.on_demand.again = routes

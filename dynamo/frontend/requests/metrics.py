@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple, TypeVar
 
+from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.observability.metrics import (
     DEFAULT_FRONTEND_PREFIX,
     ISL_BUCKETS,
@@ -225,11 +226,15 @@ class _WorkersLast(dict[tuple[int, int, str], WorkerLast]):
 
 
 class FrontendMetrics:
-    """All metrics of the frontend, on ``registry``, with names that begin with ``prefix``."""
+    """All metrics of the frontend, on ``registry``, with names that begin with ``prefix``.
+
+    ``recent`` has the requests that ended last.
+    """
 
     def __init__(self, registry: Registry, prefix: str = DEFAULT_FRONTEND_PREFIX) -> None:
         self.registry = registry
         self.prefix = prefix
+        self.recent = RecentRequests()
         self._models: dict[str, ModelMetrics] = {}
         self.disconnected = self.child(_DISCONNECTED)
         self.http_refused = self.family(_HTTP_REFUSED)
