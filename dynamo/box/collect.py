@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
+
 from dynamo.box.components import arbiter_is_alive
 from dynamo.box.frontends import ask_frontends
 from dynamo.box.models import model_statuses
@@ -21,7 +23,7 @@ from dynamo.serve.registered import registered_workers
 from dynamo.serve.reservations import is_reserved
 from dynamo.serve.statefile import Document, Statefile
 
-__all__ = ["BoxCollector"]
+__all__ = ["BoxCollector", "report"]
 
 _TAIL_BYTES = 4096
 _LINE_CHARACTERS = 200
@@ -96,6 +98,11 @@ class BoxCollector:
     def _last_output(self, name: str) -> str:
         lines = _tail(self._logs / f"{name}.log").splitlines()
         return lines[-1][-_LINE_CHARACTERS:] if lines else ""
+
+
+def report(runtime: RuntimeSettings, api_key: str | None = None) -> bytes:
+    """Return the state now as JSON, as ``status_socket`` sends it."""
+    return msgspec.json.encode(BoxCollector(runtime, api_key).collect())
 
 
 def _tail(path: Path) -> str:
