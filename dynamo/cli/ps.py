@@ -43,7 +43,7 @@ def _main(argv: Sequence[str]) -> int:
     """Read the options, and collect the state here if the arbiter does not answer."""
     from dataclasses import replace  # these are slow to import
 
-    from dynamo.box.collect import report
+    from dynamo.box.reading import report
     from dynamo.config import from_env, load
     from dynamo.config.ps import PsSettings
     from dynamo.config.runtime import RuntimeSettings
@@ -98,9 +98,9 @@ def _lines(found: Status) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
     where = f" at {found['url']}" if found.get("url") else ""
     yield f"frontend: {found['frontend']}{where}"
-    for model in models:
-        if model.get("cause") and model["state"] != "failed":
-            yield f"{model['model']} is {model['state']}: {model['cause']}"
+    for one in (*models, *others, *found.get("others", ())):
+        if one.get("cause") and one["state"] != "failed":
+            yield f"{one.get('model') or one['name']} is {one['state']}: {one['cause']}"
     yield from problems
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynamo.box.collect import report
+from dynamo.box.reading import report
 from dynamo.box.status_client import STATUS_SOCKET
 from dynamo.box.status_socket import StatusSocket
 from dynamo.cli.console import Console, ConsoleLog
