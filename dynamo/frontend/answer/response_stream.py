@@ -128,8 +128,8 @@ class ResponsesStream(EventStream):
         usage = self.usage()
         given, made = usage.prompt_tokens, usage.completion_tokens
         text = (
-            b'{"input_tokens":%d,"input_tokens_details":{"cached_tokens":%d},"output_tokens":%d,'
-            b'"output_tokens_details":{"reasoning_tokens":%d},"total_tokens":%d}'
+            b'{"input_tokens":%d,"input_tokens_details":{"cached_tokens":%d,"cache_write_tokens":0},'
+            b'"output_tokens":%d,"output_tokens_details":{"reasoning_tokens":%d},"total_tokens":%d}'
         )
         counts = (given, usage.cached_tokens or 0, made, self._reasoning_tokens, given + made)
         return orjson.Fragment(text % counts)

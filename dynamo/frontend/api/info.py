@@ -29,8 +29,14 @@ _MODELS = "/v1/models/"
 _VERSION = "anthropic-version"
 """A header of Anthropic's clients, whose lists of models have another form than OpenAI's."""
 
-_PARAMETERS = {_MODELS: "model", "/v1/requests/": "request_id", "/v1/responses/": "response_id"}
+_PARAMETERS = {_MODELS: "model", "/v1/requests/": "request_id"}
 """The name of the rest of a path, in ``/openapi.json``."""
+_STORED = (
+    ("/v1/responses/{response_id}", ("GET", "DELETE")),
+    ("/v1/responses/{response_id}/input_items", ("GET",)),
+    ("/v1/responses/{response_id}/cancel", ("POST",)),
+)
+"""The paths of stored responses, which have one entry in the table of routes."""
 _LIVE = orjson.dumps({"status": "live", "message": "Service is live"})
 
 
@@ -163,9 +169,11 @@ def _openapi(routes: Routes) -> dict[str, Any]:
         bodies.values(), ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {}
-    for path, methods in routes.paths():
+    rows = [row for row in routes.paths() if row[0] != "/v1/responses/"]
+    for path, methods in (*rows, *_STORED):
         rest = _PARAMETERS.get(path, "path") if path.endswith("/") else ""
         shown = f"{path}{{{rest}}}" if rest else path
+        rest = "response_id" if "{response_id}" in path else rest
         for method in methods:
             if method == "HEAD":
                 continue

@@ -17,7 +17,12 @@ import orjson
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.decode_errors import explain_decode_error
 from dynamo.frontend.prompt.response_items import REFERENCE, ItemConverter, arranged
-from dynamo.frontend.prompt.response_tools import OfferedTools, chat_choice, offered_tools
+from dynamo.frontend.prompt.response_tools import (
+    OfferedTools,
+    additional_tools,
+    chat_choice,
+    offered_tools,
+)
 from dynamo.frontend.prompt.validation import check_chat, check_json
 from dynamo.protocols.openai import ChatCompletionRequest, GenerationRequest
 from dynamo.protocols.responses import ResponsesRequest, StrictResponsesRequest
@@ -97,7 +102,7 @@ class ResponseOrigin:
         self.instructions = body.instructions
         self.previous_id = body.previous_response_id
         self.stores = body.store is not False
-        self.tools = offered_tools(body.tools or [])
+        self.tools = offered_tools((body.tools or []) + additional_tools(self.items))
         reasoning = body.reasoning or {}
         summary = reasoning.get("summary", reasoning.get("generate_summary"))
         self.summarizes = summary not in (None, "none")

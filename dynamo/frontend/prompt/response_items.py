@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import InvalidArgument, shorten
-from dynamo.frontend.prompt.response_tools import INPUT, flat_name
+from dynamo.frontend.prompt.response_tools import ADDITIONAL_TOOLS, INPUT, flat_name
 
 __all__ = ["REFERENCE", "ItemConverter", "arranged"]
 
@@ -32,6 +32,7 @@ _MEMBERS = {
     ),
     "function_call_output": frozenset(("call_id", "id", "name", "output", "status", "type")),
     "custom_tool_call_output": frozenset(("call_id", "id", "name", "output", "status", "type")),
+    ADDITIONAL_TOOLS: frozenset(("id", "role", "tools", "type")),
     "reasoning": frozenset(("content", "encrypted_content", "id", "status", "summary", "type")),
     "input_text": frozenset(("text", "type")),
     "output_text": frozenset(("annotations", "logprobs", "text", "type")),
@@ -57,6 +58,7 @@ class ItemConverter:
             "function_call_output": self._output,
             "custom_tool_call_output": self._output,
             "reasoning": self._reasoning,
+            ADDITIONAL_TOOLS: _no_message,
         }
 
     def add(self, where: str, item: dict[str, Any]) -> None:
@@ -182,6 +184,10 @@ def arranged(instructions: str | None, messages: Sequence[Message]) -> list[Mess
         {**message, "role": "user"} if message["role"] == "system" else message
         for message in messages[count:]
     ]
+
+
+def _no_message(where: str, item: dict[str, Any]) -> None:
+    """Tools are read before the items are."""
 
 
 def _joined(contents: list[Any]) -> Any:

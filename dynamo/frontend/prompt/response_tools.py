@@ -6,12 +6,22 @@ one text parameter; the functions of a namespace have its name in front of their
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dynamo.errors import InvalidArgument, shorten
 
-__all__ = ["INPUT", "OfferedTools", "chat_choice", "flat_name", "offered_tools"]
+__all__ = [
+    "ADDITIONAL_TOOLS",
+    "INPUT",
+    "OfferedTools",
+    "additional_tools",
+    "chat_choice",
+    "flat_name",
+    "offered_tools",
+]
 
+ADDITIONAL_TOOLS = "additional_tools"
 INPUT = "input"
 """The parameter of a custom tool."""
 
@@ -34,6 +44,19 @@ class OfferedTools(NamedTuple):
 def flat_name(namespace: str | None, name: str) -> str:
     """The name that the model sees."""
     return name if namespace is None else f"{namespace}__{name}"
+
+
+def additional_tools(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools that items of the input declare. Raises InvalidArgument."""
+    found: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        if item.get("type") != ADDITIONAL_TOOLS:
+            continue
+        tools = item.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise InvalidArgument(f"Validation: input[{number}].tools: expected an array of tools")
+        found += tools
+    return found
 
 
 def offered_tools(tools: list[dict[str, Any]]) -> OfferedTools:
