@@ -1,4 +1,4 @@
-"""`dynamo ps` on real deployments: every state, in words and as JSON, within a second."""
+"""`dynamo ps` on real deployments: every state, as text and as JSON, within a second."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_figures_and_gpu_memory_of_a_worker() -> None:
 
 def test_without_file_discovery_the_frontend_knows() -> None:
     found = document(entry("d_W", MOCKER, 11))
-    assert one(seen(found, uses_files=False)).state == "ready"  # nobody says otherwise
+    assert one(seen(found, uses_files=False)).state == "ready"  # no frontend says otherwise
     model = ModelFigures(model="tiny")
     for workers, state in (((), "loading"), ((WorkerFigures(worker="b"),), "ready")):
         figures = FrontendStatus(models=(ModelFigures(model="tiny", workers=workers),))
