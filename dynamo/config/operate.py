@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = ["DeploymentSettings", "LoadSettings", "OperateSettings"]
+__all__ = ["DeploymentSettings", "LoadSettings", "LogsSettings", "OperateSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,3 +33,16 @@ class LoadSettings:
     """load: which model"""
 
     model: str = option("", "model", help="name of a model of the graph")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsSettings:
+    """logs: of which processes, and how many lines"""
+
+    name: str = option("", "name", help="a worker or a service; default: all, with their names")
+    follow: bool = option(
+        False, "-f", "--follow", help="go on with new lines, beyond restarts and rotations"
+    )
+    number: int = option(
+        50, "-n", "--number", minimum=0, help="last lines of each process to show first"
+    )
