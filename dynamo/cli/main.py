@@ -18,6 +18,7 @@ VERBS = {
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
     "ps": ("dynamo.cli.ps", "show the models, their workers, and what is wrong"),
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
+    "top": ("dynamo.cli.top", "show GPUs, models, workers and requests live, with keys to act"),
     "logs": ("dynamo.cli.logs", "show the output of processes"),
     "restart": ("dynamo.cli.operate:restart", "replace the processes of a worker or a service"),
     "drain": ("dynamo.cli.operate:drain", "let workers finish their requests and exit"),
