@@ -77,14 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def rival_distribution() -> str | None:
     """Return the installed distribution of NVIDIA's Dynamo, if any: it uses the same package."""
-    from importlib import metadata  # slow to import: only inside _quiet_interrupt
-
-    for name in _RIVALS:
+    # By the names of directories: importlib.metadata takes longer to import than `dynamo ps` runs.
+    for directory in sys.path:
         try:
-            metadata.distribution(name)
-        except metadata.PackageNotFoundError:
+            names = os.listdir(directory or os.curdir)  # noqa: PTH208 - pathlib is slower
+        except OSError:
             continue
-        return name
+        for name in names:
+            found = name.partition("-")[0].lower().replace("_", "-")
+            if found in _RIVALS and name.endswith((".dist-info", ".egg-info")):
+                return found
     return None
 
 

@@ -18,7 +18,7 @@ from dynamo.planner.policies.base import ScalingDecision
 from dynamo.planner.zero import is_on_demand
 from dynamo.protocols.status import PlannedModel, PlannerReport
 from dynamo.runtime.discovery.layout import write_atomic
-from dynamo.serve.processes import stat
+from dynamo.serve.process_table import stat
 
 __all__ = ["StateFile"]
 
