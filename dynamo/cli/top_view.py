@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.protocols.status import BoxStatus, GpuStatus, ModelStatus, RequestRecord, WorkerStatus
+from dynamo.protocols.status import BoxStatus, GpuStatus, ModelStatus, WorkerStatus
 
 __all__ = ["BAD", "PLAIN", "SORT_ORDERS", "WARN", "Line", "TopView", "frame", "sorted_workers"]
 
@@ -101,7 +101,7 @@ def _panes(status: BoxStatus, view: TopView, room: int) -> list[Line]:
     left = room - others - _FEW_REQUESTS - 4 if room else 0
     lines += _workers(status, view, left)
     lines += planner
-    return lines + _requests(status.requests, room - len(lines) if room else 0)
+    return lines + _requests(status, room - len(lines) if room else 0)
 
 
 def _headline(status: BoxStatus) -> Line:
@@ -225,7 +225,9 @@ def _planner(status: BoxStatus) -> list[Line]:
     return [head, *((PLAIN, f"  {text}") for text in planner.decisions)]
 
 
-def _requests(requests: Sequence[RequestRecord], room: int) -> list[Line]:
+def _requests(status: BoxStatus, room: int) -> list[Line]:
+    names = {one.worker: one.name for one in status.workers}
+    requests = status.requests[: max(0, room - 2)] if room else status.requests
     rows = [
         (
             PLAIN if one.outcome == "ok" else BAD,
@@ -236,13 +238,13 @@ def _requests(requests: Sequence[RequestRecord], room: int) -> list[Line]:
                 f"{one.duration_s:.2f} s",
                 str(one.prompt_tokens),
                 str(one.completion_tokens),
-                one.worker or "-",
+                names.get(one.worker, one.worker) or "-",
                 f"{one.overlap_blocks}/{one.prompt_blocks}",
                 one.outcome,
                 one.request_id,
             ),
         )
-        for one in (requests[: max(0, room - 2)] if room else requests)
+        for one in requests
     ]
     head = (
         *("TIME", "MODEL", "TTFT", "DURATION", "IN", "OUT", "WORKER"),
