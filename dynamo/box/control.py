@@ -47,6 +47,11 @@ class BoxControl:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    @property
+    def running(self) -> int:
+        """The number of actions that are not complete."""
+        return len(self._running)
+
     def restart(self, name: str) -> str:
         """Replace the processes of a watcher or a service, one after another."""
         return self._begin(lambda: self._actions.restart(name))

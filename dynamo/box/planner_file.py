@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.protocols.status import PlannerReport, PlannerSummary
 from dynamo.runtime.discovery.layout import BadRecord, read_file
-from dynamo.serve.processes import same_process
+from dynamo.serve.process_table import same_process
 
 __all__ = ["PLANNER_FILE", "planner_summary", "read_planner"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from dynamo.planner.policies.base import ScalingDecision
 from dynamo.planner.zero import is_on_demand
 from dynamo.protocols.status import PlannedModel, PlannerReport
 from dynamo.runtime.discovery.layout import write_atomic
-from dynamo.serve.processes import stat
+from dynamo.serve.process_table import stat
 
 __all__ = ["StateFile"]
 
@@ -43,6 +44,7 @@ class StateFile:
         self._written: PlannerReport | None = None
         self._acting = self._report.state
         self._failed = False
+        self._interval_s = settings.adjustment_interval_s
 
     @property
     def acts(self) -> bool:
@@ -57,6 +59,14 @@ class StateFile:
 
     def counted(self, model: str, now_s: float, pools: Pools) -> None:
         """See :class:`LoopObserver`."""
+        if model not in self._models:
+            at_s = time.time()
+            self._models[model] = PlannedModel(
+                model=model,
+                at_s=at_s,
+                text="no decision yet",
+                next_at_s=at_s + self._interval_s,
+            )
         (self._on_demand.add if is_on_demand(pools) else self._on_demand.discard)(model)
         self.write()
 

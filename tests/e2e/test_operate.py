@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ Other:
   run: dynamo.mocker
   model-path: {model}
   model-name: other
-  ServiceArgs: {{workers: 0, resources: {{gpu: 1}}}}
+  ServiceArgs: {{workers: 0, min: 0, resources: {{gpu: 1}}}}
 Planner:
   run: dynamo.planner
   adjustment-interval: 600
@@ -88,6 +89,29 @@ class Box:
         return outcome.text
 
 
+class Followed:
+    """A ``dynamo logs -f``."""
+
+    def __init__(self, box: Box, name: str) -> None:
+        env = {**box.serving.env, "DYN_NAMESPACE": box.serving.namespace}
+        command = [sys.executable, "-m", "dynamo", "logs", "-f", name]
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        self.text = ""
+
+    def until(self, word: str, count: int) -> str:
+        """Read until ``count`` lines had ``word``; return all that was read."""
+        assert self.process.stdout is not None
+        while self.text.count(word) < count and (line := self.process.stdout.readline()):
+            self.text += line
+        return self.text
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(10) == 130
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
 @pytest.fixture
 def box(serving: Serving) -> Iterator[Box]:
     made = Box(serving)
@@ -97,6 +121,7 @@ def box(serving: Serving) -> Iterator[Box]:
 
 def test_each_verb_and_the_statefile_after_it(box: Box) -> None:
     load = Load(box.port, clients=2, tokens=20)
+    logs = Followed(box, "Worker")
     _restart(box)
     _sleep_and_wake(box)
     _drain_and_load(box)
@@ -105,7 +130,16 @@ def test_each_verb_and_the_statefile_after_it(box: Box) -> None:
     assert load.failures == []
     _unload(box)
     assert box.serving.stop() == 0
+    text = logs.until("dynamo.mocker: exited", 4)  # two restarts, a drain, the end
+    assert text.count("engine_control as instance") >= 4  # of two workers, each restarted
+    assert "Worker   | " in text
+    assert "Worker_1 | " in text
+    assert "Frontend | " not in text
+    logs.close()
     box.serving.assert_clean()
+    after = box.dynamo("logs", "-n", "1")
+    assert [line.split()[0] for line in after.stdout.splitlines()].count("Frontend") == 1
+    assert "there are" in box.dynamo("logs", "Work").stderr
 
 
 def _restart(box: Box) -> None:

@@ -60,8 +60,9 @@ class UiSource(Protocol):
 class BoxSource:
     """The deployment in the namespace of ``runtime``: a :class:`UiSource`."""
 
-    def __init__(self, runtime: DistributedRuntime) -> None:
+    def __init__(self, runtime: DistributedRuntime, has_keys: bool) -> None:
         settings = runtime.settings
+        self._has_keys = has_keys
         self._discovery = runtime.discovery
         self._collector = BoxCollector(settings)
         self._control = BoxControl(settings)
@@ -101,7 +102,7 @@ class BoxSource:
 
     def collect(self, own: FrontendStatus) -> BoxStatus:
         """Return the state of the deployment; without one, what ``own`` has. Blocks."""
-        found = self._collector.collect(own)
+        found = self._collector.collect(own if self._has_keys else None)
         requests = tuple(msgspec.structs.replace(one, route=None) for one in found.requests)
         found = msgspec.structs.replace(found, requests=requests)
         return found if found.state == "running" else with_own_figures(found, own)
