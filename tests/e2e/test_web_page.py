@@ -6,11 +6,14 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from deployment import free_port
+from deployment import Deployment, free_port
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
 from serving import ROOT, Serving
+
+from dynamo.http.api_keys import key_line, new_key
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 pytestmark = pytest.mark.skipif(
@@ -114,6 +117,10 @@ def test_the_page_shows_the_deployment_and_chats(site: Site) -> None:
     assert "<b>hello</b>" in answer  # echoed as text, not as an element
     assert page.locator(".message b").count() == 0
 
+    page.click("#tab-requests")
+    page.click("#request-rows td.id button")
+    page.wait_for_selector("#request-rows td.note .timeline")
+
     page.click("#tab-connect")
     settings = page.inner_text("#snippets")
     assert f"http://127.0.0.1:{site.port}/v1" in settings and 'model="tiny"' in settings
@@ -207,6 +214,39 @@ def test_the_keyboard_reaches_everything(site: Site) -> None:
     assert page.evaluate("document.activeElement.tagName") == "BUTTON"
     assert not site.errors
     context.close()
+
+
+def test_with_keys_the_page_asks_for_one(browser: Browser, tmp_path: Path) -> None:
+    """A frontend that was started by hand shows its own figures, and says so."""
+    user, operator = new_key(), new_key()
+    keys = tmp_path / "keys"
+    keys.write_text(key_line("alice", "user", user) + key_line("root", "operator", operator))
+    keys.chmod(0o600)
+    deployment = Deployment(tmp_path)
+    try:
+        deployment.mocker("--reply", "echo")
+        deployment.frontend("--api-key-file", str(keys))
+        deployment.until(lambda: deployment.request("GET", "/health")[0] == 200)
+        page = browser.new_page()
+        page.set_default_timeout(20_000)
+        page.goto(f"{deployment.url}/ui#chat")
+        page.wait_for_selector('#live:has-text("an operator\'s key is needed")')
+        page.fill("#key", user)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#live:has-text(\"the key 'alice' has the role user\")")
+        page.fill("#chat-text", "with a key")  # which a user may
+        page.click("#chat-send")
+        page.wait_for_selector(".message.assistant .body:has-text('with a key')")
+        page.fill("#key", operator)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#live.ready")
+        page.wait_for_selector("#problems:has-text('was not started by dynamo serve')")
+        page.click("#tab-overview")
+        page.wait_for_selector("#models .badge.ready")
+        assert page.evaluate("localStorage.length") == 0 and not page.is_visible("#key-form")
+        page.close()
+    finally:
+        deployment.close()
 
 
 def test_a_worker_is_drained_after_a_question(site: Site) -> None:

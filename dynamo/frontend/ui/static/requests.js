@@ -20,13 +20,18 @@ function toggle(id) {
   redraw();
 }
 
+// The beginning and the end: ids of one client often differ in their last digits alone.
+function short(id) {
+  return id.length > 22 ? `${id.slice(0, 9)}…${id.slice(-10)}` : id;
+}
+
 function idCell(cell, row) {
   if (!cell.firstChild) {
     const button = make("button", { type: "button", class: "link mono", onclick: () => toggle(row.request_id) });
     cell.append(button);
   }
   const button = cell.firstChild;
-  setText(button, row.request_id);
+  setText(button, short(row.request_id));
   button.title = row.request_id;
   button.setAttribute("aria-expanded", String(open.has(row.request_id)));
 }
@@ -44,7 +49,7 @@ const COLUMNS = [
   { label: "Time", text: (row) => clock(row.received_at_s) },
   { label: "Request", class: "name id", fill: idCell },
   { label: "Model", text: (row) => row.model },
-  { label: "Endpoint", text: (row) => row.endpoint },
+  { label: "Endpoint", class: "extra", text: (row) => row.endpoint },
   {
     label: "Outcome",
     fill: (cell, row) => {
@@ -67,7 +72,7 @@ const COLUMNS = [
 function timeline(row) {
   const parts = PARTS.map(([name, field, title]) => [name, row[field] ?? 0, title]);
   const rest = row.duration_s - parts.reduce((total, part) => total + part[1], 0);
-  parts.push(["rest", Math.max(0, rest), "on the way to the client"]);
+  parts.push(["network", Math.max(0, rest), "until the response was complete"]);
   const track = make("div", { class: "timeline", role: "img", "aria-label": parts.map(([name, value]) => `${name} ${seconds(value)}`).join(", ") });
   const legend = make("div", { class: "legend" });
   for (const [name, value, title] of parts) {
@@ -86,13 +91,13 @@ function number(value) {
 function candidates(route) {
   const rows = route.candidates ?? [];
   const terms = [...new Set(rows.flatMap((one) => Object.keys(one.terms ?? {})))];
-  const head = make("tr", {}, ...["Worker", "Cost", ...terms, "Cached blocks", ""].map((name, index, all) =>
+  const head = make("tr", {}, ...["Worker", "Cost", ...terms, "Overlap", ""].map((name, index, all) =>
     make("th", { scope: "col", class: index && index < all.length - 1 ? "num" : "" }, name)));
   const body = rows.map((one) => make("tr", { class: one.chosen ? "chosen" : "" },
     make("td", { class: "mono", data: { label: "Worker" } }, one.worker + (one.dp_rank ? `:${one.dp_rank}` : "")),
     make("td", { class: "num", data: { label: "Cost" } }, number(one.cost)),
     ...terms.map((name) => make("td", { class: "num", data: { label: name } }, number(one.terms?.[name]))),
-    make("td", { class: "num", data: { label: "Cached blocks" } }, number(one.overlap_blocks ?? 0)),
+    make("td", { class: "num", data: { label: "Overlap" } }, number(one.overlap_blocks ?? 0)),
     make("td", { data: { label: "Why" } }, one.chosen ? "chosen" : one.excluded ?? "")));
   return make("table", { class: "candidates" }, make("thead", {}, head), make("tbody", {}, ...body));
 }
