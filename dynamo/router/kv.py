@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from random import Random
 from typing import Any
 
@@ -23,6 +23,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.caches.predicted import PredictedCache, make_optimistic_cache
+from dynamo.router.constraints import constraints_of
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, cost_params, overridden
 from dynamo.router.decision_log import log as decision_log
 from dynamo.router.decision_log import log_candidates, log_selected
@@ -36,6 +37,7 @@ from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
 from dynamo.router.prompt import HashedPrompt, Hasher
+from dynamo.router.receipt import MAX_CANDIDATES, KvInputs
 from dynamo.router.sync.local import LocalRequests
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
@@ -47,8 +49,9 @@ class KvPicker:
 
     ``served`` counts, by worker, the prompts of at least one block that got a first token;
     ``on_first_served`` is called with each worker at its first one. ``local_requests``, where set,
-    records all reservations for other replicas of the router. ``clock`` gives seconds; only
-    differences count. A decision is O(prompt + slots × log prompt).
+    records all reservations for other replicas of the router. ``recovering`` are the slots whose
+    cache is in doubt. ``clock`` gives seconds; only differences count. A decision is O(prompt +
+    slots × log prompt).
     """
 
     def __init__(  # noqa: PLR0913 - the last four are for tests and replays
@@ -94,6 +97,12 @@ class KvPicker:
         self.reused_tokens = Counter() if metrics is None else metrics.reused
         self._uniform = (random or Random()).random
         self._clock = clock
+        self._decided: tuple[CostParams, array[int], int, int, float, CopyOffer | None] | None
+        self._decided = None
+        self.recovering: Collection[int] = ()
+        self._index_state = "exact" if predicted is None else "predicted"
+        if index is None:
+            self._index_state = "none"
         self._resize()
 
     def pick(
@@ -123,7 +132,44 @@ class KvPicker:
             self._book(request_id, slot, prompt, routing, params)
             if offer is not None and self._copies is not None:
                 self._copies.routed(request_id, slot, offer, now_s)
+            self._decided = params, slots, slot, prompt.isl_tokens, prompt.best_overlap, offer
         return decision
+
+    def inputs(
+        self, routing: Routing | None, failed: Collection[int] = (), wanted: bool = False
+    ) -> KvInputs | None:
+        """See :meth:`dynamo.router.picker.Picker.inputs`."""
+        # Nothing has run since the decision, so the columns are still its own.
+        if self._decided is None:
+            return None
+        params, slots, slot, isl_tokens, best, offer = self._decided
+        pool, cached = self.worker_pool, self._cached_blocks
+        constraints = None
+        if routing is not None or failed or slots is not pool.candidates:
+            session = self.eligibility.sessions is not None
+            constraints = constraints_of(routing, pool, slots, session, failed)
+        requests: tuple[int, ...] = ()
+        if params.request_weight:  # before this request, which is booked by now
+            requests = tuple(self.active.load(one)[2] - (one == slot) for one in slots)
+        found = KvInputs(
+            self._index_state,
+            params,
+            pool.owners,
+            slots,
+            slot,
+            isl_tokens,
+            best,
+            cached.device.tobytes(),
+            self._prefill.tobytes(),
+            self._decode.tobytes(),
+            self._costs.tobytes(),
+            cached.lower_columns() if cached.tiered or cached.shared else None,
+            requests,
+            offer.target if offer is not None and offer.free else None,
+            tuple(self.recovering) if self.recovering else (),
+            constraints,
+        )
+        return found if len(pool.owners) <= MAX_CANDIDATES else found.narrowed(wanted)
 
     def snapshot(
         self,

@@ -14,11 +14,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from dynamo.errors import InvalidArgument, ModelNotFound, shorten
 from dynamo.frontend.api.headers import request_id
 from dynamo.http import Exchange
-from dynamo.protocols.status import RequestRecord
+from dynamo.protocols.status import RequestRecord, RouteReceipt
 from dynamo.router.picker import Decision
+from dynamo.router.receipt import DecisionInputs
 
 if TYPE_CHECKING:
     from dynamo.frontend.answer.generation import Usage
@@ -37,7 +40,8 @@ class EndedRequest(NamedTuple):
     """The figures of one request. Moments are monotonic seconds, 0 if it did not get so far.
 
     ``info`` is endpoint, id and the id that the client gave. ``sent_s`` is when its (decode) worker
-    was chosen, ``prefilled`` the step of a prefill worker before that.
+    was chosen, ``prefilled`` the step of a prefill worker before that; ``inputs`` and
+    ``prefill_inputs`` explain the choices.
     """
 
     info: tuple[str, str, str | None]
@@ -56,11 +60,19 @@ class EndedRequest(NamedTuple):
     decision: Decision | None = None
     prefilled: Prefilled | None = None
     migrations: int = 0
+    inputs: DecisionInputs | None = None
+    prefill_inputs: DecisionInputs | None = None
 
     @property
     def ttft_s(self) -> float | None:
         """Seconds from arrival to the first token; None without one."""
         return self.first_token_s - self.received_s if self.first_token_s else None
+
+    def explained(self) -> RequestRecord:
+        """As :meth:`record`, with the receipts of its routes."""
+        return msgspec.structs.replace(
+            self.record(), route=_receipt(self.inputs), prefill_route=_receipt(self.prefill_inputs)
+        )
 
     def record(self) -> RequestRecord:
         """Return what operators see."""
@@ -158,6 +170,10 @@ class RecentRequests:
         if len({one.info[1] for one in found}) > 1:
             raise InvalidArgument(f"{len(found)} requests begin with {shown}: give more digits")
         return found[0]
+
+
+def _receipt(inputs: DecisionInputs | None) -> RouteReceipt | None:
+    return None if inputs is None else inputs.receipt()
 
 
 def _ended_s(values: tuple[Any, ...]) -> float:

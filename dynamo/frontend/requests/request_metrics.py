@@ -15,6 +15,7 @@ from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS
 from dynamo.observability.metrics import Gauge
 from dynamo.router.picker import Decision, Picker
+from dynamo.router.receipt import DecisionInputs
 
 __all__ = ["Prefilled", "RequestMetrics", "RequestOutput", "ServedChoice"]
 
@@ -40,6 +41,8 @@ class ServedChoice(Protocol):
     first_token_s: float
     last_token_s: float
     migrations: int
+    inputs: DecisionInputs | None
+    prefill_inputs: DecisionInputs | None
 
 
 class RequestOutput(NamedTuple):
@@ -233,9 +236,11 @@ class RequestMetrics:
         choices: Sequence[ServedChoice],
     ) -> None:
         """Add the request to the recent ones: the fields of :class:`EndedRequest` as they are."""
-        last_token_s, migrations, decision = 0.0, 0, None
+        last_token_s, migrations = 0.0, 0
+        decision = inputs = prefill_inputs = None
         if choices:
             first = choices[0]
+            inputs, prefill_inputs = first.inputs, first.prefill_inputs
             decision, last_token_s, migrations = (
                 first.decision,
                 first.last_token_s,
@@ -264,6 +269,8 @@ class RequestMetrics:
                 decision,
                 self.prefilled,
                 migrations,
+                inputs,
+                prefill_inputs,
             )
         )
 
