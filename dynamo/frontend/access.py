@@ -21,6 +21,7 @@ _OPERATOR_ROUTES = {
     "/v1/route": ("GET", "HEAD", "POST"),
     "/v1/requests": ("GET", "HEAD"),
     "/v1/requests/": ("GET", "HEAD"),
+    "/v1/status": ("GET", "HEAD"),
     "/busy_threshold": ("POST",),
 }
 _KEY_REQUESTS = counter(

@@ -24,7 +24,7 @@ __all__ = ["ColdStartQueue", "HeldDispatch", "HeldExchange", "Refusals", "Waitin
 
 _COMMENT_EVERY_S = 5.0
 _NO_CACHE = ("cache-control", "no-cache")
-_STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions")
+_STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 log = logging.getLogger(__name__)
 
 
