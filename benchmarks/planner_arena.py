@@ -117,9 +117,8 @@ def profile(model: ServiceModel) -> WorkerProfile:
     """What `dynamo profile` would measure of a worker of ``model`` with one GPU."""
     isl = np.geomspace(250, 64_000, 13).round()
     ttft_s = np.array([model.prefill_s(int(tokens)) for tokens in isl])
-    usage, context = (
-        axis.ravel() for axis in np.meshgrid(np.linspace(0.02, 1.0, 15), isl.clip(500))
-    )
+    grid: Any = np.meshgrid(np.linspace(0.02, 1.0, 15), isl.clip(500))
+    usage, context = (axis.ravel() for axis in grid)
     sequences = np.maximum(usage * model.kv_tokens / context, 1.0)
     itl_s = np.array(
         [

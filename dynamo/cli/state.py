@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import msgspec
 
+from dynamo.box.actions.access import open_access
 from dynamo.box.components import ComponentStatus, StateReport, arbiter_is_alive
-from dynamo.box.workers.access import open_access
 from dynamo.config import from_env, load
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings

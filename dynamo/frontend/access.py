@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 _OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
 _OPERATOR_ROUTES = {
     "/v1/route": ("GET", "HEAD", "POST"),
+    "/v1/status": ("GET", "HEAD"),
     "/v1/requests": ("GET", "HEAD"),
     "/v1/requests/": ("GET", "HEAD"),
-    "/v1/status": ("GET", "HEAD"),
     "/busy_threshold": ("POST",),
 }
 _KEY_REQUESTS = counter(

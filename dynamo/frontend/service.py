@@ -85,8 +85,8 @@ class Frontend:
                 self.models, self._tasks, self._requests.overload_status, self._requests.off_loop
             ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
-            RecentRoutes(metrics.recent).install(routes)
             self._status.install(routes)
+            RecentRoutes(metrics.recent).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
         self._requests.guard = guard_operator_routes(routes, settings)
         self.models.on_demand.again = routes

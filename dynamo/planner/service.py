@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.box.workers.engine_controls import RemoteEngines
+from dynamo.box.actions.engine_controls import RemoteEngines
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError

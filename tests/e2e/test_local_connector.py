@@ -21,7 +21,7 @@ import psutil
 import pytest
 from serving import QUICKSTART, ROOT, Serving
 
-from dynamo.box.workers.ports import ActionFailed
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.planner.connector import DRAINING, READY

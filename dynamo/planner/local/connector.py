@@ -10,16 +10,16 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 
-from dynamo.box.workers.access import LocalAccess, open_access
-from dynamo.box.workers.ports import ActionFailed, EngineControls
-from dynamo.box.workers.removal import remove_worker
-from dynamo.box.workers.sleeping import (
+from dynamo.box.actions.access import LocalAccess, open_access
+from dynamo.box.actions.ports import ActionFailed, EngineControls
+from dynamo.box.actions.removal import remove_worker
+from dynamo.box.actions.sleeping import (
     check_sleepers,
     put_to_sleep,
     sleeper_to_wake,
     wake_worker,
 )
-from dynamo.box.workers.starting import WorkerStart
+from dynamo.box.actions.starting import WorkerStart
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import StatefileError

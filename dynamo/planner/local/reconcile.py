@@ -8,17 +8,17 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dynamo.box.workers.access import LocalAccess
-from dynamo.box.workers.leaving import wait_until_gone
-from dynamo.box.workers.patience import retried
-from dynamo.box.workers.ports import (
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.leaving import wait_until_gone
+from dynamo.box.actions.patience import retried
+from dynamo.box.actions.ports import (
     STOPPED,
     ActionFailed,
     CircusError,
     NoSuchWatcher,
     WatcherOptions,
 )
-from dynamo.box.workers.removal import finish_removal
+from dynamo.box.actions.removal import finish_removal
 from dynamo.errors import StatefileError
 from dynamo.serve.entries import (
     Entry,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from dynamo.box.workers.budget import budget_share
-from dynamo.box.workers.ports import STOPPED, STOPPING
+from dynamo.box.actions.budget import budget_share
+from dynamo.box.actions.ports import STOPPED, STOPPING
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.connector import (
     ASLEEP,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from dynamo.box.workers.ports import ActionFailed
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.planner.actions import WorkerAction
 from dynamo.planner.connector import (
     DRAINING,

@@ -13,8 +13,8 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment
 from virtual_time import run_virtual
 
-from dynamo.box.workers.access import LocalAccess
-from dynamo.box.workers.ports import ActionFailed, CircusBusy, CircusError, EngineControls
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.ports import ActionFailed, CircusBusy, CircusError, EngineControls
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.local.connector import LocalConnector

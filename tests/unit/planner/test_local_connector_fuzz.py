@@ -16,8 +16,8 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment, SimulatedProcess
 from virtual_time import run_virtual
 
-from dynamo.box.workers.access import LocalAccess
-from dynamo.box.workers.ports import ActionFailed
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
 from dynamo.planner.local.connector import LocalConnector

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 
-from dynamo.box.workers.ports import ActionFailed
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.planner.gpu_sharing import GpuSharing

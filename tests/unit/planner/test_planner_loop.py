@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 
-from dynamo.box.workers.ports import ActionFailed
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import StatefileError
 from dynamo.planner.actions import WorkerActions

@@ -12,9 +12,9 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment
 from virtual_time import run_virtual
 
-from dynamo.box.workers.access import LocalAccess
-from dynamo.box.workers.gpu_room import crowded_gpus, reserved_share
-from dynamo.box.workers.ports import ActionFailed
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.gpu_room import crowded_gpus, reserved_share
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import EngineFailure
 from dynamo.planner.local.connector import LocalConnector

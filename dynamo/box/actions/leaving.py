@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from dynamo.box.workers.access import LocalAccess
-from dynamo.box.workers.patience import wait_until
-from dynamo.box.workers.ports import ActionFailed, CircusBusy
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.patience import wait_until
+from dynamo.box.actions.ports import ActionFailed, CircusBusy
 from dynamo.serve.entries import delete_entry, is_freed
 
 __all__ = ["has_exited", "wait_until_gone"]

@@ -17,17 +17,17 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dynamo.box.workers.circus import CircusEndpoint
-from dynamo.box.workers.gpu_room import probe_gpus
-from dynamo.box.workers.patience import retried
-from dynamo.box.workers.ports import (
+from dynamo.box.actions.circus import CircusEndpoint
+from dynamo.box.actions.gpu_room import probe_gpus
+from dynamo.box.actions.patience import retried
+from dynamo.box.actions.ports import (
     ActionFailed,
     CircusControl,
     CircusError,
     NoSuchWatcher,
     Registrations,
 )
-from dynamo.box.workers.registered import FileRegistrations
+from dynamo.box.actions.registered import FileRegistrations
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError

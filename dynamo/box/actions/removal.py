@@ -6,10 +6,10 @@ import asyncio
 import logging
 import signal
 
-from dynamo.box.workers.access import LocalAccess, reserve
-from dynamo.box.workers.leaving import has_exited, wait_until_gone
-from dynamo.box.workers.patience import retried, wait_until
-from dynamo.box.workers.ports import ActionFailed, CircusError, NoSuchWatcher
+from dynamo.box.actions.access import LocalAccess, reserve
+from dynamo.box.actions.leaving import has_exited, wait_until_gone
+from dynamo.box.actions.patience import retried, wait_until
+from dynamo.box.actions.ports import ActionFailed, CircusError, NoSuchWatcher
 from dynamo.errors import StatefileError
 from dynamo.serve.entries import Entry, ServiceEntries
 from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, Document

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Collection
 from functools import partial
 
-from dynamo.box.workers.access import LocalAccess, reserve
-from dynamo.box.workers.ports import ActionFailed, EngineControls
-from dynamo.box.workers.removal import remove_entry
+from dynamo.box.actions.access import LocalAccess, reserve
+from dynamo.box.actions.ports import ActionFailed, EngineControls
+from dynamo.box.actions.removal import remove_entry
 from dynamo.errors import DynamoError
 from dynamo.serve.entries import Entry, ServiceEntries, entry_gpus, read_services
 from dynamo.serve.gpu_holders import can_hold, held_gpus

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dynamo.box.workers.ports import ActionFailed
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.errors import ConfigError
 from dynamo.serve.gpu_holders import gpu_ids, held_gpus
 from dynamo.serve.gpus import Allocator, Inventory

@@ -6,15 +6,15 @@ import asyncio
 import logging
 from collections.abc import Collection
 
-from dynamo.box.workers.access import LocalAccess
-from dynamo.box.workers.budget import budget_held, budget_share
-from dynamo.box.workers.gpu_booking import free_gpus
-from dynamo.box.workers.gpu_room import reserved_share, without_room
-from dynamo.box.workers.leaving import wait_until_gone
-from dynamo.box.workers.patience import retried, wait_until
-from dynamo.box.workers.ports import STOPPED, ActionFailed, CircusBusy, CircusError
-from dynamo.box.workers.removal import remove_entry
-from dynamo.box.workers.sleeping import sleepers_on
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.budget import budget_held, budget_share
+from dynamo.box.actions.gpu_booking import free_gpus
+from dynamo.box.actions.gpu_room import reserved_share, without_room
+from dynamo.box.actions.leaving import wait_until_gone
+from dynamo.box.actions.patience import retried, wait_until
+from dynamo.box.actions.ports import STOPPED, ActionFailed, CircusBusy, CircusError
+from dynamo.box.actions.removal import remove_entry
+from dynamo.box.actions.sleeping import sleepers_on
 from dynamo.errors import StatefileError
 from dynamo.serve.entries import (
     ServiceEntries,
