@@ -165,7 +165,7 @@ class RecentRequests:
         if not found:
             raise ModelNotFound(
                 f"No request {shown}: the last {self.records.maxlen} are kept, and one "
-                " that is still running is not among them"
+                "that is still running is not among them"
             )
         if len({one.info[1] for one in found}) > 1:
             raise InvalidArgument(f"{len(found)} requests begin with {shown}: give more digits")
