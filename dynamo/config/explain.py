@@ -17,6 +17,6 @@ class ExplainSettings:
         "last",
         "request",
         help="id of a request that has ended: that of the response, the x-request-id that you "
-        "sent, or its first digits; default: the last request",
+        "sent, or its first or last digits; default: the last request",
     )
     json: bool = option(False, "--json", help="print the record as JSON")

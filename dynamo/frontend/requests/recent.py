@@ -155,21 +155,30 @@ class RecentRequests:
         raise ModelNotFound("No request has ended since the frontend started")
 
     def find(self, name: str) -> EndedRequest:
-        """The request of this id: its own, that of the response, the client's, or the beginning of
-        its own. Raises ModelNotFound (404), InvalidArgument if the beginning is not unique."""
+        """The request of this id: its own, that of the response, the client's, or the beginning or
+        the end of its own: ids of requests in a row differ at the end.
+
+        Raises ModelNotFound (404), InvalidArgument if there are several.
+        """
         shown = shorten(name, CLIENT_ID_CHARACTERS)
         found = [one for one in self.ended() if name in (one.info[1], one.info[2])]
         if not found:
-            begin = _PREFIXES.sub("", name, count=1).lower()
-            found = [one for one in self.ended() if begin and one.info[1].startswith(begin)]
+            part = _PREFIXES.sub("", name, count=1).lower()
+            found = [one for one in self.ended() if part and _matches(one.info[1], part)]
         if not found:
             raise ModelNotFound(
                 f"No request {shown}: the last {self.records.maxlen} are kept, and one "
                 "that is still running is not among them"
             )
         if len({one.info[1] for one in found}) > 1:
-            raise InvalidArgument(f"{len(found)} requests begin with {shown}: give more digits")
+            raise InvalidArgument(
+                f"{len(found)} requests begin or end with {shown}: give more digits"
+            )
         return found[0]
+
+
+def _matches(request_id: str, part: str) -> bool:
+    return request_id.startswith(part) or request_id.endswith(part)
 
 
 def _receipt(inputs: DecisionInputs | None) -> RouteReceipt | None:
