@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sized
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import choose, costs
@@ -37,11 +37,20 @@ from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
 from dynamo.router.prompt import HashedPrompt, Hasher
-from dynamo.router.receipt import MAX_CANDIDATES, KvInputs
+from dynamo.router.receipt import (
+    MAX_CANDIDATES,
+    CaptureLimit,
+    DecisionInputs,
+    DecisionTotals,
+    KvInputs,
+)
 from dynamo.router.sync.local import LocalRequests
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 __all__ = ["KvPicker"]
+
+_Decided: TypeAlias = "tuple[CostParams, array[int], int, HashedPrompt, CopyOffer | None]"
+"""The last decision: parameters, eligible slots, the chosen one, the prompt, a copy of blocks."""
 
 
 class KvPicker:
@@ -97,8 +106,8 @@ class KvPicker:
         self.reused_tokens = Counter() if metrics is None else metrics.reused
         self._uniform = (random or Random()).random
         self._clock = clock
-        self._decided: tuple[CostParams, array[int], int, int, float, CopyOffer | None] | None
-        self._decided = None
+        self._decided: _Decided | None = None
+        self._captures = CaptureLimit()
         self.recovering: Collection[int] = ()
         self._index_state = "exact" if predicted is None else "predicted"
         if index is None:
@@ -132,18 +141,21 @@ class KvPicker:
             self._book(request_id, slot, prompt, routing, params)
             if offer is not None and self._copies is not None:
                 self._copies.routed(request_id, slot, offer, now_s)
-            self._decided = params, slots, slot, prompt.isl_tokens, prompt.best_overlap, offer
+            self._decided = params, slots, slot, prompt, offer
         return decision
 
     def inputs(
         self, routing: Routing | None, failed: Collection[int] = (), wanted: bool = False
-    ) -> KvInputs | None:
+    ) -> DecisionInputs | None:
         """See :meth:`dynamo.router.picker.Picker.inputs`."""
         # Nothing has run since the decision, so the columns are still its own.
         if self._decided is None:
             return None
-        params, slots, slot, isl_tokens, best, offer = self._decided
+        params, slots, slot, prompt, offer = self._decided
         pool, cached = self.worker_pool, self._cached_blocks
+        if not wanted and not self._captures.take(prompt.begun_s):
+            cost = self._costs[slots.index(slot)]
+            return DecisionTotals("kv", self._index_state, pool.owners[slot], len(slots), cost)
         constraints = None
         if routing is not None or failed or slots is not pool.candidates:
             session = self.eligibility.sessions is not None
@@ -157,8 +169,8 @@ class KvPicker:
             pool.owners,
             slots,
             slot,
-            isl_tokens,
-            best,
+            prompt.isl_tokens,
+            prompt.best_overlap,
             cached.device.tobytes(),
             self._prefill.tobytes(),
             self._decode.tobytes(),

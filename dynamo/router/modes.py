@@ -23,7 +23,13 @@ from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.explain import Explanation
 from dynamo.router.picker import Decision
-from dynamo.router.receipt import MAX_CANDIDATES, InflightInputs
+from dynamo.router.receipt import (
+    MAX_CANDIDATES,
+    CaptureLimit,
+    DecisionInputs,
+    DecisionTotals,
+    InflightInputs,
+)
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 __all__ = ["MODES", "InflightPicker"]
@@ -58,7 +64,8 @@ class InflightPicker:
         self._random = random or Random()
         self._direct = mode == "direct"
         self._mode = mode
-        self._decided: tuple[array[int], int] | None = None
+        self._decided: tuple[array[int], int, float] | None = None
+        self._captures = CaptureLimit()
         self._choose: Choice = getattr(self, MODES[mode])
         self._next = 0
         self._slot_of: dict[str, int] = {}
@@ -91,16 +98,18 @@ class InflightPicker:
                 self.eligibility.load_added(owner[0])
             if routing is not None and routing.session_id is not None:
                 self.eligibility.bind_session(routing.session_id, *owner, now_s)
-            self._decided = slots, slot
+            self._decided = slots, slot, now_s
         return Decision(*owner)
 
     def inputs(
         self, routing: Routing | None, failed: Collection[int] = (), wanted: bool = False
-    ) -> InflightInputs | None:
+    ) -> DecisionInputs | None:
         """See :meth:`dynamo.router.picker.Picker.inputs`."""
         if self._decided is None:
             return None
-        (slots, slot), pool = self._decided, self.worker_pool
+        (slots, slot, now_s), pool = self._decided, self.worker_pool
+        if not wanted and not self._captures.take(now_s):
+            return DecisionTotals(self._mode, "none", pool.owners[slot], len(slots))
         constraints = None
         if routing is not None or failed or slots is not pool.candidates:
             session = self.eligibility.sessions is not None
