@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo.cli.frontend_client import ask
 from dynamo.config import load
-from dynamo.config.explain import ExplainSettings
+from dynamo.config.explain import RequestExplainSettings
 from dynamo.config.frontend_client import FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt
@@ -35,7 +35,7 @@ _COST = "cost"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status: 1 without such a request."""
-    groups = [ExplainSettings, FrontendClientSettings]
+    groups = [RequestExplainSettings, FrontendClientSettings]
     settings, frontend = load("dynamo explain", DESCRIPTION, groups, argv, epilog=EPILOG)
     try:
         path = f"/v1/requests/{quote(settings.request, safe='')}"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = ["ExplainSettings"]
+__all__ = ["RequestExplainSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainSettings:
+class RequestExplainSettings:
     """explain: which request"""
 
     request: str = option(

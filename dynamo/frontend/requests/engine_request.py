@@ -21,7 +21,8 @@ from dynamo.frontend.requests.migration import (
     continued,
     without_pin,
 )
-from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics
+from dynamo.frontend.requests.recent import Prefilled
+from dynamo.frontend.requests.request_metrics import RequestMetrics
 from dynamo.protocols.codec import Tokens, decoder, encode
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing
 from dynamo.router.eligibility.filters import pinned_worker

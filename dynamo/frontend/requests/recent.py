@@ -12,28 +12,37 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from dynamo.errors import InvalidArgument, ModelNotFound, shorten
+from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.api.headers import request_id
 from dynamo.http import Exchange
 from dynamo.protocols.status import RequestRecord, RouteReceipt
 from dynamo.router.picker import Decision
 from dynamo.router.receipt import DecisionInputs
 
-if TYPE_CHECKING:
-    from dynamo.frontend.answer.generation import Usage
-    from dynamo.frontend.requests.request_metrics import Prefilled
-
-__all__ = ["CLIENT_ID_CHARACTERS", "EndedRequest", "RecentRequests"]
+__all__ = ["CLIENT_ID_CHARACTERS", "EndedRequest", "Prefilled", "RecentRequests"]
 
 _ROUTED = 1000
 _REFUSED = 200
 CLIENT_ID_CHARACTERS = 128
 """So much of a text that a client chose is kept."""
 _PREFIXES = re.compile(r"(?:chatcmpl|cmpl|embd|resp|msg)[-_]")
+
+
+class Prefilled(NamedTuple):
+    """The prefill worker of a prompt, the blocks of it that the worker had cached, and when the
+    worker received and finished the prompt (monotonic seconds)."""
+
+    worker_id: int
+    dp_rank: int
+    overlap_blocks: int
+    prompt_blocks: int
+    sent_s: float
+    done_s: float
 
 
 class EndedRequest(NamedTuple):

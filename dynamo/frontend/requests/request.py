@@ -30,7 +30,8 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics, RequestOutput
+from dynamo.frontend.requests.recent import Prefilled
+from dynamo.frontend.requests.request_metrics import RequestMetrics, RequestOutput
 from dynamo.frontend.requests.route_header import ROUTE_HEADER, route_header
 from dynamo.http import NEVER, Exchange, WriteBatch
 from dynamo.router.picker import Decision

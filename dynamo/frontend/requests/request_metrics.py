@@ -12,24 +12,12 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS
+from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, Prefilled
 from dynamo.observability.metrics import Gauge
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.receipt import DecisionInputs
 
-__all__ = ["Prefilled", "RequestMetrics", "RequestOutput", "ServedChoice"]
-
-
-class Prefilled(NamedTuple):
-    """The prefill worker of a prompt, the blocks of it that the worker had cached, and when the
-    worker received and finished the prompt (monotonic seconds)."""
-
-    worker_id: int
-    dp_rank: int
-    overlap_blocks: int
-    prompt_blocks: int
-    sent_s: float
-    done_s: float
+__all__ = ["RequestMetrics", "RequestOutput", "ServedChoice"]
 
 
 class ServedChoice(Protocol):

@@ -12,8 +12,7 @@ from test_request import Site, ids
 
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, ModelNotFound, Overloaded
 from dynamo.frontend.api.recent import RecentRoutes
-from dynamo.frontend.requests.recent import EndedRequest, RecentRequests
-from dynamo.frontend.requests.request_metrics import Prefilled
+from dynamo.frontend.requests.recent import EndedRequest, Prefilled, RecentRequests
 from dynamo.http.routes import Routes
 from dynamo.protocols.engine import CompletionUsage, PromptTokensDetails
 from dynamo.protocols.status import RequestRecord
