@@ -29,6 +29,7 @@ VERBS = {
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
     "profile": ("dynamo.cli.profile", "measure a worker for the planner"),
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
+    "explain": ("dynamo.cli.explain", "show why a request went to its worker, and its times"),
     "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),
     "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
     "version": ("dynamo.cli.version", "print versions"),

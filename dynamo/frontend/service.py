@@ -101,7 +101,7 @@ class Frontend:
             self._status.install(routes)
             RecentRoutes(metrics.recent).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
-        guard_operator_routes(routes, settings)
+        self._requests.guard = guard_operator_routes(routes, settings)
         self.models.on_demand.again = routes
         self._requests.hold = partial(self.models.hold, self._requests)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)

@@ -24,6 +24,7 @@ from dynamo.frontend.requests.errors import (
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.http import Exchange, WriteBatch
+from dynamo.http.access import OperatorGuard
 
 __all__ = ["RequestRegistry"]
 
@@ -38,7 +39,8 @@ class RequestRegistry:
     ``draining``, /health says so; new requests are refused once ``refuses`` is set. ``hold`` may
     let a request wait that no model serves now: (exchange, endpoint, error, model).
     ``error_shapes`` are those of the endpoints whose errors have a shape of their own, or of their
-    paths, which relayed models may serve too.
+    paths, which relayed models may serve too. ``guard`` identifies operators; without one no client
+    is.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class RequestRegistry:
         self.settings = settings
         self.metrics = metrics
         self.overload_status = settings.overload_status
+        self.shows_routes = not settings.disable_nvext
+        self.guard: OperatorGuard | None = None
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
         self.off_loop = OffLoop()
         self.write_batch = write_batch or WriteBatch()
@@ -166,6 +170,10 @@ class RequestRegistry:
         self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
 
     # -- active requests
+
+    def admits_operator(self, exchange: Exchange) -> bool:
+        """Whether the client may see what operators see."""
+        return self.guard is not None and not self.guard.problem(exchange)
 
     def add(self, request: ActiveRequest) -> str:
         """Admit and register ``request``; return an id for the engine, which no other one has.
