@@ -14,6 +14,7 @@ from dynamo import __version__
 __all__ = ["VERBS", "main", "rival_distribution"]
 
 VERBS = {
+    "run": ("dynamo.cli.run", "serve one model: an id on Hugging Face, a directory, a GGUF file"),
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),

@@ -39,7 +39,7 @@ from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import DRAIN_TIMEOUTS, DeploymentPlan, WatcherSpec, plan
 from dynamo.serve.yamlmap import MAX_TEXT_BYTES
 
-__all__ = ["main", "prepare", "read_graph"]
+__all__ = ["main", "prepare", "read_graph", "start"]
 
 DESCRIPTION = "Start the services of a graph file, keep them running, end them all on Ctrl-C."
 EPILOG = """overrides: --Service.key=value for every key of the file, for example
@@ -68,21 +68,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         (settings,) = load("dynamo serve", DESCRIPTION, [ServeSettings], rest, epilog=EPILOG)
-        graph = _read(settings, overrides)
-        if not settings.dry_run:
-            # From here a stop signal waits until the guard can handle it, with clean-up.
-            hold_signals()
-        runtime = from_env(RuntimeSettings, namespace=graph.namespace)
-        planned = prepare(graph, settings, runtime)
-        if settings.dry_run:
-            return _dry_run(planned, settings, graph)
-        check_engines(graph)
-        return _serve(planned, settings, runtime, _replanner(settings, overrides, runtime))
+        return start(settings, overrides)
     except BrokenPipeError:
         raise
     except (DynamoError, OSError) as error:
         print(f"dynamo serve: {_reason(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def start(settings: ServeSettings, overrides: Sequence[Override]) -> int:
+    """Start the graph and keep it running, or show it with ``dry_run``; return the exit status.
+
+    Raises DynamoError or OSError if it cannot start.
+    """
+    graph = _read(settings, overrides)
+    if not settings.dry_run:
+        # From here a stop signal waits until the guard can handle it, with clean-up.
+        hold_signals()
+    runtime = from_env(RuntimeSettings, namespace=graph.namespace)
+    planned = prepare(graph, settings, runtime)
+    if settings.dry_run:
+        return _dry_run(planned, settings, graph)
+    check_engines(graph)
+    return _serve(planned, settings, runtime, _replanner(settings, overrides, runtime))
 
 
 def _reason(error: DynamoError | OSError) -> str:
@@ -133,7 +141,7 @@ def _directory(graph: Graph) -> Path:
 
 
 def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
-    text, source = settings.deployment_config, "DYN_DEPLOYMENT_CONFIG"
+    text, source = settings.deployment_config, settings.deployment_source
     if text is not None and settings.graph:
         print(
             f"dynamo serve: ignoring {settings.graph}: DYN_DEPLOYMENT_CONFIG replaces it; "

@@ -1,0 +1,66 @@
+"""Options of ``dynamo run``, ``init``, ``install-service`` and ``completion``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.option import option
+
+__all__ = ["ENGINES", "GraphChoices", "RunSettings"]
+
+ENGINES = ("vllm", "sglang", "llama.cpp", "ollama", "mocker")
+"""Names of engines; all but the mocker run real models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphChoices:
+    """the model, its engine and where it is served"""
+
+    model: str = option(
+        "",
+        "model",
+        help="a directory, a GGUF file, an id on Hugging Face (Qwen/Qwen3-0.6B) or a model of "
+        "Ollama (qwen3:0.6b)",
+    )
+    engine: str | None = option(
+        None, "--engine", choices=ENGINES, help="default: the best one that is installed"
+    )
+    served_model_name: str | None = option(
+        None, "--served-model-name", "--name", metavar="NAME", help="name of the model in the API"
+    )
+    workers: int = option(1, "--workers", minimum=1, maximum=1024, help="copies of the model")
+    gpus_per_worker: int | None = option(
+        None,
+        "--gpus-per-worker",
+        minimum=0,
+        maximum=64,
+        help="GPUs that one copy is split over; default: 1 if the box has GPUs",
+    )
+    http_host: str = option(
+        "127.0.0.1", "--host", "--http-host", env="DYN_HTTP_HOST", help="address to listen on"
+    )
+    http_port: int = option(
+        8000,
+        "--port",
+        "--http-port",
+        env="DYN_HTTP_PORT",
+        minimum=1,
+        maximum=65535,
+        help="port to listen on",
+    )
+    namespace: str = option(
+        "dynamo", "--namespace", env="DYN_NAMESPACE", help="namespace of the deployment"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(GraphChoices):
+    """run: the model, its engine and where it is served"""
+
+    dry_run: bool = option(False, "--dry-run", help="print the graph, check it and exit")
+    write: str | None = option(
+        None, "--write", metavar="FILE", help="write the graph to this new file and exit"
+    )
+    quiet: bool = option(
+        False, "--quiet", help="show only messages of dynamo, not the output of the services"
+    )
