@@ -7,21 +7,18 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import StatefileError
 from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.entries import Entry, ServiceEntries, read_services
 from dynamo.planner.local.gpu_room import probe_gpus
 from dynamo.planner.local.patience import retried
 from dynamo.planner.local.ports import CircusControl, CircusError, NoSuchWatcher, Registrations
-from dynamo.runtime.discovery.process import host_id
+from dynamo.serve.entries import Entry, ServiceEntries, read_services
 from dynamo.serve.gpus import Gpu
-from dynamo.serve.processes import same_process, stat
 from dynamo.serve.statefile import Document, Statefile
 
-__all__ = ["LocalAccess", "is_reserved", "owner_mark"]
+__all__ = ["LocalAccess"]
 
 _COMMAND_TIMEOUT_S = 30.0
 _GRACEFUL_TIMEOUT_S = 30.0
@@ -112,20 +109,3 @@ class LocalAccess:
         except OSError:
             return ""
         return lines[-1][-_LINE_CHARACTERS:] if lines else ""
-
-
-def owner_mark() -> dict[str, Any]:
-    """Return this process, as the one that adds or removes a worker."""
-    me = stat(os.getpid())
-    return {"pid": os.getpid(), "start_ticks": me.start_ticks if me else 0, "host": host_id()}
-
-
-def is_reserved(entry: Entry, active: Collection[str]) -> bool:
-    """Whether a living process adds or removes this worker now; ``active``: those of this one."""
-    mark = entry.reserved_by
-    if mark is None or mark.get("host") != host_id():
-        return False
-    pid, ticks = mark.get("pid"), mark.get("start_ticks")
-    if pid == os.getpid():
-        return entry.name in active
-    return isinstance(pid, int) and isinstance(ticks, int) and same_process(pid, ticks)

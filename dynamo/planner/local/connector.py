@@ -14,9 +14,8 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.planner.connector import ActionFailed, ScaledService
-from dynamo.planner.local.access import LocalAccess, is_reserved
+from dynamo.planner.local.access import LocalAccess
 from dynamo.planner.local.circus import CircusEndpoint
-from dynamo.planner.local.entries import read_services
 from dynamo.planner.local.ports import EngineControls
 from dynamo.planner.local.reconcile import reconcile
 from dynamo.planner.local.registered import FileRegistrations
@@ -30,6 +29,8 @@ from dynamo.planner.local.sleeping import (
 from dynamo.planner.local.starting import WorkerStart
 from dynamo.planner.local.view import Sighting, newest, service_now
 from dynamo.runtime.paths import run_dir, state_dir, store_dir
+from dynamo.serve.entries import read_services
+from dynamo.serve.reservations import is_reserved
 from dynamo.serve.statefile import Document, Statefile
 
 __all__ = ["LocalConnector", "open_access", "open_connector"]

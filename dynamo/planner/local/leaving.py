@@ -7,9 +7,9 @@ import logging
 
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.access import LocalAccess
-from dynamo.planner.local.entries import delete_entry, is_freed
 from dynamo.planner.local.patience import wait_until
 from dynamo.planner.local.ports import CircusBusy
+from dynamo.serve.entries import delete_entry, is_freed
 
 __all__ = ["has_exited", "wait_until_gone"]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo.errors import DynamoError
+from dynamo.serve.registered import RegisteredWorker
 
 __all__ = [
     "STOPPED",
@@ -20,7 +21,6 @@ __all__ = [
     "CircusError",
     "EngineControls",
     "NoSuchWatcher",
-    "RegisteredWorker",
     "Registrations",
     "WatcherOptions",
 ]
@@ -81,16 +81,6 @@ class CircusControl(Protocol):
 
     async def remove(self, name: str) -> None:
         """Remove a watcher; its processes are stopped gracefully, after the reply."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredWorker:
-    """What the process ``pid`` has registered: its leases, and its model once it can serve."""
-
-    pid: int
-    leases: tuple[int, ...]
-    worker_id: int | None = None
-    model: str | None = None
 
 
 class Registrations(Protocol):

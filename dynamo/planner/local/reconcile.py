@@ -10,8 +10,12 @@ from typing import Any
 
 from dynamo.errors import StatefileError
 from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess, is_reserved
-from dynamo.planner.local.entries import (
+from dynamo.planner.local.access import LocalAccess
+from dynamo.planner.local.leaving import wait_until_gone
+from dynamo.planner.local.patience import retried
+from dynamo.planner.local.ports import STOPPED, CircusError, NoSuchWatcher, WatcherOptions
+from dynamo.planner.local.removal import finish_removal
+from dynamo.serve.entries import (
     Entry,
     ServiceEntries,
     delete_entry,
@@ -19,10 +23,7 @@ from dynamo.planner.local.entries import (
     read_services,
     release,
 )
-from dynamo.planner.local.leaving import wait_until_gone
-from dynamo.planner.local.patience import retried
-from dynamo.planner.local.ports import STOPPED, CircusError, NoSuchWatcher, WatcherOptions
-from dynamo.planner.local.removal import finish_removal
+from dynamo.serve.reservations import is_reserved
 from dynamo.serve.statefile import ASLEEP, RESERVED_BY, RUNNING, Document
 
 __all__ = ["reconcile"]

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from asyncinotify import Mask
 
-from dynamo.planner.local.ports import RegisteredWorker
-from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.runtime.discovery.inotify import Inotify
-from dynamo.runtime.discovery.layout import (
-    BadRecord,
-    decode_lease,
-    decode_stored,
-    ensure_directories,
-    lease_path,
-    names,
-    read_file,
-)
-from dynamo.runtime.discovery.process import host_id, is_running
+from dynamo.runtime.discovery.layout import ensure_directories, lease_path
 from dynamo.runtime.paths import private_dir
+from dynamo.serve.registered import RegisteredWorker, registered_workers
 
-__all__ = ["FileRegistrations", "registered_workers"]
+__all__ = ["FileRegistrations"]
 
 # A renewal only touches the lease file, which causes none of these events.
 _MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
@@ -70,66 +59,3 @@ class FileRegistrations:
     def _on_state_dir(self, name: str, mask: int) -> None:
         if name == self._statefile:
             self._changed()
-
-
-def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
-    """Return what is registered in ``store``, by the pid of the process that the arbiter started.
-
-    Each of those leads a session of its own, so the session of a lease's process names it.
-    """
-    leases: dict[int, list[int]] = {}
-    for lease, session in _leases(store):
-        leases.setdefault(session, []).append(lease)
-    cards = dict(_cards(store))
-    return {
-        session: _registered(session, tuple(sorted(found)), cards)
-        for session, found in leases.items()
-    }
-
-
-def _leases(store: Path) -> Iterator[tuple[int, int]]:
-    host = host_id()
-    for name, data in _files(store / "leases"):
-        try:
-            lease = decode_lease(name, data)
-            if lease.host == host and is_running(lease.pid, lease.pid_start):
-                yield lease.lease_id, os.getsid(lease.pid)
-        except (BadRecord, OSError):
-            continue  # reported by the processes that use the store
-
-
-def _cards(store: Path) -> Iterator[tuple[int, ModelCard]]:
-    for _, data in _files(store / "v1/mdc"):
-        try:
-            stored = decode_stored(data)
-            card = decode_card(stored.value)
-        except ValueError:
-            continue  # reported by the frontend
-        if card.lora_name is None:  # an adapter's card has another name for the same worker
-            yield stored.lease_id, card
-
-
-def _registered(
-    pid: int, leases: tuple[int, ...], cards: Mapping[int, ModelCard]
-) -> RegisteredWorker:
-    card = next((cards[lease] for lease in leases if lease in cards), None)
-    return RegisteredWorker(
-        pid=pid,
-        leases=leases,
-        worker_id=card.instance_id if card else None,
-        model=card.display_name if card else None,
-    )
-
-
-def _files(directory: Path) -> Iterator[tuple[str, bytes]]:
-    try:
-        listed = names(directory)
-    except OSError:
-        return  # the store was removed
-    for name in listed:
-        try:
-            data = read_file(directory / name)
-        except (BadRecord, OSError):
-            continue
-        if data is not None:
-            yield name, data

@@ -8,12 +8,13 @@ import signal
 
 from dynamo.errors import StatefileError
 from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess, owner_mark
-from dynamo.planner.local.entries import Entry, ServiceEntries
+from dynamo.planner.local.access import LocalAccess
 from dynamo.planner.local.leaving import has_exited, wait_until_gone
 from dynamo.planner.local.patience import retried, wait_until
 from dynamo.planner.local.ports import CircusError, NoSuchWatcher
 from dynamo.planner.local.view import Sighting, newest
+from dynamo.serve.entries import Entry, ServiceEntries
+from dynamo.serve.reservations import owner_mark
 from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, RESERVED_BY, Document
 
 __all__ = ["finish_removal", "remove_entry", "remove_worker"]

@@ -12,11 +12,12 @@ from functools import partial
 
 from dynamo.errors import DynamoError
 from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess, owner_mark
-from dynamo.planner.local.entries import Entry, ServiceEntries, read_services
-from dynamo.planner.local.gpu_booking import can_hold
+from dynamo.planner.local.access import LocalAccess
 from dynamo.planner.local.ports import EngineControls
 from dynamo.planner.local.removal import remove_entry
+from dynamo.serve.entries import Entry, ServiceEntries, read_services
+from dynamo.serve.gpu_holders import can_hold
+from dynamo.serve.reservations import owner_mark
 from dynamo.serve.statefile import ASLEEP, RESERVED_BY, RUNNING, Document
 
 __all__ = ["check_sleepers", "put_to_sleep", "sleeper_to_wake", "sleepers_on", "wake_worker"]

@@ -14,10 +14,11 @@ from dynamo.planner.connector import (
     ScaledService,
     ScaledWorker,
 )
-from dynamo.planner.local.entries import Entry, ServiceEntries
-from dynamo.planner.local.gpu_booking import held_gpus
-from dynamo.planner.local.ports import STOPPED, STOPPING, RegisteredWorker
+from dynamo.planner.local.ports import STOPPED, STOPPING
 from dynamo.planner.policies.base import DECODE, PREFILL
+from dynamo.serve.entries import Entry, ServiceEntries
+from dynamo.serve.gpu_holders import held_gpus
+from dynamo.serve.registered import RegisteredWorker
 from dynamo.serve.statefile import Document
 
 __all__ = ["Sighting", "budget_held", "budget_share", "newest", "service_now"]

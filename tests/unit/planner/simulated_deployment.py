@@ -18,13 +18,13 @@ from dynamo.planner.local.ports import (
     CircusBusy,
     CircusError,
     NoSuchWatcher,
-    RegisteredWorker,
     WatcherOptions,
 )
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.gpus import Inventory
 from dynamo.serve.graph import parse_graph
 from dynamo.serve.record import RecordedComponent, StatefileWriter
+from dynamo.serve.registered import RegisteredWorker
 from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan, plan_added
 

@@ -17,8 +17,8 @@ from dynamo.errors import EngineFailure
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.access import LocalAccess
 from dynamo.planner.local.connector import LocalConnector
-from dynamo.planner.local.gpu_booking import held_gpus
 from dynamo.planner.local.gpu_room import crowded_gpus, reserved_share
+from dynamo.serve.gpu_holders import held_gpus
 from dynamo.serve.gpus import Gpu
 
 GRAPH = """

@@ -1,4 +1,4 @@
-"""The statefile as the planner reads and changes it: services, free GPUs, names. Pure.
+"""The entries of a statefile: services, workers, names, GPUs. Pure.
 
 A service's first entry, ``{namespace}_{Service}``, is its template: it has the command of every
 further worker, and stays without GPUs when its own worker is removed. Spec 3.3.
