@@ -17,6 +17,7 @@ VERBS = {
     "run": ("dynamo.cli.run", "serve one model: an id on Hugging Face, a directory, a GGUF file"),
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
+    "doctor": ("dynamo.cli.doctor", "find what disturbs a deployment on this machine"),
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
     "profile": ("dynamo.cli.profile", "measure a worker for the planner"),
