@@ -18,6 +18,7 @@ VERBS = {
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
     "doctor": ("dynamo.cli.doctor", "find what disturbs a deployment on this machine"),
+    "ps": ("dynamo.cli.ps", "show the models, their workers, and what is wrong"),
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
     "profile": ("dynamo.cli.profile", "measure a worker for the planner"),

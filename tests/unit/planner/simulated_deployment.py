@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from dynamo.planner.local.ports import (
+from dynamo.box.actions.ports import (
     STOPPED,
     CircusBusy,
     CircusError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.errors import ConfigError
-from dynamo.planner.connector import ActionFailed
 from dynamo.serve.gpu_holders import gpu_ids, held_gpus
 from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.statefile import Document

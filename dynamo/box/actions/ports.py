@@ -1,4 +1,4 @@
-"""What the local connector needs of a deployment: its arbiter, and what its workers registered.
+"""What the actions need of a deployment: its arbiter, and what its workers registered.
 
 Tests replace both; time is that of the running loop.
 """
@@ -16,6 +16,7 @@ from dynamo.serve.registered import RegisteredWorker
 __all__ = [
     "STOPPED",
     "STOPPING",
+    "ActionFailed",
     "CircusBusy",
     "CircusControl",
     "CircusError",
@@ -28,6 +29,12 @@ __all__ = [
 STOPPED, STOPPING = "stopped", "stopping"
 """Status of a watcher that starts no process: stopped by command, or given up; its processes have
 exited, or not yet."""
+
+
+class ActionFailed(DynamoError):
+    """A worker could not be added or removed; everything reserved for it is free again."""
+
+    code = "action_failed"
 
 
 class CircusError(DynamoError):
