@@ -25,6 +25,7 @@ VERBS = {
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
     "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),
     "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
+    "completion": ("dynamo.cli.completion", "print a script that completes commands by Tab"),
     "version": ("dynamo.cli.version", "print versions"),
 }
 """Verb → (module with ``main(argv) -> exit status``, one line of help)."""
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb in ("-h", "--help", "help"):
         print(_help())
         return 0
+    if verb == "__complete":  # asked by the shell at each Tab: before anything that takes time
+        return int(importlib.import_module("dynamo.cli.completion").answer(VERBS, words))
     if verb not in VERBS:
         print(f"dynamo: unknown verb {verb!r}\n\n{_help()}", file=sys.stderr)
         return 2
