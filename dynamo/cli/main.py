@@ -25,6 +25,7 @@ VERBS = {
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
     "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),
     "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
+    "install-service": ("dynamo.cli.install_service", "write a systemd unit for a graph"),
     "completion": ("dynamo.cli.completion", "print a script that completes commands by Tab"),
     "version": ("dynamo.cli.version", "print versions"),
 }

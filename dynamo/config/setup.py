@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = ["ENGINES", "GraphChoices", "RunSettings"]
+__all__ = ["ENGINES", "GraphChoices", "InstallServiceSettings", "RunSettings"]
 
 ENGINES = ("vllm", "sglang", "llama.cpp", "ollama", "mocker")
 """Names of engines; all but the mocker run real models."""
@@ -63,4 +63,34 @@ class RunSettings(GraphChoices):
     )
     quiet: bool = option(
         False, "--quiet", help="show only messages of dynamo, not the output of the services"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstallServiceSettings:
+    """install-service: the graph, and how systemd runs it"""
+
+    graph: str = option("graph.yaml", "graph", help="YAML file to serve")
+    name: str = option("dynamo", "--name", help="name of the unit, without .service")
+    user: bool = option(
+        False, "--user", help="a unit of your own systemd manager: needs no root, has no hardening"
+    )
+    run_as: str | None = option(
+        None,
+        "--run-as",
+        metavar="USER",
+        help="user that runs it; default: you, also under sudo",
+    )
+    graceful_timeout_s: float = option(
+        30.0,
+        env="DYN_SERVE_GRACEFUL_TIMEOUT_S",
+        minimum=0.0,
+        help="seconds a process may take to finish its work, as for dynamo serve",
+    )
+    print_only: bool = option(False, "--print", help="print the unit, write nothing")
+    directory: str | None = option(
+        None,
+        "--directory",
+        metavar="DIR",
+        help="where to write it; default: /etc/systemd/system, with --user ~/.config/systemd/user",
     )
