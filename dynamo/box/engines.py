@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from dynamo.errors import ConfigError
 
-__all__ = ["InstalledEngine", "NamedModel", "choose_engine", "find_engines"]
+__all__ = [
+    "InstalledEngine",
+    "NamedModel",
+    "choose_engine",
+    "engine_names",
+    "find_engines",
+    "uninstalled",
+]
 
 _INSTALL = {
     "vllm": "vLLM: pip install 'dynamo-appliance[vllm]' (from a checkout: pip install '.[vllm]')",
@@ -42,12 +49,14 @@ _KINDS = {
 class InstalledEngine:
     """An engine of :data:`dynamo.config.setup.ENGINES`, found at ``source``.
 
-    ``command`` starts its own server; it is empty for a worker of ours.
+    ``command`` starts its own server; it is empty for a worker of ours. ``install`` says how to
+    install it, "" if it is.
     """
 
     name: str
     command: tuple[str, ...]
     source: str
+    install: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,21 @@ def find_engines() -> tuple[InstalledEngine, ...]:
         found.append(InstalledEngine("ollama", (program, "serve"), program))
     found.append(InstalledEngine("mocker", (), "dynamo"))
     return tuple(found)
+
+
+def engine_names(model: NamedModel) -> tuple[str, ...]:
+    """Return the engines that can serve ``model``, the preferred one first."""
+    return _SUITABLE[model.kind]
+
+
+def uninstalled(name: str) -> InstalledEngine:
+    """Return an engine that is still to be installed, for a graph."""
+    commands = {
+        "sglang": ("sglang", "serve"),
+        "llama.cpp": ("llama-server",),
+        "ollama": ("ollama", "serve"),
+    }
+    return InstalledEngine(name, commands.get(name, ()), "not installed", _INSTALL[name])
 
 
 def choose_engine(

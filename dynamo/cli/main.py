@@ -15,6 +15,7 @@ __all__ = ["VERBS", "main", "rival_distribution"]
 
 VERBS = {
     "run": ("dynamo.cli.run", "serve one model: an id on Hugging Face, a directory, a GGUF file"),
+    "init": ("dynamo.cli.init", "write the graph of a model: asks four questions"),
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
     "doctor": ("dynamo.cli.doctor", "find what disturbs a deployment on this machine"),

@@ -13,8 +13,16 @@ from dynamo.box.engines import InstalledEngine, NamedModel, choose_engine
 from dynamo.config import environ
 from dynamo.errors import ConfigError
 from dynamo.llm.model_source import is_hub_id
+from dynamo.serve.gpus import Gpu
 
-__all__ = ["box_gpus", "choose", "named_model", "running_ollama"]
+__all__ = [
+    "cached_model",
+    "choose",
+    "named_model",
+    "probe_gpus",
+    "running_ollama",
+    "weights_bytes",
+]
 
 _OLLAMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9._-]+)?")
 _OLLAMA = "127.0.0.1:11434"
@@ -78,11 +86,33 @@ def choose(
         raise
 
 
-def box_gpus() -> int:
-    """Return the number of NVIDIA GPUs of this machine."""
+def probe_gpus() -> Sequence[Gpu]:
+    """Return the NVIDIA GPUs of this machine."""
     from dynamo.serve.nvml import probe  # loads the driver's library
 
-    return len(probe() or ())
+    return probe() or ()
+
+
+def cached_model() -> str | None:
+    """Return the id of the model that was downloaded last, from the cache of Hugging Face."""
+    env = environ()
+    home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    cache = Path(env["HF_HUB_CACHE"]) if env.get("HF_HUB_CACHE") else home / "hub"
+    complete = list(cache.glob("models--*--*/snapshots/*/config.json"))
+    newest = max(complete, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        return None
+    return newest.parents[2].name.removeprefix("models--").replace("--", "/", 1)
+
+
+def weights_bytes(model: NamedModel) -> int:
+    """Return the size of the weights on disk; 0 if they are not here."""
+    path = Path(model.source)
+    if not path.is_absolute():
+        return 0
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def running_ollama() -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dynamo.box.engines import find_engines
 from dynamo.box.new_graph import NewGraph
-from dynamo.cli.model_choice import box_gpus, choose, named_model, running_ollama
+from dynamo.cli.model_choice import choose, named_model, probe_gpus, running_ollama
 from dynamo.cli.serve import prepare, start
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
@@ -65,7 +65,7 @@ def _graph(settings: RunSettings, flags: tuple[str, ...]) -> NewGraph:
     engine = choose(model, settings.engine, find_engines(), flags)
     gpus = settings.gpus_per_worker
     if gpus is None:
-        gpus = 1 if engine.command and box_gpus() else 0
+        gpus = 1 if engine.command and probe_gpus() else 0
     return NewGraph(
         model=model,
         engine=engine,

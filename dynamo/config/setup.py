@@ -1,4 +1,4 @@
-"""Options of ``dynamo run``, ``init``, ``install-service`` and ``completion``."""
+"""Options of ``dynamo run``, ``init`` and ``install-service``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = ["ENGINES", "GraphChoices", "InstallServiceSettings", "RunSettings"]
+__all__ = [
+    "ENGINES",
+    "GraphChoices",
+    "InitSettings",
+    "InstallServiceSettings",
+    "RunSettings",
+]
 
 ENGINES = ("vllm", "sglang", "llama.cpp", "ollama", "mocker")
 """Names of engines; all but the mocker run real models."""
@@ -64,6 +70,23 @@ class RunSettings(GraphChoices):
     quiet: bool = option(
         False, "--quiet", help="show only messages of dynamo, not the output of the services"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitSettings(GraphChoices):
+    """init: answers that are not asked for, and the file"""
+
+    workers: int | None = option(  # type: ignore[assignment]
+        None, "--workers", minimum=1, maximum=1024, help="copies of the model; default: asked for"
+    )
+    access: str | None = option(
+        None,
+        "--access",
+        choices=("local", "keys", "open"),
+        help="who may use it: this machine, the network with API keys, the network without keys",
+    )
+    write: str = option("graph.yaml", "--write", metavar="FILE", help="the file to write")
+    yes: bool = option(False, "--yes", help="ask nothing: take the defaults that are found")
 
 
 @dataclass(frozen=True, kw_only=True)
