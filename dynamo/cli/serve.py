@@ -109,6 +109,8 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     env["DYN_FILE_KV"] = str(store_path(runtime))
     env["DYN_MIGRATION_LIMIT"] = str(settings.migration_limit)
     here = _directory(graph)
+    if _shadows_us(here):
+        env["PYTHONSAFEPATH"] = "1"
     check_services(graph, here, {**env, "DYN_NAMESPACE": graph.namespace})
     graph = replace(graph, services=with_engine_gpus(graph.services, here))
     specs = plan(
@@ -134,6 +136,15 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
         warnings=placement.warnings,
         templates=[spec for spec in placement.specs if not spec.starts],
     )
+
+
+def _shadows_us(directory: Path) -> bool:
+    """Whether a process in ``directory`` would import another copy of this package.
+
+    In a checkout whose package was installed elsewhere, the copy lacks the compiled modules.
+    """
+    other = directory / "dynamo"
+    return (other / "__init__.py").is_file() and not other.samefile(Path(__file__).parents[1])
 
 
 def _directory(graph: Graph) -> Path:

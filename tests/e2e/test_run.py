@@ -115,3 +115,16 @@ def test_wrong_arguments_start_nothing(serving: Serving) -> None:
         done = dynamo(serving, *words, DYN_NAMESPACE=serving.namespace)
         assert done.returncode == 2 and problem in done.stderr, done.stderr
     assert serving.leftovers() == []
+
+
+def test_a_checkout_in_the_working_directory_is_not_imported(serving: Serving) -> None:
+    """`pip install .` leaves a source tree that lacks the compiled modules."""
+    package = serving.tmp_path / "dynamo"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('the copy beside the graph')")
+    graph = serving.tmp_path / "graph.yaml"
+    words = (str(MODEL), "--engine", "mocker", "--namespace", serving.namespace)
+    assert dynamo(serving, *words, "--port", str(free_port()), "--write", str(graph)).stdout
+    serving.start(graph, wait="ready: ")
+    assert serving.stop() == 0
+    assert "the copy beside the graph" not in serving.text()
