@@ -44,6 +44,8 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
                 try:
                     found.append(decode(line))
                 except msgspec.MsgspecError as error:
+                    if found and not line.endswith(b"\n"):
+                        break  # torn: a recording that was cut off in mid-write
                     raise ConfigError(f"{path}:{number}: not a trace line: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None

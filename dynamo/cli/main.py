@@ -18,6 +18,7 @@ VERBS = {
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
+    "record": ("dynamo.cli.record", "record a trace of live traffic, without its content"),
     "profile": ("dynamo.cli.profile", "measure a worker for the planner"),
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
     "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),

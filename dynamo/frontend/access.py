@@ -17,7 +17,11 @@ __all__ = ["frontend_access", "guard_operator_routes", "show_key_requests", "war
 
 log = logging.getLogger(__name__)
 _OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
-_OPERATOR_ROUTES = {"/v1/route": ("GET", "HEAD", "POST"), "/busy_threshold": ("POST",)}
+_OPERATOR_ROUTES = {
+    "/v1/route": ("GET", "HEAD", "POST"),
+    "/v1/record": ("GET", "HEAD"),
+    "/busy_threshold": ("POST",),
+}
 _KEY_REQUESTS = counter(
     "dynamo_frontend_api_key_requests_total", "Requests with a valid API key, by its name", "key"
 )

@@ -28,6 +28,7 @@ from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.api.record import RecordRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.models.registry import Models
@@ -82,6 +83,7 @@ class Frontend:
                 self.models, self._tasks, self._requests.overload_status, self._requests.off_loop
             ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
+            RecordRoutes(self._requests, self.models, self._tasks).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
         guard_operator_routes(routes, settings)
         self.models.on_demand.again = routes

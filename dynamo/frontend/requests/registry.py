@@ -19,7 +19,7 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.request import ActiveRequest
+from dynamo.frontend.requests.request import ActiveRequest, Recorder
 from dynamo.http import Exchange, WriteBatch
 
 __all__ = ["RequestRegistry"]
@@ -33,7 +33,8 @@ class RequestRegistry:
     ``admitted`` counts the requests in progress, those whose large body is still being parsed
     included. The limit on connections bounds it: a connection has one request at a time. While
     ``draining``, /health says so; new requests are refused once ``refuses`` is set. ``hold`` may
-    let a request wait that no model serves now: (exchange, endpoint, error, model).
+    let a request wait that no model serves now: (exchange, endpoint, error, model). ``recordings``
+    read each request at its end.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class RequestRegistry:
         self.refuses = False
         self.admitted = 0
         self.hold: Callable[[Exchange, str, DynamoError, str], bool] | None = None
+        self.recordings: list[Recorder] = []
         self._active: set[ActiveRequest] = set()
         self._engine_ids: set[str] = set()
         self._duplicates = itertools.count(1)

@@ -32,7 +32,7 @@ from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics, 
 from dynamo.http import NEVER, Exchange, WriteBatch
 from dynamo.router.picker import Decision
 
-__all__ = ["ActiveRequest", "RequestInfo", "Shared"]
+__all__ = ["ActiveRequest", "Recorder", "RequestInfo", "Shared"]
 
 log = logging.getLogger(__name__)
 _NO_CACHE = ("cache-control", "no-cache")
@@ -47,6 +47,13 @@ class RequestInfo(NamedTuple):
     echoed_id: str | None
 
 
+class Recorder(Protocol):
+    """Records requests that end; see :class:`Recording`."""
+
+    def ended(self, request: ActiveRequest, /) -> None:
+        """The request is about to be forgotten."""
+
+
 class Shared(Protocol):
     """What active requests share; see :class:`RequestRegistry`."""
 
@@ -54,6 +61,7 @@ class Shared(Protocol):
     write_batch: WriteBatch
     overload_status: int
     held_limit_bytes: int
+    recordings: list[Recorder]
 
     def add(self, request: ActiveRequest) -> str:
         """Register a request that begins; return its id for the engine."""
@@ -315,5 +323,7 @@ class ActiveRequest:
             usage = self.generation.final_usage or self.generation.usage()
             output = RequestOutput(usage, engine_requests, self.detokenize_s)
         metrics.ended(failure, output)
+        for recording in self._shared.recordings:
+            recording.ended(self)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector
         self._shared.remove(self)
