@@ -20,6 +20,7 @@ VERBS = {
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
     "record": ("dynamo.cli.record", "record a trace of live traffic, without its content"),
     "profile": ("dynamo.cli.profile", "measure a worker for the planner"),
+    "chat": ("dynamo.cli.chat", "chat with a model of the running deployment"),
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
     "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),
     "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
