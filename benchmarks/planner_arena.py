@@ -16,7 +16,8 @@ At most 8 workers of the preset qwen3-8b-h100 with one GPU each, 4 of them ready
 
 Synthetic prompts have 8,000 tokens and replies 350 on average, both with a CV of 1. The fixed
 deployment shown is the cheapest one with 90 %, the oracle the cheapest schedule it found with 90 %.
-G/Go is relative to the oracle at the same attainment.
+G/Go is relative to the oracle at the same attainment. ``sla, profile`` is ``sla`` with a profile of
+the simulated worker, as `dynamo profile` would measure it; no other policy reads one.
 """
 
 from __future__ import annotations
@@ -24,21 +25,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dynamo.bench.trace import read_trace
 from dynamo.config.planner import PlannerSettings
+from dynamo.planner.capacity.profile_files import (
+    DecodePoints,
+    PrefillPoints,
+    WorkerProfile,
+    write_profile,
+)
 from dynamo.planner.replay.compare import ORACLE, Baseline, fixed_runs, run_policy
 from dynamo.planner.replay.patterns import generate, parse_pattern, warp
 from dynamo.planner.replay.request import ReplayRequest, from_trace
 from dynamo.planner.replay.result import ReplayResult
+from dynamo.planner.replay.service_model import ServiceModel
 from dynamo.planner.replay.setup import ReplaySetup
 
-POLICIES = ("load", "sla", "load+sla", "hpa:12")
+PROFILED = "sla, profile"
+POLICIES = ("load", "sla", PROFILED, "load+sla", "hpa:12")
 START_UPS = (5.0, 60.0, 180.0)
 ATTAINMENT = 0.9
 SETTINGS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
@@ -101,18 +113,52 @@ def row(result: ReplayResult, baseline: Baseline, start_up_s: float) -> dict[str
     }
 
 
+def profile(model: ServiceModel) -> WorkerProfile:
+    """What `dynamo profile` would measure of a worker of ``model`` with one GPU."""
+    isl = np.geomspace(250, 64_000, 13).round()
+    ttft_s = np.array([model.prefill_s(int(tokens)) for tokens in isl])
+    grid: Any = np.meshgrid(np.linspace(0.02, 1.0, 15), isl.clip(500))
+    usage, context = (axis.ravel() for axis in grid)
+    sequences = np.maximum(usage * model.kv_tokens / context, 1.0)
+    itl_s = np.array(
+        [
+            model.time.iteration_s(0, 0.0, round(count), share)
+            for count, share in zip(sequences, usage, strict=True)
+        ]
+    )
+    return WorkerProfile(
+        prefill=PrefillPoints(isl=isl, ttft_ms=1000 * ttft_s, tokens_per_s=isl / ttft_s),
+        decode=DecodePoints(
+            kv_usage=usage,
+            context=context,
+            itl_ms=1000 * itl_s,
+            tokens_per_s=sequences / itl_s,
+            max_kv_tokens=model.kv_tokens,
+        ),
+    )
+
+
+def run(name: str, requests: Sequence[ReplayRequest], setup: ReplaySetup) -> ReplayResult:
+    if name != PROFILED:
+        return run_policy(name, requests, setup, SETTINGS)
+    with tempfile.TemporaryDirectory() as directory:
+        write_profile(Path(directory), profile(setup.model))
+        settings = replace(SETTINGS, profile_results_dir=directory)
+        return replace(run_policy("sla", requests, setup, settings), policy=name)
+
+
 def contest(
     requests: Sequence[ReplayRequest], policies: Sequence[str], start_ups: Sequence[float]
 ) -> list[dict[str, Any]]:
     fixed = fixed_runs(requests, SETUP, SETTINGS)
-    enough = [run for run in fixed if run.attainment >= ATTAINMENT] or [fixed[-1]]
+    enough = [one for one in fixed if one.attainment >= ATTAINMENT] or [fixed[-1]]
     rows = []
     for start_up_s in start_ups:
         setup = replace(SETUP, start_up_s=start_up_s)
         baseline = Baseline.of(requests, setup, fixed, ATTAINMENT)
-        runs = [run_policy(name, requests, setup, SETTINGS) for name in policies]
-        for run in (*runs, min(enough, key=lambda r: r.gpu_hours), baseline.best):
-            rows.append(row(run, baseline, start_up_s))
+        runs = [run(name, requests, setup) for name in policies]
+        for result in (*runs, min(enough, key=lambda r: r.gpu_hours), baseline.best):
+            rows.append(row(result, baseline, start_up_s))
     return rows
 
 

@@ -16,6 +16,7 @@ __all__ = ["VERBS", "main", "rival_distribution"]
 VERBS = {
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
+    "ps": ("dynamo.cli.ps", "show the models, their workers, and what is wrong"),
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
     "record": ("dynamo.cli.record", "record a trace of live traffic, without its content"),

@@ -30,10 +30,11 @@ from dynamo.runtime.paths import (
     store_path,
 )
 from dynamo.serve.engine_gpus import with_engine_gpus
+from dynamo.serve.frontend_address import frontend_address
 from dynamo.serve.graph import Graph, parse_graph
 from dynamo.serve.guard import hold_signals, run_guarded
 from dynamo.serve.overrides import Override, split_overrides
-from dynamo.serve.readiness import check_free, frontend_address
+from dynamo.serve.readiness import check_free
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import DRAIN_TIMEOUTS, DeploymentPlan, WatcherSpec, plan

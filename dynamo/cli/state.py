@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import msgspec
 
+from dynamo.box.actions.access import open_access
+from dynamo.box.components import ComponentStatus, StateReport, arbiter_is_alive
 from dynamo.config import from_env, load
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.state import StateSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
-from dynamo.planner.local.connector import open_access
 from dynamo.planner.local.reconcile import reconcile
-from dynamo.planner.local.registered import registered_workers
-from dynamo.planner.local.status import ComponentStatus, StateReport, arbiter_is_alive
 from dynamo.runtime.paths import run_dir, state_path, store_dir, store_path
+from dynamo.serve.registered import registered_workers
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
 

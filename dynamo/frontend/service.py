@@ -28,9 +28,11 @@ from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.api.recent import RecentRoutes
 from dynamo.frontend.api.record import RecordRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.api.route import ExplainRoutes
+from dynamo.frontend.api.status import StatusRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
@@ -74,6 +76,7 @@ class Frontend:
         self._requests = RequestRegistry(settings, metrics, write_batch)
         self.models = Models(runtime, settings, router, metrics, self._tasks)
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
+        self._status = StatusRoutes(self.models, self._requests)
         routes = Routes()
         OpenAIRoutes(self._requests, self.models, self._tasks).install(routes)
         EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
@@ -84,6 +87,8 @@ class Frontend:
             ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
             RecordRoutes(self._requests, self.models, self._tasks).install(routes)
+            self._status.install(routes)
+            RecentRoutes(metrics.recent).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
         guard_operator_routes(routes, settings)
         self.models.on_demand.again = routes
@@ -119,6 +124,7 @@ class Frontend:
         except OSError as error:
             raise self._cannot_listen(error) from None
         self._delay.start()
+        self._status.start()
         log.info("router: %s", summarize(self._router))
         for line in ineffective_settings(self._router):
             log.warning("%s", line)
@@ -218,6 +224,7 @@ class Frontend:
         """Close connections, models and timers; the runtime belongs to the caller."""
         self._requests.close()
         self._delay.stop()
+        self._status.stop()
         await self._server.close()
         await self._tasks.close()
         await self.models.close()

@@ -56,7 +56,7 @@ class Routes:
 
     def wrap(self, path: str, methods: Sequence[str], wrap: Callable[[Route], Route]) -> None:
         """Replace the routes of ``path`` for ``methods`` by the results of ``wrap``."""
-        routes = self._exact[path]
+        routes = self._exact.get(path) or dict(self._prefixes)[path]
         routes.update({method: wrap(routes[method]) for method in methods})
 
     def paths(self) -> list[tuple[str, tuple[str, ...]]]:

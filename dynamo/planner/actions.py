@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
 from dynamo.planner.connector import (
     ASLEEP,
-    ActionFailed,
     Connector,
     ScaledService,
     ScaledWorker,

@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo.errors import DynamoError
-
 __all__ = [
     "ASLEEP",
     "DRAINING",
     "READY",
     "STARTING",
-    "ActionFailed",
     "Connector",
     "ScaledService",
     "ScaledWorker",
@@ -21,12 +18,6 @@ __all__ = [
 
 STARTING, READY, DRAINING, ASLEEP = "starting", "ready", "draining", "asleep"
 """States of a worker; one that has exited is not listed."""
-
-
-class ActionFailed(DynamoError):
-    """A worker could not be added or removed; everything reserved for it is free again."""
-
-    code = "action_failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

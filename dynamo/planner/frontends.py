@@ -17,8 +17,8 @@ from dynamo.config.modules import settings_groups
 from dynamo.errors import StatefileError
 from dynamo.http.client import ResponseError, get
 from dynamo.planner.traffic import FrontendPage, read_page
+from dynamo.serve.frontend_address import FrontendAddress
 from dynamo.serve.processes import environment
-from dynamo.serve.readiness import FrontendAddress
 from dynamo.serve.statefile import Statefile
 
 __all__ = ["FrontendPages", "KnownFrontend", "frontends_in"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from dynamo.box.actions.engine_controls import RemoteEngines
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -23,7 +24,6 @@ from dynamo.planner.explain import EXPLAIN, model_reports
 from dynamo.planner.gpu_sharing import GpuSharing
 from dynamo.planner.local.capacity import gpu_capacity
 from dynamo.planner.local.connector import LocalConnector, open_connector
-from dynamo.planner.local.engine_controls import RemoteEngines
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.model_state import Pools

@@ -16,6 +16,7 @@ __all__ = [
     "ModelFigures",
     "ModelStatus",
     "PlannerSummary",
+    "RecentList",
     "RequestRecord",
     "RouteCandidate",
     "RouteReceipt",
@@ -59,9 +60,12 @@ class RouteReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request that has ended. ``outcome`` is ``ok`` or its error type.
 
+    ``client_id`` is the ``x-request-id`` that the client sent, if any.
+
     ``duration_s`` is the sum of ``prepare_s`` (parse, template, tokenize), ``queue_s`` (until a
     worker was chosen), ``prefill_s`` (from there to the first token), ``decode_s`` (first to last
     token) and the rest, which is spent on the way to the client. ``ttft_s`` counts from arrival.
+    ``prefill_route`` is the choice of its prefill worker. Lists leave out both routes.
     """
 
     request_id: str
@@ -69,6 +73,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     endpoint: str
     received_at_s: float
     duration_s: float
+    client_id: str = ""
     outcome: str = "ok"
     worker: str = ""
     dp_rank: int = 0
@@ -85,6 +90,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prefill_s: float | None = None
     decode_s: float | None = None
     route: RouteReceipt | None = None
+    prefill_route: RouteReceipt | None = None
+
+
+class RecentList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``GET /v1/requests``, newest first."""
+
+    requests: tuple[RequestRecord, ...]
 
 
 class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,12 +1,21 @@
-"""The distributed runtime: discovery, request plane and event plane. Spec 7."""
+"""The distributed runtime: discovery, request plane and event plane. Spec 7.
 
-from dynamo.runtime.annotated import Annotated, InvalidRequest
-from dynamo.runtime.client import Client
-from dynamo.runtime.component import Component, Endpoint, Namespace
-from dynamo.runtime.context import Context
-from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.unary import UnaryClient, serve_unary_endpoint
-from dynamo.runtime.worker_main import dynamo_endpoint, dynamo_worker
+Its names are imported on first use: ``dynamo ps`` needs a few of its modules, and no event loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynamo.runtime.annotated import Annotated, InvalidRequest
+    from dynamo.runtime.client import Client
+    from dynamo.runtime.component import Component, Endpoint, Namespace
+    from dynamo.runtime.context import Context
+    from dynamo.runtime.distributed import DistributedRuntime
+    from dynamo.runtime.unary import UnaryClient, serve_unary_endpoint
+    from dynamo.runtime.worker_main import dynamo_endpoint, dynamo_worker
 
 __all__ = [
     "Annotated",
@@ -22,3 +31,26 @@ __all__ = [
     "dynamo_worker",
     "serve_unary_endpoint",
 ]
+
+_MODULES = {
+    "Annotated": "annotated",
+    "Client": "client",
+    "Component": "component",
+    "Context": "context",
+    "DistributedRuntime": "distributed",
+    "Endpoint": "component",
+    "InvalidRequest": "annotated",
+    "Namespace": "component",
+    "UnaryClient": "unary",
+    "dynamo_endpoint": "worker_main",
+    "dynamo_worker": "worker_main",
+    "serve_unary_endpoint": "unary",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found  # the next look-up finds it without this function
+    return found

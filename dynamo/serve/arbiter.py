@@ -278,6 +278,7 @@ class SupervisingArbiter(RollingArbiter):
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """Handle a watcher that is not restarted any more; the others continue."""
         self._events.gave_up(watcher, reason)
+        self._events.changed()
         if not watcher.processes and not self._stopping and not watcher.rolling:
             self._tasks.spawn(watcher.end(), name=f"end {watcher.name}")
 

@@ -21,11 +21,12 @@ from dynamo.serve.guard import KILL_NOW, STOP_SIGNALS
 from dynamo.serve.leases import Leases
 from dynamo.serve.output import Announcer
 from dynamo.serve.processes import end_descendants
-from dynamo.serve.record import RecordedComponent, StatefileWriter
+from dynamo.serve.record import RecordedComponent, StatefileWriter, Supervision
 from dynamo.serve.reload import GraphReload, Replan
 from dynamo.serve.rolling import LEASE, MODEL, UNKNOWN, RollingRestart
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.startup import StartupReport
+from dynamo.serve.statefile import STOPPED
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.watcher_factory import WatcherFactory
 from dynamo.serve.watchers import DeploymentPlan
@@ -137,9 +138,8 @@ class Deployment:
     def _components(self) -> list[RecordedComponent]:
         leases = self._leases.by_session()
         held = self._arbiter.alive()
-        commands = {
-            watcher.name: tuple(watcher.command_words()) for watcher in self._arbiter.watchers
-        }
+        watchers = {watcher.name: watcher for watcher in self._arbiter.watchers}
+        commands = {name: tuple(watcher.command_words()) for name, watcher in watchers.items()}
         return [
             RecordedComponent(
                 replace(
@@ -148,6 +148,7 @@ class Deployment:
                 ),
                 processes,
                 next((leases[p.pid] for p in processes if p.pid in leases), None),
+                watchers[name].supervision if name in watchers else Supervision(STOPPED),
             )
             for name, processes in held.items()
         ]

@@ -10,16 +10,26 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dynamo.errors import StatefileError
 from dynamo.runtime.discovery.process import host_id
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.processes import stat
-from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, RESERVED_BY, Document, Statefile
+from dynamo.serve.statefile import (
+    ABSENT,
+    ACTIVE,
+    ASLEEP,
+    DRAINING,
+    HOLDS_GPUS,
+    RESERVED_BY,
+    WATCHER,
+    Document,
+    Statefile,
+)
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
-__all__ = ["RecordedComponent", "RecordedProcess", "StatefileWriter", "document_of"]
+__all__ = ["RecordedComponent", "RecordedProcess", "StatefileWriter", "Supervision", "document_of"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +41,27 @@ class RecordedProcess(Protocol):
     start_ticks: int
 
 
+class Supervision(NamedTuple):
+    """What the arbiter does with a watcher; the entry's ``watcher``.
+
+    ``status`` is active, stopped (by a command), given up (then ``reason`` says why) or absent (an
+    entry that only has the command of the next worker). ``restarts`` counts unintended exits,
+    ``last_exit`` describes the latest.
+    """
+
+    status: str = ACTIVE
+    reason: str = ""
+    restarts: int = 0
+    last_exit: str = ""
+
+    def written(self) -> dict[str, Any]:
+        """Return what the statefile has of it, without empty values."""
+        return {key: value for key, value in self._asdict().items() if value}
+
+
+_ACTIVE = Supervision()
+
+
 @dataclass(frozen=True)
 class RecordedComponent:
     """A watcher of the arbiter, or a removed one whose processes still run."""
@@ -38,6 +69,7 @@ class RecordedComponent:
     spec: WatcherSpec
     processes: Sequence[RecordedProcess]
     lease: int | None
+    supervision: Supervision = _ACTIVE
 
 
 def document_of(plan: DeploymentPlan) -> Document:
@@ -72,6 +104,7 @@ def _component(spec: WatcherSpec) -> dict[str, Any]:
         "state": "running",
         "processes": [],
         "lease": None,
+        WATCHER: Supervision(ACTIVE if spec.starts else ABSENT).written(),
     }
 
 
@@ -192,6 +225,7 @@ def _apply(
             for process in component.processes
         ]
         entry["lease"] = component.lease
+        entry[WATCHER] = component.supervision.written()
     for name in gone - templates.keys():
         if _is_taken(entries.get(name)):
             entries[name].update(processes=[], lease=None)
@@ -203,6 +237,7 @@ def _apply(
             entry = entries[name] = _component(templates[name])
         _set_command(entry, templates[name])
         entry.update(resources={}, state="running", processes=[], lease=None)
+        entry[WATCHER] = Supervision(ABSENT).written()
         entry.pop(RESERVED_BY, None)
         entry.pop(HOLDS_GPUS, None)
 

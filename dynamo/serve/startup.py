@@ -11,14 +11,10 @@ from pathlib import Path
 
 from dynamo.config import environ
 from dynamo.serve.arbiter import SupervisingArbiter
+from dynamo.serve.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.leases import Leases
 from dynamo.serve.output import Announcer
-from dynamo.serve.readiness import (
-    FrontendAddress,
-    FrontendHealth,
-    frontend_address,
-    wait_until_ready,
-)
+from dynamo.serve.readiness import FrontendHealth, wait_until_ready
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
 __all__ = ["StartupReport"]

@@ -18,7 +18,20 @@ from typing import Any
 
 from dynamo.errors import StatefileError
 
-__all__ = ["ASLEEP", "DRAINING", "HOLDS_GPUS", "RESERVED_BY", "RUNNING", "FileLock", "Statefile"]
+__all__ = [
+    "ABSENT",
+    "ACTIVE",
+    "ASLEEP",
+    "DRAINING",
+    "GIVEN_UP",
+    "HOLDS_GPUS",
+    "RESERVED_BY",
+    "RUNNING",
+    "STOPPED",
+    "WATCHER",
+    "FileLock",
+    "Statefile",
+]
 
 RUNNING = "running"
 """``state`` of an entry as long as nothing else is known."""
@@ -34,6 +47,11 @@ HOLDS_GPUS = "holds_gpus"
 
 RESERVED_BY = "reserved_by"
 """Key of an entry whose worker is being added or removed: the process that does it."""
+
+WATCHER = "watcher"
+"""Key of an entry: what the arbiter does with its watcher. Its ``status`` is one of the next."""
+
+ACTIVE, STOPPED, GIVEN_UP, ABSENT = "active", "stopped", "given up", "absent"
 
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.01

@@ -23,8 +23,15 @@ from circus.exc import MessageError
 from circus.watcher import Watcher
 
 from dynamo.serve.listener import FrontendListener
+from dynamo.serve.record import Supervision
 from dynamo.serve.restarts import RestartPolicy, Restarts
-from dynamo.serve.supervised_process import SupervisedProcess, command_words, quote_program
+from dynamo.serve.statefile import ACTIVE, GIVEN_UP, STOPPED
+from dynamo.serve.supervised_process import (
+    SupervisedProcess,
+    command_words,
+    describe_exit,
+    quote_program,
+)
 from dynamo.serve.watchers import WatcherSpec
 
 __all__ = ["SupervisedWatcher", "Supervisor"]
@@ -94,6 +101,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._single_because = single_because
         self._check_number(self.numprocesses)
         self.given_up: str | None = None
+        self.restarts = 0
+        self.last_exit = ""
         self.rolling = False
         self.listener = listener or FrontendListener(None)
         self._restarts = Restarts(policy)
@@ -251,6 +260,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started
         served = self.arbiter.has_served(self, process)
+        self.last_exit = describe_exit(status)
+        self.restarts += 1
         verdict = self._restarts.died(loop.time(), lived_s, status, served)
         if isinstance(verdict, str):
             self._give_up(verdict)
@@ -267,6 +278,16 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         else:
             self.given_up = reason
         self.arbiter.gave_up(self, reason)
+
+    @property
+    def supervision(self) -> Supervision:
+        """What the statefile says about this watcher."""
+        status = ACTIVE
+        if self.given_up is not None:
+            status = GIVEN_UP
+        elif self.is_stopped() or self.is_stopping():
+            status = STOPPED
+        return Supervision(status, self.given_up or "", self.restarts, self.last_exit)
 
     @property
     def deaths(self) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 from dynamo.config import environ
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
+from dynamo.serve.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.listener import FrontendListener
 from dynamo.serve.output import Announcer, LogFile, ServiceOutput
-from dynamo.serve.readiness import FrontendAddress, frontend_address
 from dynamo.serve.restarts import RestartPolicy
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.supervised_process import quote_program

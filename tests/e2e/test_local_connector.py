@@ -21,9 +21,10 @@ import psutil
 import pytest
 from serving import QUICKSTART, ROOT, Serving
 
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.planner.connector import DRAINING, READY, ActionFailed
+from dynamo.planner.connector import DRAINING, READY
 from dynamo.planner.local.connector import open_connector
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())

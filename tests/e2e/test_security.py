@@ -126,6 +126,8 @@ def test_operators(secured: Secured) -> None:
         ("POST", "/busy_threshold", change),
         ("POST", "/v1/route", chat),
         ("GET", "/v1/route?prompt=a", None),
+        ("GET", "/v1/requests", None),
+        ("GET", "/v1/requests/last", None),
     ):
         assert ask(method, path, body)[0] == 401
         status, answer = ask(method, path, body, user)

@@ -85,7 +85,7 @@ class EmbeddingRoutes:
                 asked = await threads.run(self._parse, exchange.body)
                 model = asked.model
                 if exchange.gone:
-                    registry.abandoned(_ENDPOINT, model, False)
+                    registry.abandoned(exchange, _ENDPOINT, model, False)
                     return
                 entry = models.find(model, _MODEL_TYPE)
                 await self._send_off_loop(self._begin(exchange, entry), entry, asked)

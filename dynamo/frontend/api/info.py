@@ -22,6 +22,8 @@ from dynamo.runtime.availability import Outage
 __all__ = ["InfoRoutes"]
 
 _MODELS = "/v1/models/"
+_PARAMETERS = {_MODELS: "model", "/v1/requests/": "request_id"}
+"""The name of the rest of a path, in ``/openapi.json``."""
 _LIVE = orjson.dumps({"status": "live", "message": "Service is live"})
 
 
@@ -137,7 +139,8 @@ def _openapi(routes: Routes) -> dict[str, Any]:
     )
     paths: dict[str, Any] = {}
     for path, methods in routes.paths():
-        shown = path + "{model}" if path.endswith("/") else path
+        rest = _PARAMETERS.get(path, "path") if path.endswith("/") else ""
+        shown = f"{path}{{{rest}}}" if rest else path
         for method in methods:
             if method == "HEAD":
                 continue
@@ -146,8 +149,8 @@ def _openapi(routes: Routes) -> dict[str, Any]:
                 schema = {"$ref": f"#/components/schemas/{bodies[path].__name__}"}
                 content = {"application/json": {"schema": schema}}
                 operation["requestBody"] = {"required": True, "content": content}
-            if path.endswith("/"):
-                parameter = {"name": "model", "in": "path", "required": True}
+            if rest:
+                parameter = {"name": rest, "in": "path", "required": True}
                 operation["parameters"] = [{**parameter, "schema": {"type": "string"}}]
             paths.setdefault(shown, {})[method.lower()] = operation
     return {

@@ -1,4 +1,4 @@
-"""The generation routes: /v1/chat/completions and /v1/completions.
+"""The generation routes: /v1/chat/completions, /v1/completions, and those of other APIs.
 
 Body → typed request → model → prompt and token ids → worker → stream, all in one call of the HTTP
 handler; only large bodies are parsed, rendered and tokenized in a thread. Spec 5.
@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from dynamo.errors import DynamoError, NoInstances
-from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
-from dynamo.frontend.answer.parsed import ParsedChatStream
+from dynamo.frontend.api.generation import CHAT, COMPLETION, GenerationApi
 from dynamo.frontend.api.headers import ROUTING_HEADERS, request_id, routed
 from dynamo.frontend.api.nvext import location, location_phase, worker_id_field
 from dynamo.frontend.api.rejection import reject_early, reject_large
@@ -23,15 +21,13 @@ from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.image_fetch import ImageFetcher
-from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
-from dynamo.frontend.prompt.validation import parse_chat, parse_completion
+from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest, RequestInfo
 from dynamo.frontend.requests.request_metrics import Prefilled
 from dynamo.http import Exchange
-from dynamo.http.routes import Routes
+from dynamo.http.routes import Route, Routes
 from dynamo.protocols.openai import GenerationRequest
 from dynamo.router.picker import Decision
 from dynamo.runtime.tasks import Tasks
@@ -41,38 +37,6 @@ __all__ = ["OpenAIRoutes"]
 log = logging.getLogger(__name__)
 _TOKENS_PER_TURN = 1 << 19  # routed and sent by one request in one loop turn: 5-10 ms
 _TOKENS_PER_CHOICE = 8192  # the cost of routing and sending a choice of no tokens, in tokens
-
-
-class _Api(NamedTuple):
-    """The differences between the routes."""
-
-    endpoint: str
-    id_prefix: str
-    model_type: str
-    parse: Callable[..., Any]
-    prepare: Callable[[Preprocessor, Any], Prepared]
-    prepare_off_loop: Callable[[Preprocessor, Any, OffLoop], Awaitable[Prepared]]
-    stream: type[GenerationStream]
-
-
-_CHAT = _Api(
-    "chat_completions",
-    "chatcmpl-",
-    "Chat",
-    parse_chat,
-    Preprocessor.chat,
-    Preprocessor.chat_off_loop,
-    ChatStream,
-)
-_COMPLETION = _Api(
-    "completions",
-    "cmpl-",
-    "Completions",
-    parse_completion,
-    Preprocessor.completion,
-    Preprocessor.completion_off_loop,
-    CompletionStream,
-)
 
 
 class OpenAIRoutes:
@@ -89,10 +53,16 @@ class OpenAIRoutes:
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
-        routes.post("/v1/chat/completions", partial(self._serve, _CHAT))
-        routes.post("/v1/completions", partial(self._serve, _COMPLETION))
+        routes.post("/v1/chat/completions", self.route(CHAT))
+        routes.post("/v1/completions", self.route(COMPLETION))
 
-    def _serve(self, api: _Api, exchange: Exchange) -> None:
+    def route(self, api: GenerationApi) -> Route:
+        """The route of ``api``, whose errors have its shape from now on."""
+        if api.errors is not None:
+            self._registry.error_shapes[api.endpoint] = api.errors
+        return partial(self._serve, api)
+
+    def _serve(self, api: GenerationApi, exchange: Exchange) -> None:
         registry, models, size_bytes = self._registry, self._models, len(exchange.body)
         limited = registry.refuses or models.saturation.count
         if limited and reject_early(registry, models, exchange, api.endpoint):
@@ -105,6 +75,8 @@ class OpenAIRoutes:
             parsed = api.parse(exchange.body, ignore_unsupported=self._lenient)
             model = parsed.model
             entry = models.find(model, api.model_type)
+            if api.complete is not None:
+                size_bytes += api.complete(parsed, exchange)
         except DynamoError as error:
             if isinstance(error, NoInstances) and models.is_loading(model):
                 self._tasks.spawn(self._serve_large(api, exchange), name="wait for the model")
@@ -119,7 +91,7 @@ class OpenAIRoutes:
         preprocessor = entry.preprocessor
         images = self._images
         if size_bytes > preprocessor.inline_limit_bytes or (
-            images is not None and api is _CHAT and images.wanted(parsed.messages)
+            images is not None and api.model_type == "Chat" and images.wanted(parsed.messages)
         ):
             later = self._prepare_off_loop(request, entry, api, parsed)
             self._tasks.spawn(later, name="long prompt")
@@ -129,7 +101,7 @@ class OpenAIRoutes:
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
 
-    async def _serve_large(self, api: _Api, exchange: Exchange) -> None:
+    async def _serve_large(self, api: GenerationApi, exchange: Exchange) -> None:
         """As :meth:`_serve`, with all work on the body in a thread; wait for a loading model."""
         registry, models = self._registry, self._models
         threads = registry.off_loop
@@ -148,8 +120,10 @@ class OpenAIRoutes:
                 entry = await models.find_loaded(model, api.model_type)
                 exchange.body = b""
                 if exchange.gone:
-                    registry.abandoned(api.endpoint, model, bool(parsed.stream))
+                    registry.abandoned(exchange, api.endpoint, model, bool(parsed.stream))
                     return
+                if api.complete is not None:
+                    api.complete(parsed, exchange)
                 if self._ignores_nvext:
                     parsed.nvext = None
                 info = RequestInfo(api.endpoint, *request_id(exchange.headers))
@@ -167,12 +141,13 @@ class OpenAIRoutes:
             registry.leave()
 
     async def _prepare_off_loop(
-        self, request: ActiveRequest, entry: ModelEntry, api: _Api, parsed: Any
+        self, request: ActiveRequest, entry: ModelEntry, api: GenerationApi, parsed: Any
     ) -> None:
         try:
             threads = self._registry.off_loop
-            if self._images is not None and entry.preprocessor.images is not None and api is _CHAT:
-                await self._images.fetch(parsed.messages)
+            images = self._images if api.model_type == "Chat" else None
+            if images is not None and entry.preprocessor.images is not None:
+                await images.fetch(parsed.messages)
                 if request.closed:
                     return
             prepared = await api.prepare_off_loop(entry.preprocessor, parsed, threads)
@@ -181,7 +156,9 @@ class OpenAIRoutes:
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
 
-    def _refuse(self, exchange: Exchange, api: _Api, error: DynamoError, model: str) -> None:
+    def _refuse(
+        self, exchange: Exchange, api: GenerationApi, error: DynamoError, model: str
+    ) -> None:
         """Respond to a request that has not reached a model."""
         self._registry.refuse(exchange, api.endpoint, error, model)
 
@@ -189,14 +166,14 @@ class OpenAIRoutes:
         self,
         request: ActiveRequest,
         entry: ModelEntry,
-        api: _Api,
+        api: GenerationApi,
         parsed: GenerationRequest,
         prepared: Prepared,
     ) -> None:
         """Choose a worker for every choice, reserve its load, send."""
         registry, dispatch, info = self._registry, entry.dispatch, request.info
         request.metrics.prepared_s = time.monotonic()
-        stream = api.stream if prepared.answer is None else ParsedChatStream
+        stream = api.stream if prepared.answer is None else api.parsed_stream
         generation = request.generation = stream(
             parsed,
             prepared,

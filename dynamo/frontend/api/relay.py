@@ -91,11 +91,13 @@ class RelayRoutes:
         return choose
 
     def _serve_rest(self, exchange: Exchange) -> None:
-        """Relay a request to a path that only other servers have."""
-        found = models_with_route(self._models.entries(), exchange) if self._models.relays else []
+        """Relay a request to a path that only other servers have, or let it wait for the first
+        worker of its model."""
+        models = self._models
+        found = models_with_route(models.entries(), exchange) if models.relays else []
         if found:
             self._serve_route(found, exchange)
-        elif exchange.method == "POST" and self._models.relays:
+        elif exchange.method == "POST" and (models.relays or models.on_demand.relays):
             self._serve(None, exchange)
         else:
             exchange.refuse(404, f"Route not found: {exchange.method} {exchange.path}")
@@ -154,7 +156,9 @@ class RelayRoutes:
                 asked = await threads.run(_peek, exchange, otherwise)
                 if exchange.gone:
                     if asked is not None:
-                        registry.abandoned(_label(exchange.path), asked.model, asked.streams)
+                        registry.abandoned(
+                            exchange, _label(exchange.path), asked.model, asked.streams
+                        )
                     return
                 entry = self._entry(asked, exchange.path, otherwise)
                 if entry is not None and asked is not None:

@@ -178,6 +178,13 @@ class ModelEntry:
             self.client.close()
 
     @property
+    def queued(self) -> int:
+        """Requests that wait for a decode worker or a prefill worker."""
+        router, prefill = self._router, self.prefill.router
+        waiting = len(router.queue) if router is not None and router.queue is not None else 0
+        return waiting + (len(prefill.queue) if prefill is not None else 0)
+
+    @property
     def context_length(self) -> int | None:
         """Tokens of prompt and answer together, if the card or the model states them."""
         if self.has_preprocessor:

@@ -95,6 +95,11 @@ class OnDemandModels:
         """The record of the model called ``name``."""
         return self._names.get(name)
 
+    @property
+    def relays(self) -> bool:
+        """Whether the server of some model has paths that are unknown until a worker serves."""
+        return any(record.model_input == HTTP_INPUT for record in self._records.values())
+
     def listed(self) -> list[tuple[str, int, int | None]]:
         """(name, created in seconds, context length in tokens) of every model and alias."""
         return [

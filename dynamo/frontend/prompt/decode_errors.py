@@ -12,17 +12,18 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import InvalidArgument, shorten
-from dynamo.protocols.openai import MAX_TOKENS_LIMIT, RANGES, GenerationRequest
+from dynamo.protocols.openai import MAX_TOKENS_LIMIT, RANGES
 
 __all__ = ["DESERIALIZE", "explain_decode_error"]
 
 DESERIALIZE = "Failed to deserialize the JSON body into the target type: "
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _NAMED = 8
 """At most so many unknown fields are named."""
 
 
 def explain_decode_error(
-    body: bytes, error: Exception, kind: type[GenerationRequest], ignore_unsupported: bool
+    body: bytes, error: Exception, kind: type[msgspec.Struct], ignore_unsupported: bool
 ) -> InvalidArgument:
     """The error for the client: what is wrong with ``body``, which is no ``kind``. O(bytes)."""
     try:
@@ -40,7 +41,7 @@ def explain_decode_error(
 
 
 def _out_of_range(raw: dict[str, Any]) -> str | None:
-    for value in _numbers((raw.get("max_tokens"), raw.get("max_completion_tokens"))):
+    for value in _numbers(map(raw.get, _TOKEN_LIMITS)):
         if value <= 0:
             return f"Validation: Max tokens must be greater than 0, got {shorten(value)}"
         if value > MAX_TOKENS_LIMIT:

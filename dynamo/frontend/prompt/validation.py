@@ -35,7 +35,7 @@ from dynamo.protocols.openai import (
     StructuredOutputs,
 )
 
-__all__ = ["check_json", "parse_chat", "parse_completion"]
+__all__ = ["check_chat", "check_json", "parse_chat", "parse_completion"]
 
 _CHAT = msgspec.json.Decoder(StrictChatCompletionRequest)
 _CHAT_LENIENT = msgspec.json.Decoder(ChatCompletionRequest)
@@ -55,6 +55,14 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
         request = (_CHAT_LENIENT if ignore_unsupported else _CHAT).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise explain_decode_error(body, error, ChatCompletionRequest, ignore_unsupported) from None
+    return check_chat(request)
+
+
+def check_chat(request: ChatCompletionRequest) -> ChatCompletionRequest:
+    """Check what the decoder cannot, also of a request made from the body of another API.
+
+    Return the request. Raises InvalidArgument.
+    """
     if not request.messages:
         raise InvalidArgument(
             "Validation: The 'messages' field cannot be empty. At least one message is required."

@@ -24,7 +24,7 @@ __all__ = ["ColdStartQueue", "HeldDispatch", "HeldExchange", "Refusals", "Waitin
 
 _COMMENT_EVERY_S = 5.0
 _NO_CACHE = ("cache-control", "no-cache")
-_STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions")
+_STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 log = logging.getLogger(__name__)
 
 
@@ -164,7 +164,7 @@ class Refusals(Protocol):
     ) -> None:
         """Respond with ``error``; ``request`` is the model, and ``stream`` or ``unary``."""
 
-    def abandoned(self, endpoint: str, model: str, streams: bool) -> None:
+    def abandoned(self, exchange: Exchange, endpoint: str, model: str, streams: bool) -> None:
         """Count a request whose client has disconnected."""
 
 
@@ -231,7 +231,7 @@ class HeldExchange:
     def _disconnected(self) -> None:
         self._queue.remove(self)
         self._registry.leave()
-        self._registry.abandoned(self._endpoint, self._queue.model, self._streams)
+        self._registry.abandoned(self._exchange, self._endpoint, self._queue.model, self._streams)
 
 
 class HeldDispatch:

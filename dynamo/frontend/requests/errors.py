@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import orjson
@@ -21,12 +21,14 @@ from dynamo.errors import (
     Unavailable,
     WorkerUnavailable,
 )
-from dynamo.frontend.answer.sse import public_message
+from dynamo.frontend.answer.sse import DONE, error_event, public_message
 from dynamo.http import error_body, reason_phrase
 from dynamo.router.eligibility.filters import NoneAllowed
 
 __all__ = [
+    "DYNAMO_ERRORS",
     "BackendSilent",
+    "ErrorShape",
     "Labels",
     "SlowClient",
     "error_response",
@@ -49,6 +51,17 @@ class SlowClient(Cancelled):
     """The client reads so slowly that the output kept for it has reached its bound."""
 
     code = "slow_client"
+
+
+class ErrorShape(NamedTuple):
+    """How an API writes an error that is a result of :func:`explained`.
+
+    ``body`` is that of a response with a status; ``event`` ends a stream that has begun before the
+    request reached its model.
+    """
+
+    body: Callable[[int, DynamoError], bytes]
+    event: Callable[[DynamoError], bytes]
 
 
 class Labels(NamedTuple):
@@ -116,18 +129,27 @@ def with_retry(error: DynamoError, headers: Sequence[tuple[str, str]]) -> Sequen
     return (*headers, _RETRY) if isinstance(error, Unavailable) else headers
 
 
-def error_response(error: DynamoError, overload_status: int = 503) -> tuple[int, bytes]:
+def error_response(
+    error: DynamoError, overload_status: int = 503, shape: ErrorShape | None = None
+) -> tuple[int, bytes]:
     """Return status and body for ``error``, a result of :func:`explained`."""
-    status = error.status
+    status = overload_status if isinstance(error, Overloaded) else error.status
+    return status, (shape or DYNAMO_ERRORS).body(status, error)
+
+
+def _dynamo_body(status: int, error: DynamoError) -> bytes:
     if isinstance(error, Overloaded):
-        status = overload_status
         if status == 529:
-            return status, error_body(status, "Service temporarily overloaded")
-        return status, error_body(status, error.message, error.kind)
+            return error_body(status, "Service temporarily overloaded")
+        return error_body(status, error.message, error.kind)
     message = public_message(error)
     if status >= 500 and status != 503:
         details = {"backend_status": status}
         kind = reason_phrase(status)
         body = {"message": message, "type": kind, "code": status, "details": details}
-        return status, orjson.dumps(body)
-    return status, error_body(status, message, error.kind)
+        return orjson.dumps(body)
+    return error_body(status, message, error.kind)
+
+
+DYNAMO_ERRORS = ErrorShape(_dynamo_body, lambda error: error_event(error) + DONE)
+"""Errors of every API without a shape of its own."""

@@ -7,8 +7,10 @@ label values.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple, TypeVar
 
+from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.observability.metrics import (
     DEFAULT_FRONTEND_PREFIX,
     ISL_BUCKETS,
@@ -34,6 +36,7 @@ PHASES = ("aggregated", "prefill", "decode")
 """What a request is routed or dispatched for: all of it, or one half of disaggregated serving."""
 
 C = TypeVar("C", Counter, Gauge, Histogram)
+_RECENT_TTFTS = 1024
 
 # fmt: off
 _ITL_BUCKETS = (
@@ -223,11 +226,15 @@ class _WorkersLast(dict[tuple[int, int, str], WorkerLast]):
 
 
 class FrontendMetrics:
-    """All metrics of the frontend, on ``registry``, with names that begin with ``prefix``."""
+    """All metrics of the frontend, on ``registry``, with names that begin with ``prefix``.
+
+    ``recent`` has the requests that ended last.
+    """
 
     def __init__(self, registry: Registry, prefix: str = DEFAULT_FRONTEND_PREFIX) -> None:
         self.registry = registry
         self.prefix = prefix
+        self.recent = RecentRequests()
         self._models: dict[str, ModelMetrics] = {}
         self.disconnected = self.child(_DISCONNECTED)
         self.http_refused = self.family(_HTTP_REFUSED)
@@ -330,10 +337,14 @@ class Outcomes:
 
 
 class ModelMetrics(Outcomes):
-    """The children of one model that is or was served."""
+    """The children of one model that is or was served.
+
+    ``recent_ttfts`` has the newest first tokens: (monotonic seconds, time to first token).
+    """
 
     def __init__(self, metrics: FrontendMetrics, name: str) -> None:
         super().__init__(metrics, name)
+        self.recent_ttfts: deque[tuple[float, float]] = deque(maxlen=_RECENT_TTFTS)
         self.active = metrics.child(_ACTIVE, name)
         self.inflight = metrics.child(_INFLIGHT, name)
         self.queued = metrics.child(_QUEUED, name)

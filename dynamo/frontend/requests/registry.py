@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import Cancelled, DynamoError, ModelNotFound, NoInstances, Unavailable
-from dynamo.frontend.answer.sse import DONE, error_event
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.requests.errors import (
+    DYNAMO_ERRORS,
     BackendSilent,
+    ErrorShape,
     error_response,
     explained,
     labels,
@@ -33,8 +35,9 @@ class RequestRegistry:
     ``admitted`` counts the requests in progress, those whose large body is still being parsed
     included. The limit on connections bounds it: a connection has one request at a time. While
     ``draining``, /health says so; new requests are refused once ``refuses`` is set. ``hold`` may
-    let a request wait that no model serves now: (exchange, endpoint, error, model). ``recordings``
-    read each request at its end.
+    let a request wait that no model serves now: (exchange, endpoint, error, model).
+    ``error_shapes`` are those of the endpoints whose errors have a shape of their own;
+    ``recordings`` read each request at its end.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class RequestRegistry:
         self.admitted = 0
         self.hold: Callable[[Exchange, str, DynamoError, str], bool] | None = None
         self.recordings: list[Recorder] = []
+        self.error_shapes: dict[str, ErrorShape] = {}
         self._active: set[ActiveRequest] = set()
         self._engine_ids: set[str] = set()
         self._duplicates = itertools.count(1)
@@ -137,22 +141,24 @@ class RequestRegistry:
         found = labels(error)
         self.metrics.failures[found.failure_class, found.reason].value += 1
         self.metrics.outcomes(model).failed(endpoint, request_type, found.error_type)
-        shown = explained(error, model)
+        self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
+        shown, shape = explained(error, model), self.error_shapes.get(endpoint, DYNAMO_ERRORS)
         if exchange.started:  # with comments, while it waited
-            exchange.end(error_event(shown) + DONE)
+            exchange.end(shape.event(shown))
             return
         echoed = exchange.headers.get("x-request-id")
         headers = () if echoed is None else (("x-request-id", echoed),)
-        status, body = error_response(shown, self.overload_status)
+        status, body = error_response(shown, self.overload_status, shape)
         exchange.respond(status, body, headers=with_retry(error, headers))
 
-    def abandoned(self, endpoint: str, model: str, streams: bool) -> None:
+    def abandoned(self, exchange: Exchange, endpoint: str, model: str, streams: bool) -> None:
         """Count a request whose client has disconnected while its body was parsed in a thread."""
         found = labels(Cancelled())
         self.metrics.disconnected.value += 1
         self.metrics.failures[found.failure_class, found.reason].value += 1
         kind = "stream" if streams else "unary"
         self.metrics.outcomes(model).failed(endpoint, kind, found.error_type)
+        self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
 
     # -- active requests
 
@@ -178,6 +184,23 @@ class RequestRegistry:
         self.admitted -= 1
         if not self.admitted and self._drained is not None:
             self._drained.set()
+
+    def open_tokens(self) -> Counter[str]:
+        """Return the output tokens of the active requests so far, by model. O(requests)."""
+        found: Counter[str] = Counter()
+        for request in self._active:
+            for one in request.engine_requests:
+                found[request.model.name] += one.tokens
+        return found
+
+    def in_flight_by_worker(self) -> Counter[int]:
+        """Return the engine requests that each worker has now. O(requests)."""
+        return Counter(
+            one.decision.worker_id
+            for request in self._active
+            for one in request.engine_requests
+            if one.decision is not None
+        )
 
     def fail_all(self, error: DynamoError) -> None:
         """End every request with ``error``: the drain timeout has passed."""

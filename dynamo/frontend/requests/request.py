@@ -17,9 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.answer.interface import Answer
-from dynamo.frontend.answer.sse import DONE, KEEP_ALIVE, error_event
+from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import (
+    DYNAMO_ERRORS,
+    ErrorShape,
     Labels,
     SlowClient,
     error_response,
@@ -62,6 +64,7 @@ class Shared(Protocol):
     overload_status: int
     held_limit_bytes: int
     recordings: list[Recorder]
+    error_shapes: dict[str, ErrorShape]
 
     def add(self, request: ActiveRequest) -> str:
         """Register a request that begins; return its id for the engine."""
@@ -256,14 +259,15 @@ class ActiveRequest:
         if found.error_type == "internal":
             log.error("request %s failed: %s", self.info.request_id, error)
         error = explained(error, self.model.name)
+        shape = self._shared.error_shapes.get(self.info.endpoint, DYNAMO_ERRORS)
         if isinstance(error, SlowClient):
             self.exchange.abort()
         elif self._started:
             self._end_with(error)
         elif self.exchange.started:  # with comments, before it reached the model
-            self.exchange.end(error_event(error) + DONE)
+            self.exchange.end(shape.event(error))
         else:
-            status, body = error_response(error, self._shared.overload_status)
+            status, body = error_response(error, self._shared.overload_status, shape)
             self.exchange.respond(status, body, headers=with_retry(error, self._headers))
         self._close(found)
 
@@ -322,7 +326,7 @@ class ActiveRequest:
         if metrics.accepted and metrics.engine_requests:
             usage = self.generation.final_usage or self.generation.usage()
             output = RequestOutput(usage, engine_requests, self.detokenize_s)
-        metrics.ended(failure, output)
+        metrics.ended(failure, output, self.info, engine_requests)
         for recording in self._shared.recordings:
             recording.ended(self)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector

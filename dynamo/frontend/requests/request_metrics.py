@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
+from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS
 from dynamo.observability.metrics import Gauge
 from dynamo.router.picker import Decision, Picker
 
@@ -38,6 +39,7 @@ class ServedChoice(Protocol):
     tokens: int
     first_token_s: float
     last_token_s: float
+    migrations: int
 
 
 class RequestOutput(NamedTuple):
@@ -160,7 +162,9 @@ class RequestMetrics:
         if self._stage is not None:
             self._stage.value -= 1
             self._stage = None
-        model.ttft.observe(now - self._received_s)
+        ttft_s = now - self._received_s
+        model.ttft.observe(ttft_s)
+        model.recent_ttfts.append((now, ttft_s))
         metrics.roundtrip_stage.observe(now - self._sent_s)
         metrics.plane_roundtrip.observe(now - self._sent_s)
 
@@ -185,10 +189,17 @@ class RequestMetrics:
             "router_queue_depth": self._queue_depth,
         }
 
-    def ended(self, failure: Labels | None, output: RequestOutput | None) -> None:
+    def ended(
+        self,
+        failure: Labels | None,
+        output: RequestOutput | None,
+        info: tuple[str, str, str | None],
+        choices: Sequence[ServedChoice],
+    ) -> None:
         """Count the end of the request and its output, if an engine was asked for any.
 
-        ``failure`` is None if it succeeded; then the output is complete.
+        ``failure`` is None if it succeeded; then the output is complete. ``info`` and ``choices``,
+        which may never have got a worker, are for the recent requests.
         """
         model, metrics = self._model, self._metrics
         if output is not None:
@@ -209,7 +220,54 @@ class RequestMetrics:
             metrics.failures[failure.failure_class, failure.reason].value += 1
             model.failed(self._endpoint, self._kind, failure.error_type)
         model.active.value -= 1
-        model.duration.observe(time.monotonic() - self._received_s)
+        now_s = time.monotonic()
+        model.duration.observe(now_s - self._received_s)
+        outcome = "ok" if failure is None else failure.error_type
+        usage = None if output is None else output.usage
+        self._keep(info, outcome, now_s, usage, choices)
+
+    def _keep(
+        self,
+        info: tuple[str, str, str | None],
+        outcome: str,
+        now_s: float,
+        usage: Usage | None,
+        choices: Sequence[ServedChoice],
+    ) -> None:
+        """Add the request to the recent ones: the fields of :class:`EndedRequest` as they are."""
+        last_token_s, migrations, decision = 0.0, 0, None
+        if choices:
+            first = choices[0]
+            decision, last_token_s, migrations = (
+                first.decision,
+                first.last_token_s,
+                first.migrations,
+            )
+            for choice in choices[1:] if len(choices) > 1 else ():
+                last_token_s = max(last_token_s, choice.last_token_s)
+                migrations += choice.migrations
+        if info[2] is not None:
+            info = (*info[:2], info[2][:CLIENT_ID_CHARACTERS])
+        self._metrics.recent.add(
+            (
+                info,
+                self._model.name,
+                outcome,
+                self._received_s,
+                now_s,
+                self.prepared_s,
+                self._sent_s,
+                self._first_token_s,
+                last_token_s,
+                self._prompt_tokens,
+                self._overlap_blocks,
+                self._prompt_blocks,
+                usage,
+                decision,
+                self.prefilled,
+                migrations,
+            )
+        )
 
     def _count_output(self, output: RequestOutput) -> None:
         usage, choices, detokenize_s = output

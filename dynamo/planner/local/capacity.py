@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from dynamo.errors import StatefileError
-from dynamo.planner.local.entries import read_services
-from dynamo.planner.local.gpu_booking import gpu_ids, held_gpus
+from dynamo.serve.entries import read_services
+from dynamo.serve.gpu_holders import gpu_ids, held_gpus
 from dynamo.serve.statefile import Document, Statefile
 
 __all__ = ["capacity_of", "gpu_capacity"]

@@ -10,29 +10,27 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 
-from dynamo.config.planner import PlannerSettings
-from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, StatefileError
-from dynamo.planner.connector import ActionFailed, ScaledService
-from dynamo.planner.local.access import LocalAccess, is_reserved
-from dynamo.planner.local.circus import CircusEndpoint
-from dynamo.planner.local.entries import read_services
-from dynamo.planner.local.ports import EngineControls
-from dynamo.planner.local.reconcile import reconcile
-from dynamo.planner.local.registered import FileRegistrations
-from dynamo.planner.local.removal import remove_worker
-from dynamo.planner.local.sleeping import (
+from dynamo.box.actions.access import LocalAccess, open_access
+from dynamo.box.actions.ports import ActionFailed, EngineControls
+from dynamo.box.actions.removal import remove_worker
+from dynamo.box.actions.sleeping import (
     check_sleepers,
     put_to_sleep,
     sleeper_to_wake,
     wake_worker,
 )
-from dynamo.planner.local.starting import WorkerStart
+from dynamo.box.actions.starting import WorkerStart
+from dynamo.config.planner import PlannerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import StatefileError
+from dynamo.planner.connector import ScaledService
+from dynamo.planner.local.reconcile import reconcile
 from dynamo.planner.local.view import Sighting, newest, service_now
-from dynamo.runtime.paths import run_dir, state_dir, store_dir
-from dynamo.serve.statefile import Document, Statefile
+from dynamo.serve.entries import read_services
+from dynamo.serve.reservations import is_reserved
+from dynamo.serve.statefile import Document
 
-__all__ = ["LocalConnector", "open_access", "open_connector"]
+__all__ = ["LocalConnector", "open_connector"]
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +90,16 @@ class LocalConnector:
             asleep = await self._put_to_sleep(service, sighting)
             if asleep:
                 return asleep
-            return await remove_worker(self._access, service, sighting)
+            return await self._remove(service, sighting)
         except StatefileError as error:
             raise ActionFailed(f"{service}: {error.message}") from error
+
+    async def _remove(self, name: str, sighting: Sighting) -> str:
+        service = self._access.service(self._access.document(), name)
+        entry = newest(service, sighting, self._access.active)
+        if entry is None:
+            raise ActionFailed(f"{name}: no worker to remove")
+        return await remove_worker(self._access, service, entry)
 
     async def _repair(self) -> None:
         """Finish what an earlier action could not finish or undo."""
@@ -121,41 +126,6 @@ class LocalConnector:
                 if is_reserved(entry, active)
             },
         )
-
-
-@contextlib.asynccontextmanager
-async def open_access(
-    runtime: RuntimeSettings, settings: PlannerSettings
-) -> AsyncIterator[LocalAccess]:
-    """Open the deployment of ``runtime``'s namespace for the block.
-
-    Raises StatefileError without one, ConfigError if its workers do not register in files.
-    """
-    if runtime.discovery_backend != "file":
-        raise ConfigError(
-            f"--discovery-backend {runtime.discovery_backend}: the local planner needs file "
-            "discovery, where a lease names its process"
-        )
-    statefile = Statefile(state_dir(runtime), runtime.namespace)
-    document = statefile.read()
-    if document is None:
-        raise StatefileError(
-            f"no statefile {statefile.path}: the planner scales a deployment that dynamo serve "
-            "started; start it, or name another one with --namespace"
-        )
-    circus = CircusEndpoint(document["circus_endpoint"])
-    registrations = FileRegistrations(store_dir(runtime), statefile.path)
-    try:
-        yield LocalAccess(
-            settings=settings,
-            statefile=statefile,
-            circus=circus,
-            registrations=registrations,
-            logs=run_dir(runtime) / "logs",
-        )
-    finally:
-        registrations.close()
-        circus.close()
 
 
 @contextlib.asynccontextmanager

@@ -8,10 +8,19 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.leaving import wait_until_gone
+from dynamo.box.actions.patience import retried
+from dynamo.box.actions.ports import (
+    STOPPED,
+    ActionFailed,
+    CircusError,
+    NoSuchWatcher,
+    WatcherOptions,
+)
+from dynamo.box.actions.removal import finish_removal
 from dynamo.errors import StatefileError
-from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess, is_reserved
-from dynamo.planner.local.entries import (
+from dynamo.serve.entries import (
     Entry,
     ServiceEntries,
     delete_entry,
@@ -19,10 +28,7 @@ from dynamo.planner.local.entries import (
     read_services,
     release,
 )
-from dynamo.planner.local.leaving import wait_until_gone
-from dynamo.planner.local.patience import retried
-from dynamo.planner.local.ports import STOPPED, CircusError, NoSuchWatcher, WatcherOptions
-from dynamo.planner.local.removal import finish_removal
+from dynamo.serve.reservations import is_reserved
 from dynamo.serve.statefile import ASLEEP, RESERVED_BY, RUNNING, Document
 
 __all__ = ["reconcile"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from dynamo.box.actions.budget import budget_share
+from dynamo.box.actions.ports import STOPPED, STOPPING
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.connector import (
     ASLEEP,
@@ -14,13 +16,11 @@ from dynamo.planner.connector import (
     ScaledService,
     ScaledWorker,
 )
-from dynamo.planner.local.entries import Entry, ServiceEntries
-from dynamo.planner.local.gpu_booking import held_gpus
-from dynamo.planner.local.ports import STOPPED, STOPPING, RegisteredWorker
 from dynamo.planner.policies.base import DECODE, PREFILL
-from dynamo.serve.statefile import Document
+from dynamo.serve.entries import Entry, ServiceEntries
+from dynamo.serve.registered import RegisteredWorker
 
-__all__ = ["Sighting", "budget_held", "budget_share", "newest", "service_now"]
+__all__ = ["Sighting", "newest", "service_now"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,35 +78,6 @@ def newest(service: ServiceEntries, sighting: Sighting, spared: Collection[str])
         if not skipped and states and DRAINING not in states:
             return entry
     return None
-
-
-def budget_share(service: ServiceEntries, settings: PlannerSettings) -> float:
-    """Return what a worker counts in the GPU budget: as the options say, else its GPUs, else 1."""
-    given = (
-        settings.prefill_engine_num_gpu if service.is_prefill else settings.decode_engine_num_gpu
-    )
-    return given or service.gpus or 1.0
-
-
-def budget_held(
-    document: Document, services: Collection[ServiceEntries], settings: PlannerSettings
-) -> float:
-    """Return the GPUs of the budget that ``services`` hold now, draining workers included.
-
-    A worker without GPUs counts as what the options say, else as 1.
-    """
-    held = held_gpus(document)
-    total = 0.0
-    for service in services:
-        each = budget_share(service, settings)
-        for entry in service.entries:
-            if entry.name in held:
-                total += held[entry.name][1]
-            elif entry.asleep and entry.reserved_by is None:
-                continue
-            elif entry.pids or entry.reserved_by is not None:
-                total += each * max(1, len(entry.pids))
-    return total
 
 
 def _workers(entry: Entry, sighting: Sighting) -> Iterator[ScaledWorker]:

@@ -23,6 +23,7 @@ from dynamo.planner.policies.budget import Workers, affordable, clamp, kept
 from dynamo.planner.policies.forecast import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.pacing import ActionLimit, StartUpTime
+from dynamo.planner.policies.sizing import ITL_SHARE, TAIL
 from dynamo.planner.policies.staffing import MeanLimits, WorkerLoadModel
 
 __all__ = ["CombinedPolicy"]
@@ -31,12 +32,8 @@ _REACTION_S = 5.0
 _INTERVALS = 3
 """Decisions in one interval of the forecast."""
 
-_TAIL = math.log(10)
-"""Times to first token have about an exponential tail: 1 in 10 is above ln 10 times the mean."""
-
-_ITL_SHARE = 0.55
 _KV_USAGE = 0.85
-"""Means that leave room for the variation between requests and workers."""
+"""A mean that leaves room for the variation between workers."""
 
 _AHEAD, _AHEAD_STARTS = 3, 0.5
 _HOLD, _HOLD_STARTS = 6, 0.5
@@ -70,8 +67,8 @@ class CombinedPolicy:
     def __init__(self, settings: PlannerSettings, prefill: bool) -> None:
         self.interval_s = min(_REACTION_S, settings.adjustment_interval_s)
         limits = MeanLimits(
-            ttft_ms=settings.ttft_ms / _TAIL,
-            itl_ms=settings.itl_ms * _ITL_SHARE,
+            ttft_ms=settings.ttft_ms / TAIL,
+            itl_ms=settings.itl_ms * ITL_SHARE,
             kv_usage=_KV_USAGE,
         )
         names = (PREFILL, DECODE) if prefill else (DECODE,)

@@ -17,10 +17,12 @@ from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingD
 from dynamo.planner.policies.budget import Workers, affordable, at_limits, clamp
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sizing import (
+    ITL_SHARE,
     Demand,
     aggregated_workers,
     decode_workers,
     prefill_workers,
+    unqueued_workers,
 )
 
 __all__ = ["IDLE_INTERVALS", "SlaPolicy"]
@@ -104,13 +106,15 @@ class SlaPolicy:
         self, demand: Demand, seen: Observation, prefill: PrefillCapacity, decode: DecodeCapacity
     ) -> Workers:
         gpus = seen.decode.gpus_per_worker or 1.0
-        needed = decode_workers(demand, decode, gpus, self._itl_ms)
         if seen.prefill is not None:
             own = seen.prefill.gpus_per_worker or 1.0
+            needed = decode_workers(demand, decode, gpus, self._itl_ms)
             return Workers(prefill_workers(demand, prefill, own), needed)
-        if self._capacity.mixed:
-            return Workers(0, max(prefill_workers(demand, prefill, gpus), needed))
-        return Workers(0, aggregated_workers(demand, prefill, decode, gpus, self._itl_ms))
+        targets_ms = self._ttft_ms, self._itl_ms * ITL_SHARE
+        if not self._capacity.mixed:
+            return Workers(0, aggregated_workers(demand, prefill, decode, gpus, targets_ms))
+        unqueued = unqueued_workers(demand, prefill, gpus, targets_ms[0])
+        return Workers(0, max(unqueued, decode_workers(demand, decode, gpus, targets_ms[1])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ Pure. A worker is busy when every rank of it is. Spec 3.11, 9; seed: request rej
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from dynamo.config.router import RouterSettings
@@ -105,6 +105,10 @@ class BusyWatch:
             self._at_capacity.discard(state.worker_id)
             self._reports.setdefault(state.worker_id, {})[state.dp_rank] = state
             self.update(state.worker_id)
+
+    def reports(self, worker_id: int) -> Collection[KvMetrics]:
+        """Return the latest report of each rank; none without thresholds, which need them."""
+        return self._reports.get(worker_id, {}).values()
 
     def update(self, worker_id: int) -> None:
         """Decide again whether the worker is busy, after its load or configuration changed."""

@@ -1,8 +1,17 @@
-"""Discovery: keys under leases, in memory, in a directory or in etcd."""
+"""Discovery: keys under leases, in memory, in a directory or in etcd.
 
-from dynamo.runtime.discovery.base import Discovery, KeyEvent, Lease, OnKeyEvent, Watch
-from dynamo.runtime.discovery.file import FileDiscovery
-from dynamo.runtime.discovery.memory import MemoryDiscovery
+Its names are imported on first use: readers of the store's files need no event loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynamo.runtime.discovery.base import Discovery, KeyEvent, Lease, OnKeyEvent, Watch
+    from dynamo.runtime.discovery.file import FileDiscovery
+    from dynamo.runtime.discovery.memory import MemoryDiscovery
 
 __all__ = [
     "Discovery",
@@ -13,3 +22,13 @@ __all__ = [
     "OnKeyEvent",
     "Watch",
 ]
+
+_MODULES = {"FileDiscovery": "file", "MemoryDiscovery": "memory"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'base')}")
+    found = globals()[name] = getattr(module, name)
+    return found

@@ -89,6 +89,7 @@ class RelaySite(Site):
     ) -> None:
         super().__init__(**settings)
         self.relays = True
+        self.on_demand = SimpleNamespace(relays=False)
         self.workers = [7, 8, 9]
         self.tokens: list[Any] = []
         self.relayed: list[RelayStream] = []

@@ -23,6 +23,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import OnDemandModel
 from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
+from dynamo.protocols.relay import HTTP_INPUT, ROUTES, HttpResponseHead
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 
@@ -39,9 +40,11 @@ class Planner:
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
-        lease = await self.runtime.granted()
         self.runtime.subscribe("ns", "planner", ON_DEMAND_STATE, self._on_event)
-        record = OnDemandModel("ns", "tiny", ["small"], context_length=2048)
+        await self.announce(OnDemandModel("ns", "tiny", ["small"], context_length=2048))
+
+    async def announce(self, record: OnDemandModel) -> None:
+        lease = await self.runtime.granted()
         key = f"v1/on_demand/ns/Worker/{self.runtime.instance_id:x}"
         await self.runtime.discovery.put(key, msgspec.json.encode(record), lease.id)
 
@@ -65,6 +68,7 @@ class Worker:
         self.order: list[Any] = []
 
     async def start(self, **changes: Any) -> None:
+        relays = changes.get("model_input") == HTTP_INPUT
         endpoint = self.runtime.endpoint("ns.backend.generate")
         card = ModelCard(
             display_name="tiny",
@@ -80,11 +84,18 @@ class Worker:
         lease = await self.runtime.granted()
         key = f"v1/mdc/ns/backend/generate/{self.runtime.instance_id:x}"
         await self.runtime.discovery.put(key, msgspec.json.encode(card), lease.id)
-        self.runtime.tasks.spawn(endpoint.serve_push(self._answer), name="serve")
+        answer = self._relay if relays else self._answer
+        self.runtime.tasks.spawn(endpoint.serve_push(answer), name="serve")
 
     def _answer(self, stream: ServerStream, payload: bytes) -> None:
         self.order.append(codec.plain_decode(payload)["token_ids"])
         stream.send(codec.encode({"token_ids": [5, 6, 7], "finish_reason": "stop"}))
+        stream.end()
+
+    def _relay(self, stream: ServerStream, payload: bytes) -> None:
+        self.order.append(codec.plain_decode(payload)["path"])
+        stream.send(codec.encode(HttpResponseHead(200, [("content-type", "application/json")])))
+        stream.send(b"{}")
         stream.end()
 
 
@@ -367,3 +378,20 @@ async def test_a_large_body_waits_too(site: Site) -> None:
     await site.worker()
     answer = await asked
     assert answer.status_code == 200, answer.text
+
+
+async def test_a_path_of_another_server_waits_for_its_first_worker(site: Site) -> None:
+    body = {"model": "tiny", "query": "which?", "documents": ["this"]}
+    unknown = await site.client.post("/v1/rerank", json=body)
+    assert unknown.status_code == 404
+    await site.planner.announce(OnDemandModel("ns", "tiny", model_input=HTTP_INPUT))
+    await until(lambda: site.frontend.models.on_demand.relays)
+    asked = asyncio.ensure_future(site.client.post("/v1/rerank", json=body))
+    await site.planner.until(1)
+    other = await site.client.post("/v1/rerank", json={**body, "model": "other"})
+    assert (other.status_code, other.json()["message"]) == (404, "Model not found: other")
+    worker = await site.worker(
+        model_input=HTTP_INPUT, model_type="Chat", user_data={ROUTES: ["/v1/rerank"]}
+    )
+    assert (await asked).status_code == 200
+    assert worker.order == ["/v1/rerank"]

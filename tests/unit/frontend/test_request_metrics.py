@@ -48,7 +48,7 @@ def test_a_request_of_one_worker() -> None:
     assert page.stages == at("dispatch", "aggregated")
     page.metrics.first_token(2.0)
     assert page.stages == {}
-    page.metrics.ended(None, None)
+    page.metrics.ended(None, None, ("chat_completions", "1", None), ())
     assert page.stages == {}
 
 
@@ -78,5 +78,5 @@ def test_a_request_that_ends_early_is_in_no_stage(steps: int) -> None:
     )[:steps]:
         step()  # type: ignore[no-untyped-call]
     assert len(page.stages) == 1
-    metrics.ended(None, None)
+    metrics.ended(None, None, ("chat_completions", "1", None), ())
     assert page.stages == {}

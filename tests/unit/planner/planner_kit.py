@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.planner.actions import WorkerAction
 from dynamo.planner.connector import (
     DRAINING,
     READY,
     STARTING,
-    ActionFailed,
     ScaledService,
     ScaledWorker,
 )

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from dynamo.planner.local.ports import (
+from dynamo.box.actions.ports import (
     STOPPED,
     CircusBusy,
     CircusError,
     NoSuchWatcher,
-    RegisteredWorker,
     WatcherOptions,
 )
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.gpus import Inventory
 from dynamo.serve.graph import parse_graph
 from dynamo.serve.record import RecordedComponent, StatefileWriter
+from dynamo.serve.registered import RegisteredWorker
 from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan, plan_added
 

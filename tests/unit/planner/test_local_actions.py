@@ -13,11 +13,11 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment
 from virtual_time import run_virtual
 
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.ports import ActionFailed, CircusBusy, CircusError, EngineControls
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING, ActionFailed
-from dynamo.planner.local.access import LocalAccess
+from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.local.connector import LocalConnector
-from dynamo.planner.local.ports import CircusBusy, CircusError, EngineControls
 
 GRAPH = """
 W: {run: dynamo.mocker, model-path: tiny, ServiceArgs: {resources: {gpu: 1}}}

@@ -16,13 +16,13 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment, SimulatedProcess
 from virtual_time import run_virtual
 
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
-from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess
 from dynamo.planner.local.connector import LocalConnector
-from dynamo.planner.local.entries import read_services
-from dynamo.planner.local.gpu_booking import held_gpus
+from dynamo.serve.entries import read_services
+from dynamo.serve.gpu_holders import held_gpus
 
 ROOT = Path(__file__).resolve().parents[3]
 VALIDATOR = jsonschema.Draft202012Validator(

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.planner.connector import ActionFailed
 from dynamo.planner.gpu_sharing import GpuSharing
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.on_demand import OnDemandRegistry

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import StatefileError
 from dynamo.planner.actions import WorkerActions
-from dynamo.planner.connector import DRAINING, READY, STARTING, ActionFailed
+from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.policies.factory import make_policy
 

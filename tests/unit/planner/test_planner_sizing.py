@@ -29,6 +29,7 @@ from dynamo.planner.policies.sizing import (
     aggregated_workers,
     decode_workers,
     prefill_workers,
+    unqueued_workers,
 )
 from dynamo.planner.policies.sla import SlaPolicy
 
@@ -94,12 +95,25 @@ def test_aggregated_workers_pay_for_both() -> None:
     30 ms allow 20 sequences, 667 tokens/s, in 60 % of the time and twice: 800 >= 600.
     """
     demand = Demand(rate=4, isl=2000, osl=150)
-    assert aggregated_workers(demand, FlatPrefill(), LinearDecode(), gpus=1, itl_ms=50) == 2
+    targets_ms = 2000, 50
+    assert aggregated_workers(demand, FlatPrefill(), LinearDecode(), 1, targets_ms) == 2
     alone = decode_workers(demand, LinearDecode(), gpus=1, itl_ms=50)
     assert alone + prefill_workers(demand, FlatPrefill(), gpus=1) == 2
-    assert (
-        aggregated_workers(Demand(rate=0, isl=1, osl=1), FlatPrefill(), LinearDecode(), 1, 50) == 0
-    )
+    nothing = Demand(rate=0, isl=1, osl=1)
+    assert aggregated_workers(nothing, FlatPrefill(), LinearDecode(), 1, targets_ms) == 0
+
+
+def test_aggregated_workers_leave_time_for_prompts_that_wait() -> None:
+    """A prompt takes 200 ms alone, and 9 in 10 take 460 ms / (1 - busy share).
+
+    Within 1000 ms 0.54 of a worker may be busy: the 0.8 GPUs of prefill need 1.48 workers. Within
+    500 ms 0.08 may be, so they need 10. 400 ms cannot be kept: then 1 worker computes them.
+    """
+    demand = Demand(rate=4, isl=2000, osl=150)
+    found = [unqueued_workers(demand, FlatPrefill(), 1, ttft_ms) for ttft_ms in (1000, 500, 400)]
+    assert found == [2, 11, 1]
+    cached = Demand(rate=4, isl=2000, osl=150, prefill_correction=0.5)
+    assert unqueued_workers(cached, FlatPrefill(), 1, 500) == 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -112,7 +126,7 @@ def test_more_traffic_never_needs_fewer_workers(
         (
             prefill_workers(demand, FlatPrefill(), 1),
             decode_workers(demand, LinearDecode(), 1, itl_ms),
-            aggregated_workers(demand, FlatPrefill(), LinearDecode(), 1, itl_ms),
+            aggregated_workers(demand, FlatPrefill(), LinearDecode(), 1, (2000, itl_ms)),
         )
         for demand in (one, two)
     )

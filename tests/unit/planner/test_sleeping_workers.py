@@ -12,13 +12,13 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment
 from virtual_time import run_virtual
 
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.gpu_room import crowded_gpus, reserved_share
+from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import EngineFailure
-from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess
 from dynamo.planner.local.connector import LocalConnector
-from dynamo.planner.local.gpu_booking import held_gpus
-from dynamo.planner.local.gpu_room import crowded_gpus, reserved_share
+from dynamo.serve.gpu_holders import held_gpus
 from dynamo.serve.gpus import Gpu
 
 GRAPH = """

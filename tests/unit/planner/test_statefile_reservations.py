@@ -10,11 +10,11 @@ import pytest
 from simulated_deployment import SimulatedDeployment
 from virtual_time import run_virtual
 
-from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import owner_mark
-from dynamo.planner.local.entries import next_name, read_services
-from dynamo.planner.local.gpu_booking import free_gpus
+from dynamo.box.actions.gpu_booking import free_gpus
+from dynamo.box.actions.ports import ActionFailed
+from dynamo.serve.entries import next_name, read_services
 from dynamo.serve.record import StatefileWriter
+from dynamo.serve.reservations import owner_mark
 from dynamo.serve.statefile import Document, Statefile
 
 GRAPH = """

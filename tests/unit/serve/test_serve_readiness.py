@@ -10,11 +10,10 @@ import pytest
 
 from dynamo.errors import ConfigError
 from dynamo.serve import readiness
+from dynamo.serve.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.readiness import (
-    FrontendAddress,
     FrontendHealth,
     check_free,
-    frontend_address,
     probe,
     wait_until_ready,
 )

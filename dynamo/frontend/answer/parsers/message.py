@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dynamo.frontend.answer.parsers.scan import SPACE, Markers, TextSteps
 
-__all__ = ["AnswerMessage", "AnswerParser", "CallSteps", "ToolCallPart"]
+__all__ = ["AnswerDelta", "AnswerMessage", "AnswerParser", "CallSteps", "ToolCallPart"]
 
 
 class AnswerParser(Protocol):
@@ -41,6 +41,14 @@ class ToolCallPart:
         if self.name is not None:
             return {"index": self.index, **self.whole()}
         return {"index": self.index, "function": {"arguments": "".join(self.arguments)}}
+
+
+class AnswerDelta(NamedTuple):
+    """What is new in a message, in this order; ``calls`` are parts of tool calls."""
+
+    reasoning: str | None
+    content: str | None
+    calls: list[ToolCallPart]
 
 
 class _TextPart:
@@ -100,6 +108,16 @@ class AnswerMessage:
     def called(self) -> bool:
         """Whether a tool call has begun."""
         return self._count > 0
+
+    @property
+    def answering(self) -> bool:
+        """Whether the content or a tool call has begun."""
+        return self._count > 0 or self._content.started
+
+    @property
+    def reasoned(self) -> bool:
+        """Whether there is reasoning."""
+        return self._reasoning.started
 
     @property
     def pending(self) -> bool:
@@ -177,6 +195,11 @@ class AnswerMessage:
             delta["tool_calls"] = [call.delta() for call in self._calls]
             self._calls.clear()
         return delta
+
+    def take(self) -> AnswerDelta:
+        """As :meth:`drain`, without the names of OpenAI's chat."""
+        calls, self._calls = self._calls, []
+        return AnswerDelta(self._reasoning.take(), self._content.take(), calls)
 
     def whole(self) -> dict[str, Any]:
         """The ``message`` of an answer in one body."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess
-from dynamo.planner.local.entries import delete_entry, is_freed
-from dynamo.planner.local.patience import wait_until
-from dynamo.planner.local.ports import CircusBusy
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.patience import wait_until
+from dynamo.box.actions.ports import ActionFailed, CircusBusy
+from dynamo.serve.entries import delete_entry, is_freed
 
 __all__ = ["has_exited", "wait_until_gone"]
 

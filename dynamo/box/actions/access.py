@@ -1,27 +1,43 @@
-"""The deployment that a connector changes: its parts, and what every action reads of them."""
+"""A running deployment, as actions on its workers read it and change it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from dynamo.box.actions.circus import CircusEndpoint
+from dynamo.box.actions.gpu_room import probe_gpus
+from dynamo.box.actions.patience import retried
+from dynamo.box.actions.ports import (
+    ActionFailed,
+    CircusControl,
+    CircusError,
+    NoSuchWatcher,
+    Registrations,
+)
+from dynamo.box.actions.registered import FileRegistrations
 from dynamo.config.planner import PlannerSettings
-from dynamo.errors import StatefileError
-from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.entries import Entry, ServiceEntries, read_services
-from dynamo.planner.local.gpu_room import probe_gpus
-from dynamo.planner.local.patience import retried
-from dynamo.planner.local.ports import CircusControl, CircusError, NoSuchWatcher, Registrations
-from dynamo.runtime.discovery.process import host_id
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError, StatefileError
+from dynamo.runtime.paths import run_dir, state_dir, store_dir
+from dynamo.serve.entries import Entry, ServiceEntries, read_entries, read_services
 from dynamo.serve.gpus import Gpu
-from dynamo.serve.processes import same_process, stat
-from dynamo.serve.statefile import Document, Statefile
+from dynamo.serve.reservations import is_reserved, owner_mark
+from dynamo.serve.statefile import RESERVED_BY, Document, Statefile
 
-__all__ = ["LocalAccess", "is_reserved", "owner_mark"]
+__all__ = ["LocalAccess", "open_access", "reserve"]
 
 _COMMAND_TIMEOUT_S = 30.0
 _GRACEFUL_TIMEOUT_S = 30.0
@@ -52,8 +68,9 @@ class LocalAccess:
         document = self.statefile.read()
         if document is None:
             raise StatefileError(
-                f"no statefile {self.statefile.path}: the planner scales a deployment that "
-                "dynamo serve started; start it, or name another one with --namespace"
+                f"no deployment runs in namespace {self.statefile.namespace!r} (no "
+                f"{self.statefile.path}); start it with dynamo serve, or name another one with "
+                "--namespace"
             )
         return document
 
@@ -66,6 +83,17 @@ class LocalAccess:
                 f"{', '.join(services) or 'none'}"
             )
         return services[name]
+
+    @contextlib.contextmanager
+    def acting_on(self, name: str) -> Iterator[None]:
+        """Count ``name`` as active in the block. Raises ActionFailed if it is so already."""
+        if name in self.active:
+            raise ActionFailed(f"{name}: another action on it runs; wait for its end")
+        self.active.add(name)
+        try:
+            yield
+        finally:
+            self.active.discard(name)
 
     async def statuses(self) -> Mapping[str, str]:
         """Return the status of each watcher, by name. Raises ActionFailed."""
@@ -114,18 +142,50 @@ class LocalAccess:
         return lines[-1][-_LINE_CHARACTERS:] if lines else ""
 
 
-def owner_mark() -> dict[str, Any]:
-    """Return this process, as the one that adds or removes a worker."""
-    me = stat(os.getpid())
-    return {"pid": os.getpid(), "start_ticks": me.start_ticks if me else 0, "host": host_id()}
+def reserve(document: Document, name: str) -> None:
+    """Mark a worker as changed by this process.
+
+    Raises ActionFailed if it is gone, or another living process changes it.
+    """
+    entry = next((one for one in read_entries(document) if one.name == name), None)
+    if entry is None:
+        raise ActionFailed(f"{name}: removed by another command")
+    if is_reserved(entry, ()):
+        pid = (entry.reserved_by or {}).get("pid")
+        raise ActionFailed(f"{name}: process {pid} starts, wakes or removes it; wait for its end")
+    document["components"][name][RESERVED_BY] = owner_mark()
 
 
-def is_reserved(entry: Entry, active: Collection[str]) -> bool:
-    """Whether a living process adds or removes this worker now; ``active``: those of this one."""
-    mark = entry.reserved_by
-    if mark is None or mark.get("host") != host_id():
-        return False
-    pid, ticks = mark.get("pid"), mark.get("start_ticks")
-    if pid == os.getpid():
-        return entry.name in active
-    return isinstance(pid, int) and isinstance(ticks, int) and same_process(pid, ticks)
+@contextlib.asynccontextmanager
+async def open_access(
+    runtime: RuntimeSettings, settings: PlannerSettings
+) -> AsyncIterator[LocalAccess]:
+    """Open the deployment of ``runtime``'s namespace for the block.
+
+    Raises StatefileError without one, ConfigError if its workers do not register in files.
+    """
+    if runtime.discovery_backend != "file":
+        raise ConfigError(
+            f"--discovery-backend {runtime.discovery_backend}: workers are operated with file "
+            "discovery only, where a lease names its process"
+        )
+    statefile = Statefile(state_dir(runtime), runtime.namespace)
+    document = statefile.read()
+    if document is None:
+        raise StatefileError(
+            f"no deployment runs in namespace {runtime.namespace!r} (no {statefile.path}); start "
+            "it with dynamo serve, or name another one with --namespace"
+        )
+    circus = CircusEndpoint(document["circus_endpoint"])
+    registrations = FileRegistrations(store_dir(runtime), statefile.path)
+    try:
+        yield LocalAccess(
+            settings=settings,
+            statefile=statefile,
+            circus=circus,
+            registrations=registrations,
+            logs=run_dir(runtime) / "logs",
+        )
+    finally:
+        registrations.close()
+        circus.close()

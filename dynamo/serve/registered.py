@@ -1,75 +1,33 @@
-"""What the workers of this machine registered in file discovery, and the end of their leases."""
+"""What the workers of this machine have registered in file discovery."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from asyncinotify import Mask
-
-from dynamo.planner.local.ports import RegisteredWorker
 from dynamo.protocols.card import ModelCard, decode_card
-from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.layout import (
     BadRecord,
     decode_lease,
     decode_stored,
-    ensure_directories,
-    lease_path,
     names,
     read_file,
 )
 from dynamo.runtime.discovery.process import host_id, is_running
-from dynamo.runtime.paths import private_dir
 
-__all__ = ["FileRegistrations", "registered_workers"]
-
-# A renewal only touches the lease file, which causes none of these events.
-_MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
+__all__ = ["RegisteredWorker", "registered_workers"]
 
 
-class FileRegistrations:
-    """The :class:`Registrations` of the store ``store``; also reports writes of ``statefile``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredWorker:
+    """What the process ``pid`` has registered: its leases, and its model once it can serve."""
 
-    Raises ConfigError if the system is out of inotify instances. Close it after use.
-    """
-
-    def __init__(self, store: Path, statefile: Path) -> None:
-        private_dir(store)
-        ensure_directories(store)
-        self._store = store
-        self._change = asyncio.Event()
-        self._inotify = Inotify(self._changed)
-        for directory in (store / "leases", store / "v1/mdc"):
-            self._inotify.add(directory, _MASK, lambda name, mask: self._changed())
-        self._statefile = statefile.name
-        self._inotify.add(statefile.parent, Mask.MOVED_TO | Mask.ONLYDIR, self._on_state_dir)
-
-    def close(self) -> None:
-        """Stop watching. Idempotent."""
-        self._inotify.close()
-
-    def workers(self) -> Mapping[int, RegisteredWorker]:
-        """See :class:`Registrations`."""
-        return registered_workers(self._store)
-
-    async def revoke(self, lease_id: int) -> None:
-        """Unlink the lease: every client drops its records, and its worker drains."""
-        lease_path(self._store, lease_id).unlink(missing_ok=True)
-
-    def next_change(self) -> asyncio.Event:
-        """See :class:`Registrations`."""
-        return self._change
-
-    def _changed(self) -> None:
-        self._change.set()
-        self._change = asyncio.Event()  # a waiter holds the one that is set now
-
-    def _on_state_dir(self, name: str, mask: int) -> None:
-        if name == self._statefile:
-            self._changed()
+    pid: int
+    leases: tuple[int, ...]
+    worker_id: int | None = None
+    model: str | None = None
 
 
 def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:

@@ -6,38 +6,32 @@ import asyncio
 import logging
 import signal
 
+from dynamo.box.actions.access import LocalAccess, reserve
+from dynamo.box.actions.leaving import has_exited, wait_until_gone
+from dynamo.box.actions.patience import retried, wait_until
+from dynamo.box.actions.ports import ActionFailed, CircusError, NoSuchWatcher
 from dynamo.errors import StatefileError
-from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess, owner_mark
-from dynamo.planner.local.entries import Entry, ServiceEntries
-from dynamo.planner.local.leaving import has_exited, wait_until_gone
-from dynamo.planner.local.patience import retried, wait_until
-from dynamo.planner.local.ports import CircusError, NoSuchWatcher
-from dynamo.planner.local.view import Sighting, newest
-from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, RESERVED_BY, Document
+from dynamo.serve.entries import Entry, ServiceEntries
+from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, Document
 
-__all__ = ["finish_removal", "remove_entry", "remove_worker"]
+__all__ = ["finish_removal", "mark_draining", "remove_entry", "remove_worker"]
 
 _COMMAND_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
 
 
-async def remove_worker(access: LocalAccess, name: str, sighting: Sighting) -> str:
-    """Remove the newest worker of the service ``name``; return its watcher when it has exited.
+async def remove_worker(access: LocalAccess, service: ServiceEntries, entry: Entry) -> str:
+    """Remove a worker, or one of several processes of its watcher; return it at its exit.
 
-    Raises ActionFailed, StatefileError. After a crash :func:`reconcile` finishes a removal.
+    Raises ActionFailed, StatefileError. After a crash the planner's reconcile finishes a removal.
     """
-    entry = newest(access.service(access.document(), name), sighting, access.active)
-    if entry is None:
-        raise ActionFailed(f"{name}: no worker to remove")
     access.active.add(entry.name)
     try:
         if len(entry.pids) > 1:
             await _decrease(access, entry)
         else:
-            service = _mark(access, name, entry.name)
-            await finish_removal(access, entry, service.is_prefill)
-    except (CircusError, StatefileError) as error:
+            await remove_entry(access, service, entry)
+    except CircusError as error:
         raise ActionFailed(f"{entry.name}: not removed: {error.message}") from error
     finally:
         access.active.discard(entry.name)
@@ -45,9 +39,9 @@ async def remove_worker(access: LocalAccess, name: str, sighting: Sighting) -> s
 
 
 async def remove_entry(access: LocalAccess, service: ServiceEntries, entry: Entry) -> None:
-    """Remove one particular worker. Raises as :func:`remove_worker`."""
+    """Remove a worker with all its processes. Raises as :func:`remove_worker`."""
     try:
-        _mark(access, service.name, entry.name)
+        mark_draining(access, service.name, entry.name)
         await finish_removal(access, entry, service.is_prefill)
     except (CircusError, StatefileError) as error:
         raise ActionFailed(f"{entry.name}: not removed: {error.message}") from error
@@ -80,20 +74,18 @@ async def _finish(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
     await wait_until_gone(access, entry.name, graceful_s)
 
 
-def _mark(access: LocalAccess, service: str, name: str) -> ServiceEntries:
+def mark_draining(access: LocalAccess, service: str, name: str) -> ServiceEntries:
     """Mark a worker as draining, so that it is not restarted; return its service.
 
-    Raises ActionFailed if it is gone.
+    Raises ActionFailed if it is gone, or another process changes it.
     """
 
     def change(document: Document) -> None:
-        entry = document["components"].get(name)
-        if not isinstance(entry, dict):
-            raise ActionFailed(f"{name}: removed by another command")
+        reserve(document, name)
+        entry = document["components"][name]
         if entry.get("state") == ASLEEP:
             entry[HOLDS_GPUS] = False
         entry["state"] = DRAINING
-        entry[RESERVED_BY] = owner_mark()
 
     return access.service(access.statefile.update(change), service)
 

@@ -1,4 +1,4 @@
-"""The statefile as the planner reads and changes it: services, free GPUs, names. Pure.
+"""The entries of a statefile: services, workers, names, GPUs. Pure.
 
 A service's first entry, ``{namespace}_{Service}``, is its template: it has the command of every
 further worker, and stays without GPUs when its own worker is removed. Spec 3.3.
@@ -20,6 +20,7 @@ from dynamo.serve.watchers import MODEL_PROGRAMS, watcher_name
 __all__ = [
     "Entry",
     "ServiceEntries",
+    "argv_flags",
     "delete_entry",
     "entry_gpus",
     "is_freed",
@@ -82,7 +83,7 @@ def read_services(document: Document) -> dict[str, ServiceEntries]:
             continue
         args = given.get("ServiceArgs")
         args = args if isinstance(args, Mapping) else {}
-        flags = _flags(entries[0].argv)
+        flags = argv_flags(entries[0].argv)
         found[name] = ServiceEntries(
             name=name,
             base=watcher_name(document["namespace"], name, 0),
@@ -254,7 +255,7 @@ def _model_name(flags: Mapping[str, str]) -> str:
     return path.resolve().name if is_local else source
 
 
-def _flags(argv: tuple[str, ...]) -> dict[str, str]:
+def argv_flags(argv: tuple[str, ...]) -> dict[str, str]:
     """Return the values of the flags in ``argv``, ``--name value`` and ``--name=value``."""
     found: dict[str, str] = {}
     for word, following in zip(argv, (*argv[1:], ""), strict=True):

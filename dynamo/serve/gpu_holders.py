@@ -1,35 +1,15 @@
-"""The GPUs of a deployment as its statefile assigns them. Pure."""
+"""Which entries of a statefile hold which GPUs. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from dynamo.errors import ConfigError
-from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.entries import entry_gpus, service_config, stated_gpus
-from dynamo.serve.gpus import Allocator, Inventory
+from dynamo.serve.entries import entry_gpus, service_config, stated_gpus
 from dynamo.serve.statefile import ASLEEP, HOLDS_GPUS, RESERVED_BY, Document
 
-__all__ = ["can_hold", "free_gpus", "gpu_ids", "held_gpus"]
+__all__ = ["can_hold", "gpu_ids", "held_gpus"]
 
 _ROUNDING = 1e-6
-
-
-def free_gpus(
-    document: Document, name: str, count: float, avoid: Collection[str] = ()
-) -> tuple[str, ...]:
-    """Return ``count`` free GPUs for the watcher ``name``, those with the lowest numbers.
-
-    A fraction below 1 is a share of one GPU. GPUs to ``avoid`` have no room. Raises ActionFailed
-    that lists what holds them.
-    """
-    allocator = _allocator(document)
-    for gpu in avoid:
-        allocator.hold("too little free memory", (gpu,), 1.0)
-    try:
-        return allocator.assign(name, count)
-    except ConfigError as error:
-        raise ActionFailed(error.message.partition("\nLower workers")[0]) from None
 
 
 def gpu_ids(document: Document) -> list[str]:
@@ -56,18 +36,6 @@ def can_hold(document: Document, name: str) -> bool:
             if gpu in booked:
                 booked[gpu] += min(share, 1.0)
     return all(taken + min(mine, 1.0) <= 1.0 + _ROUNDING for taken in booked.values())
-
-
-def _allocator(document: Document) -> Allocator:
-    ids = sorted(gpu_ids(document), key=_gpu_order)
-    allocator = Allocator(Inventory(ids=tuple(ids), source="statefile"))
-    for name, gpus, share in _holders(document):
-        allocator.hold(name, gpus, share)
-    return allocator
-
-
-def _gpu_order(gpu: str) -> tuple[bool, int]:
-    return (not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0)
 
 
 def _holders(document: Document) -> Iterator[tuple[str, tuple[str, ...], float]]:

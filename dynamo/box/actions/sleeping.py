@@ -10,16 +10,23 @@ import logging
 from collections.abc import Collection
 from functools import partial
 
+from dynamo.box.actions.access import LocalAccess, reserve
+from dynamo.box.actions.ports import ActionFailed, EngineControls
+from dynamo.box.actions.removal import remove_entry
 from dynamo.errors import DynamoError
-from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess, owner_mark
-from dynamo.planner.local.entries import Entry, ServiceEntries, read_services
-from dynamo.planner.local.gpu_booking import can_hold
-from dynamo.planner.local.ports import EngineControls
-from dynamo.planner.local.removal import remove_entry
+from dynamo.serve.entries import Entry, ServiceEntries, entry_gpus, read_services
+from dynamo.serve.gpu_holders import can_hold, held_gpus
+from dynamo.serve.reservations import owner_mark
 from dynamo.serve.statefile import ASLEEP, RESERVED_BY, RUNNING, Document
 
-__all__ = ["check_sleepers", "put_to_sleep", "sleeper_to_wake", "sleepers_on", "wake_worker"]
+__all__ = [
+    "check_sleepers",
+    "put_to_sleep",
+    "sleep_worker",
+    "sleeper_to_wake",
+    "sleepers_on",
+    "wake_worker",
+]
 
 log = logging.getLogger(__name__)
 
@@ -46,24 +53,52 @@ async def put_to_sleep(access: LocalAccess, engines: EngineControls, entry: Entr
     """Let a worker finish its requests and sleep; False if it cannot, and still serves."""
     if entry.lease is None or len(entry.pids) != 1 or not await engines.can_sleep(entry.lease):
         return False
-    access.active.add(entry.name)
     try:
-        log.info("%s: putting its engine to sleep", entry.name)
-        await engines.sleep(entry.lease)
-        # Its GPUs stay its own until the arbiter would not restart it and it is known to sleep.
-        access.statefile.update(partial(_fall_asleep, name=entry.name))
-        asleep = await engines.is_sleeping(entry.lease)
-        state = ASLEEP if asleep else RUNNING
-        access.statefile.update(partial(_set_state, name=entry.name, state=state))
-        if not asleep:
-            log.warning("%s: was restarted while it fell asleep", entry.name)
-            return False
+        await sleep_worker(access, engines, entry)
     except DynamoError as error:
-        log.warning("%s: does not sleep: %s", entry.name, error.message)
+        log.warning("%s", error.message)
         return False
-    finally:
-        access.active.discard(entry.name)
     return True
+
+
+async def sleep_worker(access: LocalAccess, engines: EngineControls, entry: Entry) -> None:
+    """Let a worker finish its requests and sleep.
+
+    Raises ActionFailed, StatefileError; then it serves as before.
+    """
+    lease = await _sleepable(engines, entry)
+    with access.acting_on(entry.name):
+        access.statefile.update(partial(reserve, name=entry.name))
+        state = RUNNING
+        try:
+            log.info("%s: putting its engine to sleep", entry.name)
+            await engines.sleep(lease)
+            # Its GPUs stay its own until the arbiter would not restart it and it is known to sleep.
+            access.statefile.update(partial(_fall_asleep, name=entry.name))
+            if await engines.is_sleeping(lease):
+                state = ASLEEP
+        except DynamoError as error:
+            raise ActionFailed(f"{entry.name}: does not sleep: {error.message}") from error
+        finally:
+            access.statefile.update(partial(_set_state, name=entry.name, state=state))
+        if state != ASLEEP:
+            raise ActionFailed(f"{entry.name}: was restarted while it fell asleep")
+
+
+async def _sleepable(engines: EngineControls, entry: Entry) -> int:
+    """Return the lease of a worker that can sleep. Raises ActionFailed that says why not."""
+    if entry.lease is None:
+        raise ActionFailed(f"{entry.name}: it does not serve yet, so it cannot sleep")
+    if len(entry.pids) != 1:
+        raise ActionFailed(
+            f"{entry.name}: it has {len(entry.pids)} processes, and only 1 can sleep"
+        )
+    if not await engines.can_sleep(entry.lease):
+        raise ActionFailed(
+            f"{entry.name}: its engine has no sleep mode (vLLM: enable-sleep-mode: true in the "
+            f"graph); free its GPU with: dynamo drain {entry.name}"
+        )
+    return entry.lease
 
 
 async def wake_worker(
@@ -73,19 +108,17 @@ async def wake_worker(
 
     One that cannot be woken is removed. Raises ActionFailed, StatefileError.
     """
-    access.active.add(entry.name)
-    try:
-        access.statefile.update(lambda document: _reserve(document, entry.name))
+    with access.acting_on(entry.name):
+        access.statefile.update(partial(_reserve_sleeper, name=entry.name))
         log.info("%s: waking its engine", entry.name)
         try:
             await engines.wake(entry.lease or 0, access.settings.start_timeout_s)
         except DynamoError as error:
             log.warning("%s: cannot be woken: %s; removing it", entry.name, error.message)
             await remove_entry(access, service, entry)
-            raise ActionFailed(f"{entry.name}: cannot be woken: {error.message}") from error
+            text = f"{entry.name}: cannot be woken: {error.message}; it is removed"
+            raise ActionFailed(text) from error
         access.statefile.update(partial(_set_state, name=entry.name, state=RUNNING))
-    finally:
-        access.active.discard(entry.name)
     return entry.name
 
 
@@ -105,14 +138,19 @@ async def check_sleepers(access: LocalAccess, engines: EngineControls) -> list[s
     return found
 
 
-def _reserve(document: Document, name: str) -> None:
+def _reserve_sleeper(document: Document, name: str) -> None:
     """Take the GPUs of a sleeping worker again. Raises ActionFailed."""
     entry = document["components"].get(name)
     if not isinstance(entry, dict) or entry.get("state") != ASLEEP:
         raise ActionFailed(f"{name}: it does not sleep any more")
     if not can_hold(document, name):
-        raise ActionFailed(f"{name}: another worker has its GPUs")
-    entry[RESERVED_BY] = owner_mark()
+        mine = entry_gpus(entry)
+        holders = [one for one, (gpus, _) in held_gpus(document).items() if {*gpus} & {*mine}]
+        raise ActionFailed(
+            f"{name}: GPU {', '.join(mine)} is in use by {', '.join(holders)}; free it with: "
+            f"dynamo sleep {holders[0]} (or: dynamo drain {holders[0]})"
+        )
+    reserve(document, name)
 
 
 def _fall_asleep(document: Document, name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from dynamo.planner.local.ports import CircusBusy, CircusError, NoSuchWatcher, WatcherOptions
+from dynamo.box.actions.ports import CircusBusy, CircusError, NoSuchWatcher, WatcherOptions
 
 __all__ = ["CircusEndpoint"]
 

@@ -6,24 +6,25 @@ import asyncio
 import logging
 from collections.abc import Collection
 
+from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.budget import budget_held, budget_share
+from dynamo.box.actions.gpu_booking import free_gpus
+from dynamo.box.actions.gpu_room import reserved_share, without_room
+from dynamo.box.actions.leaving import wait_until_gone
+from dynamo.box.actions.patience import retried, wait_until
+from dynamo.box.actions.ports import STOPPED, ActionFailed, CircusBusy, CircusError
+from dynamo.box.actions.removal import remove_entry
+from dynamo.box.actions.sleeping import sleepers_on
 from dynamo.errors import StatefileError
-from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess, owner_mark
-from dynamo.planner.local.entries import (
+from dynamo.serve.entries import (
     ServiceEntries,
     new_entry,
     next_name,
     read_services,
     release,
 )
-from dynamo.planner.local.gpu_booking import free_gpus, gpu_ids, held_gpus
-from dynamo.planner.local.gpu_room import reserved_share, without_room
-from dynamo.planner.local.leaving import wait_until_gone
-from dynamo.planner.local.patience import retried, wait_until
-from dynamo.planner.local.ports import STOPPED, CircusBusy, CircusError
-from dynamo.planner.local.removal import remove_entry
-from dynamo.planner.local.sleeping import sleepers_on
-from dynamo.planner.local.view import budget_held, budget_share
+from dynamo.serve.gpu_holders import gpu_ids, held_gpus
+from dynamo.serve.reservations import owner_mark
 from dynamo.serve.statefile import RESERVED_BY, Document
 
 __all__ = ["WorkerStart"]

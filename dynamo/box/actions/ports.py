@@ -1,4 +1,4 @@
-"""What the local connector needs of a deployment: its arbiter, and what its workers registered.
+"""What the actions need of a deployment: its arbiter, and what its workers registered.
 
 Tests replace both; time is that of the running loop.
 """
@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo.errors import DynamoError
+from dynamo.serve.registered import RegisteredWorker
 
 __all__ = [
     "STOPPED",
     "STOPPING",
+    "ActionFailed",
     "CircusBusy",
     "CircusControl",
     "CircusError",
     "EngineControls",
     "NoSuchWatcher",
-    "RegisteredWorker",
     "Registrations",
     "WatcherOptions",
 ]
@@ -28,6 +29,12 @@ __all__ = [
 STOPPED, STOPPING = "stopped", "stopping"
 """Status of a watcher that starts no process: stopped by command, or given up; its processes have
 exited, or not yet."""
+
+
+class ActionFailed(DynamoError):
+    """A worker could not be added or removed; everything reserved for it is free again."""
+
+    code = "action_failed"
 
 
 class CircusError(DynamoError):
@@ -81,16 +88,6 @@ class CircusControl(Protocol):
 
     async def remove(self, name: str) -> None:
         """Remove a watcher; its processes are stopped gracefully, after the reply."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredWorker:
-    """What the process ``pid`` has registered: its leases, and its model once it can serve."""
-
-    pid: int
-    leases: tuple[int, ...]
-    worker_id: int | None = None
-    model: str | None = None
 
 
 class Registrations(Protocol):

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.planner.local.access import is_reserved
-from dynamo.planner.local.entries import Entry, read_entries
-from dynamo.planner.local.gpu_booking import gpu_ids, held_gpus
-from dynamo.planner.local.ports import RegisteredWorker
 from dynamo.runtime.discovery.process import host_id
+from dynamo.serve.entries import Entry, read_entries
+from dynamo.serve.gpu_holders import gpu_ids, held_gpus
 from dynamo.serve.processes import same_process
+from dynamo.serve.registered import RegisteredWorker
+from dynamo.serve.reservations import is_reserved
 from dynamo.serve.statefile import Document
 
 __all__ = ["ComponentStatus", "StateReport", "arbiter_is_alive", "component_statuses"]

@@ -1,0 +1,53 @@
+"""What was seen of a deployment at one time: the input of :mod:`dynamo.box.workers` and others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from dynamo.protocols.status import FrontendStatus, GpuStatus
+from dynamo.serve.registered import RegisteredWorker
+from dynamo.serve.statefile import Document
+
+__all__ = ["BoxSighting", "FrontendSighting"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendSighting:
+    """One frontend: its entry ``name``, its address, and its report if it answered.
+
+    ``state`` is ready, draining or down. ``problem`` says why there is no ``status``.
+    """
+
+    name: str
+    url: str
+    state: str
+    status: FrontendStatus | None = None
+    problem: str = ""
+
+
+def _nothing(name: str) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxSighting:
+    """A deployment at ``at_s``, Unix time.
+
+    ``uptimes`` has the recorded processes that live. ``reserved`` are the entries that a living
+    process adds, removes or wakes. ``last_output`` returns the last line of a watcher, and
+    ``progress`` the share of its loading that is done, if it says so. ``wanted`` is the planner's
+    last wish, by model, and ``idle_timeouts`` when an idle model loses its workers.
+    """
+
+    document: Document
+    at_s: float
+    uptimes: Mapping[int, float] = field(default_factory=dict)
+    registered: Mapping[int, RegisteredWorker] = field(default_factory=dict)
+    reserved: Collection[str] = ()
+    last_output: Callable[[str], str] = _nothing
+    progress: Callable[[str], float | None] = lambda name: None
+    frontends: tuple[FrontendSighting, ...] = ()
+    wanted: Mapping[str, int] = field(default_factory=dict)
+    idle_timeouts: Mapping[str, float] = field(default_factory=dict)
+    gpus: tuple[GpuStatus, ...] = ()

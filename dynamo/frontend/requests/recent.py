@@ -1,0 +1,169 @@
+"""The requests that ended last, for ``/v1/requests``, ``dynamo explain``, ``top`` and ``/ui``.
+
+A request that ends costs one tuple of values that exist anyway; a :class:`RequestRecord` is made
+when it is read.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dynamo.errors import InvalidArgument, ModelNotFound, shorten
+from dynamo.frontend.api.headers import request_id
+from dynamo.http import Exchange
+from dynamo.protocols.status import RequestRecord
+from dynamo.router.picker import Decision
+
+if TYPE_CHECKING:
+    from dynamo.frontend.answer.generation import Usage
+    from dynamo.frontend.requests.request_metrics import Prefilled
+
+__all__ = ["CLIENT_ID_CHARACTERS", "EndedRequest", "RecentRequests"]
+
+_ROUTED = 1000
+_REFUSED = 200
+CLIENT_ID_CHARACTERS = 128
+"""So much of a text that a client chose is kept."""
+_PREFIXES = re.compile(r"(?:chatcmpl|cmpl|embd|resp|msg)[-_]")
+
+
+class EndedRequest(NamedTuple):
+    """The figures of one request. Moments are monotonic seconds, 0 if it did not get so far.
+
+    ``info`` is endpoint, id and the id that the client gave. ``sent_s`` is when its (decode) worker
+    was chosen, ``prefilled`` the step of a prefill worker before that.
+    """
+
+    info: tuple[str, str, str | None]
+    model: str
+    outcome: str
+    received_s: float
+    ended_s: float
+    prepared_s: float = 0.0
+    sent_s: float = 0.0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    prompt_tokens: int = 0
+    overlap_blocks: int = 0
+    prompt_blocks: int = 0
+    usage: Usage | None = None
+    decision: Decision | None = None
+    prefilled: Prefilled | None = None
+    migrations: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from arrival to the first token; None without one."""
+        return self.first_token_s - self.received_s if self.first_token_s else None
+
+    def record(self) -> RequestRecord:
+        """Return what operators see."""
+        usage, decision, prefilled = self.usage, self.decision, self.prefilled
+        prepare_s, queue_s, prefill_s, decode_s = self._stages()
+        cached = self if prefilled is None else prefilled
+        return RequestRecord(
+            request_id=self.info[1],
+            client_id=self.info[2] or "",
+            model=self.model,
+            endpoint=self.info[0],
+            received_at_s=round(time.time() - (time.monotonic() - self.received_s), 3),
+            duration_s=self.ended_s - self.received_s,
+            outcome=self.outcome,
+            worker="" if decision is None else f"{decision.worker_id:x}",
+            dp_rank=0 if decision is None else decision.dp_rank,
+            prefill_worker="" if prefilled is None else f"{prefilled.worker_id:x}",
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=0 if usage is None else usage.completion_tokens,
+            cached_tokens=None if usage is None else usage.cached_tokens,
+            overlap_blocks=cached.overlap_blocks,
+            prompt_blocks=cached.prompt_blocks,
+            migrations=self.migrations,
+            ttft_s=self.ttft_s,
+            prepare_s=prepare_s,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+        )
+
+    def _stages(self) -> tuple[float | None, float | None, float | None, float | None]:
+        """Seconds of preparation, queue, prefill and decode; of the stage in which the request
+        failed those until its end; None for stages that it did not reach."""
+        sent_s = self.sent_s if self.prefilled is None else self.prefilled.sent_s
+        moments = (self.received_s, self.prepared_s, sent_s, self.first_token_s, self.last_token_s)
+        spent: list[float | None] = [None] * 4
+        for stage in range(4):
+            begun_s, ended_s = moments[stage], moments[stage + 1]
+            spent[stage] = max((ended_s or self.ended_s) - begun_s, 0.0)
+            if not ended_s:
+                break
+        return spent[0], spent[1], spent[2], spent[3]
+
+
+class RecentRequests:
+    """The last 1,000 requests that reached their model, and the last 200 that did not.
+
+    Those that are refused early are kept apart, so that a flood of them hides no others. An entry
+    has at most 6 KB, all of them 7 MB. ``records`` and ``refused`` have the fields of
+    :class:`EndedRequest`, oldest first.
+    """
+
+    def __init__(self, routed: int = _ROUTED, refused: int = _REFUSED) -> None:
+        self.records: deque[tuple[Any, ...]] = deque(maxlen=routed)
+        self.refused: deque[tuple[Any, ...]] = deque(maxlen=refused)
+        self.add = self.records.append  # called for each request: no layer
+
+    def refuse(self, endpoint: str, model: str, outcome: str, exchange: Exchange) -> None:
+        """Keep a request that has not reached its model."""
+        internal, given = request_id(exchange.headers)
+        info = (endpoint, internal, None if given is None else given[:CLIENT_ID_CHARACTERS])
+        name = shorten(model, CLIENT_ID_CHARACTERS)
+        self.refused.append((info, name, outcome, exchange.received_at, time.monotonic()))
+
+    def newest(self, limit: int, model: str = "") -> list[RequestRecord]:
+        """The newest ``limit`` requests, of ``model`` alone if it is given; newest first."""
+        chosen = (one for one in self.ended() if not model or one.model == model)
+        return [one.record() for one in islice(chosen, limit)]
+
+    def ended(self) -> Iterator[EndedRequest]:
+        """All of them, the last one that ended first."""
+        made = EndedRequest._make
+        both = (map(_complete, reversed(self.refused)), reversed(self.records))
+        return map(made, heapq.merge(*both, key=_ended_s, reverse=True))
+
+    def last(self) -> EndedRequest:
+        """The request that ended last. Raises ModelNotFound (404) without one."""
+        for one in self.ended():
+            return one
+        raise ModelNotFound("No request has ended since the frontend started")
+
+    def find(self, name: str) -> EndedRequest:
+        """The request of this id: its own, that of the response, the client's, or the beginning of
+        its own. Raises ModelNotFound (404), InvalidArgument if the beginning is not unique."""
+        shown = shorten(name, CLIENT_ID_CHARACTERS)
+        found = [one for one in self.ended() if name in (one.info[1], one.info[2])]
+        if not found:
+            begin = _PREFIXES.sub("", name, count=1).lower()
+            found = [one for one in self.ended() if begin and one.info[1].startswith(begin)]
+        if not found:
+            raise ModelNotFound(
+                f"No request {shown}: the last {self.records.maxlen} are kept, and one "
+                " that is still running is not among them"
+            )
+        if len({one.info[1] for one in found}) > 1:
+            raise InvalidArgument(f"{len(found)} requests begin with {shown}: give more digits")
+        return found[0]
+
+
+def _ended_s(values: tuple[Any, ...]) -> float:
+    ended_s: float = values[4]
+    return ended_s
+
+
+def _complete(values: tuple[Any, ...]) -> EndedRequest:
+    return EndedRequest(*values)
