@@ -161,3 +161,9 @@ def test_the_dashboards_show_what_the_pages_have(pages: Pages, name: str) -> Non
         if not use.labels - {"instance", "job"} <= pages.labels.get(use.metric, {None})
     }
     assert missing - ABSENT.keys() == set()
+
+
+def test_workers_name_their_model(pages: Pages) -> None:
+    """Dynamo's dashboards filter by it."""
+    for name in ("requests_total", "cancellation_total", "request_duration_seconds_count"):
+        assert "model" in pages.labels[f"dynamo_component_{name}"]

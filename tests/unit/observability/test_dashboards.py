@@ -19,13 +19,25 @@ from promql import Use, uses
 
 from dynamo.planner import metrics as planner
 
-FOLDER = Path(__file__).resolve().parents[3] / "deploy/grafana"
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "deploy/grafana"
 SPECS = {spec.name: spec for spec in [*declarations(), *planner._GAUGES]}
 ADDED = {"job", "instance", "le"}  # by Prometheus
 FOREIGN = {
     "up": {"job", "instance"},
     "process_cpu_seconds_total": {"job", "instance"},
 }
+WORKERS = {  # the mocker and vLLM workers add the name of their model to these
+    "dynamo_component_requests_total",
+    "dynamo_component_cancellation_total",
+    "dynamo_component_errors_total",
+    "dynamo_component_request_duration_seconds",
+}
+UPSTREAM = [
+    [*line.split("\t"), ""][:4]
+    for line in Path(__file__).with_name("dynamo_dashboards.tsv").read_text().splitlines()
+    if not line.startswith("#")
+]
 NAMES = ("frontend", "planner", "router", "workers")
 
 
@@ -141,6 +153,19 @@ def test_the_prometheus_config_has_the_jobs_that_queries_name() -> None:
         assert (FOLDER / file).exists()
     for job in config["scrape_configs"]:
         assert set(job) <= {"job_name", "static_configs", "file_sd_configs"}
+
+
+@pytest.mark.parametrize("row", UPSTREAM, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_dashboards_of_dynamo_show_data(row: list[str]) -> None:
+    """Each metric and label of their queries is here, or the documentation says why not."""
+    _, metric, labels, why = row
+    named = set(filter(None, labels.split(",")))
+    found = set(SPECS[metric].labels) if metric in SPECS else None
+    if found is not None and metric in WORKERS:
+        found |= {"model"}
+    assert (found is not None and named <= found) == (not why)
+    if why:
+        assert f"`{metric}`" in (ROOT / "docs/observability.md").read_text()
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
