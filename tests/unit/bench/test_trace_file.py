@@ -27,7 +27,7 @@ def test_it_is_sorted_begins_at_zero_and_has_small_numbers(tmp_path: Path) -> No
         file.add(record(7000, 10**14, 5))
         file.add(record(5000.25, 10**14, 6))
         file.add(record(6000, 10**14, model="other"))
-        assert [one.timestamp for one in read_trace(path)] == [7000, 5000.25, 6000]
+        assert [one.timestamp for one in read_trace(path)] == [5000.25, 6000, 7000]
         file.finish()
     first, second, third = read_trace(path)
     assert [one.timestamp for one in (first, second, third)] == [0, 999.75, 1999.75]
