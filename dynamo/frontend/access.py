@@ -27,6 +27,7 @@ _OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
 _OPEN_WITH_UI = _OPEN_PATHS | OPEN_UI_PATHS
 _OPERATOR_ROUTES = {
     "/v1/route": ("GET", "HEAD", "POST"),
+    "/v1/record": ("GET", "HEAD"),
     "/v1/status": ("GET", "HEAD"),
     "/v1/requests": ("GET", "HEAD"),
     "/v1/requests/": ("GET", "HEAD"),
@@ -50,14 +51,18 @@ def frontend_access(settings: FrontendSettings) -> Access | None:
     return Access(keys=keys, tls=tls, is_open=is_open)
 
 
-def guard_operator_routes(routes: Routes, settings: FrontendSettings) -> None:
-    """Admit only operators to the routes that change or explain what the router does."""
+def guard_operator_routes(routes: Routes, settings: FrontendSettings) -> OperatorGuard | None:
+    """Admit only operators to the routes that change or explain what the router does.
+
+    Returns the guard; None if these routes are disabled.
+    """
     if settings.disable_admin_api:
-        return
+        return None
     names = (settings.http_host, *settings.allowed_hosts)
     guard = OperatorGuard(settings.api_key_file is not None, names)
     for path, methods in _OPERATOR_ROUTES.items():
         routes.wrap(path, methods, guard.before)
+    return guard
 
 
 def guard_ui_routes(routes: Routes, settings: FrontendSettings) -> None:
