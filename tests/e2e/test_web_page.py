@@ -119,7 +119,7 @@ def test_the_page_shows_the_deployment_and_chats(site: Site) -> None:
 
     page.click("#tab-requests")
     page.click("#request-rows td.id button")
-    page.wait_for_selector("#request-rows td.note .timeline")
+    page.wait_for_selector("#request-rows td.note .candidates .chosen")
 
     page.click("#tab-connect")
     settings = page.inner_text("#snippets")

@@ -30,7 +30,7 @@ const CHARTS = [
     lines: [{ name: "", of: ({ figures }) => sum(figures.map((one) => one.output_tokens_per_s ?? 0)) }],
   },
   {
-    title: "First token",
+    title: "TTFT",
     format: seconds,
     lines: [
       { name: "p50", of: ({ figures }) => largest(figures.map((one) => one.ttft_p50_s)) },

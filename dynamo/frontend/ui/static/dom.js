@@ -109,9 +109,9 @@ export function command(text) {
   return make("span", { class: "command" }, make("code", {}, text), button);
 }
 
-// A sentence that may have commands in backticks, or end in one of ours.
+// A sentence with commands: in backticks, or ours after a colon.
 export function sentence(text) {
-  const parts = text.replace(/(?<=[:;,] )(dynamo [a-z]+[\w ./:=-]*)$/, "`$1`").split("`");
+  const parts = text.replace(/(?<=: )dynamo [a-z]+[\w ./:=-]*(?=;|$)/g, "`$&`").split("`");
   const nodes = parts.map((part, index) =>
     index % 2 && index < parts.length - 1 ? command(part) : document.createTextNode(part));
   return make("span", {}, ...nodes);

@@ -91,14 +91,14 @@ function number(value) {
 function candidates(route) {
   const rows = route.candidates ?? [];
   const terms = [...new Set(rows.flatMap((one) => Object.keys(one.terms ?? {})))];
-  const head = make("tr", {}, ...["Worker", "Cost", ...terms, "Overlap", ""].map((name, index, all) =>
+  const head = make("tr", {}, ...["Worker", "Overlap", ...terms.map((name) => name.replaceAll("_", " ")), "Cost", ""].map((name, index, all) =>
     make("th", { scope: "col", class: index && index < all.length - 1 ? "num" : "" }, name)));
   const body = rows.map((one) => make("tr", { class: one.chosen ? "chosen" : "" },
-    make("td", { class: "mono", data: { label: "Worker" } }, one.worker + (one.dp_rank ? `:${one.dp_rank}` : "")),
-    make("td", { class: "num", data: { label: "Cost" } }, number(one.cost)),
-    ...terms.map((name) => make("td", { class: "num", data: { label: name } }, number(one.terms?.[name]))),
-    make("td", { class: "num", data: { label: "Overlap" } }, number(one.overlap_blocks ?? 0)),
-    make("td", { data: { label: "Why" } }, one.chosen ? "chosen" : one.excluded ?? "")));
+    make("td", { class: "mono" }, one.worker + (one.dp_rank ? `:${one.dp_rank}` : "")),
+    make("td", { class: "num" }, number(one.overlap_blocks ?? 0)),
+    ...terms.map((name) => make("td", { class: "num" }, number(one.terms?.[name]))),
+    make("td", { class: "num" }, number(one.cost)),
+    make("td", {}, one.chosen ? "chosen" : one.excluded ?? "")));
   return make("table", { class: "candidates" }, make("thead", {}, head), make("tbody", {}, ...body));
 }
 
