@@ -13,7 +13,7 @@ import msgspec
 from asyncinotify import Mask
 
 from dynamo.box.collect import BoxCollector
-from dynamo.box.control import BoxControl, Outcome
+from dynamo.box.control import ActionOutcome, BoxControl
 from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.protocols.control import INSTANCES, MODEL_CARDS
 from dynamo.protocols.status import (
@@ -47,7 +47,7 @@ class UiSource(Protocol):
     def act(self, action: str, name: str) -> str:
         """Do what a button says; return what happens now. Raises DynamoError."""
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> Iterator[ActionOutcome]:
         """Yield how earlier actions ended, each once."""
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class BoxSource:
         known = ", ".join((*named, *planner))
         raise InvalidArgument(f"unknown action '{shorten(action, 64)}'; there are {known}")
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> Iterator[ActionOutcome]:
         """Yield how actions ended."""
         while self._control.outcomes:
             yield self._control.outcomes.popleft()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.box.control import Outcome
+from dynamo.box.control import ActionOutcome
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access import frontend_access, guard_ui_routes
@@ -40,7 +40,7 @@ class Page:
         self.in_thread = False
         self.watching = 0
         self.closed = False
-        self.ended: list[Outcome] = []
+        self.ended: list[ActionOutcome] = []
         self.pressed: list[tuple[str, str]] = []
         self.tasks = Tasks("test")
         self.routes = UiRoutes(self, FrontendStatus, self.tasks, self.settings)
@@ -60,7 +60,7 @@ class Page:
     def close(self) -> None:
         self.closed = True
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> Iterator[ActionOutcome]:
         while self.ended:
             yield self.ended.pop()
 
@@ -305,7 +305,7 @@ async def test_a_button_brings_a_sample_at_once(
     monkeypatch.setattr(sampler, "_INTERVAL_S", 1e6)
     events = await page.stream("/ui/events")
     assert (await events.next())[1]["namespace"] == "sample1"
-    page.ended.append(Outcome(at_s=1.0, text="x: awake"))
+    page.ended.append(ActionOutcome(at_s=1.0, text="x: awake"))
     await page.ask("/ui/actions", method="POST", body=b'{"action": "wake", "name": "x"}')
     assert (await events.next())[1]["namespace"] == "sample2"
     assert await events.next() == ("outcome", {"at_s": 1.0, "text": "x: awake", "failed": False})
