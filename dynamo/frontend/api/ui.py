@@ -53,7 +53,7 @@ class UiRoutes:
         settings: FrontendSettings,
     ) -> None:
         self.sampler = StatusSampler(source, own, tasks)
-        self._logs = LogStreams(source.logs)
+        self._logs = LogStreams(source.logs, source.namespace)
         self._source = source
         self._tasks = tasks
         self._about = msgspec.json.encode({"keys": settings.api_key_file is not None})

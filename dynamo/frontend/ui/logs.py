@@ -3,85 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 from urllib.parse import parse_qs
 
 import msgspec
 from asyncinotify import Mask
 
-from dynamo.errors import ConfigError, shorten
+from dynamo.box.logs import LogLine, LogReader, select_watchers
+from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
 from dynamo.runtime.discovery.inotify import Inotify
 
-__all__ = ["LogReader", "LogStreams"]
+__all__ = ["LogStreams"]
 
 _STREAMS = 16
-_FIRST_BYTES = 128 << 10
-_MOST_BYTES = 256 << 10  # at once; a service that writes faster has lines left out
+_LINES = 500  # at first, and at once; a service that writes faster has lines left out
 _LINE_CHARACTERS = 4000
 _DELAY_S = 0.1
 _MASK = Mask.MODIFY | Mask.CREATE | Mask.MOVED_TO | Mask.ONLYDIR
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-class LogReader:
-    """Reads the lines of a file that grows, also across its rotation. Raises OSError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._partial = b""
-        self._file: BinaryIO = path.open("rb")
-
-    def first(self) -> list[str]:
-        """Return the last lines, at most 128 KiB."""
-        size = self._file.seek(0, os.SEEK_END)
-        self._file.seek(max(0, size - _FIRST_BYTES))
-        lines = self._read()
-        return lines[1:] if size > _FIRST_BYTES else lines
-
-    def more(self) -> list[str]:
-        """Return the lines since the last call; more than 256 KiB are left out, and said to be."""
-        lines = self._read()
-        if self._rotated():
-            self._file.close()
-            self._partial = b""
-            self._file = self._path.open("rb")
-            lines += self._read()
-        return lines
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _read(self) -> list[str]:
-        left_out = os.fstat(self._file.fileno()).st_size - self._file.tell() - _MOST_BYTES
-        notes = []
-        if left_out > 0:
-            self._file.seek(left_out, os.SEEK_CUR)
-            self._partial = b""
-            notes = [f"… {left_out >> 10} KiB left out …"]
-        *lines, self._partial = (self._partial + self._file.read(_MOST_BYTES)).split(b"\n")
-        return [*notes, *map(_text, lines)]
-
-    def _rotated(self) -> bool:
-        try:
-            return not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False  # the next line creates it
-
-
 class LogStreams:
-    """Streams of the logs in ``directory``, which is missing without ``dynamo serve``."""
+    """Streams of the logs of ``namespace`` in ``directory``."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, namespace: str) -> None:
         self.streams = EventStreams(_STREAMS, self._drop_closed)
         self._directory = directory
+        self._namespace = namespace
         self._readers: dict[Exchange, tuple[str, LogReader]] = {}
         self._inotify: Inotify | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -90,22 +44,26 @@ class LogStreams:
     def open(self, exchange: Exchange) -> None:
         """Stream the log that the query names: ``name=dynamo_Worker``."""
         name = parse_qs(exchange.query).get("name", [""])[-1]
-        known = {path.name.removesuffix(".log") for path in self._directory.glob("*.log")}
+        try:
+            known = select_watchers(self._directory, self._namespace, "")
+        except InvalidArgument as error:
+            exchange.refuse(404, error.message)
+            return
         if name not in known:
-            exchange.refuse(404, _unknown(name, known))
+            text = f"there is no log of '{shorten(name, 128)}'; there are: {', '.join(known)}"
+            exchange.refuse(404, text)
             return
         try:
             self._watch()
-            reader = LogReader(self._directory / f"{name}.log")
         except (ConfigError, OSError) as error:
-            exchange.refuse(503, f"the log of {name} can't be read: {error}")
+            exchange.refuse(503, f"the log of {name} can't be followed: {error}")
             return
         if not self.streams.open(exchange):
-            reader.close()
             self._drop_closed()
             return
+        reader = LogReader(self._directory, self._namespace, name)
         self._readers[exchange] = (f"{name}.log", reader)
-        self.streams.send_one(exchange, _event("first", reader.first()))
+        self.streams.send_one(exchange, _event("first", reader.last(_LINES)))
 
     def end(self, message: str) -> None:
         """End all streams and refuse others."""
@@ -129,13 +87,13 @@ class LogStreams:
         for exchange, (name, reader) in list(self._readers.items()):
             if "" not in changed and name not in changed:
                 continue
-            try:
-                lines = reader.more()
-            except OSError as error:
-                self.streams.close_one(exchange, f"the log can't be read: {error}")
-                continue
+            lines: deque[LogLine] = deque(maxlen=_LINES)
+            left_out = 0
+            for line in reader.read():
+                left_out += len(lines) == _LINES
+                lines.append(line)
             if lines:
-                self.streams.send_one(exchange, _event("lines", lines))
+                self.streams.send_one(exchange, _event("lines", lines, left_out))
 
     def _drop_closed(self) -> None:
         """Close the readers of streams that ended; stop watching without any."""
@@ -149,15 +107,11 @@ class LogStreams:
                 self._timer = None
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
-    names = ", ".join(sorted(known))
-    if not names:
-        return "there are no logs: this frontend was not started by dynamo serve"
-    return f"there is no log of '{shorten(name, 128)}'; there are: {names}"
-
-
-def _event(name: str, lines: list[str]) -> bytes:
-    return event(name, msgspec.json.encode(lines))
+def _event(name: str, lines: Iterable[LogLine], left_out: int = 0) -> bytes:
+    texts = [_text(line) for _, line in lines]
+    if left_out:
+        texts.insert(0, f"… {left_out} lines left out …")
+    return event(name, msgspec.json.encode(texts))
 
 
 def _text(line: bytes) -> str:

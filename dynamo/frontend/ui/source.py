@@ -37,9 +37,13 @@ _ALONE = (
 
 
 class UiSource(Protocol):
-    """What a page shows and does. ``collect`` and ``act`` block; ``logs`` is a directory."""
+    """What a page shows and does. ``collect`` and ``act`` block.
+
+    ``logs`` is the directory with the logs of ``namespace``.
+    """
 
     logs: Path
+    namespace: str
 
     def collect(self, own: FrontendStatus) -> BoxStatus:
         """Return the state, in which ``own`` are the figures of this frontend."""
@@ -66,6 +70,7 @@ class BoxSource:
         self._discovery = runtime.discovery
         self._collector = BoxCollector(settings)
         self._control = BoxControl(settings)
+        self.namespace = settings.namespace
         self._directory = state_path(settings)
         self._statefile = f"{settings.namespace}.json"
         self.logs = self._directory / settings.namespace / "logs"
