@@ -15,11 +15,18 @@ from dynamo.box.gpus import read_gpus
 from dynamo.box.models import model_statuses
 from dynamo.box.output_tail import last_line
 from dynamo.box.planner import DECISIONS_FILE, PlannerWishes, newest_decisions, planner_wishes
+from dynamo.box.planner_file import planner_summary, read_planner
 from dynamo.box.sighting import BoxSighting, FrontendSighting
 from dynamo.box.workers import OTHER_PROGRAMS, program_of, worker_statuses
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.protocols.status import BoxStatus, GpuStatus, RequestRecord, WorkerStatus
+from dynamo.protocols.status import (
+    BoxStatus,
+    GpuStatus,
+    PlannerSummary,
+    RequestRecord,
+    WorkerStatus,
+)
 from dynamo.runtime.paths import state_path, store_path
 from dynamo.serve.entries import Entry, argv_flags, read_entries
 from dynamo.serve.gpu_holders import held_gpus
@@ -90,10 +97,17 @@ class BoxReader:
             workers=workers,
             others=tuple(one for one in processes if one.name in others),
             gpus=seen.gpus,
-            planner=wishes.summary if wishes else None,
+            planner=self._planner(wishes),
             requests=_requests(seen.frontends),
             problems=_problems(processes, seen.frontends),
         )
+
+    def _planner(self, wishes: PlannerWishes | None) -> PlannerSummary | None:
+        """Return what the planner reports about itself, else what its decisions say."""
+        report = read_planner(self._run_dir)
+        if report is not None:
+            return planner_summary(report)
+        return wishes.summary if wishes else None
 
     def _stopped(self, problem: str) -> BoxStatus:
         return BoxStatus(
