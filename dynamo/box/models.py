@@ -15,7 +15,10 @@ _ORDER = ("ready", "loading", "draining", "asleep", "failed", "stopped")
 
 
 def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[ModelStatus, ...]:
-    """Return the models of the graph, those without workers too, in the graph's order."""
+    """Return the models of the graph, those without workers too, in the graph's order.
+
+    Then others that frontends list for the same workers.
+    """
     models: dict[str, list[WorkerStatus]] = {}
     for service in read_services(seen.document).values():
         models.setdefault(_served_name(service.name, service.model, workers), [])
@@ -23,6 +26,13 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
         if worker.model:
             models.setdefault(worker.model, []).append(worker)
     figures = _figures(seen)
+    by_id = {worker.worker: worker for worker in workers if worker.worker}
+    for name in sorted(
+        figures.keys() - models.keys()
+    ):  # adapters, and further models of one server
+        shared = [by_id[one.worker] for one in figures[name].workers if one.worker in by_id]
+        if shared:
+            models[name] = shared
     wanted = _wanted(seen, workers)
     return tuple(_model(name, found, seen, figures, wanted) for name, found in models.items())
 
@@ -52,16 +62,23 @@ def _model(
         model=name,
         state=state,
         ready=sum(worker.state == "ready" for worker in workers),
-        wanted=wanted.get(name, 0),
+        wanted=wanted.get(name, len(workers)),
         progress=min(progress, default=None) if state == "loading" else None,
         cause=first.cause if first is not None and told else "",
         remedy=first.remedy if first is not None and told else "",
         gpus=tuple(dict.fromkeys(gpu for worker in workers for gpu in worker.gpus)),
         vram_bytes=sum(vram) if vram else None,
-        idle_until_s=_idle_until_s(seen.idle_timeouts.get(name), found),
+        idle_until_s=_idle_until_s(_idle_timeout_s(seen, name), found),
         figures=found,
         workers=tuple(worker.name for worker in workers),
     )
+
+
+def _idle_timeout_s(seen: BoxSighting, model: str) -> float | None:
+    """Return after which idle time the planner removes the last worker; None if it does not."""
+    planner = seen.planner
+    acts = planner is not None and planner.state == "running" and model in planner.on_demand
+    return planner.idle_timeout_s if planner is not None and acts else None
 
 
 def _idle_until_s(timeout_s: float | None, figures: ModelFigures | None) -> float | None:
@@ -75,14 +92,27 @@ def _wanted(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> dict[str, int
     """Return the workers that the planner wants of each model; without one, those of the graph,
     and those that were added by hand."""
     config = service_config(seen.document)
+    planned = _planned(seen)
     found: dict[str, int] = {}
     for service in read_services(seen.document).values():
         model = _served_name(service.name, service.model, workers)
-        number = seen.wanted.get((model, "prefill" if service.is_prefill else "decode"))
+        number = planned.get((model, "prefill" if service.is_prefill else "decode"))
         if number is None:
             number = max(_in_graph(config.get(service.name)), _kept(service.name, workers))
         found[model] = found.get(model, 0) + number
     return found
+
+
+def _planned(seen: BoxSighting) -> dict[tuple[str, str], int]:
+    """Return the workers that an acting planner wants, by model and pool."""
+    planner = seen.planner
+    if planner is None or planner.state == "observing":
+        return {}
+    return {
+        (model.model, pool): number
+        for model in planner.models
+        for pool, number in model.wanted.items()
+    }
 
 
 def _in_graph(service: object) -> int:
