@@ -18,7 +18,7 @@ from dynamo.box.planner_file import planner_summary, read_planner
 from dynamo.box.sighting import BoxSighting, FrontendSighting
 from dynamo.box.workers import OTHER_PROGRAMS, program_of, worker_statuses
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, StatefileError
+from dynamo.errors import StatefileError
 from dynamo.protocols.status import (
     BoxStatus,
     GpuStatus,
@@ -112,11 +112,8 @@ class BoxReader:
 
 
 def report(runtime: RuntimeSettings, api_key: str | None = None) -> bytes:
-    """Return the state now as JSON, as the arbiter sends it. Never raises for a missing part."""
-    try:
-        return msgspec.json.encode(BoxReader(runtime).read(api_key))
-    except ConfigError as error:
-        return msgspec.json.encode({"error": error.message})
+    """Return the state now as JSON, as the arbiter sends it."""
+    return msgspec.json.encode(BoxReader(runtime).read(api_key))
 
 
 def _gpus(document: Document, entries: Iterable[Entry]) -> tuple[GpuStatus, ...]:
