@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from dynamo.box.figures import model_figures
 from dynamo.box.sighting import BoxSighting
 from dynamo.protocols.status import ModelFigures, ModelStatus, WorkerStatus
 from dynamo.serve.entries import read_services, service_config
@@ -25,7 +26,7 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
     for worker in workers:
         if worker.model:
             models.setdefault(worker.model, []).append(worker)
-    figures = _figures(seen)
+    figures = model_figures(seen)
     by_id = {worker.worker: worker for worker in workers if worker.worker}
     for name in sorted(
         figures.keys() - models.keys()
@@ -124,36 +125,3 @@ def _in_graph(service: object) -> int:
 def _kept(service: str, workers: Iterable[WorkerStatus]) -> int:
     leaving = ("draining", "asleep", "stopped")
     return sum(one.service == service and one.state not in leaving for one in workers)
-
-
-def _figures(seen: BoxSighting) -> dict[str, ModelFigures]:
-    """Return the figures of each model, summed over the frontends that answered."""
-    found: dict[str, list[ModelFigures]] = {}
-    for frontend in seen.frontends:
-        for one in frontend.status.models if frontend.status else ():
-            found.setdefault(one.model, []).append(one)
-    return {model: _sum(rows) for model, rows in found.items()}
-
-
-def _sum(rows: Sequence[ModelFigures]) -> ModelFigures:
-    """Add counts and rates; quantiles are those of the slowest, the hit rate of the busiest."""
-    if len(rows) == 1:
-        return rows[0]
-    busiest = max(rows, key=lambda one: one.requests_per_s)
-    return ModelFigures(
-        model=rows[0].model,
-        in_flight=sum(one.in_flight for one in rows),
-        queued=sum(one.queued for one in rows),
-        window_s=max(one.window_s for one in rows),
-        output_tokens_per_s=sum(one.output_tokens_per_s for one in rows),
-        requests_per_s=sum(one.requests_per_s for one in rows),
-        ttft_p50_s=_largest(one.ttft_p50_s for one in rows),
-        ttft_p99_s=_largest(one.ttft_p99_s for one in rows),
-        hit_rate=busiest.hit_rate,
-        idle_s=min((one.idle_s for one in rows if one.idle_s is not None), default=None),
-        workers=tuple(one for row in rows for one in row.workers),
-    )
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
