@@ -67,12 +67,17 @@ def _model(
         progress=min(progress, default=None) if state == "loading" else None,
         cause=first.cause if first is not None and told else "",
         remedy=first.remedy if first is not None and told else "",
-        gpus=tuple(dict.fromkeys(gpu for worker in workers for gpu in worker.gpus)),
+        gpus=tuple(dict.fromkeys(gpu for one in workers if _holds(one) for gpu in one.gpus)),
         vram_bytes=sum(vram) if vram else None,
         idle_until_s=_idle_until_s(_idle_timeout_s(seen, name), found),
         figures=found,
         workers=tuple(worker.name for worker in workers),
     )
+
+
+def _holds(worker: WorkerStatus) -> bool:
+    """Whether a worker holds the GPUs in its entry: one that sleeps leaves them to others."""
+    return worker.state not in ("asleep", "stopped")
 
 
 def _idle_timeout_s(seen: BoxSighting, model: str) -> float | None:

@@ -86,6 +86,14 @@ def test_a_failed_worker_shows_although_another_serves() -> None:
     assert found.remedy == "dynamo restart d_W_1"
 
 
+def test_a_worker_that_sleeps_holds_no_gpu() -> None:
+    def with_gpu(name: str, pid: int, gpu: int, state: str) -> dict[str, Any]:
+        return entry(name, MOCKER, pid, resources={"allocated_gpus": [gpu]}, state=state)
+
+    one, other = with_gpu("d_W", 11, 0, "running"), with_gpu("d_W_1", 12, 1, "asleep")
+    assert model(seen(document(one, other), 11, 12)).gpus == ("0",)
+
+
 def test_progress_is_that_of_the_slowest() -> None:
     entries = (entry("d_W", MOCKER, 11), entry("d_W_1", MOCKER, 12))
     lines = {"d_W": "loading 40 %", "d_W_1": "loading 20 %"}
