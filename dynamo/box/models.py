@@ -77,7 +77,7 @@ def _model(
 
 def _holds(worker: WorkerStatus) -> bool:
     """Whether a worker holds the GPUs in its entry: one that sleeps leaves them to others."""
-    return worker.state not in ("asleep", "stopped")
+    return worker.state != "asleep"
 
 
 def _idle_timeout_s(seen: BoxSighting, model: str) -> float | None:
