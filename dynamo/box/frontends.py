@@ -71,7 +71,8 @@ def _answered(
         key = "another one" if api_key else "one"
         problem = f"figures are missing: they need an operator's API key; give {key} with --api-key"
     else:
-        problem = f"figures are missing: {url}/v1/status answered {status}"
+        off = " (DYN_DISABLE_FRONTEND_ADMIN_API?)" if status == 404 else ""
+        problem = f"figures are missing: {url}/v1/status answered {status}{off}"
     state = "draining" if found is not None and found.draining else "ready"
     return FrontendSighting(name=name, url=url, state=state, status=found, problem=problem)
 
