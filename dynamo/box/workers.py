@@ -10,7 +10,7 @@ from dynamo.box.output_tail import progress_in
 from dynamo.box.sighting import BoxSighting
 from dynamo.protocols.status import WorkerFigures, WorkerStatus
 from dynamo.serve.entries import Entry, ServiceEntries, read_entries, read_services
-from dynamo.serve.programs import FRONTEND, PLANNER
+from dynamo.serve.programs import FRONTEND, MODEL_PROGRAMS, PLANNER
 from dynamo.serve.statefile import ABSENT, GIVEN_UP, STOPPED, WATCHER
 
 __all__ = ["OTHER_PROGRAMS", "program_of", "worker_statuses"]
@@ -112,12 +112,13 @@ class _Process:
     def _living_state(self) -> str:
         if program_of(self.entry) == FRONTEND:
             return self._frontend_state()
-        if self.service is None:
+        if program_of(self.entry) not in MODEL_PROGRAMS:
             return "ready"  # of a program that registers no model nothing more is known
         if self.seen.uses_files:
             return "ready" if self.registered is not None else "loading"
         known = any(frontend.status for frontend in self.seen.frontends)
-        return "ready" if self.seen.serves(self.service.model) or not known else "loading"
+        model = self.service.model if self.service is not None else ""
+        return "ready" if self.seen.serves(model) or not known else "loading"
 
     def _frontend_state(self) -> str:
         found = next((one for one in self.seen.frontends if one.name == self.entry.name), None)

@@ -26,12 +26,18 @@ class QuickPs:
     ) -> QuickPs | None:
         """Return the options; None if ``argv`` or the path needs a closer look."""
         given = {word for word in argv if word != "--json"}
-        namespace = env.get("DYN_NAMESPACE") or "dynamo"
+        namespace = env.get("DYN_NAMESPACE", "dynamo")
         home = env.get("HOME", "")
         state_dir = env.get("DYN_LOCAL_STATE_DIR") or (home and f"{home}/.dynamo/state")
         path = f"{state_dir}/{namespace}/{socket}"
         plain = namespace.replace("-", "").replace("_", "").isalnum() and namespace.isascii()
-        if given or not plain or not path.startswith("/") or len(os.fsencode(path)) > _PATH_BYTES:
+        if (
+            given
+            or not plain
+            or not state_dir
+            or not path.startswith("/")
+            or len(os.fsencode(path)) > _PATH_BYTES
+        ):
             return None
         return cls("--json" in argv, env.get("DYN_API_KEY") or env.get("OPENAI_API_KEY"), path)
 

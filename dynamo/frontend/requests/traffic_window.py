@@ -73,9 +73,7 @@ class TrafficWindows:
         """Read the counters now."""
         now_s, tokens = self._clock(), self._open_tokens()
         for metrics in self._models():
-            window = self._windows.get(metrics.name)
-            if window is None:
-                window = self._windows[metrics.name] = _Window(metrics)
+            window = self._window(metrics, now_s)
             window.add(window.read(now_s, tokens.get(metrics.name, 0)))
 
     def traffic(self) -> dict[str, ModelTraffic]:
@@ -87,17 +85,24 @@ class TrafficWindows:
                 break
             ended.setdefault(one.model, []).append(one)
         for metrics in self._models():
-            self._windows.setdefault(metrics.name, _Window(metrics))
+            self._window(metrics, now_s)
         return {
             name: window.traffic(window.read(now_s, tokens.get(name, 0)), ended.get(name, ()))
             for name, window in self._windows.items()
         }
 
+    def _window(self, metrics: ModelMetrics, now_s: float) -> _Window:
+        found = self._windows.get(metrics.name)
+        if found is None:
+            # The model is new since the last reading, when its counters were 0.
+            found = self._windows[metrics.name] = _Window(metrics, now_s - _PERIOD_S)
+        return found
+
 
 class _Window:
-    def __init__(self, metrics: ModelMetrics) -> None:
+    def __init__(self, metrics: ModelMetrics, since_s: float) -> None:
         self._metrics = metrics
-        self._counts: deque[_Counts] = deque(maxlen=_RATE_SAMPLES)
+        self._counts = deque([_Counts(since_s, 0.0, 0)], maxlen=_RATE_SAMPLES)
         self._active_s: float | None = None
         self._ended = 0
 
@@ -115,14 +120,14 @@ class _Window:
 
     def traffic(self, now: _Counts, ended: Sequence[EndedRequest]) -> ModelTraffic:
         """Return the figures between the oldest counters and ``now``, and those of ``ended``."""
-        since = self._counts[0] if self._counts else now
+        since = self._counts[0]
         rate_s = now.at_s - since.at_s
         tokens = max(0.0, now.output_tokens - since.output_tokens)
         ttfts = sorted(one.ttft_s for one in ended if one.ttft_s is not None)
         return ModelTraffic(
             rate_s=rate_s,
-            output_tokens_per_s=tokens / rate_s if rate_s else 0.0,
-            requests_per_s=(now.ended - since.ended) / rate_s if rate_s else 0.0,
+            output_tokens_per_s=tokens / rate_s,
+            requests_per_s=(now.ended - since.ended) / rate_s,
             ttft_p50_s=_quantile(ttfts, 0.5),
             ttft_p99_s=_quantile(ttfts, 0.99),
             hit_rate=_hit_rate(ended),
