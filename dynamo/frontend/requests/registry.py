@@ -22,7 +22,7 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.request import ActiveRequest
+from dynamo.frontend.requests.request import ActiveRequest, Recorder
 from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
 
@@ -40,7 +40,7 @@ class RequestRegistry:
     let a request wait that no model serves now: (exchange, endpoint, error, model).
     ``error_shapes`` are those of the endpoints whose errors have a shape of their own, or of their
     paths, which relayed models may serve too. ``guard`` identifies operators; without one no client
-    is.
+    is. ``recordings`` read each request at its end.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class RequestRegistry:
         self.refuses = False
         self.admitted = 0
         self.hold: Callable[[Exchange, str, DynamoError, str], bool] | None = None
+        self.recordings: list[Recorder] = []
         self.error_shapes: dict[str, ErrorShape] = {}
         self._active: set[ActiveRequest] = set()
         self._engine_ids: set[str] = set()

@@ -36,7 +36,7 @@ from dynamo.frontend.requests.route_header import ROUTE_HEADER, route_header
 from dynamo.http import NEVER, Exchange, WriteBatch
 from dynamo.router.picker import Decision
 
-__all__ = ["ActiveRequest", "RequestInfo", "Shared"]
+__all__ = ["ActiveRequest", "Recorder", "RequestInfo", "Shared"]
 
 log = logging.getLogger(__name__)
 _NO_CACHE = ("cache-control", "no-cache")
@@ -51,6 +51,13 @@ class RequestInfo(NamedTuple):
     echoed_id: str | None
 
 
+class Recorder(Protocol):
+    """Records requests that end; see :class:`Recording`."""
+
+    def ended(self, request: ActiveRequest, /) -> None:
+        """The request is about to be forgotten."""
+
+
 class Shared(Protocol):
     """What active requests share; see :class:`RequestRegistry`."""
 
@@ -59,6 +66,7 @@ class Shared(Protocol):
     overload_status: int
     held_limit_bytes: int
     shows_routes: bool
+    recordings: list[Recorder]
     error_shapes: dict[str, ErrorShape]
 
     def error_shape(self, endpoint: str, exchange: Exchange) -> ErrorShape:
@@ -347,5 +355,7 @@ class ActiveRequest:
             usage = self.generation.final_usage or self.generation.usage()
             output = RequestOutput(usage, engine_requests, self.detokenize_s)
         metrics.ended(failure, output, self.info, engine_requests)
+        for recording in self._shared.recordings:
+            recording.ended(self)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector
         self._shared.remove(self)

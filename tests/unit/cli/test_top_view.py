@@ -65,7 +65,7 @@ def box(workers: int = 2) -> BoxStatus:
         url="http://127.0.0.1:8000",
         models=(
             ModelStatus(model="tiny", state="ready", ready=1, wanted=2, figures=figures),
-            ModelStatus(model="big", state="loading", wanted=1, progress=0.43, cause="last output: x"),
+            ModelStatus(model="big", state="loading", wanted=1, progress=0.43, cause="last: x"),
         ),
         workers=(failed, *(worker(number) for number in range(1, workers))),
         gpus=(
