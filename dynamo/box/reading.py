@@ -21,6 +21,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import StatefileError
 from dynamo.protocols.status import (
     BoxStatus,
+    FrontendStatus,
     GpuStatus,
     RequestRecord,
     WorkerStatus,
@@ -47,8 +48,11 @@ class BoxReader:
         self._statefile = Statefile(state_path(runtime), runtime.namespace)
         self._run_dir = state_path(runtime) / runtime.namespace
 
-    def read(self, api_key: str | None) -> BoxStatus:
-        """Return the state now. A part that cannot be read is missing, and a problem says so."""
+    def read(self, api_key: str | None, own: FrontendStatus | None = None) -> BoxStatus:
+        """Return the state now. A part that cannot be read is missing, and a problem says so.
+
+        ``own`` are the figures of this process, if it is a frontend.
+        """
         namespace = self._runtime.namespace
         try:
             document = self._statefile.read()
@@ -61,9 +65,11 @@ class BoxReader:
                 f"an earlier deployment of {namespace!r} ended without clean-up; "
                 f"try: dynamo state repair --namespace {namespace}"
             )
-        return self._running(document, api_key)
+        return self._running(document, api_key, own)
 
-    def _running(self, document: Document, api_key: str | None) -> BoxStatus:
+    def _running(
+        self, document: Document, api_key: str | None, own: FrontendStatus | None
+    ) -> BoxStatus:
         entries = read_entries(document)
         planner = read_planner(self._run_dir)
         seen = BoxSighting(
@@ -73,7 +79,7 @@ class BoxReader:
             registered=registered_workers(store_path(self._runtime)),
             reserved=[one.name for one in entries if is_reserved(one, ())],
             last_output=partial(self._last_output, _started_at_s(document)),
-            frontends=tuple(ask_frontends(document, api_key)),
+            frontends=tuple(ask_frontends(document, api_key, own)),
             gpus=_gpus(document, entries),
             planner=planner,
             uses_files=self._runtime.discovery_backend == "file",
