@@ -23,7 +23,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.http.client import ResponseError, get
 from dynamo.serve.frontend_address import FrontendAddress
-from dynamo.serve.processes import ProcessStat, snapshot
+from dynamo.serve.process_table import ProcessStat, snapshot
 from dynamo.serve.readiness import check_free
 from dynamo.serve.service import Service
 from dynamo.serve.statefile import Document, Statefile

@@ -17,9 +17,9 @@ from dynamo.protocols.control import EventChannelRecord, record_decoder
 from dynamo.protocols.kv import KV_EVENTS
 from dynamo.runtime.discovery.layout import BadRecord, StoredRecord, decode_stored, names, read_file
 from dynamo.serve.engine_gpus import engine_flags
+from dynamo.serve.programs import MODEL_PROGRAMS
 from dynamo.serve.service import Service
 from dynamo.serve.statefile import Document
-from dynamo.serve.watchers import MODEL_PROGRAMS
 
 __all__ = ["GraphNeeds", "graph_needs", "read_router", "read_workers"]
 

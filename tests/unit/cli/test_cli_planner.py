@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dynamo.box.planner import DECISIONS_FILE
 from dynamo.cli import main as cli
-from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord, PoolChange
+from dynamo.planner.decisions import DecisionLog, DecisionRecord, PoolChange
 from dynamo.planner.explain import ExplainReport, ModelReport, report_text
 
 CHANGE = PoolChange(
@@ -75,7 +76,8 @@ def test_the_planner_needs_a_deployment(tmp_path: Path) -> None:
     env = {**os.environ, "DYN_LOCAL_STATE_DIR": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert f"no statefile {tmp_path}/box.json" in done.stderr and "--namespace" in done.stderr
+    reason = f"no deployment runs in namespace 'box' (no {tmp_path}/box.json)"
+    assert reason in done.stderr and "--namespace" in done.stderr
 
 
 @pytest.mark.parametrize(
