@@ -24,6 +24,7 @@ from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
+from dynamo.observability.tracing import Tracing
 
 __all__ = ["RequestRegistry"]
 
@@ -38,7 +39,7 @@ class RequestRegistry:
     ``draining``, /health says so; new requests are refused once ``refuses`` is set. ``hold`` may
     let a request wait that no model serves now: (exchange, endpoint, error, model).
     ``error_shapes`` are those of the endpoints whose errors have a shape of their own. ``guard``
-    identifies operators; without one no client is.
+    identifies operators; without one no client is. ``tracing`` exports a span of each request.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class RequestRegistry:
         self.metrics = metrics
         self.overload_status = settings.overload_status
         self.shows_routes = not settings.disable_nvext
+        self.tracing: Tracing | None = None
         self.guard: OperatorGuard | None = None
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
         self.off_loop = OffLoop()
