@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 _OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
 _OPERATOR_ROUTES = {
     "/v1/route": ("GET", "HEAD", "POST"),
+    "/v1/record": ("GET", "HEAD"),
     "/v1/status": ("GET", "HEAD"),
     "/v1/requests": ("GET", "HEAD"),
     "/v1/requests/": ("GET", "HEAD"),

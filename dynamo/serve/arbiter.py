@@ -19,7 +19,7 @@ from dynamo.runtime.paths import owner_only
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.commands import GraphEvents, RollingArbiter
 from dynamo.serve.output import Announcer
-from dynamo.serve.processes import children, environment
+from dynamo.serve.process_table import children, environment
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.supervised_process import SupervisedProcess, describe_exit
 

@@ -17,7 +17,7 @@ from dynamo.runtime.discovery.process import host_id
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.entries import entry_gpus
 from dynamo.serve.gpu_holders import can_hold, held_gpus
-from dynamo.serve.processes import stat
+from dynamo.serve.process_table import stat
 from dynamo.serve.statefile import (
     ABSENT,
     ACTIVE,

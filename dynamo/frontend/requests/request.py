@@ -20,12 +20,12 @@ from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import (
-    DYNAMO_ERRORS,
     ErrorShape,
     Labels,
     SlowClient,
     error_response,
     explained,
+    id_headers,
     labels,
     with_retry,
 )
@@ -38,7 +38,7 @@ from dynamo.http import NEVER, Exchange, WriteBatch
 from dynamo.observability.tracing import OpenSpan, Tracing
 from dynamo.router.picker import Decision
 
-__all__ = ["ActiveRequest", "RequestInfo", "Shared"]
+__all__ = ["ActiveRequest", "Recorder", "RequestInfo", "Shared"]
 
 log = logging.getLogger(__name__)
 _NO_CACHE = ("cache-control", "no-cache")
@@ -53,6 +53,13 @@ class RequestInfo(NamedTuple):
     echoed_id: str | None
 
 
+class Recorder(Protocol):
+    """Records requests that end; see :class:`Recording`."""
+
+    def ended(self, request: ActiveRequest, /) -> None:
+        """The request is about to be forgotten."""
+
+
 class Shared(Protocol):
     """What active requests share; see :class:`RequestRegistry`."""
 
@@ -62,7 +69,11 @@ class Shared(Protocol):
     held_limit_bytes: int
     shows_routes: bool
     tracing: Tracing | None
+    recordings: list[Recorder]
     error_shapes: dict[str, ErrorShape]
+
+    def error_shape(self, endpoint: str, exchange: Exchange) -> ErrorShape:
+        """The shape of the errors of a request."""
 
     def admits_operator(self, exchange: Exchange) -> bool:
         """Whether the client may see what operators see."""
@@ -132,9 +143,9 @@ class ActiveRequest:
         self.wants_route = ROUTE_HEADER in exchange.headers and shared.shows_routes
         self.worker_id_field: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
         echoed = info.echoed_id
-        self._headers: tuple[tuple[str, str], ...] = ()
+        self._headers: Sequence[tuple[str, str]] = ()
         if echoed is not None:
-            self._headers = (("x-request-id", echoed),)
+            self._headers = id_headers(shared.error_shapes.get(info.endpoint), echoed)
         self._shared = shared
         self._started = False  # the streamed response has begun
         self._output_deferred = False
@@ -271,7 +282,7 @@ class ActiveRequest:
         if found.error_type == "internal":
             log.error("request %s failed: %s", self.info.request_id, error)
         error = explained(error, self.model.name)
-        shape = self._shared.error_shapes.get(self.info.endpoint, DYNAMO_ERRORS)
+        shape = self._shared.error_shape(self.info.endpoint, self.exchange)
         if isinstance(error, SlowClient):
             self.exchange.abort()
         elif self._started:
@@ -279,7 +290,9 @@ class ActiveRequest:
         elif self.exchange.started:  # with comments, before it reached the model
             self.exchange.end(shape.event(error))
         else:
-            status, body = error_response(error, self._shared.overload_status, shape)
+            status, body = error_response(
+                error, self._shared.overload_status, shape, self.info.echoed_id
+            )
             self.exchange.respond(status, body, headers=with_retry(error, self._headers))
         self._close(found)
 
@@ -351,5 +364,7 @@ class ActiveRequest:
         metrics.ended(failure, output, self.info, engine_requests)
         if self.trace is not None:
             end_trace(self.trace, EndedRequest(*self._shared.metrics.recent.records[-1]))
+        for recording in self._shared.recordings:
+            recording.ended(self)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector
         self._shared.remove(self)

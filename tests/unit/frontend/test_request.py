@@ -129,9 +129,10 @@ class Site:
         self.routings: list[Any] = []
         self.pick_error: DynamoError | None = None
         self.found: type[DynamoError] | None = None
-        routes = Routes()
-        OpenAIRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
-        self.bench = Bench(handler=routes)
+        self.routes = Routes()
+        self.openai = OpenAIRoutes(self.active, self, self.tasks)  # type: ignore[arg-type]
+        self.openai.install(self.routes)
+        self.bench = Bench(handler=self.routes)
 
     # models, picker, client
 
