@@ -25,7 +25,7 @@ _BLOCK_TOKENS = 512
 _INPUT_EVENTS = ("user_message", "tool_result")
 
 
-class _Turn(msgspec.Struct):
+class _SessionTurn(msgspec.Struct):
     text: str | None = None
     texts: list[str] | None = None
     role: str | None = None
@@ -45,11 +45,11 @@ class _Turn(msgspec.Struct):
         return self.role == "system" and timing == (None, None, None)
 
 
-class _Session(_Turn):
+class _Session(_SessionTurn):
     """A conversation, or with a text of its own a single turn."""
 
     session_id: str | int | None = None
-    turns: list[_Turn] | None = None
+    turns: list[_SessionTurn] | None = None
 
 
 _decode_session = msgspec.json.Decoder(_Session)
@@ -97,7 +97,7 @@ class _TimingEvent(msgspec.Struct):
     timestamp: str | None = None
 
 
-class _Round(msgspec.Struct):
+class _SessionRound(msgspec.Struct):
     session_id: str
     output_tokens: int
     input_tokens_total: int | None = None
@@ -106,7 +106,7 @@ class _Round(msgspec.Struct):
     timing_events: list[_TimingEvent] = []
 
 
-_decode_round = msgspec.json.Decoder(_Round)
+_decode_round = msgspec.json.Decoder(_SessionRound)
 
 
 class _Rounds:
@@ -150,7 +150,7 @@ class TraceLabReader:
         at_ms = self._clock.at_ms(at_ms, row.session_id)
         return [TraceRequest(ids, row.output_tokens, length, at_ms, row.session_id, delay_ms)]
 
-    def _length(self, row: _Round) -> int:
+    def _length(self, row: _SessionRound) -> int:
         if row.input_tokens_total is not None:
             return row.input_tokens_total
         if row.prefix_tokens is None or row.newly_append_tokens is None:
