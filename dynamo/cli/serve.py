@@ -9,9 +9,13 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dynamo.box.reading import report
+from dynamo.box.status_client import STATUS_SOCKET
+from dynamo.box.status_socket import StatusSocket
 from dynamo.cli.console import Console, ConsoleLog
 from dynamo.cli.gpu_placement import place_workers
 from dynamo.cli.service_checks import check_engine_flags, check_engines, check_services
@@ -274,14 +278,15 @@ def _serve(
         notes = run_directory.reconcile()
         _check_ports(planned.specs)
         # Hold the fallback directory of long paths again: reconcile() removes a crashed one.
-        for name in _SOCKETS:
+        for name in (*_SOCKETS, STATUS_SOCKET):
             socket_path(runtime, name)
     except BaseException:
         run_directory.release()
         raise
 
     def body() -> int:
-        return _arbiter(planned, settings, run_directory, notes, replan)
+        with StatusSocket(socket_path(runtime, STATUS_SOCKET), partial(report, runtime)):
+            return _arbiter(planned, settings, run_directory, notes, replan)
 
     def clean_up() -> None:
         run_directory.clear()

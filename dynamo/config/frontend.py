@@ -197,6 +197,18 @@ class FrontendSettings:
         help="memory for stored responses (previous_response_id of /v1/responses) in MiB; the "
         "least recently used are dropped; 0 stores none",
     )
+    anthropic_api: bool = option(
+        True,
+        "--enable-anthropic-api",
+        env="DYN_ENABLE_ANTHROPIC_API",
+        help="serve /v1/messages and /v1/messages/count_tokens",
+    )
+    strip_anthropic_preamble: bool = option(
+        True,
+        "--strip-anthropic-preamble",
+        env="DYN_STRIP_ANTHROPIC_PREAMBLE",
+        help="leave Claude Code's billing header, which differs in each request, out of prompts",
+    )
     disable_nvext: bool = option(
         False, env="DYN_DISABLE_FRONTEND_NVEXT", help="drop nvext from requests"
     )

@@ -24,6 +24,7 @@ from dynamo.frontend.access import (
     show_key_requests,
     warn_if_exposed,
 )
+from dynamo.frontend.api.anthropic import MessagesRoutes, messages_error_body
 from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
@@ -34,6 +35,7 @@ from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.api.responses import ResponseRoutes
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.api.status import StatusRoutes
+from dynamo.frontend.api.tokenize import TokenizeRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
@@ -83,7 +85,10 @@ class Frontend:
         openai = OpenAIRoutes(self._requests, self.models, self._tasks)
         openai.install(routes)
         EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
+        TokenizeRoutes(self._requests, self.models, self._tasks).install(routes)
         counts = PromptCountRoutes(self._requests, self.models, self._tasks)
+        if settings.anthropic_api:
+            MessagesRoutes(self._requests, openai, counts).install(routes)
         relay = RelayRoutes(self._requests, self.models, self._tasks)
         store = ResponseStore(settings.responses_store_mb * _MIB)
         ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
@@ -100,6 +105,7 @@ class Frontend:
         self.models.on_demand.again = routes
         self._requests.hold = partial(self.models.hold, self._requests)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)
+        self._server.error_bodies = messages_error_body
         if access is not None and access.keys is not None:
             show_key_requests(metrics, access.keys)
         metrics.http_connections.function = lambda: self._server.connections

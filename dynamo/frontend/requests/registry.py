@@ -17,6 +17,7 @@ from dynamo.frontend.requests.errors import (
     ErrorShape,
     error_response,
     explained,
+    id_headers,
     labels,
     with_retry,
 )
@@ -36,7 +37,8 @@ class RequestRegistry:
     included. The limit on connections bounds it: a connection has one request at a time. While
     ``draining``, /health says so; new requests are refused once ``refuses`` is set. ``hold`` may
     let a request wait that no model serves now: (exchange, endpoint, error, model).
-    ``error_shapes`` are those of the endpoints whose errors have a shape of their own.
+    ``error_shapes`` are those of the endpoints whose errors have a shape of their own, or of their
+    paths, which relayed models may serve too.
     """
 
     def __init__(
@@ -140,14 +142,19 @@ class RequestRegistry:
         self.metrics.failures[found.failure_class, found.reason].value += 1
         self.metrics.outcomes(model).failed(endpoint, request_type, found.error_type)
         self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
-        shown, shape = explained(error, model), self.error_shapes.get(endpoint, DYNAMO_ERRORS)
+        shown, shape = explained(error, model), self.error_shape(endpoint, exchange)
         if exchange.started:  # with comments, while it waited
             exchange.end(shape.event(shown))
             return
         echoed = exchange.headers.get("x-request-id")
-        headers = () if echoed is None else (("x-request-id", echoed),)
-        status, body = error_response(shown, self.overload_status, shape)
+        headers = id_headers(shape, echoed)
+        status, body = error_response(shown, self.overload_status, shape, echoed)
         exchange.respond(status, body, headers=with_retry(error, headers))
+
+    def error_shape(self, endpoint: str, exchange: Exchange) -> ErrorShape:
+        """The shape of the errors of a request."""
+        shapes = self.error_shapes
+        return shapes.get(endpoint) or shapes.get(exchange.path) or DYNAMO_ERRORS
 
     def abandoned(self, exchange: Exchange, endpoint: str, model: str, streams: bool) -> None:
         """Count a request whose client has disconnected while its body was parsed in a thread."""

@@ -20,12 +20,12 @@ from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import (
-    DYNAMO_ERRORS,
     ErrorShape,
     Labels,
     SlowClient,
     error_response,
     explained,
+    id_headers,
     labels,
     with_retry,
 )
@@ -57,6 +57,9 @@ class Shared(Protocol):
     overload_status: int
     held_limit_bytes: int
     error_shapes: dict[str, ErrorShape]
+
+    def error_shape(self, endpoint: str, exchange: Exchange) -> ErrorShape:
+        """The shape of the errors of a request."""
 
     def add(self, request: ActiveRequest) -> str:
         """Register a request that begins; return its id for the engine."""
@@ -116,7 +119,9 @@ class ActiveRequest:
         self.detokenize_s = 0.0
         self.worker_id_field: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
         echoed = info.echoed_id
-        self._headers = () if echoed is None else (("x-request-id", echoed),)
+        self._headers: Sequence[tuple[str, str]] = ()
+        if echoed is not None:
+            self._headers = id_headers(shared.error_shapes.get(info.endpoint), echoed)
         self._shared = shared
         self._started = False  # the streamed response has begun
         self._output_deferred = False
@@ -251,7 +256,7 @@ class ActiveRequest:
         if found.error_type == "internal":
             log.error("request %s failed: %s", self.info.request_id, error)
         error = explained(error, self.model.name)
-        shape = self._shared.error_shapes.get(self.info.endpoint, DYNAMO_ERRORS)
+        shape = self._shared.error_shape(self.info.endpoint, self.exchange)
         if isinstance(error, SlowClient):
             self.exchange.abort()
         elif self._started:
@@ -259,7 +264,9 @@ class ActiveRequest:
         elif self.exchange.started:  # with comments, before it reached the model
             self.exchange.end(shape.event(error))
         else:
-            status, body = error_response(error, self._shared.overload_status, shape)
+            status, body = error_response(
+                error, self._shared.overload_status, shape, self.info.echoed_id
+            )
             self.exchange.respond(status, body, headers=with_retry(error, self._headers))
         self._close(found)
 

@@ -162,9 +162,7 @@ class RequestMetrics:
         if self._stage is not None:
             self._stage.value -= 1
             self._stage = None
-        ttft_s = now - self._received_s
-        model.ttft.observe(ttft_s)
-        model.recent_ttfts.append((now, ttft_s))
+        model.ttft.observe(now - self._received_s)
         metrics.roundtrip_stage.observe(now - self._sent_s)
         metrics.plane_roundtrip.observe(now - self._sent_s)
 

@@ -16,6 +16,7 @@ from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.api.responses import ResponseRoutes
+from dynamo.frontend.api.tokenize import TokenizeRoutes
 from dynamo.frontend.models.inputs import paths_of, patterns_of
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.relayed import RelayedEngineRequest
@@ -27,6 +28,7 @@ from dynamo.protocols.relay import HttpRequest, HttpResponseHead
 from dynamo.router.picker import Decision
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/audio/speech"]
+PATHS += ["/tokenize", "/detokenize"]
 ROUTES = [
     "GET /v1/voices",
     "GET /v1/responses/{id}",
@@ -125,6 +127,7 @@ class RelaySite(Site):
         self.store = ResponseStore(1 << 20)
         responses = ResponseRoutes(self.store, relay.has_route, relay.serve_rest)
         responses.install(routes, openai, counts)
+        TokenizeRoutes(*of).install(routes)
         relay.install(routes)
         self.routes = routes
         self.bench = Bench(handler=routes)
