@@ -28,12 +28,17 @@ from dynamo.protocols.openai import ChatCompletionRequest, GenerationRequest
 from dynamo.protocols.responses import ResponsesRequest, StrictResponsesRequest
 
 __all__ = [
+    "MAX_ECHO_BYTES",
     "MAX_REFERENCES",
     "ResponseChatRequest",
     "ResponseOrigin",
     "memory_bytes",
     "parse_response",
 ]
+
+MAX_ECHO_BYTES = 256 << 10
+"""Of ``instructions``, ``tools``, ``text`` and ``tool_choice`` each: larger ones come back empty,
+because the event loop copies them into three events."""
 
 MAX_REFERENCES = 1024
 """Items of a request in which one is a reference: those are converted on the event loop."""
@@ -254,7 +259,7 @@ def _echo(body: ResponsesRequest, tools: OfferedTools) -> dict[str, Any]:
     reasoning = {"effort": None, "summary": None, **(body.reasoning or {})}
     return {
         "background": False,
-        "instructions": _json(body.instructions),
+        "instructions": _json(body.instructions, None),
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
@@ -262,14 +267,14 @@ def _echo(body: ResponsesRequest, tools: OfferedTools) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": _json(reasoning),
+        "reasoning": _json(reasoning, {}),
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": _json(text),
-        "tool_choice": _json("auto" if body.tool_choice is None else body.tool_choice),
-        "tools": _json(tools.shown),
+        "text": _json(text, {}),
+        "tool_choice": _json("auto" if body.tool_choice is None else body.tool_choice, "auto"),
+        "tools": _json(tools.shown, []),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
@@ -277,9 +282,10 @@ def _echo(body: ResponsesRequest, tools: OfferedTools) -> dict[str, Any]:
     }
 
 
-def _json(value: Any) -> orjson.Fragment:
-    """Free-form JSON, whose integers may have any size."""
-    return orjson.Fragment(msgspec.json.encode(value))
+def _json(value: Any, instead: Any) -> orjson.Fragment:
+    """Free-form JSON, whose integers may have any size; ``instead`` of one that is too large."""
+    text = msgspec.json.encode(value)
+    return orjson.Fragment(text if len(text) <= MAX_ECHO_BYTES else msgspec.json.encode(instead))
 
 
 def memory_bytes(value: Any) -> int:
