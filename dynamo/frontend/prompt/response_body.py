@@ -215,10 +215,16 @@ def _items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     if isinstance(given, str):
         given = [{"type": "message", "role": "user", "content": given}]
     made = secrets.token_hex(12)
-    return [
-        item if item.get("id") else {"type": "message", **item, "id": f"item_{made}{number:x}"}
-        for number, item in enumerate(given)
-    ]
+    return [_with_id(number, item, made) for number, item in enumerate(given)]
+
+
+def _with_id(number: int, item: dict[str, Any], made: str) -> dict[str, Any]:
+    given = item.get("id")
+    if given is None:
+        return {"type": "message", **item, "id": f"item_{made}{number:x}"}
+    if not isinstance(given, str):
+        raise InvalidArgument(f"Validation: input[{number}].id: expected `str`, got {given!r:.64}")
+    return item if "type" in item else {"type": "message", **item}
 
 
 def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
