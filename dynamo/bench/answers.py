@@ -8,7 +8,7 @@ import msgspec
 
 from dynamo.bench.stats import Outcome
 
-__all__ = ["error_message", "read_answer", "read_chunk"]
+__all__ = ["AnswerChunk", "AnswerUsage", "error_message", "read_answer", "read_chunk"]
 
 _SHOWN_CHARS = 160
 
@@ -17,7 +17,9 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class AnswerUsage(msgspec.Struct):
+    """The figures of the endpoint."""
+
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
@@ -39,16 +41,16 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Completion(msgspec.Struct):
+class AnswerChunk(msgspec.Struct):
     """A complete answer or a chunk of a stream, chat or completions."""
 
     choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+    usage: AnswerUsage | None = None
     error: Any = None
     nvext: Any = None
 
 
-_decode = msgspec.json.Decoder(_Completion).decode
+_decode = msgspec.json.Decoder(AnswerChunk).decode
 
 
 def read_chunk(outcome: Outcome, data: bytes) -> tuple[bool, bool]:
@@ -94,7 +96,7 @@ def error_message(body: bytes, characters: int = _SHOWN_CHARS) -> str:
     return _shown(body)
 
 
-def _read(outcome: Outcome, data: bytes) -> _Completion | None:
+def _read(outcome: Outcome, data: bytes) -> AnswerChunk | None:
     try:
         answer = _decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):

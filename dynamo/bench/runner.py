@@ -45,32 +45,54 @@ class Runner:
         self._prompts = prompts
         self._on_done = on_done
         self._idle: list[LoadConnection] = []
+        self._slots: asyncio.Semaphore | None = None
+        self._answers: dict[int, asyncio.Event] = {}
+        self._started_s = 0.0
         self.outcomes: list[Outcome] = []
         self.in_flight = 0
 
     async def run(self, planned: Sequence[PlannedRequest], concurrency: int | None) -> float:
         """Send all; return the seconds from the first request to the last answer.
 
-        A scheduled request is measured from its time, even if ``concurrency`` delays it.
+        A scheduled request is measured from its time, even if ``concurrency`` delays it. A turn of
+        a session is measured from when its user would send it.
         """
-        slots = asyncio.Semaphore(concurrency) if concurrency else None
-        started_s = time.perf_counter()
+        self._slots = asyncio.Semaphore(concurrency) if concurrency else None
+        self._answers = {one.after: asyncio.Event() for one in planned if one.after is not None}
+        self._started_s = started_s = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for request in planned:
-                    body = self.body(request)  # in advance: a long prompt takes time to build
+                for number, request in enumerate(planned):
                     due_s = None if request.at_s is None else started_s + request.at_s
+                    if request.after is not None:
+                        if due_s is not None:
+                            await _sleep_until(due_s)
+                        tasks.create_task(self._turn(number, request, self._answers[request.after]))
+                        continue
+                    body = self.body(request)  # in advance: a long prompt takes time to build
                     if due_s is not None:
                         await _sleep_until(due_s)
-                    if slots is not None:
-                        await slots.acquire()
-                    tasks.create_task(self._one(body, due_s, slots))
+                    if self._slots is not None:
+                        await self._slots.acquire()
+                    tasks.create_task(self._one(number, body, due_s))
         finally:
             for connection in self._idle:
                 connection.close()
         return time.perf_counter() - started_s
 
-    async def _one(self, body: bytes, due_s: float | None, slots: asyncio.Semaphore | None) -> None:
+    async def _turn(self, number: int, request: PlannedRequest, answered: asyncio.Event) -> None:
+        """Send a turn after the answer to the one before it, however that ended."""
+        await answered.wait()
+        due_s = time.perf_counter() + request.delay_s
+        if request.at_s is not None:
+            due_s = max(due_s, self._started_s + request.at_s)
+        body = self.body(request)
+        await _sleep_until(due_s)
+        if self._slots is not None:
+            await self._slots.acquire()
+        await self._one(number, body, None if request.at_s is None else due_s)
+
+    async def _one(self, number: int, body: bytes, due_s: float | None) -> None:
         self.in_flight += 1
         try:
             outcome = await self.send(body, due_s)
@@ -78,8 +100,10 @@ class Runner:
             self._on_done(outcome)
         finally:
             self.in_flight -= 1
-            if slots is not None:
-                slots.release()
+            if self._slots is not None:
+                self._slots.release()
+            if number in self._answers:
+                self._answers[number].set()
 
     async def send(self, body: bytes, due_s: float | None = None) -> Outcome:
         """Send one request; its clock starts at ``due_s``, else before it connects."""

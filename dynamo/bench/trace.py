@@ -1,55 +1,70 @@
-"""Reader of traces in the Mooncake format: one JSON object per line, prompts as block ids.
+"""Read a trace of requests in any of the formats that are in use.
 
-Public origin: kvcache-ai/Mooncake, FAST25-release/traces. ``{"timestamp": ms, "input_length":
-tokens, "output_length": tokens, "hash_ids": [one id per block]}``; equal ids at equal positions are
-the same prefix block. Optional: ``session_id``, whose requests run one after another, and
-``delay``, the milliseconds between the session's last answer and this request.
+Public origin of the first: kvcache-ai/Mooncake, FAST25-release/traces. ``{"timestamp": ms,
+"input_length": tokens, "output_length": tokens, "hash_ids": [one id per block]}``; equal ids at
+equal positions are the same prefix block. Optional: ``session_id``, whose requests run one after
+another, and ``delay``, the milliseconds between the session's last answer and this request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gzip
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 
+from dynamo.bench.trace_formats import (
+    AzureReader,
+    MooncakeReader,
+    TraceLineError,
+    TraceReader,
+    TraceRequest,
+)
+from dynamo.bench.trace_sessions import AiperfReader, TraceLabReader
+from dynamo.config.trace import TRACE_FORMATS
 from dynamo.errors import ConfigError
 
 __all__ = ["TraceRequest", "parents", "read_trace"]
 
-
-class TraceRequest(msgspec.Struct, frozen=True):
-    """One line of a trace; ``timestamp`` is milliseconds from the start."""
-
-    hash_ids: list[int]
-    output_length: int
-    input_length: int | None = None
-    timestamp: float = 0.0
-    session_id: str | None = None
-    delay: float = 0.0
+_GZIP = b"\x1f\x8b"
+_READERS: dict[str, Callable[[bytes], TraceReader]] = {
+    "mooncake": lambda line: MooncakeReader(),
+    "azure": AzureReader,
+    "aiperf": lambda line: AiperfReader(),
+    "tracelab": lambda line: TraceLabReader(),
+}
+assert {"auto", *_READERS} == set(TRACE_FORMATS)
 
 
-def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """Read the first ``limit`` requests. Raises ConfigError that names file, line and field."""
-    decode = msgspec.json.Decoder(TraceRequest).decode
-    found: list[TraceRequest] = []
+class _LineKind(msgspec.Struct):
+    """The fields that tell the JSON formats apart."""
+
+    turns: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    texts: msgspec.Raw = msgspec.Raw()
+    timing_events: msgspec.Raw = msgspec.Raw()
+    newly_append_tokens: msgspec.Raw = msgspec.Raw()
+
+
+def read_trace(
+    path: str | Path, limit: int | None = None, form: str = "auto"
+) -> list[TraceRequest]:
+    """Read the first ``limit`` requests, sorted by time. ``form`` is one of ``TRACE_FORMATS``.
+
+    A file may be compressed with gzip. Raises ConfigError that names file, line and field.
+    """
     try:
-        with Path(path).open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and len(found) >= limit:
-                    break
-                if not line.strip():
-                    continue
-                try:
-                    found.append(decode(line))
-                except msgspec.MsgspecError as error:
-                    raise ConfigError(f"{path}:{number}: not a trace line: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
+        with _open(path) as lines:
+            found = _read(path, lines, limit, form)
+    except (OSError, EOFError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"cannot read the trace {path}: {reason}") from None
     if not found:
         raise ConfigError(f"the trace {path} holds no request")
-    return found
+    return sorted(found[:limit], key=lambda request: request.timestamp)
 
 
 def parents(requests: Sequence[TraceRequest]) -> list[int | None]:
@@ -79,6 +94,50 @@ def parents(requests: Sequence[TraceRequest]) -> list[int | None]:
         found.append(parent)
         by_prefix.update(dict.fromkeys(prefixes[1:][-2:], number))
     return found
+
+
+@contextlib.contextmanager
+def _open(path: str | Path) -> Iterator[Iterable[bytes]]:
+    with Path(path).open("rb") as file:
+        if file.peek(2)[:2] == _GZIP:
+            with gzip.GzipFile(fileobj=file) as lines:
+                yield lines
+        else:
+            yield file
+
+
+def _read(
+    path: str | Path, lines: Iterable[bytes], limit: int | None, form: str
+) -> list[TraceRequest]:
+    found: list[TraceRequest] = []
+    reader: TraceReader | None = None
+    for number, line in enumerate(lines, 1):
+        if limit is not None and len(found) >= limit:
+            break
+        if not line.strip():
+            continue
+        try:
+            if reader is None:
+                reader = _READERS[_detect(line) if form == "auto" else form](line)
+            found += reader.read(line)
+        except TraceLineError as error:
+            if found and not line.endswith(b"\n"):
+                break  # torn: a recording that was cut off in mid-write
+            raise ConfigError(f"{path}:{number}: {error}") from None
+    return found
+
+
+def _detect(line: bytes) -> str:
+    """Return the format whose first line this is."""
+    if b"ContextTokens" in line and not line.lstrip().startswith(b"{"):
+        return "azure"
+    try:
+        kind = msgspec.json.decode(line, type=_LineKind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return "mooncake"  # its reader says what is wrong
+    if bytes(kind.timing_events) or bytes(kind.newly_append_tokens):
+        return "tracelab"
+    return "aiperf" if any(map(bytes, (kind.turns, kind.text, kind.texts))) else "mooncake"
 
 
 def _prefix_hashes(block_ids: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ so that prefix caches get the same hits in the replay as in production.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dynamo.bench.trace import TraceRequest
@@ -26,18 +26,22 @@ _VOCABULARY = (
 )
 WORDS = _VOCABULARY.split()
 FIRST_TOKEN_ID, TOKEN_IDS = 1000, 1000
+_UNSHARED = -10  # and below: ids of prompts that share nothing; those above have other uses
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
     """One request: due ``at_s`` seconds after the start, or at once when None.
 
-    ``segments`` of the prompt are pairs (id, tokens).
+    ``segments`` of the prompt are pairs (id, tokens). A turn of a session is due ``delay_s`` after
+    the answer to request number ``after``, if that is later.
     """
 
     at_s: float | None
     segments: tuple[tuple[int, int], ...]
     output_tokens: int
+    after: int | None = None
+    delay_s: float = 0.0
 
     @property
     def input_tokens(self) -> int:
@@ -46,28 +50,41 @@ class PlannedRequest:
 
 
 def from_trace(
-    requests: Iterable[TraceRequest],
+    requests: Sequence[TraceRequest],
     *,
     block_tokens: int = 512,
     original_block_tokens: int = 512,
     speedup: float = 1.0,
     output_scale: float = 1.0,
 ) -> list[PlannedRequest]:
-    """Plan the trace, ``speedup`` times faster, with ``block_tokens`` tokens per hash id."""
-    planned = []
+    """Plan the trace, ``speedup`` times faster, with ``block_tokens`` tokens per hash id.
+
+    A prompt without hash ids shares nothing. A trace without times is not scheduled.
+    """
+    timed = any(request.timestamp for request in requests)
+    planned: list[PlannedRequest] = []
+    latest: dict[str, int] = {}
     shrink = block_tokens / original_block_tokens
     for request in requests:
         blocks = [(hash_id, block_tokens) for hash_id in request.hash_ids]
-        if request.input_length is not None and blocks:
+        if not blocks:
+            whole = max(1, round((request.input_length or 1) * shrink))
+            blocks = [(_UNSHARED - len(planned), whole)]
+        elif request.input_length is not None:
             # The last block is partial: it holds the tokens beyond the full ones.
             full = (len(blocks) - 1) * original_block_tokens
             tail = max(1, round((request.input_length - full) * shrink))
             blocks[-1] = (blocks[-1][0], min(block_tokens, tail))
+        session, after = request.session_id, None
+        if session is not None:
+            after, latest[session] = latest.get(session), len(planned)
         planned.append(
             PlannedRequest(
-                at_s=request.timestamp / 1000 / speedup,
+                at_s=request.timestamp / 1000 / speedup if timed else None,
                 segments=tuple(blocks),
                 output_tokens=max(1, round(request.output_length * output_scale)),
+                after=after,
+                delay_s=request.delay / 1000 / speedup,
             )
         )
     return planned

@@ -62,8 +62,8 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
         runner = Runner(target, settings, model, prompts, advance)
         if settings.prompt_format == "text":
             prompts.tokens_per_word = await calibrate(runner, prompts)
-        closed = settings.trace is None and settings.rate is None
-        concurrency = settings.concurrency or (8 if closed else None)
+        scheduled = any(request.at_s is not None for request in planned)
+        concurrency = settings.concurrency or (None if scheduled else 8)
         duration_s = await runner.run(planned, concurrency)
     summary = summarize(runner.outcomes, duration_s, goodput)
     text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
@@ -117,7 +117,7 @@ def plan(settings: BenchSettings) -> list[PlannedRequest]:
             seed=settings.seed,
         )
     return from_trace(
-        read_trace(settings.trace, settings.requests),
+        read_trace(settings.trace, settings.requests, settings.trace_format),
         block_tokens=settings.trace_block_tokens,
         speedup=settings.trace_speedup,
         output_scale=settings.output_scale,

@@ -14,8 +14,11 @@ from dynamo import __version__
 __all__ = ["VERBS", "main", "rival_distribution"]
 
 VERBS = {
+    "run": ("dynamo.cli.run", "serve one model: an id on Hugging Face, a directory, a GGUF file"),
+    "init": ("dynamo.cli.init", "write the graph of a model: asks four questions"),
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
+    "doctor": ("dynamo.cli.doctor", "find what disturbs a deployment on this machine"),
     "ps": ("dynamo.cli.ps", "show the models, their workers, and what is wrong"),
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
     "top": ("dynamo.cli.top", "show GPUs, models, workers and requests live, with keys to act"),
@@ -27,10 +30,15 @@ VERBS = {
     "load": ("dynamo.cli.operate:load", "start a worker of a model that has none"),
     "unload": ("dynamo.cli.operate:unload", "free the GPUs of a model"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
+    "record": ("dynamo.cli.record", "record a trace of live traffic, without its content"),
     "profile": ("dynamo.cli.profile", "measure a worker for the planner"),
+    "chat": ("dynamo.cli.chat", "chat with a model of the running deployment"),
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
+    "explain": ("dynamo.cli.explain", "show why a request went to its worker, and its times"),
     "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),
     "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
+    "install-service": ("dynamo.cli.install_service", "write a systemd unit for a graph"),
+    "completion": ("dynamo.cli.completion", "print a script that completes commands by Tab"),
     "version": ("dynamo.cli.version", "print versions"),
 }
 """Verb → (module with ``main(argv) -> exit status``, or ``module:function``; one line of help)."""
@@ -48,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb in ("-h", "--help", "help"):
         print(_help())
         return 0
+    if verb == "__complete":  # asked by the shell at each Tab: before anything that takes time
+        return int(importlib.import_module("dynamo.cli.completion").answer(VERBS, words))
     if verb not in VERBS:
         print(f"dynamo: unknown verb {verb!r}\n\n{_help()}", file=sys.stderr)
         return 2

@@ -76,7 +76,8 @@ def traffic(settings: ReplaySettings) -> list[ReplayRequest]:
             seed=settings.seed,
         )
     assert settings.trace is not None
-    requests = speed_up(from_trace(read_trace(settings.trace)), settings.rate)
+    trace = read_trace(settings.trace, form=settings.trace_format)
+    requests = speed_up(from_trace(trace), settings.rate)
     if settings.warp is not None:
         requests = warp(requests, parse_pattern(settings.warp, "--warp"))
     return [request for request in requests if request.at_s < settings.duration_s]

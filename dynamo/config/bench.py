@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
+from dynamo.config.trace import trace_format_option
 
 __all__ = ["BenchSettings"]
 
@@ -43,8 +44,9 @@ class BenchSettings:
         help="prompts as text, or as token ids (completions only; exact lengths)",
     )
     trace: str | None = option(
-        None, "--trace", help="Mooncake-format JSONL to replay; without it the load is synthetic"
+        None, "--trace", help="trace to replay; without it the load is synthetic"
     )
+    trace_format: str = trace_format_option()
     trace_speedup: float = option(
         1.0,
         "--trace-speedup",
@@ -68,8 +70,8 @@ class BenchSettings:
         None,
         "--concurrency",
         minimum=1,
-        help="requests in flight at most (synthetic default: 8; trace default: no cap); with a "
-        "trace or --rate, the delay that this causes is reported as schedule lag, and counts",
+        help="requests in flight at most; default: 8, and no cap with times (a trace with them, "
+        "--rate); then the delay that this causes is reported as schedule lag, and counts",
     )
     rate: float | None = option(
         None,

@@ -215,7 +215,8 @@ class FrontendSettings:
     disable_admin_api: bool = option(
         False,
         env="DYN_DISABLE_FRONTEND_ADMIN_API",
-        help="do not serve the operators' routes (/busy_threshold, /v1/route, /v1/status)",
+        help="do not serve the operators' routes (/busy_threshold, /v1/requests, /v1/route, "
+        "/v1/status)",
     )
     force_usage: bool = option(
         False,

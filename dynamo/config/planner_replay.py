@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
+from dynamo.config.trace import trace_format_option
 
 __all__ = ["ReplaySettings"]
 
@@ -14,8 +15,9 @@ class ReplaySettings:
     """replay: what traffic, what deployment, and what to report"""
 
     trace: str | None = option(
-        None, "trace", metavar="TRACE", help="Mooncake-format JSONL; or use --synthetic"
+        None, "trace", metavar="TRACE", help="trace of requests; or use --synthetic"
     )
+    trace_format: str = trace_format_option()
     policy: tuple[str, ...] = option(
         (),
         "--policy",

@@ -31,6 +31,7 @@ from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.api.recent import RecentRoutes
+from dynamo.frontend.api.record import RecordRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.api.responses import ResponseRoutes
 from dynamo.frontend.api.route import ExplainRoutes
@@ -98,10 +99,11 @@ class Frontend:
                 self.models, self._tasks, self._requests.overload_status, self._requests.off_loop
             ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
+            RecordRoutes(self._requests, self.models, self._tasks).install(routes)
             self._status.install(routes)
             RecentRoutes(metrics.recent).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
-        guard_operator_routes(routes, settings)
+        self._requests.guard = guard_operator_routes(routes, settings)
         self.models.on_demand.again = routes
         self._requests.hold = partial(self.models.hold, self._requests)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)

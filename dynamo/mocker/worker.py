@@ -131,6 +131,7 @@ class MockerWorker:
             await self._register()
             await self.endpoint.serve_push(
                 self.service.handle,
+                metrics_labels=(("model", self.plan.model_name),),
                 health_check_payload=health_check_payload(self.plan.model_name),
             )
             for rank in ranks:

@@ -75,8 +75,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     endpoint: str
     received_at_s: float
     duration_s: float
+    outcome: str
     client_id: str = ""
-    outcome: str = "ok"
     worker: str = ""
     dp_rank: int = 0
     prefill_worker: str = ""

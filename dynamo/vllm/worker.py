@@ -117,7 +117,11 @@ class VllmWorker:
                 await self._register(lora_name)
             # A pooling engine generates no tokens, so it cannot answer the health check.
             check = None if self.engine.info.pooling else health_check_payload(plan.model_name)
-            await self.endpoint.serve_push(self.service.handle, health_check_payload=check)
+            await self.endpoint.serve_push(
+                self.service.handle,
+                metrics_labels=(("model", plan.model_name),),
+                health_check_payload=check,
+            )
             watch.cancel()
             running.cancel()
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.errors import InvalidArgument
+from dynamo.observability.metrics import Registry, gauge
 from dynamo.protocols import codec
 from dynamo.protocols.kv import (
     KV_EVENTS,
@@ -44,6 +45,11 @@ REPEAT_S = 1.0
 """Seconds after which an unchanged load report is repeated, for routers that started later."""
 
 Publish = Callable[[bytes], object]
+_RANK = "dp_rank dynamo_component dynamo_namespace worker_id"
+_TOTAL_BLOCKS = gauge("dynamo_component_total_blocks", "Blocks of the KV cache", _RANK)
+_CACHE_USAGE = gauge(
+    "dynamo_component_gpu_cache_usage_percent", "Share of the KV cache in use, 0 to 1", _RANK
+)
 _DECODE_QUERY = codec.decoder(KvQuery).decode
 
 
@@ -157,6 +163,19 @@ class LoadSender:
             self._scheduled = True
             self._schedule(0.0)
 
+    def export(self, metrics: Registry, namespace: str, component: str) -> None:
+        """Show the use of the KV cache on ``metrics``, of the ranks that report it."""
+        totals, usages = metrics.family(_TOTAL_BLOCKS), metrics.family(_CACHE_USAGE)
+
+        def update() -> None:
+            for state in self._states.values():
+                if state.kv_total_blocks:
+                    labels = (str(state.dp_rank), component, namespace, f"{self.worker_id:x}")
+                    totals[labels].value = state.kv_total_blocks
+                    usages[labels].value = (state.kv_used_blocks or 0) / state.kv_total_blocks
+
+        metrics.before_render.append(update)
+
     def _send(self) -> None:
         if self._publish is None:
             return
@@ -195,5 +214,6 @@ async def connect_load(endpoint: Endpoint, sender: LoadSender) -> None:
     runtime = endpoint.runtime
     namespace, component, _ = endpoint.path
     publisher = await runtime.publisher(namespace, component, KV_METRICS)
+    sender.export(runtime.metrics, namespace, component)
     runtime.track(sender)
     sender.open(publisher.publish)

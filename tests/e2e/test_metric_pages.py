@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -9,15 +11,17 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
-from deployment import Deployment, free_port
+from deployment import ROOT, Deployment, free_port
 from metric_specs import AnySpec, declared_in, kind_of
 from prometheus_client.parser import text_string_to_metric_families
+from promql import uses
 
 from dynamo.frontend.requests import metrics as frontend
 from dynamo.mocker import metrics as mocker
 from dynamo.router.queue import metrics as queue
 from dynamo.runtime import admission
 from dynamo.runtime import endpoint_metrics as runtime
+from dynamo.worker import publish
 
 TESTED_ELSEWHERE = {
     "dynamo_frontend_cold_start_queue_requests": "needs a planner: test_cold_start",
@@ -31,7 +35,17 @@ TESTED_ELSEWHERE = {
 }
 """Metrics whose change another test shows, and why."""
 
-WORKER = declared_in(mocker, admission)
+ABSENT = {
+    "dynamo_component_errors_total": "needs an engine that fails",
+    "dynamo_component_kv_cache_event_warnings": "needs a lost event",
+    "dynamo_component_health_checks_total": "needs DYN_HEALTH_CHECK_ENABLED",
+    "dynamo_frontend_prefill_active_requests": "needs prefill workers",
+    "dynamo_frontend_prefill_queue_depth": "needs prefill workers",
+    "dynamo_frontend_prefill_workers": "needs prefill workers",
+}
+"""Metrics of the dashboards that these processes have no reason to export."""
+
+WORKER = declared_in(mocker, admission, publish)
 SPECS = {spec.name: spec for spec in [*declared_in(frontend, queue, runtime), *WORKER]}
 
 
@@ -41,12 +55,15 @@ class Pages:
     def __init__(self, deployment: Deployment, worker_port: int) -> None:
         self._urls = [f"{deployment.url}/metrics", f"http://127.0.0.1:{worker_port}/metrics"]
         self.greatest: dict[str, float] = {}
+        self.labels: dict[str, set[str]] = {}
 
     def read(self) -> None:
         """One scrape. A family's value is the sum of its samples, a histogram's that of counts."""
         for url in self._urls:
             with urllib.request.urlopen(url, timeout=20) as answer:
                 text = answer.read().decode()
+            for name, labels in re.findall(r"^([\w:]+)(\{.*\})? ", text, re.MULTILINE):
+                self.labels.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
             for family in text_string_to_metric_families(text):
                 counted = family.name + ("_count" if family.type == "histogram" else "")
                 name = family.name + ("_total" if family.type == "counter" else "")
@@ -130,3 +147,23 @@ def test_the_metric_is_exported_and_changes(pages: Pages, spec: AnySpec) -> None
     value = pages.value(spec)
     assert value is not None, f"{spec.name} is not exported"
     assert value > 0, f"{spec.name} stays 0"
+
+
+@pytest.mark.parametrize("name", ["frontend", "router", "workers"])
+def test_the_dashboards_show_what_the_pages_have(pages: Pages, name: str) -> None:
+    """Each query of deploy/grafana finds a series with the labels that it names."""
+    panels = json.loads((ROOT / f"deploy/grafana/{name}.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    missing = {
+        use.metric
+        for query in queries
+        for use in uses(query)
+        if not use.labels - {"instance", "job"} <= pages.labels.get(use.metric, {None})
+    }
+    assert missing - ABSENT.keys() == set()
+
+
+def test_workers_name_their_model(pages: Pages) -> None:
+    """Dynamo's dashboards filter by it."""
+    for name in ("requests_total", "cancellation_total", "request_duration_seconds_count"):
+        assert "model" in pages.labels[f"dynamo_component_{name}"]

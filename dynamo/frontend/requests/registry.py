@@ -22,8 +22,9 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.request import ActiveRequest
+from dynamo.frontend.requests.request import ActiveRequest, Recorder
 from dynamo.http import Exchange, WriteBatch
+from dynamo.http.access import OperatorGuard
 
 __all__ = ["RequestRegistry"]
 
@@ -38,7 +39,8 @@ class RequestRegistry:
     ``draining``, /health says so; new requests are refused once ``refuses`` is set. ``hold`` may
     let a request wait that no model serves now: (exchange, endpoint, error, model).
     ``error_shapes`` are those of the endpoints whose errors have a shape of their own, or of their
-    paths, which relayed models may serve too.
+    paths, which relayed models may serve too. ``guard`` identifies operators; without one no client
+    is. ``recordings`` read each request at its end.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class RequestRegistry:
         self.settings = settings
         self.metrics = metrics
         self.overload_status = settings.overload_status
+        self.shows_routes = not settings.disable_nvext
+        self.guard: OperatorGuard | None = None
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
         self.off_loop = OffLoop()
         self.write_batch = write_batch or WriteBatch()
@@ -57,6 +61,7 @@ class RequestRegistry:
         self.refuses = False
         self.admitted = 0
         self.hold: Callable[[Exchange, str, DynamoError, str], bool] | None = None
+        self.recordings: list[Recorder] = []
         self.error_shapes: dict[str, ErrorShape] = {}
         self._active: set[ActiveRequest] = set()
         self._engine_ids: set[str] = set()
@@ -166,6 +171,10 @@ class RequestRegistry:
         self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
 
     # -- active requests
+
+    def admits_operator(self, exchange: Exchange) -> bool:
+        """Whether the client may see what operators see."""
+        return self.guard is not None and not self.guard.problem(exchange)
 
     def add(self, request: ActiveRequest) -> str:
         """Admit and register ``request``; return an id for the engine, which no other one has.

@@ -138,6 +138,9 @@ class RelaySite(Site):
     def named(self, name: str) -> Any:
         return {"tiny": self.entry, "far": self.far}.get(name)
 
+    def inputs(self, *_: Any, **__: Any) -> None:
+        """Explain nothing."""
+
     def pick(
         self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
     ) -> Decision:

@@ -147,6 +147,9 @@ class Site:
     def is_loading(self, name: str) -> bool:
         return False
 
+    def inputs(self, *_: Any, **__: Any) -> None:
+        """Explain nothing."""
+
     def pick(
         self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
     ) -> Decision:

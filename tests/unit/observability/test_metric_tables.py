@@ -10,6 +10,8 @@ from metric_specs import declarations, kind_of
 from dynamo.observability.metrics import Registry
 
 OWN = {
+    "dynamo_component_gpu_cache_usage_percent",  # Dynamo has both, with unknown labels
+    "dynamo_component_total_blocks",
     "dynamo_frontend_api_key_requests_total",
     "dynamo_frontend_cold_start_queue_requests",
     "dynamo_frontend_http_connections",

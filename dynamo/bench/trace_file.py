@@ -1,0 +1,151 @@
+"""Write a trace in the Mooncake format while requests end, and sort it by arrival at the end.
+
+The file holds whole lines at any time, so it can be read after a crash; a torn last line, which a
+full disk or a power cut may leave, is skipped by :func:`dynamo.bench.trace.read_trace`.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.protocols.record import RecordedRequest
+
+__all__ = ["Numbers", "TraceFile", "TraceLine"]
+
+_BLOCKS = 1 << 20
+_SESSIONS = 1 << 16
+
+
+class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a trace, in the order of its fields; see :class:`TraceRequest`."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    session_id: str | None = None
+    delay: float = 0.0
+
+
+class Numbers:
+    """Gives each key the next number, from 0; a key that is not used for long gets a new one.
+
+    It remembers the ``limit`` keys that were used last.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._known: dict[tuple[str, int], int] = {}
+        self._next = 0
+
+    def __getitem__(self, key: tuple[str, int]) -> int:
+        known = self._known
+        number = known.pop(key, -1)
+        if number < 0:
+            number, self._next = self._next, self._next + 1
+            if len(known) >= self._limit:
+                del known[next(iter(known))]
+        known[key] = number  # the last one in the order of the dict
+        return number
+
+
+class TraceFile:
+    """A new file at ``path``. Raises ConfigError if it exists or cannot be made.
+
+    What it remembers is bounded, apart from 16 bytes for each line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        try:
+            self._file = os.open(path, flags, 0o600)
+        except FileExistsError:
+            raise ConfigError(f"{path} exists: name another file, or remove it") from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"cannot write {path}: {reason}") from None
+        self._size_bytes = 0
+        self._starts, self._times = array("Q"), array("d")
+        self._blocks, self._sessions = Numbers(_BLOCKS), Numbers(_SESSIONS)
+        self._ended_ms: dict[int, float] = {}
+        self.lines = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._file)
+
+    def add(self, record: RecordedRequest) -> None:
+        """Append one request. Raises DynamoError if the disk is full; the file stays whole."""
+        line = msgspec.json.encode(self._line(record)) + b"\n"
+        written = -1
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        finally:
+            if written != len(line):
+                os.ftruncate(self._file, self._size_bytes)
+        if written != len(line):
+            raise DynamoError(f"cannot write {self._path}: the disk is full")
+        self._starts.append(self._size_bytes)
+        self._times.append(record.arrived_ms)
+        self._size_bytes += len(line)
+        self.lines += 1
+
+    def finish(self) -> None:
+        """Replace the file by one in the order of arrival that begins at 0; remove an empty one.
+
+        Raises DynamoError; the unsorted file stays then, which readers take as well.
+        """
+        if not self.lines:
+            self._path.unlink()
+            return
+        temporary = self._path.with_name(f"{self._path.name}.sorting")
+        times, first_ms = self._times, min(self._times)
+        try:
+            with temporary.open("wb") as out, self._path.open("rb") as lines:
+                os.fchmod(out.fileno(), 0o600)
+                for number in sorted(range(self.lines), key=times.__getitem__):
+                    lines.seek(self._starts[number])
+                    line = msgspec.json.decode(lines.readline(), type=TraceLine)
+                    moved_ms = round(line.timestamp - first_ms, 3)
+                    line = msgspec.structs.replace(line, timestamp=moved_ms)
+                    out.write(msgspec.json.encode(line) + b"\n")
+                out.flush()
+                os.fsync(out.fileno())
+            temporary.replace(self._path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise self._cannot_write(error) from None
+
+    def _line(self, record: RecordedRequest) -> TraceLine:
+        session_id, delay_ms = None, 0.0
+        if record.session is not None:
+            session = self._sessions["", record.session]
+            session_id = str(session)
+            ended_ms = self._ended_ms.pop(session, None)
+            if ended_ms is not None:
+                delay_ms = max(0.0, round(record.arrived_ms - ended_ms, 3))
+            elif len(self._ended_ms) >= _SESSIONS:
+                del self._ended_ms[next(iter(self._ended_ms))]
+            self._ended_ms[session] = record.ended_ms
+        return TraceLine(
+            timestamp=record.arrived_ms,
+            input_length=record.input_length,
+            output_length=record.output_length,
+            hash_ids=[self._blocks[record.model, block] for block in record.blocks],
+            session_id=session_id,
+            delay=delay_ms,
+        )
+
+    def _cannot_write(self, error: OSError) -> DynamoError:
+        return DynamoError(f"cannot write {self._path}: {error.strerror}")

@@ -1,0 +1,43 @@
+"""Find the frontend that a command calls: the one that is named, or the running deployment's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dynamo.config import from_env
+from dynamo.config.client import ClientSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError, StatefileError
+from dynamo.http.target import Target, parse_url
+from dynamo.planner.frontends import frontends_in
+from dynamo.runtime.paths import state_path
+from dynamo.serve.statefile import Statefile
+
+__all__ = ["find_target"]
+
+_DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def find_target(settings: ClientSettings) -> Target:
+    """Return the frontend to call. Raises ConfigError if there are several to choose from.
+
+    Without a deployment of ``dynamo serve`` it is the default address.
+    """
+    url = settings.url or _running(settings.namespace) or _DEFAULT_URL
+    return parse_url(url, settings.api_key, settings.tls_ca_cert_path)
+
+
+def _running(namespace: str | None) -> str | None:
+    runtime = from_env(RuntimeSettings)
+    if namespace is not None:
+        runtime = replace(runtime, namespace=namespace)
+    try:
+        document = Statefile(state_path(runtime), runtime.namespace).read()
+    except StatefileError as error:
+        raise ConfigError(f"{error}; name the frontend with --url") from None
+    urls = sorted({one.address.url for one in frontends_in(document or {})})
+    if len(urls) > 1:
+        raise ConfigError(f"several frontends are running; name one with --url: {', '.join(urls)}")
+    if not urls and namespace is not None:
+        raise ConfigError(f"no frontend runs in namespace {namespace!r}; name one with --url")
+    return urls[0] if urls else None
