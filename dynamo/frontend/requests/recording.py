@@ -25,7 +25,7 @@ from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.protocols.record import TRACE_BLOCK_TOKENS, RecordedRequest, RecordingCount
 from dynamo.router.prompt import Hasher
 
-__all__ = ["EndedRequest", "Recording"]
+__all__ = ["RecordableRequest", "Recording"]
 
 _KEY_BYTES = 32
 _ID_BYTES = 6  # 48 bits: numbers that every JSON reader takes; 2**20 blocks collide with 0.2 %
@@ -33,7 +33,7 @@ _NO_TOKEN = 2**32 - 1
 _HASHER = Hasher(TRACE_BLOCK_TOKENS, local=True, chain=True, load=False, clock=time.monotonic)
 
 
-class EndedRequest(Protocol):
+class RecordableRequest(Protocol):
     """What a recording reads of a request; see :class:`ActiveRequest`."""
 
     exchange: Exchange
@@ -55,7 +55,7 @@ class Recording:
         self._begun_s = time.monotonic()
         self._recorded = self._lost = 0
 
-    def ended(self, request: EndedRequest) -> None:
+    def ended(self, request: RecordableRequest) -> None:
         """Record ``request``, unless it arrived before the recording began. O(tokens)."""
         name, arrived_s = request.model.name, request.exchange.received_at
         if arrived_s < self._begun_s or self._model not in (None, name):
