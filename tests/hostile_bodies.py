@@ -85,7 +85,41 @@ CHAT = COMMON | {
     "reasoning_effort": "low",
 }
 COMPLETION = COMMON | {"prompt": ["a b", "c"], "logprobs": 2, "echo": True, "suffix": None}
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "is_error": True}
+MESSAGES: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 8,
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hello", **EPHEMERAL}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1, 2.5]}},
+            ],
+        },
+        {"role": "user", "content": [{**RESULT, "content": [{"type": "text", "text": "ok"}]}]},
+        {"role": "user", "content": "and now?"},
+    ],
+    "system": [{"type": "text", "text": "be brief"}],
+    "stream": True,
+    "stop_sequences": ["END"],
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 5, "display": "omitted"},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"a": 1}}},
+    "chat_template_kwargs": {"enable_thinking": True},
+    "metadata": {"user_id": "u"},
+    "context_management": {"edits": [{"type": "x"}]},
+    "betas": ["a"],
+    "thread": False,
+}
 SHAPES = {
+    "/v1/messages": (MESSAGES, ("model", "messages", "max_tokens")),
     "/v1/chat/completions": (CHAT, ("model", "messages")),
     "/v1/completions": (COMPLETION, ("model", "prompt")),
 }

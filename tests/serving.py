@@ -68,12 +68,16 @@ class Serving:
         *flags: str,
         wait: str = "(ready|started): ",
         under: Sequence[str] = (),
+        verb: str = "serve",
         **env: str,
     ) -> None:
-        """Start, ``under`` another command if given, and wait for a line that contains ``wait``."""
-        path = graph if isinstance(graph, Path) else self.graph(graph)
+        """Start, ``under`` another command if given, and wait for a line that contains ``wait``.
+
+        With the ``verb`` run, ``graph`` is a model.
+        """
+        path = self.graph(graph) if isinstance(graph, str) and verb == "serve" else graph
         self.process = subprocess.Popen(
-            [*under, sys.executable, "-m", "dynamo", "serve", str(path), *flags],
+            [*under, sys.executable, "-m", "dynamo", verb, str(path), *flags],
             env={**self.env, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

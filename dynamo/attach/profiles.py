@@ -113,6 +113,7 @@ PROFILES = {
 """Every profile by the name that ``--profile`` takes."""
 
 _NOT_OFFERED = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models"))
+_TOKENIZER_PATHS = frozenset(("/tokenize", "/detokenize"))
 _TYPES = {
     "/v1/chat/completions": ModelType.Chat,
     "/v1/completions": ModelType.Completions,
@@ -138,7 +139,8 @@ def offered_routes(openapi: object) -> tuple[str, ...]:
     found = []
     for path, methods in paths.items():
         own = path in _NOT_OFFERED or path.startswith("/v1/models/")
-        if own or not path.startswith("/v1/") or not isinstance(methods, dict):
+        offered = path.startswith("/v1/") or path in _TOKENIZER_PATHS
+        if own or not offered or not isinstance(methods, dict):
             continue
         if "post" in methods and "{" not in path:
             found.append(path)

@@ -9,7 +9,7 @@ from typing import Any
 from dynamo.runtime.discovery.process import host_id
 from dynamo.serve.entries import Entry, read_entries
 from dynamo.serve.gpu_holders import gpu_ids, held_gpus
-from dynamo.serve.processes import same_process
+from dynamo.serve.process_table import same_process
 from dynamo.serve.registered import RegisteredWorker
 from dynamo.serve.reservations import is_reserved
 from dynamo.serve.statefile import Document

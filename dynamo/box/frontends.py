@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 
 from dynamo.box.sighting import FrontendSighting
-from dynamo.box.workers import FRONTEND, program_of
+from dynamo.box.workers import program_of
 from dynamo.config import environ
 from dynamo.errors import ConfigError
 from dynamo.protocols.status import FrontendStatus
 from dynamo.serve.entries import Entry, argv_flags, read_entries
 from dynamo.serve.frontend_address import FrontendAddress, frontend_address
-from dynamo.serve.processes import environment
+from dynamo.serve.process_table import environment
+from dynamo.serve.programs import FRONTEND
 from dynamo.serve.statefile import Document
 
 __all__ = ["ask_frontends"]
 
 _TIMEOUT_S = 1.0
 _LIMIT_BYTES = 16 << 20
+_LISTEN = "0A"
+"""State of a listening socket in /proc/net/tcp (proc(5))."""
+
 _decode = msgspec.json.Decoder(FrontendStatus).decode
 
 
@@ -32,43 +38,55 @@ def ask_frontends(document: Document, api_key: str | None) -> Iterator[FrontendS
 
 
 def _ask(entry: Entry, api_key: str | None) -> FrontendSighting:
-    env = {**environ(), **(environment(entry.pids[0]) if entry.pids else {})}
+    pid = entry.pids[0] if entry.pids else 0
+    env = {**environ(), **environment(pid)}
     flags = argv_flags(entry.argv)
     try:
         address = frontend_address(flags, env)
     except ConfigError as error:
         return FrontendSighting(name=entry.name, url="", state="down", problem=error.message)
+    if not entry.pids:
+        text = "its process does not run"
+        return FrontendSighting(name=entry.name, url=address.url, state="down", problem=text)
+    cert = flags.get("tls-cert-path") or env.get("DYN_TLS_CERT_PATH") or ""
+    tls = _trusting(Path(f"/proc/{pid}/cwd") / cert) if address.tls else None
     try:
-        status, body = _get(address, "/v1/status", api_key)
+        status, body = _get(address, tls, api_key)
     except (OSError, ValueError) as error:
         text = f"{address.url} does not answer: {error}"
         return FrontendSighting(name=entry.name, url=address.url, state="down", problem=text)
-    return _seen(entry.name, address, status, body)
+    return _answered(entry.name, address.url, status, body, api_key)
 
 
-def _seen(name: str, address: FrontendAddress, status: int, body: bytes) -> FrontendSighting:
-    if status in (401, 403):
-        problem = "its figures need an operator's API key: set DYN_API_KEY or --api-key"
-        return FrontendSighting(name=name, url=address.url, state="ready", problem=problem)
-    if status != 200:
-        problem = f"{address.url}/v1/status answered {status}"
-        return FrontendSighting(name=name, url=address.url, state="ready", problem=problem)
-    try:
-        found = _decode(body)
-    except msgspec.MsgspecError as error:
-        problem = f"{address.url}/v1/status: {error}"
-        return FrontendSighting(name=name, url=address.url, state="ready", problem=problem)
-    state = "draining" if found.draining else "ready"
-    return FrontendSighting(name=name, url=address.url, state=state, status=found)
+def _answered(
+    name: str, url: str, status: int, body: bytes, api_key: str | None
+) -> FrontendSighting:
+    problem, found = "", None
+    if status == 200:
+        try:
+            found = _decode(body)
+        except msgspec.MsgspecError as error:
+            problem = f"its answer to /v1/status is not understood: {error}"
+    elif status in (401, 403):
+        key = "another one" if api_key else "one"
+        problem = f"figures are missing: they need an operator's API key; give {key} with --api-key"
+    else:
+        problem = f"figures are missing: {url}/v1/status answered {status}"
+    state = "draining" if found is not None and found.draining else "ready"
+    return FrontendSighting(name=name, url=url, state=state, status=found, problem=problem)
 
 
-def _get(address: FrontendAddress, path: str, api_key: str | None) -> tuple[int, bytes]:
-    """GET ``path``; return status and body. Raises OSError, ValueError."""
-    lines = [f"GET {path} HTTP/1.1", f"host: {address.authority}", "connection: close"]
-    if api_key:
-        lines.append(f"authorization: Bearer {api_key}")
-    where = (address.reachable, address.port)
-    with socket.create_connection(where, timeout=_TIMEOUT_S) as connection:
+def _get(
+    address: FrontendAddress, tls: Callable[[socket.socket], socket.socket] | None, key: str | None
+) -> tuple[int, bytes]:
+    """GET /v1/status; return status and body. Raises OSError, ValueError."""
+    lines = ["GET /v1/status HTTP/1.1", f"host: {address.authority}", "connection: close"]
+    if key and tls is None and not _is_mine(address.port):
+        raise ValueError("another user listens there, so it gets no API key")
+    if key:
+        lines.append(f"authorization: Bearer {key}")
+    plain = socket.create_connection((address.reachable, address.port), timeout=_TIMEOUT_S)
+    with plain, tls(plain) if tls is not None else plain as connection:
         connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
         data = bytearray()
         while piece := connection.recv(1 << 16):
@@ -80,3 +98,33 @@ def _get(address: FrontendAddress, path: str, api_key: str | None) -> tuple[int,
     if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
         raise ValueError("not HTTP")
     return int(words[1]), body
+
+
+def _trusting(cert: Path) -> Callable[[socket.socket], socket.socket]:
+    """Return what begins TLS with the owner of the certificate ``cert``, and no other server."""
+
+    def begin(plain: socket.socket) -> socket.socket:
+        import ssl  # only for frontends with TLS
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False  # it is for the name that clients use
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # no authority needs to be known
+        context.load_verify_locations(cert)
+        return context.wrap_socket(plain)
+
+    return begin
+
+
+def _is_mine(port: int) -> bool:
+    """Whether a process of this user listens on ``port``."""
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            words = row.split()
+            listens = words[3] == _LISTEN and int(words[1].rpartition(":")[2], 16) == port
+            if listens and int(words[7]) == os.geteuid():
+                return True
+    return False

@@ -14,7 +14,7 @@ _ORDER = ("ready", "loading", "draining", "asleep", "failed", "stopped")
 """States of workers; the first that a worker has is that of its model."""
 
 
-def model_statuses(seen: BoxSighting, workers: Iterable[WorkerStatus]) -> tuple[ModelStatus, ...]:
+def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[ModelStatus, ...]:
     """Return the models of the graph, those without workers too, in the graph's order."""
     models: dict[str, list[WorkerStatus]] = {}
     for service in read_services(seen.document).values():
@@ -23,11 +23,11 @@ def model_statuses(seen: BoxSighting, workers: Iterable[WorkerStatus]) -> tuple[
         if worker.model:
             models.setdefault(worker.model, []).append(worker)
     figures = _figures(seen)
-    graph = _wanted_by_graph(seen, workers)
-    return tuple(_model(name, found, seen, figures, graph) for name, found in models.items())
+    wanted = _wanted(seen, workers)
+    return tuple(_model(name, found, seen, figures, wanted) for name, found in models.items())
 
 
-def _served_name(service: str, model: str, workers: Iterable[WorkerStatus]) -> str:
+def _served_name(service: str, model: str, workers: Sequence[WorkerStatus]) -> str:
     """Return the name that a worker of ``service`` has registered, else the graph's."""
     names = (one.model for one in workers if one.service == service and one.worker)
     return next(names, model)
@@ -38,7 +38,7 @@ def _model(
     workers: Sequence[WorkerStatus],
     seen: BoxSighting,
     figures: Mapping[str, ModelFigures],
-    graph: Mapping[str, int],
+    wanted: Mapping[str, int],
 ) -> ModelStatus:
     states = {worker.state for worker in workers}
     state = next((one for one in _ORDER if one in states), "zero")
@@ -52,7 +52,7 @@ def _model(
         model=name,
         state=state,
         ready=sum(worker.state == "ready" for worker in workers),
-        wanted=seen.wanted.get(name, graph.get(name, 0)),
+        wanted=wanted.get(name, 0),
         progress=min(progress, default=None) if state == "loading" else None,
         cause=first.cause if first is not None and told else "",
         remedy=first.remedy if first is not None and told else "",
@@ -71,21 +71,29 @@ def _idle_until_s(timeout_s: float | None, figures: ModelFigures | None) -> floa
     return max(0.0, timeout_s - figures.idle_s)
 
 
-def _wanted_by_graph(seen: BoxSighting, workers: Iterable[WorkerStatus]) -> dict[str, int]:
-    """Return the workers that the graph wants of each model, with those that were added."""
+def _wanted(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> dict[str, int]:
+    """Return the workers that the planner wants of each model; without one, those of the graph,
+    and those that were added by hand."""
     config = service_config(seen.document)
-    wanted: dict[str, int] = {}
+    found: dict[str, int] = {}
     for service in read_services(seen.document).values():
         model = _served_name(service.name, service.model, workers)
-        given = config.get(service.name)
-        args = given.get("ServiceArgs") if isinstance(given, Mapping) else None
-        number = args.get("workers", 1) if isinstance(args, Mapping) else 1
-        kept = sum(
-            one.service == service.name and one.state not in ("draining", "asleep", "stopped")
-            for one in workers
-        )
-        wanted[model] = wanted.get(model, 0) + max(kept, number if isinstance(number, int) else 1)
-    return wanted
+        number = seen.wanted.get((model, "prefill" if service.is_prefill else "decode"))
+        if number is None:
+            number = max(_in_graph(config.get(service.name)), _kept(service.name, workers))
+        found[model] = found.get(model, 0) + number
+    return found
+
+
+def _in_graph(service: object) -> int:
+    args = service.get("ServiceArgs") if isinstance(service, Mapping) else None
+    number = args.get("workers", 1) if isinstance(args, Mapping) else 1
+    return number if isinstance(number, int) else 1
+
+
+def _kept(service: str, workers: Iterable[WorkerStatus]) -> int:
+    leaving = ("draining", "asleep", "stopped")
+    return sum(one.service == service and one.state not in leaving for one in workers)
 
 
 def _figures(seen: BoxSighting) -> dict[str, ModelFigures]:

@@ -35,9 +35,9 @@ class BoxSighting:
     """A deployment at ``at_s``, Unix time.
 
     ``uptimes`` has the recorded processes that live. ``reserved`` are the entries that a living
-    process adds, removes or wakes. ``last_output`` returns the last line of a watcher, and
-    ``progress`` the share of its loading that is done, if it says so. ``wanted`` is the planner's
-    last wish, by model, and ``idle_timeouts`` when an idle model loses its workers.
+    process adds, removes or wakes. ``last_output`` returns the last line of a watcher. ``wanted``
+    is the planner's last wish, by model and pool, and ``idle_timeouts`` when an idle model loses
+    its workers. ``uses_files``: workers register in files, else ``registered`` has none.
     """
 
     document: Document
@@ -46,8 +46,16 @@ class BoxSighting:
     registered: Mapping[int, RegisteredWorker] = field(default_factory=dict)
     reserved: Collection[str] = ()
     last_output: Callable[[str], str] = _nothing
-    progress: Callable[[str], float | None] = lambda name: None
     frontends: tuple[FrontendSighting, ...] = ()
-    wanted: Mapping[str, int] = field(default_factory=dict)
+    wanted: Mapping[tuple[str, str], int] = field(default_factory=dict)
     idle_timeouts: Mapping[str, float] = field(default_factory=dict)
     gpus: tuple[GpuStatus, ...] = ()
+    uses_files: bool = True
+
+    def serves(self, model: str) -> bool:
+        """Whether a frontend has a worker of ``model``."""
+        return any(
+            one.model == model and one.workers
+            for frontend in self.frontends
+            for one in (frontend.status.models if frontend.status else ())
+        )

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dynamo.box.gpus import vram_by_worker
+from dynamo.box.output_tail import progress_in
 from dynamo.box.sighting import BoxSighting
 from dynamo.protocols.status import WorkerFigures, WorkerStatus
 from dynamo.serve.entries import Entry, ServiceEntries, read_entries, read_services
+from dynamo.serve.programs import FRONTEND, MODEL_PROGRAMS, PLANNER
 from dynamo.serve.statefile import ABSENT, GIVEN_UP, STOPPED, WATCHER
-from dynamo.serve.watchers import PLANNER
 
 __all__ = ["OTHER_PROGRAMS", "program_of", "worker_statuses"]
 
-FRONTEND = "dynamo.frontend"
 OTHER_PROGRAMS = (FRONTEND, PLANNER)
 """Programs whose processes are no workers."""
 
@@ -21,16 +22,14 @@ OTHER_PROGRAMS = (FRONTEND, PLANNER)
 def worker_statuses(seen: BoxSighting) -> tuple[WorkerStatus, ...]:
     """Return one status for each entry that has or will have a process, in their order."""
     services = read_services(seen.document)
-    figures = _figures(seen)
+    figures, vram = _figures(seen), vram_by_worker(seen.gpus)
     found = []
     for entry in read_entries(seen.document):
         record = seen.document["components"][entry.name]
-        watcher = record.get(WATCHER)
-        watcher = watcher if isinstance(watcher, Mapping) else {}
-        if watcher.get("status") == ABSENT and not entry.pids and entry.name not in seen.reserved:
-            continue
         service = services.get(str(record.get("service", "")))
-        found.append(_Process(seen, entry, record, watcher, service).status(figures))
+        process = _Process(seen, entry, record, service)
+        if process.exists:
+            found.append(process.status(figures, vram.get(entry.name)))
     return tuple(found)
 
 
@@ -48,40 +47,49 @@ class _Process:
         seen: BoxSighting,
         entry: Entry,
         record: Mapping[str, Any],
-        watcher: Mapping[str, Any],
         service: ServiceEntries | None,
     ) -> None:
+        watcher = record.get(WATCHER)
         self.seen = seen
         self.entry = entry
-        self.record = record
-        self.watcher = watcher
+        self.service_name = str(record.get("service", ""))
         self.service = service
+        self.watcher: Mapping[str, Any] = watcher if isinstance(watcher, Mapping) else {}
+        self.kept = str(self.watcher.get("status", ""))
+        self.last_exit = str(self.watcher.get("last_exit") or "")
+        self.reserved = entry.name in seen.reserved
         self.alive = tuple(pid for pid in entry.pids if pid in seen.uptimes)
         mine = [seen.registered[pid] for pid in self.alive if pid in seen.registered]
-        self.registered = next((one for one in mine if one.model is not None), None)
         self.leased = bool(mine)
+        self.registered = next((one for one in mine if one.model is not None), None)
 
-    def status(self, figures: Mapping[str, WorkerFigures]) -> WorkerStatus:
+    @property
+    def exists(self) -> bool:
+        """Whether it is more than the command of the next worker."""
+        return self.kept != ABSENT or bool(self.entry.pids) or self.reserved
+
+    def status(self, figures: Mapping[str, WorkerFigures], vram: int | None) -> WorkerStatus:
         """Return the status; ``figures`` are those of all workers, by their id."""
         state = self._state()
-        cause, remedy = self._cause(state)
-        found = self.registered
+        last = self.seen.last_output(self.entry.name) if state in ("loading", "failed") else ""
+        cause, remedy = self._cause(state, last)
+        found, service = self.registered, self.service
         worker = "" if found is None or found.worker_id is None else f"{found.worker_id:x}"
         figure = figures.get(worker)
         registered_model = found.model if found else None
-        service = self.service
         return WorkerStatus(
             name=self.entry.name,
-            service=str(self.record.get("service", "")),
+            service=self.service_name,
             state=state,
             worker=worker,
             model=registered_model or (service.model if service else ""),
             pool=("prefill" if service.is_prefill else "decode") if service else "",
             pids=self.alive,
             gpus=self.entry.gpus,
-            progress=self.seen.progress(self.entry.name) if state == "loading" else None,
+            vram_bytes=vram,
+            progress=progress_in(last) if state == "loading" and self.alive else None,
             restarts=int(self.watcher.get("restarts") or 0),
-            last_exit=str(self.watcher.get("last_exit") or ""),
+            last_exit=self.last_exit,
             cause=cause,
             remedy=remedy,
             in_flight=figure.in_flight if figure else None,
@@ -90,54 +98,59 @@ class _Process:
         )
 
     def _state(self) -> str:
-        entry = self.entry
-        reserved = entry.name in self.seen.reserved
-        if entry.draining:
+        entry, stopped = self.entry, self.kept == STOPPED and not self.reserved
+        if entry.draining or (stopped and self.alive):
             return "draining"
         if entry.asleep and self.alive:
-            return "loading" if reserved else "asleep"
-        if self._serves():
-            return "draining" if self._status() == STOPPED else "ready"
-        if self._status() == GIVEN_UP:
-            return "failed"
+            return "loading" if self.reserved else "asleep"
         if self.alive:
-            return "draining" if self._status() == STOPPED else "loading"
-        if self._status() == STOPPED and not reserved:
-            return "stopped"
-        return "loading"
+            return self._living_state()
+        if self.kept == GIVEN_UP:
+            return "failed"
+        return "stopped" if stopped else "loading"
 
-    def _serves(self) -> bool:
-        """Whether it has registered what its program registers once it can serve."""
-        if self.service is not None:
-            return self.registered is not None
-        program = program_of(self.entry)
-        return bool(self.alive) and (self.leased or program != FRONTEND)
+    def _living_state(self) -> str:
+        if program_of(self.entry) == FRONTEND:
+            return self._frontend_state()
+        if program_of(self.entry) not in MODEL_PROGRAMS:
+            return "ready"  # of a program that registers no model nothing more is known
+        if self.seen.uses_files:
+            return "ready" if self.registered is not None else "loading"
+        known = any(frontend.status for frontend in self.seen.frontends)
+        model = self.service.model if self.service is not None else ""
+        return "ready" if self.seen.serves(model) or not known else "loading"
 
-    def _status(self) -> str:
-        return str(self.watcher.get("status", ""))
+    def _frontend_state(self) -> str:
+        found = next((one for one in self.seen.frontends if one.name == self.entry.name), None)
+        if found is None or found.state != "down":
+            return found.state if found else "ready"
+        # It has a lease once it listens, and two processes while one replaces the other.
+        return "failed" if self.leased and len(self.alive) == 1 else "loading"
 
-    def _cause(self, state: str) -> tuple[str, str]:
-        """Return why the worker is not ready, and a command that helps."""
+    def _cause(self, state: str, last: str) -> tuple[str, str]:
+        """Return why the worker is in this state, if that is not plain, and what to do."""
         name = self.entry.name
-        last = self.seen.last_output(name) if state in ("loading", "failed") else ""
         output = f"last output: {last}" if last else ""
+        if state == "failed" and self.alive:
+            return "it listens but does not answer", f"dynamo restart {name}"
         if state == "failed":
             reason = str(self.watcher.get("reason") or "given up")
-            exited = self._exited()
-            parts = (reason, exited, output)
-            return "; ".join(part for part in parts if part), f"dynamo restart {name}"
+            return _joined(reason, self.last_exit, output), f"dynamo restart {name}"
+        if state == "draining":
+            return "it finishes its requests, then exits", ""
         if state == "stopped":
             return "stopped by a command", f"dynamo restart {name}"
         if state == "asleep":
-            return "its engine sleeps", f"dynamo wake {name}"
-        if state == "loading" and not self.alive and self._exited():
-            return "; ".join(part for part in (self._exited(), "restarting", output) if part), (
-                f"dynamo logs {name}"
-            )
+            return "its engine sleeps and holds no GPU memory", f"dynamo wake {name}"
+        if state == "loading" and self.entry.asleep:
+            return "its engine wakes up", ""
+        if state == "loading" and not self.alive and self.last_exit:
+            return _joined(f"{self.last_exit}, restarting", output), f"dynamo logs {name}"
         return output, ""
 
-    def _exited(self) -> str:
-        return str(self.watcher.get("last_exit") or "")
+
+def _joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
 
 
 def _figures(seen: BoxSighting) -> dict[str, WorkerFigures]:

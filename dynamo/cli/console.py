@@ -20,13 +20,32 @@ from io import BytesIO, FileIO, RawIOBase
 
 from dynamo.observability.logs import one_line
 
-__all__ = ["Console", "ConsoleLog"]
+__all__ = ["Console", "ConsoleLog", "WatcherPrefix"]
 
 _QUEUE_LINES = 10_000
 _LINES_AT_ONCE = 256
 _CLOSE_TIMEOUT_S = 2.0
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _LEVEL_COLOURS = {logging.WARNING: 33, logging.ERROR: 31}
+
+
+class WatcherPrefix:
+    """The names of watchers before their lines, without ``namespace_``, in columns of one width."""
+
+    def __init__(self, namespace: str, colour: bool) -> None:
+        self._namespace = f"{namespace}_"
+        self._colour = colour
+        self._width = 8
+
+    def of(self, watcher: str) -> bytes:
+        """Return the prefix of the lines of ``watcher``."""
+        name = watcher.removeprefix(self._namespace)
+        self._width = max(self._width, len(name))
+        padded = f"{name:<{self._width}} |".encode()
+        if self._colour:
+            colour = _COLOURS[zlib.crc32(name.encode()) % len(_COLOURS)]
+            padded = b"\x1b[%dm%s\x1b[0m" % (colour, padded)
+        return padded + b" "
 
 
 class Console:
@@ -50,9 +69,8 @@ class Console:
         self._colour = not jsonl and self._stream.isatty()
         self._jsonl = jsonl
         self._quiet = quiet
-        self._prefix = f"{namespace}_"
+        self._prefix = WatcherPrefix(namespace, self._colour)
         self._dropped = 0
-        self._width = 8
         self._lines: queue.Queue[bytes | None] = queue.Queue(_QUEUE_LINES)
         self._thread = threading.Thread(target=self._write, name="console", daemon=True)
         self._thread.start()
@@ -73,13 +91,7 @@ class Console:
         if self._jsonl:
             self._put(_with_watcher(watcher, line))
             return
-        name = watcher.removeprefix(self._prefix)
-        self._width = max(self._width, len(name))
-        padded = f"{name:<{self._width}} |".encode()
-        if self._colour:
-            colour = _COLOURS[zlib.crc32(name.encode()) % len(_COLOURS)]
-            padded = b"\x1b[%dm%s\x1b[0m" % (colour, padded)
-        self._put(padded + b" " + line)
+        self._put(self._prefix.of(watcher) + line)
 
     def close(self) -> None:
         """Write the queued lines, for two seconds at most."""

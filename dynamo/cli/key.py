@@ -12,7 +12,7 @@ from dynamo.config.key import KeySettings
 from dynamo.errors import ConfigError
 from dynamo.http.api_keys import KEY_NAME, key_line, new_key, read_keys
 
-__all__ = ["main"]
+__all__ = ["add_key", "main"]
 
 DESCRIPTION = """Make an API key: print it once, and store its SHA-256 digest in the key file.
 To revoke a key, delete its line. Running frontends load the changed file within two seconds."""
@@ -43,20 +43,25 @@ def _add(settings: KeySettings) -> str:
     path, name = settings.api_key_file, settings.name
     if settings.action != "add":
         raise ConfigError("nothing to do; try: dynamo key add NAME")
+    if path is None and KEY_NAME.fullmatch(name):
+        raise ConfigError("--api-key-file (DYN_API_KEY_FILE) is missing: which file gets the key?")
+    return add_key(path or "", name, settings.role)
+
+
+def add_key(path: str, name: str, role: str) -> str:
+    """Add a new key to the file at ``path``, made if need be; return it. Raises ConfigError."""
     if not KEY_NAME.fullmatch(name):
         raise ConfigError(
             f"the name must be 1 to 64 letters, digits and . _ @ -, got {name!r:.80}; "
             "try: dynamo key add NAME"
         )
-    if path is None:
-        raise ConfigError("--api-key-file (DYN_API_KEY_FILE) is missing: which file gets the key?")
     if os.path.lexists(path) and any(one.name == name for one in read_keys(path).values()):
         raise ConfigError(
             f"{path} has a key of the name {name}; choose another name, or delete its line"
         )
     key = new_key()
     try:
-        _append(path, key_line(name, settings.role, key))
+        _append(path, key_line(name, role, key))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     return key

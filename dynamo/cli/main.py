@@ -14,20 +14,34 @@ from dynamo import __version__
 __all__ = ["VERBS", "main", "rival_distribution"]
 
 VERBS = {
+    "run": ("dynamo.cli.run", "serve one model: an id on Hugging Face, a directory, a GGUF file"),
+    "init": ("dynamo.cli.init", "write the graph of a model: asks four questions"),
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
+    "doctor": ("dynamo.cli.doctor", "find what disturbs a deployment on this machine"),
     "ps": ("dynamo.cli.ps", "show the models, their workers, and what is wrong"),
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
+    "top": ("dynamo.cli.top", "show GPUs, models, workers and requests live, with keys to act"),
+    "logs": ("dynamo.cli.logs", "show the output of processes"),
+    "restart": ("dynamo.cli.operate:restart", "replace the processes of a worker or a service"),
+    "drain": ("dynamo.cli.operate:drain", "let workers finish their requests and exit"),
+    "sleep": ("dynamo.cli.operate:sleep", "let workers free their GPU memory"),
+    "wake": ("dynamo.cli.operate:wake", "let workers that sleep serve again"),
+    "load": ("dynamo.cli.operate:load", "start a worker of a model that has none"),
+    "unload": ("dynamo.cli.operate:unload", "free the GPUs of a model"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
     "record": ("dynamo.cli.record", "record a trace of live traffic, without its content"),
     "profile": ("dynamo.cli.profile", "measure a worker for the planner"),
     "chat": ("dynamo.cli.chat", "chat with a model of the running deployment"),
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
+    "explain": ("dynamo.cli.explain", "show why a request went to its worker, and its times"),
     "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),
     "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
+    "install-service": ("dynamo.cli.install_service", "write a systemd unit for a graph"),
+    "completion": ("dynamo.cli.completion", "print a script that completes commands by Tab"),
     "version": ("dynamo.cli.version", "print versions"),
 }
-"""Verb → (module with ``main(argv) -> exit status``, one line of help)."""
+"""Verb → (module with ``main(argv) -> exit status``, or ``module:function``; one line of help)."""
 
 _RIVALS = ("ai-dynamo", "ai-dynamo-runtime")
 
@@ -42,11 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb in ("-h", "--help", "help"):
         print(_help())
         return 0
+    if verb == "__complete":  # asked by the shell at each Tab: before anything that takes time
+        return int(importlib.import_module("dynamo.cli.completion").answer(VERBS, words))
     if verb not in VERBS:
         print(f"dynamo: unknown verb {verb!r}\n\n{_help()}", file=sys.stderr)
         return 2
     with _quiet_interrupt():
-        run = importlib.import_module(VERBS[verb][0]).main
+        module, _, function = VERBS[verb][0].partition(":")
+        run = getattr(importlib.import_module(module), function or "main")
         rival = rival_distribution()
     if rival:
         print(
@@ -70,14 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def rival_distribution() -> str | None:
     """Return the installed distribution of NVIDIA's Dynamo, if any: it uses the same package."""
-    from importlib import metadata  # slow to import: only inside _quiet_interrupt
-
-    for name in _RIVALS:
+    # By the names of directories: importlib.metadata takes longer to import than `dynamo ps` runs.
+    for directory in sys.path:
         try:
-            metadata.distribution(name)
-        except metadata.PackageNotFoundError:
+            names = os.listdir(directory or os.curdir)  # noqa: PTH208 - pathlib is slower
+        except OSError:
             continue
-        return name
+        for name in names:
+            found = name.partition("-")[0].lower().replace("_", "-")
+            if found in _RIVALS and name.endswith((".dist-info", ".egg-info")):
+                return found
     return None
 
 

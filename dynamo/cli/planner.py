@@ -1,4 +1,4 @@
-"""``dynamo planner``: scale a deployment, explain the decisions, replay a trace."""
+"""``dynamo planner``: scale a deployment, explain the decisions, pause it, replay a trace."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from dynamo.box.planner import DECISIONS_FILE
+from dynamo.box.planner_call import call_planner
 from dynamo.config import load
 from dynamo.config.planner import ExplainSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog
+from dynamo.planner.decisions import DecisionLog
 from dynamo.planner.explain import EXPLAIN, ExplainReport, ModelReport, report_text
-from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.paths import state_path
 
 __all__ = ["main"]
@@ -31,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["explain"]:
         return _explain(words[1:])
+    if words[:1] and words[0] in ("pause", "resume"):
+        from dynamo.cli import operate
+
+        run_verb = operate.pause_planner if words[0] == "pause" else operate.resume_planner
+        return run_verb(words[1:])
     if words[:1] and words[0] in _VERBS:
         return int(importlib.import_module(_VERBS[words[0]]).main(words[1:]))
     from dynamo.planner.__main__ import main as run  # tensorboardX takes a second to import
@@ -57,17 +63,5 @@ def _explain(words: Sequence[str]) -> int:
 
 async def _ask(settings: RuntimeSettings, timeout_s: float) -> list[ModelReport] | None:
     """Return what the running planner would decide; None if there is none."""
-    runtime = DistributedRuntime(asyncio.get_running_loop(), settings)
-    try:
-        async with asyncio.timeout(timeout_s):
-            path = ".".join((settings.namespace, *EXPLAIN))
-            client = await runtime.endpoint(path).client()
-            if not client.instance_ids():
-                return None
-            async for item in await client.random({}):
-                return msgspec.convert(item.data(), list[ModelReport])
-    except TimeoutError:
-        raise DynamoError(f"the planner did not answer in {timeout_s:g} s") from None
-    finally:
-        await runtime.close()
-    return None
+    found = await call_planner(settings, EXPLAIN[1], {}, timeout_s)
+    return None if found is None else msgspec.convert(found, list[ModelReport])

@@ -1,19 +1,17 @@
-"""``dynamo ps``: the models of a deployment, their workers, and what is wrong."""
+"""``dynamo ps``: the models of a deployment, their workers, and what is wrong.
+
+It takes at most 50 ms: the arbiter collects the state, and few modules are imported here.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import msgspec
-
-from dynamo.box.collect import BoxCollector
-from dynamo.config import from_env, load
-from dynamo.config.ps import PsSettings
-from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError
-from dynamo.protocols.status import BoxStatus, ModelStatus, WorkerStatus
+from dynamo.box.status_client import STATUS_SOCKET, ask
+from dynamo.config.ps_quick import QuickPs
 
 __all__ = ["main"]
 
@@ -25,74 +23,106 @@ _COLUMNS = (
     *("MODEL", "STATE", "READY", "GPUS", "VRAM", "TOK/S"),
     *("IN FLIGHT", "QUEUED", "HIT RATE", "IDLE UNTIL"),
 )
+_ANSWER_S = 5.0
+
+Status = Mapping[str, Any]
+"""A BoxStatus, or a part of it, as decoded from JSON: empty fields are absent."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    quick = QuickPs.of(words, STATUS_SOCKET)
+    answer = _ask(quick.socket, quick.api_key) if quick is not None else b""
+    if quick is not None and answer:
+        return _show(answer, quick.json)
+    return _main(words)
+
+
+def _main(argv: Sequence[str]) -> int:
+    """Read the options, and collect the state here if the arbiter does not answer."""
+    from dataclasses import replace  # these are slow to import
+
+    from dynamo.box.reading import report
+    from dynamo.config import from_env, load
+    from dynamo.config.ps import PsSettings
+    from dynamo.config.runtime import RuntimeSettings
+    from dynamo.errors import ConfigError
+    from dynamo.runtime.paths import planned_socket_path
+
     (settings,) = load("dynamo ps", DESCRIPTION, [PsSettings], argv, epilog=EPILOG)
     try:
         runtime = from_env(RuntimeSettings)
         if settings.namespace:
             runtime = replace(runtime, namespace=settings.namespace)
-        found = BoxCollector(runtime, settings.api_key).collect()
+        answer = _ask(planned_socket_path(runtime, STATUS_SOCKET), settings.api_key)
     except ConfigError as error:
         print(f"dynamo ps: {error.message}", file=sys.stderr)
         return 2
-    if settings.json:
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
-    else:
-        print("\n".join(_lines(found)))
-    return 1 if has_failed(found) else 0
+    return _show(answer or report(runtime, settings.api_key), settings.json)
 
 
-def has_failed(found: BoxStatus) -> bool:
+def _ask(path: str, api_key: str | None) -> bytes:
+    """Return what the arbiter reports; "" if none answers."""
+    try:
+        return ask(path, api_key, _ANSWER_S)
+    except OSError:
+        return b""
+
+
+def _show(answer: bytes, as_json: bool) -> int:
+    """Print the status; return the exit status."""
+    found = json.loads(answer)
+    print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+    return 1 if _has_failed(found) else 0
+
+
+def _has_failed(found: Status) -> bool:
     """Whether a part of the deployment failed, or there is none."""
-    processes = (*found.workers, *found.others)
-    return found.state != "running" or any(one.state == "failed" for one in processes)
+    processes = (*found.get("workers", ()), *found.get("others", ()))
+    return found["state"] != "running" or any(one["state"] == "failed" for one in processes)
 
 
-def _lines(found: BoxStatus) -> Iterator[str]:
-    if found.state != "running":
-        yield f"no deployment runs in namespace {found.namespace!r}; start one: dynamo serve GRAPH"
-        yield from found.problems
+def _lines(found: Status) -> Iterator[str]:
+    problems = found.get("problems", ())
+    if found["state"] != "running":
+        yield f"no deployment runs in namespace {found['namespace']!r}; try: dynamo serve GRAPH"
+        yield from problems
         return
-    rows = [_COLUMNS, *map(_model_row, found.models), *map(_other_row, _unnamed(found))]
+    models = found.get("models", ())
+    others = [one for one in found.get("workers", ()) if not one.get("model")]
+    rows = [_COLUMNS, *map(_model_row, models), *map(_other_row, others)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     for row in rows:
         cells = (word.ljust(width) for word, width in zip(row, widths, strict=True))
         yield "  ".join(cells).rstrip()
-    where = f" at {found.url}" if found.url else ""
-    yield f"frontend: {found.frontend}{where}"
-    for model in found.models:
-        if model.cause and model.state != "failed":
-            yield f"{model.model} is {model.state}: {model.cause}"
-    yield from found.problems
+    where = f" at {found['url']}" if found.get("url") else ""
+    yield f"frontend: {found['frontend']}{where}"
+    for one in (*models, *others, *found.get("others", ())):
+        if one.get("cause") and one["state"] != "failed":
+            yield f"{one.get('model') or one['name']} is {one['state']}: {one['cause']}"
+    yield from problems
 
 
-def _model_row(model: ModelStatus) -> tuple[str, ...]:
-    figures = model.figures
-    state = model.state
-    if model.progress is not None:
-        state += f" {model.progress:.0%}"
+def _model_row(model: Status) -> tuple[str, ...]:
+    figures: Status = model.get("figures") or {}
+    known, rate = bool(figures), figures.get("hit_rate")
+    vram, progress, idle_s = (model.get(key) for key in ("vram_bytes", "progress", "idle_until_s"))
     return (
-        model.model,
-        state,
-        f"{model.ready}/{model.wanted}",
-        ",".join(model.gpus) or "-",
-        "-" if model.vram_bytes is None else f"{model.vram_bytes / 2**30:.1f} GiB",
-        "-" if figures is None else f"{figures.output_tokens_per_s:.0f}",
-        "-" if figures is None else str(figures.in_flight),
-        "-" if figures is None else str(figures.queued),
-        "-" if figures is None or figures.hit_rate is None else f"{figures.hit_rate:.0%}",
-        "-" if model.idle_until_s is None else f"{model.idle_until_s:.0f} s",
+        model["model"],
+        model["state"] if progress is None else f"{model['state']} {progress:.0%}",
+        f"{model.get('ready', 0)}/{model.get('wanted', 0)}",
+        ",".join(model.get("gpus", ())) or "-",
+        "-" if vram is None else f"{vram / 2**30:.1f} GiB",
+        f"{figures.get('output_tokens_per_s', 0):.0f}" if known else "-",
+        str(figures.get("in_flight", 0)) if known else "-",
+        str(figures.get("queued", 0)) if known else "-",
+        "-" if rate is None else f"{rate:.0%}",
+        "-" if idle_s is None else f"{idle_s:.0f} s",
     )
 
 
-def _unnamed(found: BoxStatus) -> list[WorkerStatus]:
-    """Return the processes that register no model, frontends and planners aside."""
-    return [one for one in found.workers if not one.model]
-
-
-def _other_row(worker: WorkerStatus) -> tuple[str, ...]:
-    gpus = ",".join(worker.gpus) or "-"
-    return (f"({worker.name})", worker.state, "-", gpus, *("-" for _ in _COLUMNS[4:]))
+def _other_row(worker: Status) -> tuple[str, ...]:
+    """Return the row of a process that registers no model."""
+    gpus = ",".join(worker.get("gpus", ())) or "-"
+    return (f"({worker['name']})", worker["state"], "-", gpus, *("-" for _ in _COLUMNS[4:]))

@@ -18,7 +18,7 @@ from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.runtime.paths import state_dir
 from dynamo.serve.graph import parse_graph
 from dynamo.serve.overrides import split_overrides
-from dynamo.serve.processes import same_process
+from dynamo.serve.process_table import same_process
 from dynamo.serve.statefile import Document, Statefile
 from dynamo.serve.yamlmap import MAX_TEXT_BYTES
 

@@ -9,9 +9,13 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dynamo.box.reading import report
+from dynamo.box.status_client import STATUS_SOCKET
+from dynamo.box.status_socket import StatusSocket
 from dynamo.cli.console import Console, ConsoleLog
 from dynamo.cli.gpu_placement import place_workers
 from dynamo.cli.service_checks import check_engine_flags, check_engines, check_services
@@ -40,7 +44,7 @@ from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import DRAIN_TIMEOUTS, DeploymentPlan, WatcherSpec, plan
 from dynamo.serve.yamlmap import MAX_TEXT_BYTES
 
-__all__ = ["main", "prepare", "read_graph"]
+__all__ = ["main", "prepare", "read_graph", "start"]
 
 DESCRIPTION = "Start the services of a graph file, keep them running, end them all on Ctrl-C."
 EPILOG = """overrides: --Service.key=value for every key of the file, for example
@@ -69,21 +73,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         (settings,) = load("dynamo serve", DESCRIPTION, [ServeSettings], rest, epilog=EPILOG)
-        graph = _read(settings, overrides)
-        if not settings.dry_run:
-            # From here a stop signal waits until the guard can handle it, with clean-up.
-            hold_signals()
-        runtime = from_env(RuntimeSettings, namespace=graph.namespace)
-        planned = prepare(graph, settings, runtime)
-        if settings.dry_run:
-            return _dry_run(planned, settings, graph)
-        check_engines(graph)
-        return _serve(planned, settings, runtime, _replanner(settings, overrides, runtime))
+        return start(settings, overrides)
     except BrokenPipeError:
         raise
     except (DynamoError, OSError) as error:
         print(f"dynamo serve: {_reason(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def start(settings: ServeSettings, overrides: Sequence[Override]) -> int:
+    """Start the graph and keep it running, or show it with ``dry_run``; return the exit status.
+
+    Raises DynamoError or OSError if it cannot start.
+    """
+    graph = _read(settings, overrides)
+    if not settings.dry_run:
+        # From here a stop signal waits until the guard can handle it, with clean-up.
+        hold_signals()
+    runtime = from_env(RuntimeSettings, namespace=graph.namespace)
+    planned = prepare(graph, settings, runtime)
+    if settings.dry_run:
+        return _dry_run(planned, settings, graph)
+    check_engines(graph)
+    return _serve(planned, settings, runtime, _replanner(settings, overrides, runtime))
 
 
 def _reason(error: DynamoError | OSError) -> str:
@@ -101,6 +113,8 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     env["DYN_FILE_KV"] = str(store_path(runtime))
     env["DYN_MIGRATION_LIMIT"] = str(settings.migration_limit)
     here = _directory(graph)
+    if _shadows_us(here):
+        env["PYTHONSAFEPATH"] = "1"
     check_services(graph, here, {**env, "DYN_NAMESPACE": graph.namespace})
     graph = replace(graph, services=with_engine_gpus(graph.services, here))
     specs = plan(
@@ -128,13 +142,22 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     )
 
 
+def _shadows_us(directory: Path) -> bool:
+    """Whether a process in ``directory`` would import another copy of this package.
+
+    In a checkout whose package was installed elsewhere, the copy lacks the compiled modules.
+    """
+    other = directory / "dynamo"
+    return (other / "__init__.py").is_file() and not other.samefile(Path(__file__).parents[1])
+
+
 def _directory(graph: Graph) -> Path:
     """Return the directory in which the services run: that of the graph file."""
     return Path(graph.source).absolute().parent if Path(graph.source).exists() else Path.cwd()
 
 
 def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
-    text, source = settings.deployment_config, "DYN_DEPLOYMENT_CONFIG"
+    text, source = settings.deployment_config, settings.deployment_source
     if text is not None and settings.graph:
         print(
             f"dynamo serve: ignoring {settings.graph}: DYN_DEPLOYMENT_CONFIG replaces it; "
@@ -274,14 +297,15 @@ def _serve(
         notes = run_directory.reconcile()
         _check_ports(planned.specs)
         # Hold the fallback directory of long paths again: reconcile() removes a crashed one.
-        for name in _SOCKETS:
+        for name in (*_SOCKETS, STATUS_SOCKET):
             socket_path(runtime, name)
     except BaseException:
         run_directory.release()
         raise
 
     def body() -> int:
-        return _arbiter(planned, settings, run_directory, notes, replan)
+        with StatusSocket(socket_path(runtime, STATUS_SOCKET), partial(report, runtime)):
+            return _arbiter(planned, settings, run_directory, notes, replan)
 
     def clean_up() -> None:
         run_directory.clear()

@@ -1,16 +1,24 @@
-"""Every option once (flag, variable, default, range, help); the only reader of os.environ."""
+"""Every option once (flag, variable, default, range, help); the only reader of os.environ.
 
-from dynamo.config.option import (
-    Option,
-    deprecations,
-    environ,
-    from_env,
-    load,
-    load_known,
-    option,
-    preset,
-    to_env,
-)
+Its names are imported on first use: ``dynamo ps`` mostly needs none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynamo.config.option import (
+        Option,
+        deprecations,
+        environ,
+        from_env,
+        load,
+        load_known,
+        preset,
+        to_env,
+    )
 
 __all__ = [
     "Option",
@@ -19,7 +27,13 @@ __all__ = [
     "from_env",
     "load",
     "load_known",
-    "option",
     "preset",
     "to_env",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.option"), name)
+    return found

@@ -189,13 +189,34 @@ class FrontendSettings:
         env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
         help="accept unknown request fields instead of rejecting them",
     )
+    responses_store_mb: int = option(
+        64,
+        "--responses-store-mb",
+        env="DYN_RESPONSES_STORE_MB",
+        minimum=0,
+        help="memory for stored responses (previous_response_id of /v1/responses) in MiB; the "
+        "least recently used are dropped; 0 stores none",
+    )
+    anthropic_api: bool = option(
+        True,
+        "--enable-anthropic-api",
+        env="DYN_ENABLE_ANTHROPIC_API",
+        help="serve /v1/messages and /v1/messages/count_tokens",
+    )
+    strip_anthropic_preamble: bool = option(
+        True,
+        "--strip-anthropic-preamble",
+        env="DYN_STRIP_ANTHROPIC_PREAMBLE",
+        help="leave Claude Code's billing header, which differs in each request, out of prompts",
+    )
     disable_nvext: bool = option(
         False, env="DYN_DISABLE_FRONTEND_NVEXT", help="drop nvext from requests"
     )
     disable_admin_api: bool = option(
         False,
         env="DYN_DISABLE_FRONTEND_ADMIN_API",
-        help="do not serve the operators' routes (/busy_threshold, /v1/route, /v1/status)",
+        help="do not serve the operators' routes (/busy_threshold, /v1/requests, /v1/route, "
+        "/v1/status)",
     )
     force_usage: bool = option(
         False,

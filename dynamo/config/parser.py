@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -140,6 +139,8 @@ def _text(spec: Option, default: Any) -> str:
 
 
 def _paragraph(spec: Option, default: Any) -> str:
+    import shutil  # slow to import: only for --help
+
     width = min(shutil.get_terminal_size().columns, _WIDEST) - 2
     text = textwrap.fill(_text(spec, default), width, initial_indent=" " * 8)
     return f"  {', '.join(spec.env)}\n{textwrap.indent(text.lstrip(), ' ' * 8)}"

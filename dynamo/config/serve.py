@@ -73,6 +73,8 @@ class ServeSettings:
     deployment_config: str | None = option(
         None, env="DYN_DEPLOYMENT_CONFIG", help="YAML text that is used instead of the graph file"
     )
+    deployment_source: str = "DYN_DEPLOYMENT_CONFIG"
+    """Where ``deployment_config`` comes from, for errors: ``dynamo run`` makes one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,14 +42,18 @@ def frontend_access(settings: FrontendSettings) -> Access | None:
     return Access(keys=keys, tls=tls, is_open=_OPEN_PATHS.__contains__)
 
 
-def guard_operator_routes(routes: Routes, settings: FrontendSettings) -> None:
-    """Admit only operators to the routes that change or explain what the router does."""
+def guard_operator_routes(routes: Routes, settings: FrontendSettings) -> OperatorGuard | None:
+    """Admit only operators to the routes that change or explain what the router does.
+
+    Returns the guard; None if these routes are disabled.
+    """
     if settings.disable_admin_api:
-        return
+        return None
     names = (settings.http_host, *settings.allowed_hosts)
     guard = OperatorGuard(settings.api_key_file is not None, names)
     for path, methods in _OPERATOR_ROUTES.items():
         routes.wrap(path, methods, guard.before)
+    return guard
 
 
 def show_key_requests(metrics: FrontendMetrics, keys: ApiKeys) -> None:

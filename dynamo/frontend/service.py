@@ -24,19 +24,24 @@ from dynamo.frontend.access import (
     show_key_requests,
     warn_if_exposed,
 )
+from dynamo.frontend.api.anthropic import MessagesRoutes, messages_error_body
 from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.api.recent import RecentRoutes
 from dynamo.frontend.api.record import RecordRoutes
 from dynamo.frontend.api.relay import RelayRoutes
+from dynamo.frontend.api.responses import ResponseRoutes
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.api.status import StatusRoutes
+from dynamo.frontend.api.tokenize import TokenizeRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.requests.response_store import ResponseStore
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.limits import allow_open_files
 from dynamo.http.routes import Routes
@@ -78,9 +83,17 @@ class Frontend:
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         self._status = StatusRoutes(self.models, self._requests)
         routes = Routes()
-        OpenAIRoutes(self._requests, self.models, self._tasks).install(routes)
+        openai = OpenAIRoutes(self._requests, self.models, self._tasks)
+        openai.install(routes)
         EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
-        RelayRoutes(self._requests, self.models, self._tasks).install(routes)  # before these
+        TokenizeRoutes(self._requests, self.models, self._tasks).install(routes)
+        counts = PromptCountRoutes(self._requests, self.models, self._tasks)
+        if settings.anthropic_api:
+            MessagesRoutes(self._requests, openai, counts).install(routes)
+        relay = RelayRoutes(self._requests, self.models, self._tasks)
+        store = ResponseStore(settings.responses_store_mb * _MIB)
+        ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
+        relay.install(routes)  # before all these
         if not settings.disable_admin_api:
             ExplainRoutes(
                 self.models, self._tasks, self._requests.overload_status, self._requests.off_loop
@@ -90,10 +103,11 @@ class Frontend:
             self._status.install(routes)
             RecentRoutes(metrics.recent).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
-        guard_operator_routes(routes, settings)
+        self._requests.guard = guard_operator_routes(routes, settings)
         self.models.on_demand.again = routes
         self._requests.hold = partial(self.models.hold, self._requests)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)
+        self._server.error_bodies = messages_error_body
         if access is not None and access.keys is not None:
             show_key_requests(metrics, access.keys)
         metrics.http_connections.function = lambda: self._server.connections

@@ -69,15 +69,17 @@ class OperatorGuard:
         self._names = frozenset(("localhost", *map(plain_name, names))) - {"", "*"}
 
     def check(self, exchange: Exchange) -> str:
-        """Return why the request is refused, with the remedy; "" if it is admitted.
+        """As :meth:`problem`; logs the name of the operator who changes something."""
+        found, key = self.problem(exchange), exchange.api_key
+        if not found and self._has_keys and key is not None and exchange.method == "POST":
+            log.info("POST %s by operator %s", exchange.path, key.name)
+        return found
 
-        Logs the name of the operator who changes something.
-        """
+    def problem(self, exchange: Exchange) -> str:
+        """Return why the request is refused, with the remedy; "" if it is admitted."""
         if self._has_keys:
             key = exchange.api_key
             if key is not None and key.operator:
-                if exchange.method == "POST":
-                    log.info("POST %s by operator %s", exchange.path, key.name)
                 return ""
             which = "without a key" if key is None else f"the key '{key.name}' has the role user"
             return f"{exchange.path} is for operators; {which}: send an operator's key"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from dynamo.http.body import ChunkedBody, SizedBody
-from dynamo.http.errors import HttpStatusError
+from dynamo.http.errors import ErrorBodies, HttpStatusError
 from dynamo.http.exchange import CLOSE, NEVER, Exchange, ResponseHeads, encode_headers
 from dynamo.http.head import CHUNKED, Head, HeadReader
 from dynamo.http.limits import HttpLimits
@@ -32,7 +32,7 @@ class ServerContext(Protocol):
 
     ``clock`` is monotonic seconds as of the last sweep: exact enough for deadlines.
     ``bodies_bytes`` is the size of the unfinished bodies of all connections. ``handler`` answers a
-    request, now or later.
+    request, now or later. ``error_bodies`` are those of APIs that have their own.
     """
 
     limits: HttpLimits
@@ -43,6 +43,7 @@ class ServerContext(Protocol):
     draining: bool
     bodies_bytes: int
     handler: Callable[[Exchange], None]
+    error_bodies: ErrorBodies | None
 
     def admit(self, connection: HttpConnection) -> bool:
         """Register a connection; False above the limit."""
@@ -220,6 +221,11 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def error_body(self, path: str, status: int, message: str) -> bytes | None:
+        """The error body of the API of ``path``; None for the usual one."""
+        bodies = self._server.error_bodies
+        return None if bodies is None else bodies(path, status, message)
+
     @property
     def peer(self) -> str | None:
         """The address of the client; None without one."""
@@ -308,8 +314,9 @@ class HttpConnection(asyncio.Protocol):
         resets it, and the client would not receive the reply.
         """
         self._server.refused(refusal.status)
+        path = refusal.path if self._head is None else self._head.path
         self._forget_body()
-        body = refusal.body
+        body = self.error_body(path, refusal.status, refusal.message) or refusal.body
         head = self.heads.get(refusal.status, "application/json", CLOSE)
         extra = encode_headers(refusal.headers)
         self.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, body))
@@ -361,10 +368,10 @@ class HttpConnection(asyncio.Protocol):
 
     def _open_body(self, head: Head, first: bytes) -> None:
         limits = self._server.limits
+        self._head = head
         if head.body_bytes > limits.body_bytes:
             raise HttpStatusError(413, f"Request body exceeds {limits.body_bytes} bytes")
         self._check_budget(head.body_bytes - _FREE_BODY_BYTES)
-        self._head = head
         self._timing_head = False
         self._buffer = b""
         if head.body_bytes == CHUNKED:

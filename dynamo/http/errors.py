@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http import HTTPStatus
 
 import orjson
 
 from dynamo.errors import MESSAGE_LIMIT, shorten
 
-__all__ = ["HttpStatusError", "KeyRefused", "error_body", "reason_phrase"]
+__all__ = ["ErrorBodies", "HttpStatusError", "KeyRefused", "error_body", "reason_phrase"]
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _REASONS.update({413: "Payload Too Large", 414: "URI Too Long", 499: "Client Closed Request"})
 _REASONS[529] = "Overloaded"
 
+ErrorBodies = Callable[[str, int, str], bytes | None]
+"""From path, status and message to the error body of an API with its own; None for other paths."""
+
 
 class HttpStatusError(Exception):
     """The request breaks a rule or a bound; ``status``, ``body`` and ``headers`` go to the client.
 
-    ``retry_after_s``, unless 0, is the value of the Retry-After header.
+    ``retry_after_s``, unless 0, is the value of the Retry-After header. ``path`` is that of the
+    request, where it is known.
     """
+
+    path: str = ""
 
     def __init__(self, status: int, message: str, retry_after_s: int = 0) -> None:
         super().__init__(message)

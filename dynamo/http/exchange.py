@@ -50,6 +50,9 @@ class Transport(Protocol):
     def abort(self) -> None:
         """Close the connection at once; unsent bytes are lost."""
 
+    def error_body(self, path: str, status: int, message: str) -> bytes | None:
+        """The error body of the API of ``path``; None for the usual one."""
+
 
 class ResponseHeads:
     """Heads of responses, built once a second for each kind instead of once a response."""
@@ -193,7 +196,8 @@ class Exchange:
 
     def refuse(self, status: int, message: str, kind: str | None = None) -> None:
         """Respond with an error body. Spec 5.4."""
-        self.respond(status, error_body(status, message, kind))
+        body = self._transport.error_body(self.path, status, message)
+        self.respond(status, body or error_body(status, message, kind))
 
     def start(
         self, status: int, content_type: str, headers: Sequence[tuple[str, str]] = ()

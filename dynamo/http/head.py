@@ -135,7 +135,11 @@ class HeadReader:
         head = Head(method, target, minor, self._read_headers(data))
         self._check(head)
         if self._access_check is not None:
-            self._access_check(head)
+            try:
+                self._access_check(head)
+            except HttpStatusError as refusal:
+                refusal.path = head.path
+                raise
         return head
 
     def check_partial(self, data: bytes) -> None:

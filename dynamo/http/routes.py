@@ -34,6 +34,10 @@ class Routes:
         else:
             self._exact.setdefault(path, {}).update(methods)
 
+    def below(self, prefix: str, methods: Sequence[str], route: Route) -> None:
+        """Handle ``methods`` of all paths longer than ``prefix``, which ends in ``/``."""
+        self._prefixes.append((prefix, dict.fromkeys(methods, route)))
+
     def post(self, path: str, route: Route) -> None:
         """Handle POST of a JSON body to ``path``."""
         self._exact.setdefault(path, {})["POST"] = route

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dynamo.http.access import Access
 from dynamo.http.connection import HttpConnection
+from dynamo.http.errors import ErrorBodies
 from dynamo.http.exchange import Exchange, ResponseHeads
 from dynamo.http.head import HeadReader
 from dynamo.http.limits import HttpLimits
@@ -31,6 +32,7 @@ class HttpServer:
     ``handler`` is a plain function, so that a request costs neither task nor queue. ``on_refused``
     is called with the status of each request that was refused before it reached a route. Pass
     ``write_batch`` to share one with the handler. Without ``access``, plain HTTP needs no key.
+    ``error_bodies`` are those of APIs that have their own.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class HttpServer:
         write_batch: WriteBatch | None = None,
         access: Access | None = None,
     ) -> None:
+        self.error_bodies: ErrorBodies | None = None
         self.limits = limits or HttpLimits()
         check = access.check_key if access is not None and access.keys is not None else None
         self.reader = HeadReader(self.limits, check)

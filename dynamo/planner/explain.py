@@ -10,21 +10,24 @@ import msgspec
 from dynamo.planner.decisions import DecisionRecord
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.model_state import ModelState
+from dynamo.protocols.control import PLANNER
 
 __all__ = ["EXPLAIN", "ExplainReport", "ModelReport", "model_reports", "report_text"]
 
-EXPLAIN = ("planner", "explain")
+EXPLAIN = (PLANNER, "explain")
 """Component and endpoint of a running planner, in its namespace."""
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the planner would decide now for one model.
 
-    The next decision is due in ``next_s`` seconds, unless it waits for the ``running`` ones.
+    The next decision is due in ``next_s`` seconds, unless it waits for the ``running`` ones, or the
+    planner is ``paused``.
     """
 
     now: DecisionRecord
     next_s: float
+    paused: bool = False
     running: tuple[DecisionRecord, ...] = ()
 
 
@@ -41,7 +44,7 @@ class ExplainReport(msgspec.Struct, frozen=True, kw_only=True):
 
 async def model_reports(loop: ScalingLoop) -> list[ModelReport]:
     """Ask the policies of ``loop`` what they would decide now, without effect on them."""
-    return [_model(state, record) for state, record in await loop.explain()]
+    return [_model(state, record, loop.paused) for state, record in await loop.explain()]
 
 
 def report_text(found: ExplainReport) -> str:
@@ -49,9 +52,10 @@ def report_text(found: ExplainReport) -> str:
     return "\n".join(_lines(found))
 
 
-def _model(state: ModelState, record: DecisionRecord) -> ModelReport:
+def _model(state: ModelState, record: DecisionRecord, paused: bool) -> ModelReport:
     due_s = state.due_s - time.monotonic()
-    return ModelReport(now=record, next_s=max(0.0, due_s), running=tuple(state.pending))
+    next_s = max(0.0, due_s)
+    return ModelReport(now=record, next_s=next_s, paused=paused, running=tuple(state.pending))
 
 
 def _lines(found: ExplainReport) -> Iterator[str]:
@@ -68,12 +72,18 @@ def _lines(found: ExplainReport) -> Iterator[str]:
         for record in model.running:
             yield f"running   model {record.model}, for {now.at_s - record.at_s:.0f} s"
             yield from _pools(record)
-        when = "when that is done" if model.running else f"due in {model.next_s:.0f} s"
-        yield f"now       model {now.model}, policy {now.mode}: the next decision is {when}"
+        yield f"now       model {now.model}, policy {now.mode}: {_next(model)}"
         yield from _pools(now)
     if not found.running:
         last = ": these are the decisions of the last one" if found.decisions else ""
         yield f"no planner runs in this namespace{last}"
+
+
+def _next(model: ModelReport) -> str:
+    if model.paused:
+        return "paused; dynamo planner resume ends it"
+    when = "when that is done" if model.running else f"due in {model.next_s:.0f} s"
+    return f"the next decision is {when}"
 
 
 def _pools(record: DecisionRecord) -> Iterator[str]:

@@ -18,7 +18,7 @@ from dynamo.errors import StatefileError
 from dynamo.http.client import ResponseError, get
 from dynamo.planner.traffic import FrontendPage, read_page
 from dynamo.serve.frontend_address import FrontendAddress
-from dynamo.serve.processes import environment
+from dynamo.serve.process_table import environment
 from dynamo.serve.statefile import Statefile
 
 __all__ = ["FrontendPages", "KnownFrontend", "frontends_in"]

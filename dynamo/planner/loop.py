@@ -19,7 +19,7 @@ from dynamo.planner.observers import LoopObserver, Observers
 from dynamo.planner.policies.base import Policy, ScalingDecision
 from dynamo.planner.scaled_model import ScaledModel, left_out, models_of
 from dynamo.planner.sources import MetricSources
-from dynamo.planner.zero import cold_decision
+from dynamo.planner.zero import cold_decision, is_on_demand
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["ScalingLoop"]
@@ -58,6 +58,7 @@ class ScalingLoop:
         self._tasks = Tasks("planner")
         self._stopped = asyncio.Event()
         self._problem = ""
+        self._paused = False
 
     async def run(self) -> None:
         """Pull and decide until :meth:`stop`."""
@@ -77,6 +78,38 @@ class ScalingLoop:
     def wake(self) -> None:
         """Look at the models now: requests wait for a first worker."""
         self._woken.set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether the loop only observes."""
+        return self._paused
+
+    def pause(self) -> None:
+        """Observe only, until :meth:`resume`; changes in flight go on. Idempotent."""
+        if not self._paused:
+            log.info("paused: no worker is added or removed until the planner is resumed")
+        self._paused = True
+
+    def resume(self) -> None:
+        """End the pause: each model begins an interval. Idempotent."""
+        if self._paused:
+            log.info("resumed")
+            for state in self._models.values():
+                state.is_new = state.begins = True
+        self._paused = False
+        self.wake()
+
+    def models(self) -> list[str]:
+        """Return the names of the models that are scaled."""
+        return list(self._models)
+
+    def on_demand(self) -> list[str]:
+        """Return those of them whose workers start with the first request."""
+        return [
+            state.model.name
+            for state in self._models.values()
+            if is_on_demand(self._pools(state.model))
+        ]
 
     async def stop(self, timeout_s: float) -> None:
         """Decide nothing more: cancel starts, which undoes them, and let removals finish.
@@ -123,6 +156,8 @@ class ScalingLoop:
         if self._sharing is not None:
             await self._share(self._sharing)
             active = [state for state in active if not state.is_paused]
+        if self._paused:
+            return
         soon_s = self._clock() + _EARLY * self._settings.metric_pulling_interval_s
         due = [state for state in active if state.due_s <= soon_s and not self._is_cold(state)]
         if due:
@@ -137,7 +172,7 @@ class ScalingLoop:
         await sharing.update(
             {state.model.name: (state, self._pools(state.model)) for state in states}
         )
-        if self._stopped.is_set():
+        if self._stopped.is_set() or self._paused:
             return
         for state in self._models.values():
             made = sharing.decision(state)

@@ -8,19 +8,19 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from dynamo.box.actions.engine_controls import RemoteEngines
+from dynamo.box.planner import DECISIONS_FILE
+from dynamo.box.planner_file import PLANNER_FILE
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.planner.actions import WorkerAction
-from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
-from dynamo.planner.explain import EXPLAIN, model_reports
+from dynamo.planner.decisions import DecisionLog, DecisionRecord
+from dynamo.planner.endpoints import serve_explain, serve_pause
 from dynamo.planner.gpu_sharing import GpuSharing
 from dynamo.planner.local.capacity import gpu_capacity
 from dynamo.planner.local.connector import LocalConnector, open_connector
@@ -32,6 +32,7 @@ from dynamo.planner.on_demand import OnDemandRegistry
 from dynamo.planner.policies.base import ScalingDecision
 from dynamo.planner.policies.factory import make_policy
 from dynamo.planner.sources import LiveSources
+from dynamo.planner.state_file import StateFile
 from dynamo.planner.tensorboard import TensorboardLog, default_log_dir
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file
@@ -98,7 +99,9 @@ async def _run(
     statefile = Statefile(state_dir(runtime.settings), namespace)
     sources = LiveSources(runtime, statefile, settings)
     tensorboard = TensorboardLog(Path(settings.log_dir or default_log_dir()))
+    state_file = StateFile(run_dir(runtime.settings) / PLANNER_FILE, settings)
     observers = (
+        state_file,
         PlannerMetrics(runtime.metrics, namespace, settings),
         tensorboard,
         DecisionWriter(run_dir(runtime.settings) / DECISIONS_FILE),
@@ -116,7 +119,9 @@ async def _run(
             await sources.start()
             await demand.start()
             await _repair(connector, settings)
-            runtime.tasks.spawn(_serve_explain(runtime, loop, stop), name="explain")
+            for serving in (serve_explain(runtime, loop), serve_pause(runtime, loop, state_file)):
+                served = runtime.tasks.spawn(serving, name="endpoint")
+                served.add_done_callback(lambda _: stop.set())  # the lease is revoked
             work = runtime.tasks.spawn(loop.run(), name="planner")
             work.add_done_callback(lambda _: stop.set())  # it failed
             await stop.wait()
@@ -125,6 +130,7 @@ async def _run(
             await _repair(connector, settings)  # what the cancelled changes have left
     finally:
         tensorboard.close()
+        state_file.remove()
 
 
 async def _repair(connector: LocalConnector, settings: PlannerSettings) -> None:
@@ -138,19 +144,6 @@ async def _repair(connector: LocalConnector, settings: PlannerSettings) -> None:
         log.warning("not repaired in %g s; the next start goes on with it", _REPAIR_S)
     except DynamoError as error:
         log.warning("%s", error.message)
-
-
-async def _serve_explain(
-    runtime: DistributedRuntime, loop: ScalingLoop, stop: asyncio.Event
-) -> None:
-    """Serve the endpoint of ``dynamo planner explain``; stop when the lease is revoked."""
-
-    async def explain(request: object) -> AsyncIterator[object]:
-        yield msgspec.to_builtins(await model_reports(loop))
-
-    endpoint = runtime.endpoint(".".join((runtime.settings.namespace, *EXPLAIN)))
-    await endpoint.serve_endpoint(explain)
-    stop.set()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""Records in the discovery store: leases, endpoint instances, event channels. Spec 7.2."""
+"""Records in the discovery store: leases, endpoint instances, event channels. Spec 7.2.
+
+Also the commands to engines and to the planner.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,28 @@ __all__ = [
     "INSTANCES",
     "MODEL_CARDS",
     "ON_DEMAND",
+    "PLANNER",
+    "PLANNER_PAUSE",
     "EndpointRecord",
     "EngineCommand",
     "EventChannelRecord",
     "Id",
     "LeaseRecord",
     "OnDemandModel",
+    "PlannerPause",
+    "PlannerState",
     "instance_key",
     "record_decoder",
 ]
 
 ENGINE_CONTROL = "engine_control"
 """Endpoint, of the workers' component, that takes :class:`EngineCommand`."""
+
+PLANNER = "planner"
+"""Component of a running planner, in its namespace."""
+
+PLANNER_PAUSE = "pause"
+"""Endpoint of the planner that takes :class:`PlannerPause` and sends :class:`PlannerState`."""
 
 INSTANCES = "v1/instances/"
 MODEL_CARDS = "v1/mdc/"
@@ -106,6 +119,22 @@ class EngineCommand(msgspec.Struct, omit_defaults=True):
 
     route: str
     body: dict[str, Any] | None = None
+
+
+class PlannerPause(msgspec.Struct, omit_defaults=True):
+    """``paused`` sets whether the planner leaves the workers alone; None only asks."""
+
+    paused: bool | None = None
+
+
+class PlannerState(msgspec.Struct, kw_only=True):
+    """A running planner. ``models`` are those that it scales, ``on_demand`` those of them whose
+    workers start with the first request. ``acts`` is false with --no-operation."""
+
+    paused: bool
+    acts: bool = True
+    models: list[str] = []
+    on_demand: list[str] = []
 
 
 def instance_key(namespace: str, component: str, endpoint: str, instance_id: int) -> str:

@@ -15,6 +15,8 @@ __all__ = [
     "GpuStatus",
     "ModelFigures",
     "ModelStatus",
+    "PlannedModel",
+    "PlannerReport",
     "PlannerSummary",
     "RecentList",
     "RequestRecord",
@@ -73,8 +75,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     endpoint: str
     received_at_s: float
     duration_s: float
+    outcome: str
     client_id: str = ""
-    outcome: str = "ok"
     worker: str = ""
     dp_rank: int = 0
     prefill_worker: str = ""
@@ -218,6 +220,36 @@ class PlannerSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     mode: str = ""
     next_s: float | None = None
     decisions: tuple[str, ...] = ()
+
+
+class PlannedModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last decision for one model: ``text`` has each pool, its target and why.
+
+    ``wanted`` is the number of workers by pool; the next decision is due at ``next_at_s``.
+    """
+
+    model: str
+    at_s: float
+    text: str
+    wanted: dict[str, int] = {}
+    next_at_s: float | None = None
+
+
+class PlannerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``planner.json`` in the run directory, which a running planner rewrites at each change.
+
+    ``pid`` and ``start_ticks`` identify it. ``state`` is running, paused or observing (with
+    --no-operation). An idle model gives up its GPUs after ``idle_timeout_s`` if it is one of
+    ``on_demand``.
+    """
+
+    pid: int
+    start_ticks: int
+    state: str
+    mode: str
+    idle_timeout_s: float | None = None
+    on_demand: tuple[str, ...] = ()
+    models: tuple[PlannedModel, ...] = ()
 
 
 class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import choose, costs
@@ -23,6 +23,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.caches.predicted import PredictedCache, make_optimistic_cache
+from dynamo.router.constraints import constraints_of
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, cost_params, overridden
 from dynamo.router.decision_log import log as decision_log
 from dynamo.router.decision_log import log_candidates, log_selected
@@ -36,10 +37,20 @@ from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
 from dynamo.router.prompt import HashedPrompt, Hasher
+from dynamo.router.receipt import (
+    MAX_CANDIDATES,
+    CaptureLimit,
+    DecisionInputs,
+    DecisionTotals,
+    KvInputs,
+)
 from dynamo.router.sync.local import LocalRequests
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 __all__ = ["KvPicker"]
+
+_Decided: TypeAlias = "tuple[CostParams, array[int], int, HashedPrompt, CopyOffer | None]"
+"""The last decision: parameters, eligible slots, the chosen one, the prompt, a copy of blocks."""
 
 
 class KvPicker:
@@ -47,8 +58,9 @@ class KvPicker:
 
     ``served`` counts, by worker, the prompts of at least one block that got a first token;
     ``on_first_served`` is called with each worker at its first one. ``local_requests``, where set,
-    records all reservations for other replicas of the router. ``clock`` gives seconds; only
-    differences count. A decision is O(prompt + slots × log prompt).
+    records all reservations for other replicas of the router. ``recovering`` are the slots whose
+    cache is in doubt. ``clock`` gives seconds; only differences count. A decision is O(prompt +
+    slots × log prompt).
     """
 
     def __init__(  # noqa: PLR0913 - the last four are for tests and replays
@@ -94,6 +106,12 @@ class KvPicker:
         self.reused_tokens = Counter() if metrics is None else metrics.reused
         self._uniform = (random or Random()).random
         self._clock = clock
+        self._decided: _Decided | None = None
+        self._captures = CaptureLimit()
+        self.recovering: Collection[int] = ()
+        self._index_state = "exact" if predicted is None else "predicted"
+        if index is None:
+            self._index_state = "none"
         self._resize()
 
     def pick(
@@ -123,7 +141,47 @@ class KvPicker:
             self._book(request_id, slot, prompt, routing, params)
             if offer is not None and self._copies is not None:
                 self._copies.routed(request_id, slot, offer, now_s)
+            self._decided = params, slots, slot, prompt, offer
         return decision
+
+    def inputs(
+        self, routing: Routing | None, failed: Collection[int] = (), wanted: bool = False
+    ) -> DecisionInputs | None:
+        """See :meth:`dynamo.router.picker.Picker.inputs`."""
+        # Nothing has run since the decision, so the columns are still its own.
+        if self._decided is None:
+            return None
+        params, slots, slot, prompt, offer = self._decided
+        pool, cached = self.worker_pool, self._cached_blocks
+        if not wanted and not self._captures.take(prompt.begun_s):
+            cost = self._costs[slots.index(slot)]
+            return DecisionTotals("kv", self._index_state, pool.owners[slot], len(slots), cost)
+        constraints = None
+        if routing is not None or failed or slots is not pool.candidates:
+            session = self.eligibility.sessions is not None
+            constraints = constraints_of(routing, pool, slots, session, failed)
+        requests: tuple[int, ...] = ()
+        if params.request_weight:  # before this request, which is booked by now
+            requests = tuple(self.active.load(one)[2] - (one == slot) for one in slots)
+        found = KvInputs(
+            self._index_state,
+            params,
+            pool.owners,
+            slots,
+            slot,
+            prompt.isl_tokens,
+            prompt.best_overlap,
+            cached.device.tobytes(),
+            self._prefill.tobytes(),
+            self._decode.tobytes(),
+            self._costs.tobytes(),
+            cached.lower_columns() if cached.tiered or cached.shared else None,
+            requests,
+            offer.target if offer is not None and offer.free else None,
+            tuple(self.recovering) if self.recovering else (),
+            constraints,
+        )
+        return found if len(pool.owners) <= MAX_CANDIDATES else found.narrowed(wanted)
 
     def snapshot(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from random import Random
 from typing import Any
 
@@ -18,10 +18,18 @@ from dynamo.observability.metrics import Counter
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
+from dynamo.router.constraints import constraints_of
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.explain import Explanation
 from dynamo.router.picker import Decision
+from dynamo.router.receipt import (
+    MAX_CANDIDATES,
+    CaptureLimit,
+    DecisionInputs,
+    DecisionTotals,
+    InflightInputs,
+)
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 __all__ = ["MODES", "InflightPicker"]
@@ -55,6 +63,9 @@ class InflightPicker:
         self._gpu_weight = settings.encoder_cuda_to_cpu_ratio
         self._random = random or Random()
         self._direct = mode == "direct"
+        self._mode = mode
+        self._decided: tuple[array[int], int, float] | None = None
+        self._captures = CaptureLimit()
         self._choose: Choice = getattr(self, MODES[mode])
         self._next = 0
         self._slot_of: dict[str, int] = {}
@@ -75,7 +86,8 @@ class InflightPicker:
         if request_id is not None and request_id in self._slot_of:
             raise InvalidArgument(f"Request {request_id} already exists")
         now_s = self._clock()
-        slot = self._choose(self.eligibility.slots(routing, now_s))
+        slots = self.eligibility.slots(routing, now_s)
+        slot = self._choose(slots)
         owner = self.worker_pool.owners[slot]
         if request_id is not None:
             self._slot_of[request_id] = slot
@@ -86,7 +98,26 @@ class InflightPicker:
                 self.eligibility.load_added(owner[0])
             if routing is not None and routing.session_id is not None:
                 self.eligibility.bind_session(routing.session_id, *owner, now_s)
+            self._decided = slots, slot, now_s
         return Decision(*owner)
+
+    def inputs(
+        self, routing: Routing | None, failed: Collection[int] = (), wanted: bool = False
+    ) -> DecisionInputs | None:
+        """See :meth:`dynamo.router.picker.Picker.inputs`."""
+        if self._decided is None:
+            return None
+        (slots, slot, now_s), pool = self._decided, self.worker_pool
+        if not wanted and not self._captures.take(now_s):
+            return DecisionTotals(self._mode, "none", pool.owners[slot], len(slots))
+        constraints = None
+        if routing is not None or failed or slots is not pool.candidates:
+            session = self.eligibility.sessions is not None
+            constraints = constraints_of(routing, pool, slots, session, failed)
+        inflight = self._inflight[:]
+        inflight[slot] -= 1  # this request, which is booked by now
+        found = InflightInputs(self._mode, pool.owners, slots, slot, inflight, constraints)
+        return found if len(pool.owners) <= MAX_CANDIDATES else found.narrowed(wanted)
 
     def explain(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sized
 from typing import Any, NamedTuple, Protocol
 
 from dynamo.observability.metrics import Counter
@@ -11,6 +11,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.explain import Explanation
+from dynamo.router.receipt import DecisionInputs
 from dynamo.router.worker_pool import WorkerPool
 
 __all__ = ["Decision", "Picker"]
@@ -50,6 +51,16 @@ class Picker(Protocol):
         """Choose a worker and book the load under ``request_id`` (None: book nothing).
 
         Raises NoInstances, Overloaded, or InvalidArgument for a mistake in the request.
+        """
+        ...
+
+    def inputs(
+        self, routing: Routing | None, failed: Collection[int] = (), wanted: bool = False
+    ) -> DecisionInputs | None:
+        """Return a copy of what the last :meth:`pick` that booked weighed, for a receipt.
+
+        Call it right after that pick, with its ``routing`` and the workers that ``failed`` with the
+        request before. Of pools above 64 ranks it has only the chosen one, unless ``wanted``.
         """
         ...
 

@@ -7,12 +7,10 @@ users own it or may write to it. Two namespaces never share a run directory.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shlex
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -176,6 +174,9 @@ def _run_path(settings: RuntimeSettings, namespace: str | None = None) -> Path:
 
 
 def _short(home: Path) -> Path:
+    import hashlib  # both are slow to import, and rarely needed
+    import tempfile
+
     digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]
     base = environ().get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(base).absolute() / f"dynamo-{os.geteuid()}-{digest}"

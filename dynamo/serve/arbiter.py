@@ -19,7 +19,7 @@ from dynamo.runtime.paths import owner_only
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.commands import GraphEvents, RollingArbiter
 from dynamo.serve.output import Announcer
-from dynamo.serve.processes import children, environment
+from dynamo.serve.process_table import children, environment
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.supervised_process import SupervisedProcess, describe_exit
 
@@ -44,6 +44,9 @@ class WatcherEvents(GraphEvents, Protocol):
 
     def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
         """Whether the process ``pid`` registered a model, or is of a program that need not."""
+
+    async def conflict(self, watcher: SupervisedWatcher) -> str:
+        """Take the GPUs of a worker that slept; return "", or which others have them now."""
 
     def last_line(self, name: str) -> str:
         """Return the last line that the watcher ``name`` wrote, shortened; "" without one."""
@@ -281,6 +284,10 @@ class SupervisingArbiter(RollingArbiter):
         self._events.changed()
         if not watcher.processes and not self._stopping and not watcher.rolling:
             self._tasks.spawn(watcher.end(), name=f"end {watcher.name}")
+
+    async def conflict(self, watcher: SupervisedWatcher) -> str:
+        """Take the GPUs of a worker that slept; return "", or which others have them now."""
+        return await self._events.conflict(watcher)
 
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """Report a process that did not exit in time, before it is killed."""

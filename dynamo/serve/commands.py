@@ -12,7 +12,14 @@ from circus.util import synchronized
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.supervised import SupervisedWatcher
 
-__all__ = ["RELOAD_GRAPH", "GraphEvents", "ReloadGraph", "RollingArbiter", "error_reply"]
+__all__ = [
+    "RELOAD_GRAPH",
+    "GraphEvents",
+    "ReloadGraph",
+    "RollWatchers",
+    "RollingArbiter",
+    "error_reply",
+]
 
 RELOAD_GRAPH = "reload_graph"
 
@@ -45,6 +52,22 @@ class ReloadGraph(Command):  # type: ignore[misc]
         return arbiter.reload_graph(properties)
 
 
+class RollWatchers(Command):  # type: ignore[misc]
+    """Replace the processes of the watchers in ``names``. Unlike circus's ``restart``, the reply
+    says what failed. The class registers itself with circus."""
+
+    name = "roll_watchers"
+    properties = ("names",)
+
+    def message(self, *args: str, **options: Any) -> Any:
+        """Return the message; the client is ``dynamo restart``."""
+        return self.make_message(names=args, **options)
+
+    def execute(self, arbiter: Any, properties: Mapping[str, Any]) -> Any:
+        """Start it; the reply follows at its end."""
+        return arbiter.roll_named([self._get_watcher(arbiter, n) for n in properties["names"]])
+
+
 def error_reply(reason: str) -> dict[str, str]:
     """Return the reply of a command that ran and failed."""
     return {"status": "error", "reason": reason}
@@ -64,6 +87,11 @@ class RollingArbiter(Arbiter):  # type: ignore[misc]
         """
         chosen = (watcher_iter_func or self.iter_watchers)()
         return self._tasks.spawn(self.roll(chosen, False), name="restart")
+
+    @synchronized("arbiter_roll")  # type: ignore[untyped-decorator]
+    def roll_named(self, watchers: Sequence[SupervisedWatcher]) -> Any:
+        """Handle ``dynamo restart``."""
+        return self._tasks.spawn(self.roll(watchers, False), name="restart")
 
     @synchronized("arbiter_reload")  # type: ignore[untyped-decorator]
     def reload(self, graceful: bool = True, sequential: bool = False) -> Any:

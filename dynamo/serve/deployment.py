@@ -157,6 +157,12 @@ class Deployment:
         """Whether this watcher is marked as draining in the statefile (scale-down)."""
         return self._record.is_draining(watcher.name)
 
+    async def conflict(self, watcher: SupervisedWatcher) -> str:
+        """Take the GPUs of a worker that slept; return "", or which others have them now."""
+        if not self._factory.specs[watcher.name].gpus:
+            return ""
+        return await asyncio.to_thread(self._record.take_gpus, watcher.name)
+
     def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
         """Whether the process ``pid`` registered a model, or is of a program that need not."""
         return not self._factory.specs[watcher.name].registers_model or pid in self._leases.served

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynamo.serve.programs import MODEL_PROGRAMS, watcher_name
 from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, RESERVED_BY, Document
-from dynamo.serve.watchers import MODEL_PROGRAMS, watcher_name
 
 __all__ = [
     "Entry",

@@ -16,6 +16,7 @@ __all__ = ["Announcer", "LogFile", "OutputPipe", "ServiceOutput"]
 _READ_BYTES = 65536
 _LINE_BYTES = 65536
 _TAIL_LINES = 20
+_BAR_EVERY_S = 1.0
 _SHORT_LINE = 200
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 log = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ class ServiceOutput:
 class OutputPipe:
     """A pipe whose lines go to ``on_line``. This process reads; ``write_fd`` is for the child.
 
-    A line of more than 64 KiB is split.
+    A line of more than 64 KiB is split. A progress bar, which is redrawn after a carriage return,
+    is a line each second.
     """
 
     def __init__(self, on_line: Callable[[bytes], None]) -> None:
@@ -116,6 +118,7 @@ class OutputPipe:
         os.set_blocking(self._read_fd, False)
         self._on_line = on_line
         self._partial = b""
+        self._bar_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._read_fd, self._readable)
 
@@ -146,9 +149,20 @@ class OutputPipe:
         *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
             self._on_line(line.rstrip(b"\r"))
+        if b"\r" in self._partial.rstrip(b"\r"):
+            self._redrawn()
         if len(self._partial) >= _LINE_BYTES:
             self._flush()
         return True
+
+    def _redrawn(self) -> None:
+        """Keep the latest state of a progress bar; send it if the last one is a second old."""
+        bar = self._partial.rstrip(b"\r").rpartition(b"\r")[2]
+        self._partial = b"\r" + bar
+        now_s = self._loop.time()
+        if now_s - self._bar_s >= _BAR_EVERY_S:
+            self._bar_s = now_s
+            self._on_line(bar)
 
     def _flush(self) -> None:
         if self._partial:

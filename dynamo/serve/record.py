@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.errors import StatefileError
 from dynamo.runtime.discovery.process import host_id
 from dynamo.runtime.tasks import Tasks
-from dynamo.serve.processes import stat
+from dynamo.serve.entries import entry_gpus
+from dynamo.serve.gpu_holders import can_hold, held_gpus
+from dynamo.serve.process_table import stat
 from dynamo.serve.statefile import (
     ABSENT,
     ACTIVE,
@@ -23,6 +25,7 @@ from dynamo.serve.statefile import (
     DRAINING,
     HOLDS_GPUS,
     RESERVED_BY,
+    RUNNING,
     WATCHER,
     Document,
     Statefile,
@@ -157,6 +160,20 @@ class StatefileWriter:
         entry = (document or {}).get("components", {}).get(name)
         return isinstance(entry, dict) and entry.get("state") in (DRAINING, ASLEEP)
 
+    def take_gpus(self, name: str) -> str:
+        """Make a worker that slept hold its GPUs: its next process is awake. Return "", or which
+        others have them now. Blocks."""
+        try:
+            document = self._statefile.read()
+            if document is None or not _sleeps(document, name):
+                return ""
+            self._statefile.update(partial(_wake, name=name))
+        except _GpusTaken as taken:
+            return f"it slept, and {taken} has its GPU now: stop that one, then start this one"
+        except StatefileError as error:
+            log.warning("%s", error)
+        return ""
+
     async def _write_changes(self) -> None:
         while True:
             await self._dirty.wait()
@@ -192,6 +209,27 @@ class StatefileWriter:
             change(document)
             self._statefile.create(document)
         self._written = present
+
+
+class _GpusTaken(Exception):
+    """The text names another worker."""
+
+
+def _sleeps(document: Document, name: str) -> bool:
+    entry = document["components"].get(name)
+    return isinstance(entry, dict) and entry.get("state") == ASLEEP
+
+
+def _wake(document: Document, name: str) -> None:
+    if not _sleeps(document, name):
+        return
+    entry = document["components"][name]
+    if not can_hold(document, name):
+        own = {*entry_gpus(entry)}
+        holders = held_gpus(document).items()
+        others = (one for one, (gpus, _) in holders if one != name and not own.isdisjoint(gpus))
+        raise _GpusTaken(next(others))
+    entry["state"] = RUNNING
 
 
 def _environment(plan: DeploymentPlan) -> dict[str, Any]:

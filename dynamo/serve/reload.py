@@ -21,13 +21,12 @@ from dynamo.serve.graph_changes import (
     follow,
 )
 from dynamo.serve.output import Announcer
+from dynamo.serve.programs import MODEL_PROGRAMS, PLANNER
 from dynamo.serve.readiness import check_free
 from dynamo.serve.rolling import RollingRestart
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.watcher_factory import WatcherFactory, address_of
 from dynamo.serve.watchers import (
-    MODEL_PROGRAMS,
-    PLANNER,
     DeploymentPlan,
     WatcherSpec,
     with_gpus,

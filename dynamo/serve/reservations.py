@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo.runtime.discovery.process import host_id
 from dynamo.serve.entries import Entry
-from dynamo.serve.processes import same_process, stat
+from dynamo.serve.process_table import same_process, stat
 
 __all__ = ["is_reserved", "owner_mark"]
 

@@ -125,6 +125,9 @@ class RollingRestart:
         taken = any(port.isdigit() and int(port) for port in ports)
         if level == UNKNOWN or taken or not watcher.get_active_processes():
             return None
+        # One that sleeps or loads serves nothing, and its GPUs may be those of others by now.
+        if level == MODEL and all(self._registered(pid) < MODEL for pid in watcher.processes):
+            return None
         if spec.is_frontend and not watcher.listener.is_shared:
             return None
         return self._assigned(spec)

@@ -27,7 +27,7 @@ from dynamo.runtime.discovery.layout import (
 from dynamo.runtime.discovery.process import host_id, is_running
 from dynamo.runtime.paths import fallback_dir
 from dynamo.runtime.stop_order import STOP_STAGE
-from dynamo.serve.processes import ProcessStat, environment, same_process, snapshot
+from dynamo.serve.process_table import ProcessStat, environment, same_process, snapshot
 from dynamo.serve.statefile import FileLock, Statefile
 
 __all__ = ["RunDirectory"]

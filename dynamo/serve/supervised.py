@@ -68,6 +68,9 @@ class Supervisor(Protocol):
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """A watcher failed and is not restarted."""
 
+    async def conflict(self, watcher: SupervisedWatcher) -> str:
+        """Take the GPUs of a worker that slept; return "", or which others have them now."""
+
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """A process did not exit in time."""
 
@@ -118,6 +121,9 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._restarts.forget()
         self._not_before_s = 0.0
         self._drained = False
+        if conflict := await self.arbiter.conflict(self):
+            self._give_up(conflict)
+            return
         await super()._start()
 
     async def _stop(self, close_output_streams: bool = False) -> None:

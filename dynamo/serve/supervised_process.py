@@ -15,7 +15,8 @@ import psutil
 from circus.process import RUNNING, UNEXISTING, Process
 
 from dynamo.serve.output import OutputPipe
-from dynamo.serve.processes import die_with_parent, end_group, stat
+from dynamo.serve.process_table import stat
+from dynamo.serve.processes import die_with_parent, end_group
 
 __all__ = ["SupervisedProcess", "command_words", "describe_exit", "quote_program"]
 

@@ -14,30 +14,21 @@ from typing import Any
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.graph import Graph
+from dynamo.serve.programs import FRONTEND, MODEL_PROGRAMS, PLANNER, watcher_name
 from dynamo.serve.service import PYTHON, Service
 
 __all__ = [
     "DRAIN_TIMEOUTS",
-    "MODEL_PROGRAMS",
-    "PLANNER",
     "DeploymentPlan",
     "WatcherSpec",
     "drain_env",
     "place",
     "plan",
     "plan_added",
-    "watcher_name",
     "with_gpus",
 ]
 
-_FRONTEND = "dynamo.frontend"
-PLANNER = "dynamo.planner"
-"""Program of the planner."""
-
-_FIRST_TO_STOP = (_FRONTEND, PLANNER)
-MODEL_PROGRAMS = ("dynamo.attach", "dynamo.mocker", "dynamo.vllm")
-"""Programs that register a model; the planner scales their services."""
-
+_FIRST_TO_STOP = (FRONTEND, PLANNER)
 _GPUS = "CUDA_VISIBLE_DEVICES"
 DRAIN_TIMEOUTS = (
     "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
@@ -104,11 +95,6 @@ class DeploymentPlan:
     pubsub_endpoint: str
     warnings: Sequence[str] = ()
     templates: Sequence[WatcherSpec] = ()
-
-
-def watcher_name(namespace: str, service: str, index: int) -> str:
-    """Return ``{namespace}_{service}`` for the first process, then ``…_1``, ``…_2``."""
-    return f"{namespace}_{service}" + (f"_{index}" if index else "")
 
 
 def plan(
@@ -186,7 +172,7 @@ def plan_added(
         gpu=base.gpu if base and shares else float(len(gpus)),
         gpus=gpus,
         stop_stage=0 if module in _FIRST_TO_STOP else 1,
-        is_frontend=module == _FRONTEND,
+        is_frontend=module == FRONTEND,
         options=base.options if base and base.argv == tuple(argv) else {},
     )
 

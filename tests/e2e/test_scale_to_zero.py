@@ -108,6 +108,19 @@ def test_an_engine_that_can_sleep_is_woken(site: Zero) -> None:
     assert site.document()["components"]["two-models_Batch_1"]["state"] == "running"
 
 
+def test_a_worker_that_slept_is_not_started_on_the_gpu_of_another(site: Zero) -> None:
+    site.until_zero()
+    load = Load(site.port, 1, None, "chat", 0.01)
+    site.until(lambda: load.answered and "two-models_Chat" in " ".join(site.holders()), 30)
+    site.circusctl("restart", "two-models_Batch_1")
+    site.wait_for("two-models_Chat_1 has its GPU now: stop that one, then start this one")
+    assert not any("batch" in one.cmdline() for one in site.workers())
+    assert all("Chat" in name for name in site.holders())
+    load.close()
+    assert not load.failures
+    assert site.complete("batch").status_code == 200  # the planner starts another one
+
+
 def test_many_first_requests_are_all_answered(site: Zero) -> None:
     site.until_zero()
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from certificates import Authority, needs_openssl, plain_context
@@ -68,11 +69,16 @@ class Secured:
             shutil.copy(made, at)
 
     def ask(
-        self, method: str, path: str, body: Any = None, key: str | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        key: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
         port, context = self.deployment.port, self.authority.trust()
         connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=context)
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **(headers or {})}
         if key is not None:
             headers["authorization"] = f"Bearer {key}"
         try:
@@ -116,6 +122,26 @@ def test_the_openai_client_with_a_key_over_tls(secured: Secured) -> None:
         client.chat.completions.create(model="tiny", messages=MESSAGES)
     assert caught.value.code == "invalid_api_key"
     assert secured.user not in secured.logs() and secured.operator not in secured.logs()
+
+
+def test_the_anthropic_client_with_a_key_over_tls(secured: Secured) -> None:
+    url = f"https://127.0.0.1:{secured.deployment.port}"
+
+    def client(**key: str) -> anthropic.Anthropic:
+        http_client = anthropic.DefaultHttpxClient(verify=secured.authority.trust())
+        return anthropic.Anthropic(base_url=url, http_client=http_client, max_retries=0, **key)  # type: ignore[arg-type]
+
+    for key in ({"api_key": secured.user}, {"auth_token": secured.user}):
+        with client(**key) as one:
+            answer = one.messages.create(model="tiny", messages=MESSAGES, max_tokens=5)
+            assert answer.usage.output_tokens == 5
+    with client(api_key="wrong") as one, pytest.raises(anthropic.AuthenticationError) as caught:
+        one.messages.create(model="tiny", messages=MESSAGES, max_tokens=5)
+    body: Any = caught.value.body
+    assert body["error"]["type"] == "authentication_error"
+    headers = {"x-api-key": secured.user, "anthropic-version": "2023-06-01"}
+    status, found = secured.ask("GET", "/v1/models", headers=headers)
+    assert status == 200 and json.loads(found)["data"][0]["display_name"] == "tiny"
 
 
 def test_operators(secured: Secured) -> None:

@@ -18,6 +18,8 @@ from dynamo.protocols.kv import BlocksCleared, BlocksStored
 
 AUDIO = ["/v1/audio/transcriptions", "/v1/audio/translations"]
 OTHERS = [
+    "/tokenize",
+    "/v1/rerank",
     "DELETE /v1/responses/{id}",
     "GET /v1/responses/{id}",
     "GET /v1/server",
@@ -29,7 +31,12 @@ GENERATION = [CHAT, "/v1/completions", "/v1/embeddings"]
 @pytest.mark.parametrize(
     ("profile", "routes", "sizes", "load"),
     [
-        ("vllm", [CHAT, "/v1/rerank", *OTHERS], (900, 32, 200, None), (50, 200 * 2, 7, 1)),
+        (
+            "vllm",
+            [CHAT, *OTHERS],
+            (900, 32, 200, None),
+            (50, 200 * 2, 7, 1),
+        ),
         ("sglang", GENERATION, (700, 16, 100, 33), (50, 100, 5, 2)),
         ("trtllm", GENERATION[:2], (None, 32, 90, None), (7, 90, 2, 1)),
         ("llama.cpp", None, (512, 64, None, 4), (None, None, 2, 1)),

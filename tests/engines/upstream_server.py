@@ -39,6 +39,7 @@ TRTLLM_METRICS = [
 OPENAPI: dict[str, Any] = {
     "paths": {
         "/v1/chat/completions": {"post": {}},
+        "/tokenize": {"post": {}},
         "/v1/rerank": {"post": {}},
         "/v1/models": {"get": {}},
         "/v1/models/{id}": {"delete": {}},

@@ -74,6 +74,10 @@ class LocalAccess:
             )
         return document
 
+    def entries(self) -> list[Entry]:
+        """Return all entries of the statefile. Raises StatefileError."""
+        return read_entries(self.document())
+
     def service(self, document: Document, name: str) -> ServiceEntries:
         """Return a service of the statefile. Raises ActionFailed for one that is not scaled."""
         services = read_services(document)

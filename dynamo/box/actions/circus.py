@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -16,6 +16,8 @@ from dynamo.box.actions.ports import CircusBusy, CircusError, NoSuchWatcher, Wat
 __all__ = ["CircusEndpoint"]
 
 _REPLY_TIMEOUT_S = 10.0
+_CHECK_MS = 1000
+_ROLL = "roll_watchers"  # a command of dynamo.serve.commands, which imports circus
 _BUSY = ("arbiter is already running", "arbiter is restarting")
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -84,27 +86,50 @@ class CircusEndpoint:
         """See :class:`CircusControl`."""
         await self._call("rm", name=name)
 
+    async def roll(self, names: Sequence[str], is_running: Callable[[], bool]) -> None:
+        """Replace the processes of watchers one after another; return when the new ones serve.
+
+        Loading a model has no time limit. Raises CircusError if a new process failed, or if
+        ``is_running()`` becomes false: then there is no answer any more.
+        """
+        reply = await self._exchange(_ROLL, {"names": list(names), "waiting": True}, is_running)
+        if reply.get("status") == "error":
+            found = _refused(_ROLL, {}, str(reply.get("reason")))
+            raise found if isinstance(found, CircusBusy) else CircusError(str(reply.get("reason")))
+
     async def _call(self, command: str, **properties: Any) -> dict[str, Any]:
-        number = uuid.uuid4().hex
-        message = {"id": number, "command": command, "properties": properties}
+        reply = await self._exchange(command, properties)
+        if reply.get("status") == "error":
+            raise _refused(command, properties, str(reply.get("reason")))
+        return dict(reply)
+
+    async def _exchange(
+        self,
+        command: str,
+        properties: Mapping[str, Any],
+        is_running: Callable[[], bool] | None = None,
+    ) -> dict[str, Any]:
+        """Send a command, return the reply; with ``is_running`` it may take any time."""
+        message = {"id": uuid.uuid4().hex, "command": command, "properties": properties}
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         try:
             socket.connect(self.endpoint)
             await socket.send(json.dumps(message).encode())
-            if not await socket.poll(self._timeout_ms):
-                raise CircusBusy(
-                    f"circus at {self.endpoint} did not answer {command!r} within "
-                    f"{self._timeout_ms / 1000:g} s"
-                )
-            reply = json.loads(await socket.recv())
+            timeout_ms = self._timeout_ms if is_running is None else _CHECK_MS
+            while not await socket.poll(timeout_ms):
+                if is_running is None:
+                    raise CircusBusy(
+                        f"circus at {self.endpoint} did not answer {command!r} within "
+                        f"{timeout_ms / 1000:g} s"
+                    )
+                if not is_running():
+                    raise CircusError(f"the deployment ended before {command!r} was complete")
+            return dict(json.loads(await socket.recv()))
         except (zmq.ZMQError, ValueError) as error:
             raise CircusError(f"circus at {self.endpoint}: {command!r} failed: {error}") from error
         finally:
             socket.close()
-        if reply.get("status") == "error":
-            raise _refused(command, properties, str(reply.get("reason")))
-        return dict(reply)
 
 
 def _refused(command: str, properties: Mapping[str, Any], reason: str) -> CircusError:

@@ -16,11 +16,13 @@ from dynamo.box.actions.removal import remove_entry
 from dynamo.errors import DynamoError
 from dynamo.serve.entries import Entry, ServiceEntries, entry_gpus, read_services
 from dynamo.serve.gpu_holders import can_hold, held_gpus
-from dynamo.serve.reservations import owner_mark
+from dynamo.serve.reservations import is_reserved, owner_mark
 from dynamo.serve.statefile import ASLEEP, RESERVED_BY, RUNNING, Document
 
 __all__ = [
+    "check_sleepable",
     "check_sleepers",
+    "check_wakeable",
     "put_to_sleep",
     "sleep_worker",
     "sleeper_to_wake",
@@ -66,7 +68,7 @@ async def sleep_worker(access: LocalAccess, engines: EngineControls, entry: Entr
 
     Raises ActionFailed, StatefileError; then it serves as before.
     """
-    lease = await _sleepable(engines, entry)
+    lease = await check_sleepable(engines, entry)
     with access.acting_on(entry.name):
         access.statefile.update(partial(reserve, name=entry.name))
         state = RUNNING
@@ -85,7 +87,7 @@ async def sleep_worker(access: LocalAccess, engines: EngineControls, entry: Entr
             raise ActionFailed(f"{entry.name}: was restarted while it fell asleep")
 
 
-async def _sleepable(engines: EngineControls, entry: Entry) -> int:
+async def check_sleepable(engines: EngineControls, entry: Entry) -> int:
     """Return the lease of a worker that can sleep. Raises ActionFailed that says why not."""
     if entry.lease is None:
         raise ActionFailed(f"{entry.name}: it does not serve yet, so it cannot sleep")
@@ -127,7 +129,8 @@ async def check_sleepers(access: LocalAccess, engines: EngineControls) -> list[s
     found = []
     for service in read_services(access.document()).values():
         for entry in service.entries:
-            if entry.lease is None or entry.draining or entry.name in access.active:
+            reserved = entry.name in access.active or is_reserved(entry, access.active)
+            if entry.lease is None or entry.draining or reserved:
                 continue
             asleep = await engines.is_sleeping(entry.lease)
             if asleep is None or asleep == entry.asleep:
@@ -138,8 +141,8 @@ async def check_sleepers(access: LocalAccess, engines: EngineControls) -> list[s
     return found
 
 
-def _reserve_sleeper(document: Document, name: str) -> None:
-    """Take the GPUs of a sleeping worker again. Raises ActionFailed."""
+def check_wakeable(document: Document, name: str) -> None:
+    """Raise ActionFailed that says why the worker ``name`` cannot be woken now, if so."""
     entry = document["components"].get(name)
     if not isinstance(entry, dict) or entry.get("state") != ASLEEP:
         raise ActionFailed(f"{name}: it does not sleep any more")
@@ -150,6 +153,11 @@ def _reserve_sleeper(document: Document, name: str) -> None:
             f"{name}: GPU {', '.join(mine)} is in use by {', '.join(holders)}; free it with: "
             f"dynamo sleep {holders[0]} (or: dynamo drain {holders[0]})"
         )
+
+
+def _reserve_sleeper(document: Document, name: str) -> None:
+    """Take the GPUs of a sleeping worker again. Raises ActionFailed."""
+    check_wakeable(document, name)
     reserve(document, name)
 
 

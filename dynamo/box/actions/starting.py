@@ -45,18 +45,29 @@ class WorkerStart:
         self._gpus: tuple[str, ...] = ()
         self._avoid: frozenset[str] = frozenset()
 
-    async def run(self) -> str:
-        """Start it; return the name of its watcher once it serves. See :class:`Connector`.
+    @property
+    def name(self) -> str:
+        """The name of its watcher; "" before :meth:`prepare`."""
+        return self._name
 
-        A cancelled start leaves its reservation to :func:`reconcile`, like a crash.
-        """
+    async def prepare(self) -> None:
+        """Reserve its name and its GPUs. Raises ActionFailed, StatefileError."""
         access = self._access
-        deadline_s = asyncio.get_running_loop().time() + access.settings.start_timeout_s
         watchers = await access.statuses()
         self._avoid = await self._gpus_without_room()
         # Blocks, so that a cancellation cannot arrive between the write and our note of it.
         access.statefile.update(lambda document: self._reserve(document, watchers))
         access.active.add(self._name)
+
+    async def run(self) -> str:
+        """Start it; return the name of its watcher once it serves. See :class:`Connector`.
+
+        A cancelled start leaves its reservation to the planner's reconcile, like a crash.
+        """
+        access = self._access
+        deadline_s = asyncio.get_running_loop().time() + access.settings.start_timeout_s
+        if not self._name:
+            await self.prepare()
         try:
             await self._start(deadline_s)
             access.statefile.update(self._confirm)
@@ -160,7 +171,7 @@ class WorkerStart:
         release(document, self._name)
 
     async def _undo(self) -> None:
-        """Remove the watcher, free the GPUs. What fails is left to :func:`reconcile`."""
+        """Remove the watcher, free the GPUs. What fails is left to the planner's reconcile."""
         access, name = self._access, self._name
         try:
             deadline_s = asyncio.get_running_loop().time() + _UNDO_TIMEOUT_S

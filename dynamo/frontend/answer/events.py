@@ -143,7 +143,19 @@ class _CountingChoice(ParsedChoice):
         return done
 
     def count(self, tokens: int) -> None:
-        """As in :class:`Choice`."""
+        """As in :class:`Choice`; the texts of several tokens are parsed one by one."""
+        if self._answering:
+            super().count(tokens)
+            return
+        texts = list(self.pending)
+        for number, text in enumerate(texts, 1):
+            self.pending[:] = (text,)
+            self._parse()
+            if self.message.answering:
+                self._answering = True
+                self._before = self.tokens + number - 1
+                self.pending[:] = texts[number:]
+                break
         super().count(tokens)
         self._note()
 

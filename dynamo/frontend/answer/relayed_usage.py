@@ -18,6 +18,7 @@ _EVENT = b"\ndata:"
 _KEPT_PARTS = 4
 _USAGE = '"usage"'
 _LIMIT = 2**48
+_BESIDE_INPUT = ("cache_read_input_tokens", "cache_creation_input_tokens")
 _DECODE = JSONDecoder().raw_decode
 
 
@@ -81,8 +82,11 @@ def usage_of(found: dict[str, Any]) -> Usage:
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     if cached is None:
         cached = found.get("cache_read_input_tokens")
+    prompt_tokens = _count(found, "prompt_tokens", "input_tokens")
+    # Of /v1/messages: there the input is what was neither found in a cache nor added to it.
+    prompt_tokens += sum(_count(found, name) for name in _BESIDE_INPUT)
     return Usage(
-        _count(found, "prompt_tokens", "input_tokens"),
+        prompt_tokens,
         _count(found, "completion_tokens", "output_tokens"),
         cached if _is_count(cached) else None,
     )

@@ -10,6 +10,9 @@ from typing import Any
 import msgspec
 import orjson
 
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.answer.anthropic import error_message
+from dynamo.frontend.api.anthropic_models import model_info, model_page
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
@@ -17,13 +20,23 @@ from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
+from dynamo.protocols.responses import ResponsesRequest
 from dynamo.runtime.availability import Outage
 
 __all__ = ["InfoRoutes"]
 
 _MODELS = "/v1/models/"
+_VERSION = "anthropic-version"
+"""A header of Anthropic's clients, whose lists of models have another form than OpenAI's."""
+
 _PARAMETERS = {_MODELS: "model", "/v1/requests/": "request_id"}
 """The name of the rest of a path, in ``/openapi.json``."""
+_STORED = (
+    ("/v1/responses/{response_id}", ("GET", "DELETE")),
+    ("/v1/responses/{response_id}/input_items", ("GET",)),
+    ("/v1/responses/{response_id}/cancel", ("POST",)),
+)
+"""The paths of stored responses, which have one entry in the table of routes."""
 _LIVE = orjson.dumps({"status": "live", "message": "Service is live"})
 
 
@@ -91,16 +104,33 @@ class InfoRoutes:
         exchange.respond(200, orjson.dumps({**self._openapi, "paths": paths}))
 
     def _list(self, exchange: Exchange) -> None:
+        if _VERSION in exchange.headers:
+            self._list_as_anthropic(exchange)
+            return
         rows = [_row(*one) for one in self._models.listed()]
         exchange.respond(200, orjson.dumps({"object": "list", "data": rows}))
 
+    def _list_as_anthropic(self, exchange: Exchange) -> None:
+        try:
+            page = model_page(self._models.listed(), exchange.query)
+        except (InvalidArgument, ValueError) as error:
+            exchange.respond(400, error_message(400, str(error)))
+            return
+        exchange.respond(200, orjson.dumps(page))
+
     def _one(self, exchange: Exchange) -> None:
         name = exchange.path[len(_MODELS) :]
+        anthropic = _VERSION in exchange.headers
         for one in self._models.listed():
             if one[0] == name:
-                exchange.respond(200, orjson.dumps(_row(*one)))
+                row = model_info(*one) if anthropic else _row(*one)
+                exchange.respond(200, orjson.dumps(row))
                 return
-        exchange.refuse(404, f"Model not found: {name}")
+        text = f"Model not found: {name}"
+        if anthropic:
+            exchange.respond(404, error_message(404, text))
+        else:
+            exchange.refuse(404, text)
 
 
 def _instance_row(record: EndpointRecord, outage: Outage | None) -> dict[str, Any]:
@@ -133,14 +163,17 @@ def _openapi(routes: Routes) -> dict[str, Any]:
     bodies = {
         "/v1/chat/completions": ChatCompletionRequest,
         "/v1/completions": CompletionRequest,
+        "/v1/responses": ResponsesRequest,
     }
     _, schemas = msgspec.json.schema_components(
         bodies.values(), ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {}
-    for path, methods in routes.paths():
+    rows = [row for row in routes.paths() if row[0] != "/v1/responses/"]
+    for path, methods in (*rows, *_STORED):
         rest = _PARAMETERS.get(path, "path") if path.endswith("/") else ""
         shown = f"{path}{{{rest}}}" if rest else path
+        rest = "response_id" if "{response_id}" in path else rest
         for method in methods:
             if method == "HEAD":
                 continue

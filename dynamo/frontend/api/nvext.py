@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE
 from dynamo.frontend.requests.dispatch import Dispatch
-from dynamo.frontend.requests.request_metrics import Prefilled
+from dynamo.frontend.requests.recent import Prefilled
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.openai import NvExt

@@ -23,9 +23,9 @@ from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.image_fetch import ImageFetcher
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.frontend.requests.recent import Prefilled
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest, RequestInfo
-from dynamo.frontend.requests.request_metrics import Prefilled
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
 from dynamo.protocols.openai import GenerationRequest

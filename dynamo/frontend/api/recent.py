@@ -51,7 +51,7 @@ class RecentRoutes:
         except DynamoError as error:
             exchange.respond(*error_response(error))
             return
-        exchange.respond(200, msgspec.json.encode(ended.record()))
+        exchange.respond(200, msgspec.json.encode(ended.explained()))
 
 
 def _parse(query: str) -> tuple[int, str]:

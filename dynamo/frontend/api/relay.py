@@ -1,8 +1,9 @@
 """The routes of relayed models: their workers take whole HTTP requests, or whole OpenAI bodies.
 
 ``RelayRoutes.install`` puts itself in front of the POST routes under /v1/ that exist by then, and
-takes GET, POST and DELETE of all paths under /v1/ without a route. So one place decides, by the
-model, how a request is served. While no relayed model is known, this costs a request one call.
+of /tokenize and /detokenize. It takes GET, POST and DELETE of all paths under /v1/ without a route.
+So one place decides, by the model, how a request is served. While no relayed model is known, this
+costs a request one call.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["RelayRoutes"]
 
 _PREFIX = "/v1/"
+_POSTS = (_PREFIX, "/tokenize", "/detokenize")
 log = logging.getLogger(__name__)
 
 
@@ -75,9 +77,10 @@ class RelayRoutes:
         self._tasks = tasks
 
     def install(self, routes: Routes) -> None:
-        """Take the POST routes under /v1/ installed so far, and all paths without a route."""
-        routes.wrap_posts(_PREFIX, self._before)
-        routes.rest(_PREFIX, ("GET", "POST", "DELETE"), self._serve_rest)
+        """Take the POST routes of models installed so far, and paths of /v1/ without a route."""
+        for prefix in _POSTS:
+            routes.wrap_posts(prefix, self._before)
+        routes.rest(_PREFIX, ("GET", "POST", "DELETE"), self.serve_rest)
 
     def _before(self, route: Route) -> Route:
         models, serve = self._models, self._serve
@@ -90,7 +93,12 @@ class RelayRoutes:
 
         return choose
 
-    def _serve_rest(self, exchange: Exchange) -> None:
+    def has_route(self, exchange: Exchange) -> bool:
+        """Whether a relayed model has the method and path of the request."""
+        models = self._models
+        return models.relays and bool(models_with_route(models.entries(), exchange))
+
+    def serve_rest(self, exchange: Exchange) -> None:
         """Relay a request to a path that only other servers have, or let it wait for the first
         worker of its model."""
         models = self._models
@@ -292,4 +300,4 @@ def _peek(exchange: Exchange, otherwise: Route | None) -> RelayedBody | None:
 
 def _label(path: str) -> str:
     """The ``endpoint`` label of the metrics, e.g. ``chat_completions``."""
-    return path.removeprefix(_PREFIX).replace("/", "_")
+    return path.removeprefix(_PREFIX).strip("/").replace("/", "_")

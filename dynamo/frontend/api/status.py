@@ -6,14 +6,14 @@ For operators. Counters are read once a second and when the route is called, nev
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections.abc import Mapping
 
 import msgspec
 
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.frontend.requests.traffic_window import TrafficWindows
+from dynamo.frontend.requests.traffic_window import ModelTraffic, TrafficWindows
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.protocols.status import FrontendStatus, ModelFigures, WorkerFigures
@@ -23,6 +23,8 @@ from dynamo.router.worker_pool import Member
 
 __all__ = ["StatusRoutes"]
 
+_REQUESTS = 20
+
 
 class StatusRoutes:
     """Responds at once, from memory. Start it on the running loop."""
@@ -31,8 +33,11 @@ class StatusRoutes:
         self._models = models
         self._requests = requests
         self._started_s = time.monotonic()
-        self._traffic = TrafficWindows(
-            lambda: [entry.metrics for entry in models.entries()], requests.open_tokens
+        self._recent = requests.metrics.recent
+        self._windows = TrafficWindows(
+            lambda: [entry.metrics for entry in models.entries()],
+            requests.open_tokens,
+            self._recent,
         )
 
     def install(self, routes: Routes) -> None:
@@ -41,14 +46,14 @@ class StatusRoutes:
 
     def start(self) -> None:
         """Begin to read the counters."""
-        self._traffic.start()
+        self._windows.start()
 
     def stop(self) -> None:
         """Stop reading."""
-        self._traffic.stop()
+        self._windows.stop()
 
     def _status(self, exchange: Exchange) -> None:
-        self._traffic.sample()
+        traffic = self._windows.traffic()
         in_flight = self._requests.in_flight_by_worker()
         entries = {entry.name: entry for entry in self._models.entries()}
         cold = {name for name, *_ in self._models.on_demand.listed()} - entries.keys()
@@ -56,27 +61,12 @@ class StatusRoutes:
             draining=self._requests.draining,
             uptime_s=time.monotonic() - self._started_s,
             models=(
-                *(self._model(entry, in_flight) for entry in entries.values()),
+                *(_model(entry, traffic[name], in_flight) for name, entry in entries.items()),
                 *(self._cold(name) for name in sorted(cold)),
             ),
+            requests=tuple(self._recent.newest(_REQUESTS)),
         )
         exchange.respond(200, msgspec.json.encode(found))
-
-    def _model(self, entry: ModelEntry, in_flight: Counter[int]) -> ModelFigures:
-        metrics, traffic = entry.metrics, self._traffic.of(entry.name)
-        return ModelFigures(
-            model=entry.name,
-            in_flight=int(metrics.inflight.value),
-            queued=int(metrics.cold_start_queue.value) + entry.queued,
-            window_s=traffic.rate_s,
-            output_tokens_per_s=traffic.output_tokens_per_s,
-            requests_per_s=traffic.requests_per_s,
-            ttft_p50_s=traffic.ttft_p50_s,
-            ttft_p99_s=traffic.ttft_p99_s,
-            hit_rate=traffic.hit_rate,
-            idle_s=traffic.idle_s,
-            workers=_workers(entry, in_flight) if entry.ready else (),
-        )
 
     def _cold(self, name: str) -> ModelFigures:
         """Return the figures of a model without a worker so far."""
@@ -84,12 +74,29 @@ class StatusRoutes:
         return ModelFigures(model=name, queued=int(waiting))
 
 
-def _workers(entry: ModelEntry, in_flight: Counter[int]) -> tuple[WorkerFigures, ...]:
+def _model(entry: ModelEntry, traffic: ModelTraffic, in_flight: Mapping[int, int]) -> ModelFigures:
+    metrics = entry.metrics
+    return ModelFigures(
+        model=entry.name,
+        in_flight=int(metrics.inflight.value),
+        queued=int(metrics.cold_start_queue.value) + entry.queued,
+        window_s=traffic.rate_s,
+        output_tokens_per_s=traffic.output_tokens_per_s,
+        requests_per_s=traffic.requests_per_s,
+        ttft_p50_s=traffic.ttft_p50_s,
+        ttft_p99_s=traffic.ttft_p99_s,
+        hit_rate=traffic.hit_rate,
+        idle_s=traffic.idle_s,
+        workers=_workers(entry, in_flight) if entry.ready else (),
+    )
+
+
+def _workers(entry: ModelEntry, in_flight: Mapping[int, int]) -> tuple[WorkerFigures, ...]:
     pool = entry.picker.worker_pool
     found = [
         WorkerFigures(
             worker=f"{worker_id:x}",
-            in_flight=in_flight[worker_id],
+            in_flight=in_flight.get(worker_id, 0),
             kv_use=_kv_use(entry.picker, member),
             busy=worker_id in pool.busy or worker_id in pool.avoided,
         )

@@ -28,7 +28,7 @@ from dynamo.frontend.disagg.prefill_request import PrefillRequest, after_prefill
 from dynamo.frontend.disagg.sender import PrefillSender, PrefillWorkers
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.request_metrics import Prefilled
+from dynamo.frontend.requests.recent import Prefilled
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing

@@ -116,6 +116,9 @@ class PrefillWorkers:
             override=preprocessed.router_config_override,
         )
         prefill.picker, prefill.decision = picker, decision
+        request.prefill_inputs = picker.inputs(
+            prefill_routing(routing), wanted=request.request.wants_route
+        )
         payload = encode(to_prefill(preprocessed, routing, decision))
         try:
             prefill.stream = client.open(

@@ -35,7 +35,7 @@ INPUTS = ("Tokens", TEXT_INPUT, HTTP_INPUT)
 """Values of ``model_input`` that this frontend serves."""
 
 _TYPE_PATHS = {"Chat": CHAT, "Completions": COMPLETIONS, "Embedding": EMBEDDINGS}
-_PATH = re.compile(r"/v1(/[A-Za-z0-9][A-Za-z0-9_.~-]*)+")
+_PATH = re.compile(r"/v1(/[A-Za-z0-9][A-Za-z0-9_.~-]*)+|/(de)?tokenize")
 _MAX_PATHS = 128
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ __all__ = [
     "INLINE_BODY_BYTES",
     "MAX_BODY_BYTES",
     "MAX_CHOICES",
+    "MAX_COUNTED_TOKENS",
     "MAX_ENGINE_BYTES",
     "MAX_IMAGES",
     "MAX_IMAGES_BYTES",
@@ -35,6 +36,9 @@ MAX_MESSAGES = 16_384
 MAX_TOOLS = 4_096
 MAX_CHOICES = 1_024
 """Prompts times ``n``."""
+
+MAX_COUNTED_TOKENS = 1 << 20
+"""Of a prompt that is tokenized but not generated from, which may exceed the model's context."""
 
 MAX_ENGINE_BYTES = 80 << 20
 """Sent to engines for all choices together: 128 choices of a prompt of 128 Ki tokens fit."""

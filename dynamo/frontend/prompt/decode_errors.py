@@ -14,7 +14,7 @@ import msgspec
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.protocols.openai import MAX_TOKENS_LIMIT, RANGES
 
-__all__ = ["DESERIALIZE", "explain_decode_error"]
+__all__ = ["DESERIALIZE", "decoder_text", "explain_decode_error"]
 
 DESERIALIZE = "Failed to deserialize the JSON body into the target type: "
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -37,7 +37,7 @@ def explain_decode_error(
         names = ", ".join(f"`{shorten(name)}`" for name in unknown[:_NAMED])
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         return InvalidArgument(f"Unsupported parameter(s): {names}{more}")
-    return InvalidArgument(_out_of_range(raw) or DESERIALIZE + _where(str(error)))
+    return InvalidArgument(_out_of_range(raw) or DESERIALIZE + decoder_text(error))
 
 
 def _out_of_range(raw: dict[str, Any]) -> str | None:
@@ -61,8 +61,9 @@ def _numbers(values: Iterable[Any]) -> list[int | float]:
     return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
 
 
-def _where(text: str) -> str:
+def decoder_text(error: Exception) -> str:
     """``Expected `int`, got `str` - at `$.seed` `` becomes ``seed: expected `int`, got `str` ``."""
+    text = str(error)
     what, found, path = text.rpartition(" - at `$")
     if not found:
         what, path = text, ""

@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.answer.parsers.formats import AnswerFormat, ModelFormats, answer_format
-from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
+from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, MAX_COUNTED_TOKENS
 from dynamo.frontend.prompt.engine_options import (
     expand_choices,
     guided_decoding,
@@ -131,6 +131,25 @@ class Preprocessor:
         text = self._render(request)
         self._check_size(text)
         return self.tokenizer.encode(text, request.add_special_tokens is True)
+
+    def chat_tokens(self, request: ChatCompletionRequest) -> Tokens:
+        """The ids of the prompt, however long; an image is what the template writes for it.
+
+        Thread-safe. Raises InvalidArgument. O(characters).
+        """
+        images = None if self.images is None else self.images.read(request.messages)
+        text = self._render(request, None if images is None else images.messages)
+        return self.text_tokens(text, request.add_special_tokens is True)
+
+    def text_tokens(self, text: str, add_special_tokens: bool) -> Tokens:
+        """The ids of a text, which need not fit into the context. As :meth:`chat_tokens`."""
+        least = self.tokenizer.least_tokens(text) if len(text) > MAX_COUNTED_TOKENS else 0
+        if least > MAX_COUNTED_TOKENS:
+            raise InvalidArgument(
+                f"Validation: at most {MAX_COUNTED_TOKENS} tokens are counted, your prompt has at "
+                f"least {least}; send a shorter one"
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def completion_ids(self, request: CompletionRequest) -> Tokens:
         """As :meth:`chat_ids`, of all prompts one after another."""

@@ -59,6 +59,9 @@ class Encoder(Protocol):
     def encode(self, text: str, add_special_tokens: bool) -> Tokens:
         """Ids of ``text``."""
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """The entry of the vocabulary; None without one."""
+
     def stats(self) -> CacheStats:
         """Counters of the segment cache."""
 
@@ -139,6 +142,10 @@ class Tokenizer:
         """One token as text; a part of a character is U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
+    def vocabulary_entry(self, token_id: int) -> str:
+        """A token as tokenizer.json spells it, for example ``Ġthe``; "" for an unknown id."""
+        return self._encoder.id_to_token(token_id) or ""
+
     def cache_stats(self) -> CacheStats:
         """Counters of the segment cache."""
         return self._encoder.stats()
@@ -173,6 +180,10 @@ class _FastEncoder:
         ids.frombytes(self._native.encode_batch_flat([text], add_special_tokens)[0])
         return ids
 
+    def id_to_token(self, token_id: int) -> str | None:
+        found: str | None = self._native.id_to_token(token_id)
+        return found
+
     def stats(self) -> CacheStats:
         found = self._native.segment_cache_stats()
         if found is None:
@@ -204,6 +215,10 @@ class _SlowEncoder:
             return self._cache.encode(text)
         encoding = self._reference.encode(text, add_special_tokens=add_special_tokens)
         return array("I", encoding.ids)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        found: str | None = self._reference.id_to_token(token_id)
+        return found
 
     def stats(self) -> CacheStats:
         cache = self._cache

@@ -291,6 +291,9 @@ class Dispatch:
         engine_request.pending = None
         engine_request.decision = decision
         preprocessed, routing = engine_request.preprocessed, engine_request.routing
+        engine_request.inputs = self.picker.inputs(
+            routing, engine_request.tried, engine_request.request.wants_route
+        )
         # The worker gets the decision in its request. Spec 7.4.
         preprocessed.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
         if decision.dp_rank or (routing is not None and routing.dp_rank):

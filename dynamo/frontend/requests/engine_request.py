@@ -21,11 +21,13 @@ from dynamo.frontend.requests.migration import (
     continued,
     without_pin,
 )
-from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics
+from dynamo.frontend.requests.recent import Prefilled
+from dynamo.frontend.requests.request_metrics import RequestMetrics
 from dynamo.protocols.codec import Tokens, decoder, encode
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing
 from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.picker import Decision, Picker
+from dynamo.router.receipt import DecisionInputs
 from dynamo.runtime.requests import ClientStream
 
 __all__ = ["EngineRequest", "Pending", "RequestOwner", "Rerouter"]
@@ -69,6 +71,7 @@ class RequestOwner(Protocol):
     metrics: RequestMetrics
     last_activity_s: float
     detokenize_s: float
+    wants_route: bool
 
     def sent(
         self, engine_request: EngineRequest, decision: Decision, queued: int, chosen_s: float
@@ -110,7 +113,8 @@ class EngineRequest:
     monotonic seconds.
 
     ``original`` is the request as the client made it, and ``generated`` its output so far, None if
-    that is not kept; ``migrations`` counts the workers that failed with it, ``migration`` is the
+    that is not kept; ``inputs`` and ``prefill_inputs`` explain the choice of its latest workers;
+    ``migrations`` counts the workers that failed with it, ``migration`` is the
     one that has not ended.
     """
 
@@ -127,6 +131,7 @@ class EngineRequest:
         "generated",
         "id",
         "index",
+        "inputs",
         "last_error",
         "last_token_s",
         "migration",
@@ -135,6 +140,7 @@ class EngineRequest:
         "original",
         "pending",
         "picker",
+        "prefill_inputs",
         "preprocessed",
         "released",
         "request",
@@ -164,6 +170,8 @@ class EngineRequest:
         self.last_error: DynamoError | None = None
         self.pending: Pending | None = None
         self.decision: Decision | None = None
+        self.inputs: DecisionInputs | None = None
+        self.prefill_inputs: DecisionInputs | None = None
         self.stream: ClientStream | None = None
         self.open = True
         self.counted = False  # in the request's metrics; a reroute does not count it twice

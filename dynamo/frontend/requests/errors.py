@@ -33,6 +33,7 @@ __all__ = [
     "SlowClient",
     "error_response",
     "explained",
+    "id_headers",
     "labels",
     "with_retry",
 ]
@@ -57,11 +58,14 @@ class ErrorShape(NamedTuple):
     """How an API writes an error that is a result of :func:`explained`.
 
     ``body`` is that of a response with a status; ``event`` ends a stream that has begun before the
-    request reached its model.
+    request reached its model. ``id_header``, if set, is the header of all responses with the
+    request's id, and ``add_id`` puts that into a body.
     """
 
     body: Callable[[int, DynamoError], bytes]
     event: Callable[[DynamoError], bytes]
+    id_header: str = ""
+    add_id: Callable[[bytes, str], bytes] | None = None
 
 
 class Labels(NamedTuple):
@@ -129,12 +133,25 @@ def with_retry(error: DynamoError, headers: Sequence[tuple[str, str]]) -> Sequen
     return (*headers, _RETRY) if isinstance(error, Unavailable) else headers
 
 
+def id_headers(shape: ErrorShape | None, echoed: str | None) -> Sequence[tuple[str, str]]:
+    """Return the headers that echo the id which the client gave to its request."""
+    if echoed is None:
+        return ()
+    found = ("x-request-id", echoed)
+    return (found,) if shape is None or not shape.id_header else (found, (shape.id_header, echoed))
+
+
 def error_response(
-    error: DynamoError, overload_status: int = 503, shape: ErrorShape | None = None
+    error: DynamoError,
+    overload_status: int = 503,
+    shape: ErrorShape | None = None,
+    echoed: str | None = None,
 ) -> tuple[int, bytes]:
     """Return status and body for ``error``, a result of :func:`explained`."""
     status = overload_status if isinstance(error, Overloaded) else error.status
-    return status, (shape or DYNAMO_ERRORS).body(status, error)
+    shape = shape or DYNAMO_ERRORS
+    body = shape.body(status, error)
+    return status, body if echoed is None or shape.add_id is None else shape.add_id(body, echoed)
 
 
 def _dynamo_body(status: int, error: DynamoError) -> bytes:

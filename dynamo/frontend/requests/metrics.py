@@ -7,7 +7,6 @@ label values.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import NamedTuple, TypeVar
 
 from dynamo.frontend.requests.recent import RecentRequests
@@ -36,7 +35,6 @@ PHASES = ("aggregated", "prefill", "decode")
 """What a request is routed or dispatched for: all of it, or one half of disaggregated serving."""
 
 C = TypeVar("C", Counter, Gauge, Histogram)
-_RECENT_TTFTS = 1024
 
 # fmt: off
 _ITL_BUCKETS = (
@@ -337,14 +335,10 @@ class Outcomes:
 
 
 class ModelMetrics(Outcomes):
-    """The children of one model that is or was served.
-
-    ``recent_ttfts`` has the newest first tokens: (monotonic seconds, time to first token).
-    """
+    """The children of one model that is or was served."""
 
     def __init__(self, metrics: FrontendMetrics, name: str) -> None:
         super().__init__(metrics, name)
-        self.recent_ttfts: deque[tuple[float, float]] = deque(maxlen=_RECENT_TTFTS)
         self.active = metrics.child(_ACTIVE, name)
         self.inflight = metrics.child(_INFLIGHT, name)
         self.queued = metrics.child(_QUEUED, name)

@@ -12,19 +12,19 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from dynamo.errors import InvalidArgument, ModelNotFound, shorten
+from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.api.headers import request_id
 from dynamo.http import Exchange
-from dynamo.protocols.status import RequestRecord
+from dynamo.protocols.status import RequestRecord, RouteReceipt
 from dynamo.router.picker import Decision
+from dynamo.router.receipt import DecisionInputs
 
-if TYPE_CHECKING:
-    from dynamo.frontend.answer.generation import Usage
-    from dynamo.frontend.requests.request_metrics import Prefilled
-
-__all__ = ["CLIENT_ID_CHARACTERS", "EndedRequest", "RecentRequests"]
+__all__ = ["CLIENT_ID_CHARACTERS", "EndedRequest", "Prefilled", "RecentRequests"]
 
 _ROUTED = 1000
 _REFUSED = 200
@@ -33,11 +33,24 @@ CLIENT_ID_CHARACTERS = 128
 _PREFIXES = re.compile(r"(?:chatcmpl|cmpl|embd|resp|msg)[-_]")
 
 
+class Prefilled(NamedTuple):
+    """The prefill worker of a prompt, the blocks of it that the worker had cached, and when the
+    worker received and finished the prompt (monotonic seconds)."""
+
+    worker_id: int
+    dp_rank: int
+    overlap_blocks: int
+    prompt_blocks: int
+    sent_s: float
+    done_s: float
+
+
 class EndedRequest(NamedTuple):
     """The figures of one request. Moments are monotonic seconds, 0 if it did not get so far.
 
     ``info`` is endpoint, id and the id that the client gave. ``sent_s`` is when its (decode) worker
-    was chosen, ``prefilled`` the step of a prefill worker before that.
+    was chosen, ``prefilled`` the step of a prefill worker before that; ``inputs`` and
+    ``prefill_inputs`` explain the choices.
     """
 
     info: tuple[str, str, str | None]
@@ -56,11 +69,19 @@ class EndedRequest(NamedTuple):
     decision: Decision | None = None
     prefilled: Prefilled | None = None
     migrations: int = 0
+    inputs: DecisionInputs | None = None
+    prefill_inputs: DecisionInputs | None = None
 
     @property
     def ttft_s(self) -> float | None:
         """Seconds from arrival to the first token; None without one."""
         return self.first_token_s - self.received_s if self.first_token_s else None
+
+    def explained(self) -> RequestRecord:
+        """As :meth:`record`, with the receipts of its routes."""
+        return msgspec.structs.replace(
+            self.record(), route=_receipt(self.inputs), prefill_route=_receipt(self.prefill_inputs)
+        )
 
     def record(self) -> RequestRecord:
         """Return what operators see."""
@@ -143,21 +164,34 @@ class RecentRequests:
         raise ModelNotFound("No request has ended since the frontend started")
 
     def find(self, name: str) -> EndedRequest:
-        """The request of this id: its own, that of the response, the client's, or the beginning of
-        its own. Raises ModelNotFound (404), InvalidArgument if the beginning is not unique."""
+        """The request of this id: its own, that of the response, the client's, or the beginning or
+        the end of its own: ids of requests in a row differ at the end.
+
+        Raises ModelNotFound (404), InvalidArgument if there are several.
+        """
         shown = shorten(name, CLIENT_ID_CHARACTERS)
         found = [one for one in self.ended() if name in (one.info[1], one.info[2])]
         if not found:
-            begin = _PREFIXES.sub("", name, count=1).lower()
-            found = [one for one in self.ended() if begin and one.info[1].startswith(begin)]
+            part = _PREFIXES.sub("", name, count=1).lower()
+            found = [one for one in self.ended() if part and _matches(one.info[1], part)]
         if not found:
             raise ModelNotFound(
                 f"No request {shown}: the last {self.records.maxlen} are kept, and one "
-                " that is still running is not among them"
+                "that is still running is not among them"
             )
         if len({one.info[1] for one in found}) > 1:
-            raise InvalidArgument(f"{len(found)} requests begin with {shown}: give more digits")
+            raise InvalidArgument(
+                f"{len(found)} requests begin or end with {shown}: give more digits"
+            )
         return found[0]
+
+
+def _matches(request_id: str, part: str) -> bool:
+    return request_id.startswith(part) or request_id.endswith(part)
+
+
+def _receipt(inputs: DecisionInputs | None) -> RouteReceipt | None:
+    return None if inputs is None else inputs.receipt()
 
 
 def _ended_s(values: tuple[Any, ...]) -> float:

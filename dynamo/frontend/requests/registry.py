@@ -17,12 +17,14 @@ from dynamo.frontend.requests.errors import (
     ErrorShape,
     error_response,
     explained,
+    id_headers,
     labels,
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request import ActiveRequest, Recorder
 from dynamo.http import Exchange, WriteBatch
+from dynamo.http.access import OperatorGuard
 
 __all__ = ["RequestRegistry"]
 
@@ -36,8 +38,9 @@ class RequestRegistry:
     included. The limit on connections bounds it: a connection has one request at a time. While
     ``draining``, /health says so; new requests are refused once ``refuses`` is set. ``hold`` may
     let a request wait that no model serves now: (exchange, endpoint, error, model).
-    ``error_shapes`` are those of the endpoints whose errors have a shape of their own;
-    ``recordings`` read each request at its end.
+    ``error_shapes`` are those of the endpoints whose errors have a shape of their own, or of their
+    paths, which relayed models may serve too. ``guard`` identifies operators; without one no client
+    is. ``recordings`` read each request at its end.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class RequestRegistry:
         self.settings = settings
         self.metrics = metrics
         self.overload_status = settings.overload_status
+        self.shows_routes = not settings.disable_nvext
+        self.guard: OperatorGuard | None = None
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
         self.off_loop = OffLoop()
         self.write_batch = write_batch or WriteBatch()
@@ -142,14 +147,19 @@ class RequestRegistry:
         self.metrics.failures[found.failure_class, found.reason].value += 1
         self.metrics.outcomes(model).failed(endpoint, request_type, found.error_type)
         self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
-        shown, shape = explained(error, model), self.error_shapes.get(endpoint, DYNAMO_ERRORS)
+        shown, shape = explained(error, model), self.error_shape(endpoint, exchange)
         if exchange.started:  # with comments, while it waited
             exchange.end(shape.event(shown))
             return
         echoed = exchange.headers.get("x-request-id")
-        headers = () if echoed is None else (("x-request-id", echoed),)
-        status, body = error_response(shown, self.overload_status, shape)
+        headers = id_headers(shape, echoed)
+        status, body = error_response(shown, self.overload_status, shape, echoed)
         exchange.respond(status, body, headers=with_retry(error, headers))
+
+    def error_shape(self, endpoint: str, exchange: Exchange) -> ErrorShape:
+        """The shape of the errors of a request."""
+        shapes = self.error_shapes
+        return shapes.get(endpoint) or shapes.get(exchange.path) or DYNAMO_ERRORS
 
     def abandoned(self, exchange: Exchange, endpoint: str, model: str, streams: bool) -> None:
         """Count a request whose client has disconnected while its body was parsed in a thread."""
@@ -161,6 +171,10 @@ class RequestRegistry:
         self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
 
     # -- active requests
+
+    def admits_operator(self, exchange: Exchange) -> bool:
+        """Whether the client may see what operators see."""
+        return self.guard is not None and not self.guard.problem(exchange)
 
     def add(self, request: ActiveRequest) -> str:
         """Admit and register ``request``; return an id for the engine, which no other one has.

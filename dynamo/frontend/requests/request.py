@@ -20,17 +20,19 @@ from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import (
-    DYNAMO_ERRORS,
     ErrorShape,
     Labels,
     SlowClient,
     error_response,
     explained,
+    id_headers,
     labels,
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics, RequestOutput
+from dynamo.frontend.requests.recent import Prefilled
+from dynamo.frontend.requests.request_metrics import RequestMetrics, RequestOutput
+from dynamo.frontend.requests.route_header import ROUTE_HEADER, route_header
 from dynamo.http import NEVER, Exchange, WriteBatch
 from dynamo.router.picker import Decision
 
@@ -63,8 +65,15 @@ class Shared(Protocol):
     write_batch: WriteBatch
     overload_status: int
     held_limit_bytes: int
+    shows_routes: bool
     recordings: list[Recorder]
     error_shapes: dict[str, ErrorShape]
+
+    def error_shape(self, endpoint: str, exchange: Exchange) -> ErrorShape:
+        """The shape of the errors of a request."""
+
+    def admits_operator(self, exchange: Exchange) -> bool:
+        """Whether the client may see what operators see."""
 
     def add(self, request: ActiveRequest) -> str:
         """Register a request that begins; return its id for the engine."""
@@ -78,8 +87,9 @@ class ActiveRequest:
 
     ``last_activity_s`` is when an engine last sent anything, infinite while none computes;
     ``detokenize_s`` the time spent on converting outputs to text; ``metrics`` counts the rest.
-    ``worker_id_field``, if set, makes ``nvext.worker_id`` of the first decision. ``engine_id`` is
-    the id of the first engine request.
+    ``worker_id_field``, if set, makes ``nvext.worker_id`` of the first decision;
+    ``wants_route``: a header of the response explains it. ``engine_id`` is the id of the first
+    engine request.
     """
 
     __slots__ = (
@@ -101,6 +111,7 @@ class ActiveRequest:
         "metrics",
         "model",
         "streaming",
+        "wants_route",
         "worker_id_field",
     )
 
@@ -122,9 +133,12 @@ class ActiveRequest:
         self.closed = False
         self.last_activity_s = NEVER
         self.detokenize_s = 0.0
+        self.wants_route = ROUTE_HEADER in exchange.headers and shared.shows_routes
         self.worker_id_field: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
         echoed = info.echoed_id
-        self._headers = () if echoed is None else (("x-request-id", echoed),)
+        self._headers: Sequence[tuple[str, str]] = ()
+        if echoed is not None:
+            self._headers = id_headers(shared.error_shapes.get(info.endpoint), echoed)
         self._shared = shared
         self._started = False  # the streamed response has begun
         self._output_deferred = False
@@ -173,6 +187,8 @@ class ActiveRequest:
             shown = self.metrics.sent(decision, queued, chosen_s, now_s - chosen_s)
         if shown and self.worker_id_field is not None:
             self.generation.worker_id = self.worker_id_field(decision, self.metrics.prefilled)
+        if self.wants_route and engine_request is self.engine_requests[0]:
+            self._show_route(engine_request, decision, chosen_s)
 
     def engine_started(self) -> float:
         """A worker computes for an engine request from now on (monotonic seconds, returned)."""
@@ -259,7 +275,7 @@ class ActiveRequest:
         if found.error_type == "internal":
             log.error("request %s failed: %s", self.info.request_id, error)
         error = explained(error, self.model.name)
-        shape = self._shared.error_shapes.get(self.info.endpoint, DYNAMO_ERRORS)
+        shape = self._shared.error_shape(self.info.endpoint, self.exchange)
         if isinstance(error, SlowClient):
             self.exchange.abort()
         elif self._started:
@@ -267,7 +283,9 @@ class ActiveRequest:
         elif self.exchange.started:  # with comments, before it reached the model
             self.exchange.end(shape.event(error))
         else:
-            status, body = error_response(error, self._shared.overload_status, shape)
+            status, body = error_response(
+                error, self._shared.overload_status, shape, self.info.echoed_id
+            )
             self.exchange.respond(status, body, headers=with_retry(error, self._headers))
         self._close(found)
 
@@ -306,6 +324,16 @@ class ActiveRequest:
         if not exchange.started:
             exchange.start(200, "text/event-stream", [_NO_CACHE, *self._headers])
         exchange.write(self.generation.opening())
+
+    def _show_route(
+        self, engine_request: EngineRequest, decision: Decision, chosen_s: float
+    ) -> None:
+        """Set the header of the route, also after a change of the worker."""
+        inputs = engine_request.inputs, engine_request.prefill_inputs
+        queued_s = chosen_s - self.metrics.prepared_s
+        operator = self._shared.admits_operator(self.exchange)
+        header = route_header(self.info.request_id, decision, inputs, queued_s, operator)
+        self._headers = (*(one for one in self._headers if one[0] != ROUTE_HEADER), header)
 
     def _client_disconnected(self) -> None:
         if not self.closed:

@@ -12,23 +12,12 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS
+from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, Prefilled
 from dynamo.observability.metrics import Gauge
 from dynamo.router.picker import Decision, Picker
+from dynamo.router.receipt import DecisionInputs
 
-__all__ = ["Prefilled", "RequestMetrics", "RequestOutput", "ServedChoice"]
-
-
-class Prefilled(NamedTuple):
-    """The prefill worker of a prompt, the blocks of it that the worker had cached, and when the
-    worker received and finished the prompt (monotonic seconds)."""
-
-    worker_id: int
-    dp_rank: int
-    overlap_blocks: int
-    prompt_blocks: int
-    sent_s: float
-    done_s: float
+__all__ = ["RequestMetrics", "RequestOutput", "ServedChoice"]
 
 
 class ServedChoice(Protocol):
@@ -40,6 +29,8 @@ class ServedChoice(Protocol):
     first_token_s: float
     last_token_s: float
     migrations: int
+    inputs: DecisionInputs | None
+    prefill_inputs: DecisionInputs | None
 
 
 class RequestOutput(NamedTuple):
@@ -162,9 +153,7 @@ class RequestMetrics:
         if self._stage is not None:
             self._stage.value -= 1
             self._stage = None
-        ttft_s = now - self._received_s
-        model.ttft.observe(ttft_s)
-        model.recent_ttfts.append((now, ttft_s))
+        model.ttft.observe(now - self._received_s)
         metrics.roundtrip_stage.observe(now - self._sent_s)
         metrics.plane_roundtrip.observe(now - self._sent_s)
 
@@ -235,9 +224,11 @@ class RequestMetrics:
         choices: Sequence[ServedChoice],
     ) -> None:
         """Add the request to the recent ones: the fields of :class:`EndedRequest` as they are."""
-        last_token_s, migrations, decision = 0.0, 0, None
+        last_token_s, migrations = 0.0, 0
+        decision = inputs = prefill_inputs = None
         if choices:
             first = choices[0]
+            inputs, prefill_inputs = first.inputs, first.prefill_inputs
             decision, last_token_s, migrations = (
                 first.decision,
                 first.last_token_s,
@@ -266,6 +257,8 @@ class RequestMetrics:
                 decision,
                 self.prefilled,
                 migrations,
+                inputs,
+                prefill_inputs,
             )
         )
 

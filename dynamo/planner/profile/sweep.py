@@ -38,11 +38,12 @@ from dynamo.planner.profile.results import (
     prefill_advice,
 )
 from dynamo.serve.graph import Graph
+from dynamo.serve.programs import MODEL_PROGRAMS
 from dynamo.serve.service import Service
 
 __all__ = ["ProfileProgress", "check_directory", "choose_services", "run_profile"]
 
-_MODEL_PROGRAMS = ("dynamo.attach", "dynamo.mocker", "dynamo.vllm")
+
 _ITL_S = 0.03
 """Assumed by the estimate until decoding has been measured."""
 
@@ -65,7 +66,7 @@ def choose_services(graph: Graph, name: str | None) -> tuple[Service, Service]:
     With ``name`` both are that service. Without, both are the only one that registers a model, or
     the prefill and the decode service of a disaggregated graph.
     """
-    found = [service for service in graph.services if service.program in _MODEL_PROGRAMS]
+    found = [service for service in graph.services if service.program in MODEL_PROGRAMS]
     names = ", ".join(service.name for service in found) or "none"
     if name is not None:
         chosen = [service for service in found if service.name == name]

@@ -86,6 +86,14 @@ class CachedBlocks:
             return self.device[slot]
         return effective_blocks(weights, self.of(slot))
 
+    def lower_columns(self) -> tuple[bytes, bytes, bytes]:
+        """``host``, ``disk`` and ``shared`` as bytes, empty for those that do not exist."""
+        host, disk, shared = (
+            b"" if column is None else column.tobytes()
+            for column in (self.host, self.disk, self.shared)
+        )
+        return host, disk, shared
+
     @property
     def shared_blocks(self) -> int:
         """Blocks of the prompt in the shared cache."""

@@ -116,7 +116,8 @@ class Indexer:
 
     ``on_recovery`` is called, synchronously, with each query; pass its answer, or None when there
     is none, to :meth:`recovered` or :meth:`recovery_steps`. With ``threads`` a stream is delegated
-    to them as long as its events arrive in order.
+    to them as long as its events arrive in order. ``recovering_slots`` are those whose blocks in
+    the index are in doubt.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Indexer:
         self._counts = counts
         self._threads = threads
         self._streams: dict[tuple[int, int], _Stream] = {}
+        self.recovering_slots: set[int] = set()
 
     def add(self, worker_id: int, dp_rank: int, slot: int, answers: bool = True) -> None:
         """Register a stream; ``answers``: the worker has a local indexer that answers queries."""
@@ -147,7 +149,7 @@ class Indexer:
     def remove(self, worker_id: int) -> None:
         """Remove the streams of a worker whose slots were freed."""
         for key in [key for key in self._streams if key[0] == worker_id]:
-            del self._streams[key]
+            self.recovering_slots.discard(self._streams.pop(key).slot)
             if self._threads is not None:
                 self._threads.remove(*key)
 
@@ -206,6 +208,7 @@ class Indexer:
         yield from self._apply_held(stream, recovery)
         if self.is_pending(recovery):
             stream.pending = None
+            self._note_doubt(stream)
             self._delegate(stream)
 
     def is_pending(self, recovery: Recovery) -> bool:
@@ -281,7 +284,20 @@ class Indexer:
         self, stream: _Stream, start: int | None, end: int | None, retry: bool = False
     ) -> None:
         stream.pending = Recovery(stream.worker_id, stream.dp_rank, start, end, retry)
+        self._note_doubt(stream)
         self._ask(stream.pending)
+
+    def _note_doubt(self, stream: _Stream) -> None:
+        """Keep ``recovering_slots`` true after a change of ``stream``.
+
+        A query for events since the last one is a check: nothing is known to be missing.
+        """
+        pending = stream.pending
+        is_check = pending is not None and pending.start is not None and pending.end is None
+        if stream.incomplete or (pending is not None and not is_check):
+            self.recovering_slots.add(stream.slot)
+        else:
+            self.recovering_slots.discard(stream.slot)
 
     def _hold(self, stream: _Stream, event: KvEvent) -> None:
         if len(stream.held) >= MAX_HELD_EVENTS:
@@ -377,6 +393,7 @@ class Indexer:
         stream.last = None
         stream.failed_attempts = 0
         stream.incomplete = stream.answers
+        self._note_doubt(stream)
 
     def _apply(self, stream: _Stream, event: KvEvent) -> None:
         data = event.data

@@ -52,6 +52,7 @@ class ConnectedKvRouter(ConnectedRouter):
         if index is not None and not settings.predicts:
             threads = settings.event_threads
             self.events = EventFeed(runtime, labels, workers.block_size, index, threads)
+            picker.recovering = self.events.indexer.recovering_slots
         elif settings.predicts and settings.event_threads > 1:
             log.warning("without KV events --router-event-threads has no effect")
         self._export_predictions(labels, settings.approximate_cache_policy)

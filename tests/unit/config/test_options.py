@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo.config import environ, from_env, load, option, preset, to_env
+from dynamo.config import environ, from_env, load, preset, to_env
+from dynamo.config.option import option
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 

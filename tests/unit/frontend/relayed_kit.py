@@ -14,6 +14,7 @@ from text_kit import card
 from dynamo.errors import DynamoError
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.relay import RelayRoutes
+from dynamo.frontend.api.tokenize import TokenizeRoutes
 from dynamo.frontend.models.inputs import paths_of, patterns_of
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.relayed import RelayedEngineRequest
@@ -24,6 +25,7 @@ from dynamo.protocols.relay import HttpRequest, HttpResponseHead
 from dynamo.router.picker import Decision
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/audio/speech"]
+PATHS += ["/tokenize", "/detokenize"]
 ROUTES = [
     "GET /v1/voices",
     "GET /v1/responses/{id}",
@@ -117,6 +119,7 @@ class RelaySite(Site):
         self.worker_pool = SimpleNamespace(members=dict.fromkeys(self.workers))
         routes = Routes()
         OpenAIRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
+        TokenizeRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
         RelayRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
         self.routes = routes
         self.bench = Bench(handler=routes)
@@ -126,6 +129,9 @@ class RelaySite(Site):
 
     def named(self, name: str) -> Any:
         return {"tiny": self.entry, "far": self.far}.get(name)
+
+    def inputs(self, *_: Any, **__: Any) -> None:
+        """Explain nothing."""
 
     def pick(
         self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None

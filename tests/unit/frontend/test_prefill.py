@@ -94,7 +94,7 @@ class Caller:
     """An active request with one engine request."""
 
     def __init__(self) -> None:
-        self.closed = False
+        self.closed = self.wants_route = False
         self.working = 0
         self.metrics = self
         self.generation = SimpleNamespace(choices=[None])

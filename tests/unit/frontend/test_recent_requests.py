@@ -12,8 +12,7 @@ from test_request import Site, ids
 
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, ModelNotFound, Overloaded
 from dynamo.frontend.api.recent import RecentRoutes
-from dynamo.frontend.requests.recent import EndedRequest, RecentRequests
-from dynamo.frontend.requests.request_metrics import Prefilled
+from dynamo.frontend.requests.recent import EndedRequest, Prefilled, RecentRequests
 from dynamo.http.routes import Routes
 from dynamo.protocols.engine import CompletionUsage, PromptTokensDetails
 from dynamo.protocols.status import RequestRecord
@@ -123,8 +122,11 @@ def test_find() -> None:
     for name in (whole, f"chatcmpl-{whole}", f"resp_{whole}"):
         assert recent.find(name).info[1] == whole
     assert recent.find(UUID.format(0x2C)[:-1]).info[1] == UUID.format(0x2C)
+    assert recent.find("01B").info[1] == whole
     assert recent.last().info[1] == UUID.format(0x2C)
-    with pytest.raises(InvalidArgument, match="4 requests begin with 0123: give more digits"):
+    with pytest.raises(
+        InvalidArgument, match="4 requests begin or end with 0123: give more digits"
+    ):
         recent.find("0123")
     for name in ("ff", "", "chatcmpl-"):
         with pytest.raises(ModelNotFound, match="the last 1000 are kept"):

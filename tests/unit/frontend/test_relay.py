@@ -59,6 +59,24 @@ async def test_the_query_is_relayed(site: RelaySite) -> None:
     assert site.relayed[0].request.path == "/v1/embeddings?beta=1%20x"
 
 
+async def test_tokenize_is_relayed_where_the_server_has_it(site: RelaySite) -> None:
+    site.post({"model": "far", "prompt": "hi"}, "/tokenize")
+    site.relayed[0].head()
+    site.relayed[0].body(b'{"count": 1}')
+    site.relayed[0].sink.on_end()
+    assert site.relayed[0].request.path == "/tokenize" and site.answer == {"count": 1}
+    labels = {"endpoint": "tokenize", "model": "far", "status": "success"}
+    assert site.sample("dynamo_frontend_requests_total", **labels) == 1
+    site.settled()
+
+
+async def test_tokenize_is_refused_where_the_server_lacks_it(site: RelaySite) -> None:
+    site.far.paths = frozenset(PATHS[:1])
+    site.post({"model": "far", "tokens": [1]}, "/detokenize")
+    assert site.status == 404 and "model `far` has no /detokenize" in site.answer["message"]
+    site.settled()
+
+
 async def test_a_json_answer_comes_in_one_piece_with_its_headers(site: RelaySite) -> None:
     stream = site.ask(headers={"x_request_id": "mine"})
     stream.head(content_type="application/json; charset=utf-8", x_ratelimit_remaining="4", date="x")
@@ -181,7 +199,7 @@ async def test_models_that_take_tokens_are_not_affected(site: RelaySite) -> None
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("/v1/rerank", {"model": "far"}, 404, "model `far` has no /v1/rerank, it has /v1/audio"),
+        ("/v1/rerank", {"model": "far"}, 404, "model `far` has no /v1/rerank, it has /"),
         ("/v1/rerank", {"model": "nope"}, 404, "Model not found: nope"),
         ("/v1/embeddings", {"model": "tiny"}, 404, "model `tiny` has no /v1/embeddings"),
         ("/v1/embeddings", {"input": "x"}, 400, "missing required field `model`"),

@@ -52,7 +52,7 @@ async def test_no_body_is_a_500(model_input: str, caplog: pytest.LogCaptureFixtu
     seen: dict[int, int] = {}
     with caplog.at_level(logging.ERROR):
         for _ in range(BODIES):
-            path = mutations.random.choice(sorted(SHAPES))
+            path = mutations.random.choice(sorted(SHAPES.keys() - {"/v1/messages"}))
             body = mutations.body(path).replace(b'"tiny"', b'"far"')
             headers = {name.replace("-", "_"): text for name, text in mutations.headers().items()}
             target = "/v1/route" if mutations.random.random() < 0.2 else path

@@ -129,9 +129,10 @@ class Site:
         self.routings: list[Any] = []
         self.pick_error: DynamoError | None = None
         self.found: type[DynamoError] | None = None
-        routes = Routes()
-        OpenAIRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
-        self.bench = Bench(handler=routes)
+        self.routes = Routes()
+        self.openai = OpenAIRoutes(self.active, self, self.tasks)  # type: ignore[arg-type]
+        self.openai.install(self.routes)
+        self.bench = Bench(handler=self.routes)
 
     # models, picker, client
 
@@ -145,6 +146,9 @@ class Site:
 
     def is_loading(self, name: str) -> bool:
         return False
+
+    def inputs(self, *_: Any, **__: Any) -> None:
+        """Explain nothing."""
 
     def pick(
         self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None

@@ -37,6 +37,9 @@ class Fleet(Site):
         self.worker_pool = SimpleNamespace(members=dict.fromkeys(range(1, workers + 1)))
         self.gone: set[int] = set()
 
+    def inputs(self, *_: Any, **__: Any) -> None:
+        """Explain nothing."""
+
     def pick(
         self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
     ) -> Decision:

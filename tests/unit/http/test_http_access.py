@@ -114,6 +114,19 @@ async def test_keys_open_and_credentials_go_no_further(site: Site, file: KeyFile
     assert counts == {"alice": 8, "root": 0}
 
 
+async def test_an_api_with_error_bodies_of_its_own(site: Site) -> None:
+    def body(path: str, status: int, message: str) -> bytes | None:
+        own = json.dumps({"own": [path, status, message]}).encode()
+        return own if path == "/v1/messages" else None
+
+    site.server.error_bodies = body
+    missing = "API key is missing; send it as 'Authorization: Bearer KEY'"
+    assert await site.ask(path="/v1/messages?x=1") == (401, {"own": ["/v1/messages", 401, missing]})
+    status, _ = await site.ask("X-Api-Key: wrong", path="/v1/messages")
+    assert status == 401
+    assert "error" in (await site.ask())[1]
+
+
 async def test_what_is_open_needs_no_key(site: Site) -> None:
     for path in OPEN:
         assert await site.ask(path=path) == (

@@ -130,6 +130,23 @@ def test_a_gap_is_queried_and_live_events_are_held(bench: Bench) -> None:
     assert bench.counts.seen["gap"] == 2
 
 
+def test_the_slots_in_doubt(bench: Bench) -> None:
+    doubt = bench.indexer.recovering_slots
+    assert Bench().indexer.recovering_slots == {bench.slot} and doubt == set()
+    bench.live(stored(1, 1), stored(3, 3, parent=2))
+    assert doubt == {bench.slot}
+    bench.answer(KvQueryAnswer("events", [stored(2, 2, parent=1)], 2))
+    assert doubt == set()
+    bench.indexer.verify()  # a check: nothing is known to be missing
+    assert bench.indexer.recovering() == 1 and doubt == set()
+    bench.answer(KvQueryAnswer("too_new", newest_available=3))
+    bench.live(stored(9, 9, parent=8))
+    bench.indexer.recovered(bench.asked[-1], None)  # its blocks stay unknown until the next sweep
+    assert bench.indexer.recovering() == 0 and doubt == {bench.slot}
+    bench.indexer.remove(7)
+    assert doubt == set()
+
+
 def test_a_second_gap_behind_the_first(bench: Bench) -> None:
     bench.live(stored(2, 2, parent=1), stored(4, 4, parent=3))
     bench.answer(KvQueryAnswer("events", [stored(1, 1)], 1))

@@ -19,7 +19,8 @@ import pytest
 from dynamo.errors import ConfigError, InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, layout
-from dynamo.runtime.discovery.process import ProcessEnd, host_id, is_running, start_ticks
+from dynamo.runtime.discovery.process import host_id, is_running, start_ticks
+from dynamo.runtime.discovery.process_end import ProcessEnd
 
 KEY = "v1/instances/ns/comp/ep/1f"
 

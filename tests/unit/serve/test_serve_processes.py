@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from circus.process import RUNNING, UNEXISTING
 
-from dynamo.serve.processes import children, environment, same_process, snapshot, stat
+from dynamo.serve.process_table import children, environment, same_process, snapshot, stat
 from dynamo.serve.supervised_process import SupervisedProcess
 
 
@@ -55,7 +55,8 @@ def test_daemons_in_other_sessions_are_killed() -> None:
     done = run(
         """
         import os, subprocess, time
-        from dynamo.serve.processes import become_subreaper, children, end_descendants
+        from dynamo.serve.process_table import children
+        from dynamo.serve.processes import become_subreaper, end_descendants
         become_subreaper()
         if os.fork() == 0:
             os.setsid()

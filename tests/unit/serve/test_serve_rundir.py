@@ -16,7 +16,7 @@ from dynamo.errors import StatefileError
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.layout import encode_stored, ensure_directories, key_path, lease_path
 from dynamo.runtime.discovery.process import host_id, start_ticks
-from dynamo.serve.processes import stat
+from dynamo.serve.process_table import stat
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
 

@@ -1,0 +1,128 @@
+"""Which workers a name on the command line or in a request stands for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from dynamo.box.actions.ports import ActionFailed
+from dynamo.errors import InvalidArgument
+from dynamo.serve.entries import Entry, ServiceEntries, read_entries, read_services
+from dynamo.serve.reservations import is_reserved
+from dynamo.serve.statefile import Document
+
+__all__ = ["Target", "find_model", "find_processes", "find_workers", "restartable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The watcher of ``entry``. ``owner`` is its service, None if that registers no model."""
+
+    entry: Entry
+    service: str
+    owner: ServiceEntries | None
+
+    @property
+    def name(self) -> str:
+        """The name of the watcher."""
+        return self.entry.name
+
+
+def find_processes(document: Document, name: str, watchers: Collection[str]) -> list[Target]:
+    """Return the watcher ``name``, or all of the service ``name``, without those that are removed.
+
+    ``watchers`` are those of the arbiter. A watcher is found without the namespace before its name,
+    too. Raises InvalidArgument that lists the names.
+    """
+    targets = _all_targets(document)
+    namespace = document["namespace"]
+    chosen = [one for one in targets if one.name == name]
+    chosen = chosen or [one for one in targets if one.service == name]
+    chosen = chosen or [one for one in targets if one.name == f"{namespace}_{name}"]
+    if not chosen:
+        raise InvalidArgument(
+            f"no service or worker {name!r} in namespace {namespace!r}; there are "
+            f"{_listed(targets)}"
+        )
+    found = [one for one in chosen if one.entry.pids or one.name in watchers]
+    if not found:
+        model = next((one.owner.model for one in chosen if one.owner), "")
+        remedy = f"; start one with: dynamo load {model}" if model else ""
+        raise InvalidArgument(f"{name} has no process now{remedy}")
+    return found
+
+
+def find_workers(
+    document: Document, name: str, watchers: Collection[str]
+) -> list[tuple[ServiceEntries, Entry]]:
+    """Return the same, for names of workers that register a model and of their services alone."""
+    found = find_processes(document, name, watchers)
+    workers = [(one.owner, one.entry) for one in found if one.owner is not None]
+    if not workers:
+        others = [one for one in _all_targets(document) if one.owner is not None]
+        raise InvalidArgument(
+            f"{name} is not a worker that registers a model, so only dynamo restart applies to it; "
+            f"the workers are {_listed(others)}"
+        )
+    return workers
+
+
+def find_model(
+    document: Document, model: str, registered: Callable[[Entry], str | None]
+) -> list[ServiceEntries]:
+    """Return the services of ``model``; ``registered`` returns the model of a running worker.
+
+    Raises InvalidArgument that lists the models.
+    """
+    models: dict[str, list[ServiceEntries]] = {}
+    for service in read_services(document).values():
+        names = {registered(entry) for entry in service.entries} - {None}
+        for name in names or {service.model}:
+            models.setdefault(str(name), []).append(service)
+    if model not in models:
+        raise InvalidArgument(
+            f"no model {model!r} in namespace {document['namespace']!r}; there are "
+            f"{', '.join(sorted(models)) or 'none'}"
+        )
+    return models[model]
+
+
+def restartable(targets: Iterable[Target], active: Collection[str]) -> list[Target]:
+    """Return those that may be restarted now. Raises ActionFailed if there are none."""
+    found, problems = [], []
+    for one in targets:
+        if one.entry.asleep:
+            problems.append(f"{one.name} sleeps; wake it first with: dynamo wake {one.name}")
+        elif one.entry.draining:
+            problems.append(f"{one.name} is being drained and is not started again")
+        elif is_reserved(one.entry, active):
+            problems.append(f"{one.name} is being started or removed; wait for its end")
+        else:
+            found.append(one)
+    if not found:
+        raise ActionFailed("; ".join(problems))
+    return found
+
+
+def _all_targets(document: Document) -> list[Target]:
+    owners = {
+        entry.name: service
+        for service in read_services(document).values()
+        for entry in service.entries
+    }
+    return [
+        Target(
+            entry=entry,
+            service=str(document["components"][entry.name].get("service", "")),
+            owner=owners.get(entry.name),
+        )
+        for entry in read_entries(document)
+    ]
+
+
+def _listed(targets: Iterable[Target]) -> str:
+    """List services with their workers."""
+    services: dict[str, list[str]] = {}
+    for one in targets:
+        services.setdefault(one.service, []).append(one.name)
+    return "; ".join(f"{name} ({', '.join(found)})" for name, found in services.items()) or "none"

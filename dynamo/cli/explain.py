@@ -1,0 +1,158 @@
+"""``dynamo explain``: why a request went to its worker, and where its time went."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from urllib.parse import quote
+
+import msgspec
+
+from dynamo.cli.frontend_client import ask
+from dynamo.config import load
+from dynamo.config.explain import RequestExplainSettings
+from dynamo.config.frontend_client import FrontendClientSettings
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt
+
+__all__ = ["explanation", "main"]
+
+DESCRIPTION = """Show why a request went to its worker, with the costs of all workers at that
+moment, and where its time went. The frontend keeps the last 1,000 requests."""
+EPILOG = """examples:
+  dynamo explain
+  dynamo explain chatcmpl-0a1b2c3d
+"""
+
+_BAR = 40
+_INDEX = {
+    "exact": "the index has all events of these workers",
+    "recovering": "the index was recovering missed events of one of them",
+    "predicted": "caches are predicted from requests, without events",
+}
+_COST = "cost"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; return the exit status: 1 without such a request."""
+    groups = [RequestExplainSettings, FrontendClientSettings]
+    settings, frontend = load("dynamo explain", DESCRIPTION, groups, argv, epilog=EPILOG)
+    try:
+        path = f"/v1/requests/{quote(settings.request, safe='')}"
+        record = ask(frontend, path, RequestRecord)
+    except DynamoError as error:
+        print(f"dynamo explain: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    if settings.json:
+        print(msgspec.json.format(msgspec.json.encode(record)).decode())
+    else:
+        print("\n".join(explanation(record)))
+    return 0
+
+
+def explanation(record: RequestRecord) -> Iterator[str]:
+    """Yield the lines: the conclusion, the times, the tokens, and a table for each choice."""
+    yield _conclusion(record)
+    yield ""
+    yield from _times(record)
+    yield ""
+    yield from _facts(record)
+    if record.prefill_route is not None:
+        yield from ("", "prefill worker", *_route(record.prefill_route))
+    if record.route is not None:
+        title = "worker" if record.prefill_route is None else "decode worker"
+        yield from ("", title, *_route(record.route))
+
+
+def _conclusion(record: RequestRecord) -> str:
+    shown = f"{record.request_id} ({record.model}, {record.endpoint})"
+    took = _ms(record.duration_s)
+    if not record.worker:
+        return f"{shown}: no worker got it; it ended with {record.outcome} after {took}"
+    end = "" if record.outcome == "ok" else f" and ended with {record.outcome}"
+    why = f", {record.route.reason}" if record.route is not None and record.route.reason else ""
+    prefill = f"prefilled by {record.prefill_worker}, " if record.prefill_worker else ""
+    name, spent_s = max(_stages(record), key=lambda one: one[1])
+    return (
+        f"{shown}: {prefill}worker {record.worker}{_rank(record)}{why}; it took {took}"
+        f"{end}, most of it {name} ({_ms(spent_s)})"
+    )
+
+
+def _rank(record: RequestRecord) -> str:
+    return f" rank {record.dp_rank}" if record.dp_rank else ""
+
+
+def _stages(record: RequestRecord) -> list[tuple[str, float]]:
+    """The stages that the request reached and the rest, which is spent on the client's side."""
+    found = [
+        (name, spent_s)
+        for name, spent_s in (
+            ("prepare", record.prepare_s),
+            ("queue", record.queue_s),
+            ("prefill", record.prefill_s),
+            ("decode", record.decode_s),
+        )
+        if spent_s is not None
+    ]
+    rest_s = record.duration_s - sum(spent_s for _, spent_s in found)
+    return [*found, ("network", max(rest_s, 0.0))]
+
+
+def _times(record: RequestRecord) -> Iterator[str]:
+    total_s = record.duration_s or 1.0
+    begun = 0.0
+    for name, spent_s in _stages(record):
+        first, last = round(begun / total_s * _BAR), round((begun + spent_s) / total_s * _BAR)
+        begun += spent_s
+        bar = " " * min(first, _BAR - 1) + "#" * max(last - first, 1)
+        yield f"  {name:8}{_ms(spent_s):>12}  |{bar:{_BAR}}|"
+    ttft = "" if record.ttft_s is None else f"; first token after {_ms(record.ttft_s)}"
+    yield f"  {'total':8}{_ms(record.duration_s):>12}{ttft}"
+
+
+def _facts(record: RequestRecord) -> Iterator[str]:
+    cached = (
+        "" if record.cached_tokens is None else f", {record.cached_tokens} of them cached there"
+    )
+    yield f"  {record.prompt_tokens} prompt tokens{cached}; {record.completion_tokens} generated"
+    if record.prompt_blocks:
+        yield f"  the router expected {record.overlap_blocks} of {record.prompt_blocks} blocks"
+    if record.migrations:
+        yield f"  workers that failed with it: {record.migrations}"
+
+
+def _route(route: RouteReceipt) -> Iterator[str]:
+    yield f"  {route.reason} (mode {route.mode})"
+    if route.index in _INDEX:
+        yield f"  index {route.index}: {_INDEX[route.index]}"
+    titles = list(dict.fromkeys(name for row in route.candidates for name in row.terms))
+    if any(row.cost is not None for row in route.candidates):
+        titles.append(_COST)
+    widths = [max(len(title), 8) + 2 for title in titles]
+    head = "".join(f"{_title(one):>{width}}" for one, width in zip(titles, widths, strict=True))
+    yield f"    {'worker':>16}{'rank':>6}{'overlap':>9}{head}"
+    for row in route.candidates:
+        cells = "".join(
+            f"{_cell(row, title):>{width}}" for title, width in zip(titles, widths, strict=True)
+        )
+        mark, note = ("->", "  chosen") if row.chosen else ("", f"  {row.excluded}")
+        overlap = f"{row.overlap_blocks:g}"
+        yield f"  {mark:2}{row.worker:>16}{row.dp_rank:>6}{overlap:>9}{cells}{note}".rstrip()
+    if route.omitted:
+        yield f"    and {route.omitted} more"
+    if _COST in titles:
+        yield "  in blocks; the cost is the sum of the columns before it"
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _cell(row: RouteCandidate, title: str) -> str:
+    value = row.cost if title == _COST else row.terms.get(title)
+    return "-" if value is None else f"{value:.2f}".removesuffix(".00")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"

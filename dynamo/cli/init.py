@@ -1,0 +1,240 @@
+"""``dynamo init``: ask for model, engine, GPUs and access, and write a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from dynamo.box.engines import InstalledEngine, NamedModel, engine_names, find_engines, uninstalled
+from dynamo.box.new_graph import NewGraph
+from dynamo.cli.key import add_key
+from dynamo.cli.model_choice import (
+    cached_model,
+    choose,
+    named_model,
+    probe_gpus,
+    running_ollama,
+    weights_bytes,
+)
+from dynamo.cli.serve import prepare
+from dynamo.config import from_env, load
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.serve import ServeSettings
+from dynamo.config.setup import InitSettings
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.serve.gpus import Gpu
+from dynamo.serve.graph import parse_graph
+
+__all__ = ["main"]
+
+DESCRIPTION = "Write the graph of one model: asks four questions, each with a default."
+EPILOG = """An empty answer takes the default in brackets. A file is never replaced unasked.
+Exit status: 0 written, 1 it cannot be written, 2 an answer or a flag is wrong."""
+
+_FALLBACK = "Qwen/Qwen3-0.6B"
+_KEYS = "keys.txt"
+_KEY_NAME = "admin"
+_PLACES = re.compile(r"(\d{1,4})(?:\s*[x*]\s*(\d{1,2}))?")
+_ACCESS = {
+    "local": "this machine alone",
+    "keys": "the network, with API keys",
+    "open": "the network, without keys",
+}
+_FILL = 0.85  # of a GPU's memory, for weights and some KV blocks
+
+T = TypeVar("T")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; return the exit status."""
+    (settings,) = load("dynamo init", DESCRIPTION, [InitSettings], argv, epilog=EPILOG)
+    try:
+        _write(settings, _Questions(settings))
+    except (DynamoError, OSError) as error:
+        print(f"dynamo init: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """Asks on the terminal, or takes the defaults with ``--yes``."""
+
+    settings: InitSettings
+
+    def ask(self, question: str, default: str, parse: Callable[[str], T]) -> T:
+        """Return the parsed answer; a wrong one is explained and asked for again.
+
+        Raises ConfigError at the end of input, and for a wrong default with ``--yes``.
+        """
+        while True:
+            if self.settings.yes:
+                return parse(default)
+            try:
+                text = input(f"{question} [{default}]: ").strip() or default
+            except EOFError:
+                raise ConfigError("no answer; give --yes to take the defaults") from None
+            try:
+                return parse(text)
+            except ConfigError as error:
+                print(f"  {error.message}")
+
+    def model(self) -> NamedModel:
+        """Ask for the model."""
+        if self.settings.model:
+            return named_model(self.settings.model)
+        return self.ask(
+            "Model (a directory, a GGUF file, an id on Hugging Face, a name of Ollama)",
+            cached_model() or _FALLBACK,
+            named_model,
+        )
+
+    def engine(self, model: NamedModel) -> InstalledEngine:
+        """Ask for the engine: one that is installed, or that will be."""
+        installed = find_engines()
+        if self.settings.engine is not None:
+            return _engine(model, self.settings.engine, installed)
+        names = engine_names(model)
+        default = names[0]
+        with contextlib.suppress(ConfigError):
+            default = choose(model, None, installed).name
+        found = {engine.name for engine in installed}
+        shown = ", ".join(n if n in found else f"{n} (not installed)" for n in names)
+        return self.ask(f"Engine: {shown}", default, lambda text: _engine(model, text, installed))
+
+    def places(self, model: NamedModel, gpus: Sequence[Gpu]) -> tuple[int, int]:
+        """Ask for the number of workers and the GPUs of each."""
+        settings = self.settings
+        each = settings.gpus_per_worker
+        if each is None:
+            each = _gpus_needed(weights_bytes(model), gpus)
+        workers = settings.workers or max(1, len(gpus) // each if each else 1)
+        question = "Workers: copies of the model (no GPU was found)"
+        if gpus:
+            question = f"Workers x GPUs of each ({len(gpus)} x {gpus[0].name})"
+        default = f"{workers}x{each}" if gpus else str(workers)
+        return self.ask(question, default, lambda text: _places(text, len(gpus)))
+
+    def access(self) -> str:
+        """Ask who may use the models."""
+        if self.settings.access is not None:
+            return self.settings.access
+        shown = ", ".join(f"{name} ({text})" for name, text in _ACCESS.items())
+        local = self.settings.http_host in ("127.0.0.1", "localhost", "::1")
+        return self.ask(f"Access: {shown}", "local" if local else "keys", _access)
+
+
+def _engine(model: NamedModel, name: str, installed: Sequence[InstalledEngine]) -> InstalledEngine:
+    if any(engine.name == name for engine in installed) or name not in engine_names(model):
+        return choose(model, name, installed)
+    return uninstalled(name)
+
+
+def _places(text: str, gpus: int) -> tuple[int, int]:
+    match = _PLACES.fullmatch(text)
+    workers, each = (int(match[1]), int(match[2] or min(1, gpus))) if match else (0, 0)
+    if not 1 <= workers <= 1024:
+        raise ConfigError(f"a number of workers such as 2, or 2x4 with 4 GPUs each, got {text!r}")
+    if workers * each > gpus:
+        raise ConfigError(f"{workers} workers with {each} GPUs need {workers * each}, not {gpus}")
+    return workers, each
+
+
+def _access(text: str) -> str:
+    if text not in _ACCESS:
+        raise ConfigError(f"one of {', '.join(_ACCESS)}, got {text!r}")
+    return text
+
+
+def _gpus_needed(weights: int, gpus: Sequence[Gpu]) -> int:
+    """Return the smallest power of two of GPUs that holds the weights; 1 if they are unknown."""
+    if not gpus:
+        return 0
+    each = 1
+    memory = min(gpu.memory_bytes for gpu in gpus)
+    while memory and weights > each * memory * _FILL and 2 * each <= len(gpus):
+        each *= 2
+    return each
+
+
+def _write(settings: InitSettings, questions: _Questions) -> None:
+    path = Path(settings.write)
+    if path.exists() and not _may_replace(path, settings.yes):
+        raise ConfigError(f"{path} is kept; choose another file with --write")
+    model = questions.model()
+    engine = questions.engine(model)
+    workers, gpus = questions.places(model, probe_gpus())
+    access = questions.access()
+    graph = NewGraph(
+        model=model,
+        engine=engine,
+        workers=workers,
+        gpus=gpus,
+        host=_host(settings.http_host, access),
+        port=settings.http_port,
+        namespace=settings.namespace,
+        name=settings.served_model_name,
+        api_key_file=_KEYS if access == "keys" else None,
+        engine_url=running_ollama() if engine.name == "ollama" else None,
+    )
+    _check(graph)
+    key = _new_key(path.absolute().parent / _KEYS) if access == "keys" else ""
+    path.write_text(f"# {graph.served_name} on {engine.name}\n{graph.text()}", encoding="utf-8")
+    print(_next_steps(graph, path, key))
+
+
+def _may_replace(path: Path, yes: bool) -> bool:
+    if yes:
+        return False
+    try:
+        return input(f"{path} exists; replace it? [no]: ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _host(given: str, access: str) -> str:
+    if access == "local":
+        return "127.0.0.1"
+    return "0.0.0.0" if given in ("127.0.0.1", "localhost") else given
+
+
+def _check(graph: NewGraph) -> None:
+    """Check the graph as `dynamo serve --dry-run` does; the key file does not exist yet."""
+    text = replace(graph, api_key_file=None).text()
+    parsed = parse_graph(text, "the new graph")
+    runtime = from_env(RuntimeSettings, namespace=parsed.namespace)
+    prepare(parsed, from_env(ServeSettings, dry_run=True), runtime)
+
+
+def _new_key(path: Path) -> str:
+    """Add an operator's key to the file; "" if it has keys already."""
+    if path.exists():
+        return ""
+    return add_key(str(path), _KEY_NAME, "operator")
+
+
+def _next_steps(graph: NewGraph, path: Path, key: str) -> str:
+    file = shlex.quote(str(path))
+    lines = [f"wrote {path}"]
+    if key:
+        lines += [
+            f"wrote {path.absolute().parent / _KEYS} with the key of {_KEY_NAME}, shown once:"
+        ]
+        lines += [f"  {key}"]
+    if graph.engine.install:
+        lines += [f"first install {graph.engine.install}"]
+    return "\n".join(
+        (
+            *lines,
+            "next:",
+            f"  dynamo doctor {file}            # is this machine ready?",
+            f"  dynamo serve {file}             # start it; Ctrl-C ends it",
+            f"  dynamo install-service {file}   # or let systemd run it",
+        )
+    )

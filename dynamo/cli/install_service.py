@@ -1,0 +1,165 @@
+"""``dynamo install-service``: write a systemd unit for a graph."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynamo.box.systemd_unit import HEADER, SystemdUnit
+from dynamo.cli.serve import prepare, read_graph
+from dynamo.config import environ, from_env, load
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.serve import ServeSettings
+from dynamo.config.setup import InstallServiceSettings
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.serve.watchers import WatcherSpec
+
+__all__ = ["main"]
+
+DESCRIPTION = "Write a systemd unit that serves a graph, and say how to start it."
+EPILOG = """A second call with the same arguments changes nothing. A unit that this command did not
+write is never replaced.
+  dynamo install-service graph.yaml --user
+  sudo "$(command -v dynamo)" install-service /etc/dynamo/graph.yaml --run-as dynamo
+Exit status: 0 written or unchanged, 1 it cannot be written, 2 the graph or a flag is wrong."""
+
+_UNIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_PASSED_ON = ("DYN_LOCAL_STATE_DIR", "DYN_NAMESPACE", "HF_HOME", "CUDA_VISIBLE_DEVICES")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; return the exit status."""
+    (settings,) = load(
+        "dynamo install-service", DESCRIPTION, [InstallServiceSettings], argv, epilog=EPILOG
+    )
+    try:
+        unit = _unit(settings)
+        if settings.print_only:
+            print(unit.text(), end="")
+            return 0
+        path = _directory(settings) / f"{unit.name}.service"
+        print(f"{_write(path, unit.text())} {path}")
+    except (DynamoError, OSError) as error:
+        print(f"dynamo install-service: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(_next_steps(settings, unit))
+    return 0
+
+
+def _unit(settings: InstallServiceSettings) -> SystemdUnit:
+    """Check the graph as `dynamo serve` does; return its unit. Raises ConfigError."""
+    if not _UNIT_NAME.fullmatch(settings.name):
+        raise ConfigError(f"--name must be letters, digits, '_', '-' or '.', got {settings.name!r}")
+    path = Path(settings.graph).absolute()
+    if not path.is_file() and settings.graph == "graph.yaml":
+        raise ConfigError("no graph.yaml here; name a file, or write one: dynamo init")
+    graph = read_graph(str(path), (), None)
+    serve = from_env(ServeSettings, graceful_timeout_s=settings.graceful_timeout_s)
+    planned = prepare(graph, serve, from_env(RuntimeSettings, namespace=graph.namespace))
+    account = None if settings.user else _account(settings.run_as)
+    has_home = account is None or Path(account.pw_dir).is_dir()
+    has_gpus = any(spec.gpus for spec in planned.specs)
+    modprobe = shutil.which("nvidia-modprobe") if has_gpus else None
+    return SystemdUnit(
+        name=settings.name,
+        command=_command(),
+        graph=str(path),
+        directory=str(path.parent),
+        stop_s=_stop_s(planned.specs),
+        user=None if account is None else account.pw_name,
+        env=_env(settings.name, has_home),
+        state_name=None if has_home else settings.name,
+        gpu_setup=(modprobe, "-c=0", "-u") if modprobe else (),
+    )
+
+
+def _account(name: str | None) -> pwd.struct_passwd:
+    """Return the user that runs the service: the one named, or who called sudo."""
+    name = name or environ().get("SUDO_USER")
+    try:
+        return pwd.getpwnam(name) if name else pwd.getpwuid(os.getuid())
+    except KeyError:
+        raise ConfigError(
+            f"--run-as: no user {name!r}; make it: sudo useradd --system {name}"
+        ) from None
+
+
+def _command() -> tuple[str, ...]:
+    program = Path(sys.executable).with_name("dynamo")
+    return (str(program),) if program.exists() else (sys.executable, "-m", "dynamo")
+
+
+def _stop_s(specs: Sequence[WatcherSpec]) -> float:
+    """Return how long a stop may take: the slowest process of each stage, one after another."""
+    slowest: dict[int, float] = {}
+    for spec in specs:
+        slowest[spec.stop_stage] = max(slowest.get(spec.stop_stage, 0.0), spec.graceful_timeout_s)
+    return sum(slowest.values())
+
+
+def _env(name: str, has_home: bool) -> dict[str, str]:
+    """Return the variables: a PATH with engines and compilers, state, and the cache of models."""
+    given = environ()
+    places = [str(Path(sys.executable).parent), *given.get("PATH", "").split(os.pathsep)]
+    path = dict.fromkeys(one for one in places if one.startswith("/") and Path(one).is_dir())
+    env = {"PATH": os.pathsep.join(path)}
+    if not has_home:
+        state = f"/var/lib/{name}"
+        env |= {"DYN_LOCAL_STATE_DIR": state, "HF_HOME": f"{state}/huggingface"}
+    return env | {key: given[key] for key in _PASSED_ON if given.get(key)}
+
+
+def _directory(settings: InstallServiceSettings) -> Path:
+    if settings.directory is not None:
+        return Path(settings.directory).absolute()
+    if not settings.user:
+        return Path("/etc/systemd/system")
+    base = environ().get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(base).expanduser() / "systemd/user"
+
+
+def _write(path: Path, text: str) -> str:
+    """Write the unit unless it is there already; return what was done. Raises DynamoError."""
+    before = path.read_text(encoding="utf-8") if path.exists() else None
+    if before == text:
+        return "unchanged:"
+    if before is not None and not before.startswith(HEADER.partition(".")[0]):
+        raise ConfigError(
+            f"{path} was not written by this command; choose another --name, or remove it"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        words = shlex.join([*_command(), *sys.argv[1:]])
+        raise DynamoError(
+            f"cannot write {path}: {error.strerror}; run: sudo {words}   or add --user, or --print"
+        ) from None
+    return "wrote" if before is None else "replaced"
+
+
+def _next_steps(settings: InstallServiceSettings, unit: SystemdUnit) -> str:
+    systemctl = "systemctl --user" if settings.user else "sudo systemctl"
+    journal = "journalctl --user" if settings.user else "journalctl"
+    lines = [
+        "next:",
+        f"  {systemctl} daemon-reload",
+        f"  {systemctl} enable --now {unit.name}",
+        f"  {journal} -u {unit.name} -f",
+        f"  {systemctl} reload {unit.name}   # after a change of {unit.graph}",
+    ]
+    if settings.user:
+        lines.insert(1, "  loginctl enable-linger   # so that it runs while you are logged out")
+    if unit.state_name:
+        state = unit.env["DYN_LOCAL_STATE_DIR"]
+        lines.append(f"  sudo -u {unit.user} DYN_LOCAL_STATE_DIR={state} dynamo ps")
+    return "\n".join(lines)

@@ -1,0 +1,105 @@
+"""``dynamo restart``, ``drain``, ``sleep``, ``wake``, ``load``, ``unload``: operate the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dynamo.box.operate import BoxActions, Steps
+from dynamo.config import from_env
+from dynamo.config import load as load_options
+from dynamo.config.operate import DeploymentSettings, LoadSettings, OperateSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError, DynamoError, InvalidArgument
+
+__all__ = ["drain", "load", "pause_planner", "restart", "resume_planner", "sleep", "unload", "wake"]
+
+_EPILOG = """NAME is a worker (dynamo_Worker_1), or a service for all of its workers. The command
+returns when the action is complete; Ctrl-C ends {what}.
+Exit status: 0 done, 1 it failed, or no deployment runs, 2 there is no such name."""
+
+_GOES_ON = "only the command, the action goes on"
+_ENDS = "the action where it is"
+
+
+def restart(argv: Sequence[str] | None = None) -> int:
+    """Run ``dynamo restart``; return the exit status."""
+    text = "Replace processes one after another, so that requests are served; start failed ones."
+    return _on_workers("restart", text, _GOES_ON, argv)
+
+
+def drain(argv: Sequence[str] | None = None) -> int:
+    """Run ``dynamo drain``; return the exit status."""
+    text = "Let workers finish their requests and exit; they are not started again."
+    return _on_workers("drain", text, _GOES_ON, argv)
+
+
+def sleep(argv: Sequence[str] | None = None) -> int:
+    """Run ``dynamo sleep``; return the exit status."""
+    text = "Let workers finish their requests and free their GPU memory, but keep their processes."
+    return _on_workers("sleep", text, _ENDS, argv)
+
+
+def wake(argv: Sequence[str] | None = None) -> int:
+    """Run ``dynamo wake``; return the exit status."""
+    return _on_workers("wake", "Let workers that sleep serve again.", _ENDS, argv)
+
+
+def load(argv: Sequence[str] | None = None) -> int:
+    """Run ``dynamo load``; return the exit status."""
+    text = "Wake or start a worker of a model that has none, and wait until it serves."
+    return _on_model("load", text, argv)
+
+
+def unload(argv: Sequence[str] | None = None) -> int:
+    """Run ``dynamo unload``; return the exit status."""
+    text = "Free the GPUs of a model: its workers finish their requests, then sleep or exit."
+    return _on_model("unload", text, argv)
+
+
+def pause_planner(argv: Sequence[str] | None = None) -> int:
+    """Run ``dynamo planner pause``; return the exit status."""
+    text = "Let the planner observe only, until it is resumed or restarted."
+    (deployment,) = load_options("dynamo planner pause", text, [DeploymentSettings], argv)
+    return _run("planner pause", deployment, BoxActions.pause_planner)
+
+
+def resume_planner(argv: Sequence[str] | None = None) -> int:
+    """Run ``dynamo planner resume``; return the exit status."""
+    text = "Let a paused planner add and remove workers again."
+    (deployment,) = load_options("dynamo planner resume", text, [DeploymentSettings], argv)
+    return _run("planner resume", deployment, BoxActions.resume_planner)
+
+
+def _on_workers(verb: str, text: str, interrupt: str, argv: Sequence[str] | None) -> int:
+    groups: list[type[Any]] = [OperateSettings, DeploymentSettings]
+    epilog = _EPILOG.format(what=interrupt)
+    target, deployment = load_options(f"dynamo {verb}", text, groups, argv, epilog=epilog)
+    return _run(verb, deployment, lambda actions: getattr(actions, verb)(target.name))
+
+
+def _on_model(verb: str, text: str, argv: Sequence[str] | None) -> int:
+    groups: list[type[Any]] = [LoadSettings, DeploymentSettings]
+    target, deployment = load_options(f"dynamo {verb}", text, groups, argv)
+    return _run(verb, deployment, lambda actions: getattr(actions, verb)(target.model))
+
+
+def _run(verb: str, deployment: DeploymentSettings, action: Callable[[BoxActions], Steps]) -> int:
+    """Run an action, print what it reports."""
+    runtime = from_env(RuntimeSettings)
+    if deployment.namespace:
+        runtime = replace(runtime, namespace=deployment.namespace)
+    try:
+        asyncio.run(_print_steps(action(BoxActions(runtime))))
+    except (DynamoError, OSError) as error:
+        print(f"dynamo {verb}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
+    return 0
+
+
+async def _print_steps(steps: Steps) -> None:
+    async for text in steps:
+        print(text, flush=True)

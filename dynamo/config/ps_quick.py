@@ -1,0 +1,45 @@
+"""The options of ``dynamo ps`` without argparse and dataclasses, which take 20 ms to import.
+
+Only for the usual flags; all others go the way of :class:`~dynamo.config.ps.PsSettings`. A test
+compares both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+__all__ = ["QuickPs"]
+
+
+class QuickPs:
+    """What ``argv`` and ``env`` ask for; ``socket`` is that of the arbiter in its run directory."""
+
+    def __init__(self, as_json: bool, api_key: str | None, socket: str) -> None:
+        self.json = as_json
+        self.api_key = api_key
+        self.socket = socket
+
+    @classmethod
+    def of(
+        cls, argv: Sequence[str], socket: str, env: Mapping[str, str] = os.environ
+    ) -> QuickPs | None:
+        """Return the options; None if ``argv`` or the path needs a closer look."""
+        given = {word for word in argv if word != "--json"}
+        namespace = env.get("DYN_NAMESPACE", "dynamo")
+        home = env.get("HOME", "")
+        state_dir = env.get("DYN_LOCAL_STATE_DIR") or (home and f"{home}/.dynamo/state")
+        path = f"{state_dir}/{namespace}/{socket}"
+        plain = namespace.replace("-", "").replace("_", "").isalnum() and namespace.isascii()
+        if (
+            given
+            or not plain
+            or not state_dir
+            or not path.startswith("/")
+            or len(os.fsencode(path)) > _PATH_BYTES
+        ):
+            return None
+        return cls("--json" in argv, env.get("DYN_API_KEY") or env.get("OPENAI_API_KEY"), path)
+
+
+_PATH_BYTES = 107

@@ -1,0 +1,242 @@
+"""OpenAI's Responses API: POST /v1/responses, and the stored responses below that path.
+
+A response goes the way of a chat; what is different is its body, its events, and that it is stored
+for its client to read and to continue.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from dynamo.errors import DynamoError, InvalidArgument, shorten
+from dynamo.frontend.answer.response_stream import (
+    ResponsesStream,
+    response_error,
+    response_error_event,
+)
+from dynamo.frontend.answer.sse import json_bytes
+from dynamo.frontend.api.generation import GenerationApi
+from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.api.prompt_count import PromptCountRoutes
+from dynamo.frontend.prompt.response_body import (
+    MAX_REFERENCES,
+    ResponseChatRequest,
+    ResponseOrigin,
+    memory_bytes,
+    parse_response,
+)
+from dynamo.frontend.prompt.response_items import REFERENCE
+from dynamo.frontend.requests.errors import ErrorShape
+from dynamo.frontend.requests.response_store import ResponseStore, StoredResponse
+from dynamo.http import Exchange
+from dynamo.http.routes import Route, Routes
+
+__all__ = ["ResponseRoutes"]
+
+log = logging.getLogger(__name__)
+_PATH = "/v1/responses"
+_BELOW = "/v1/responses/"
+_MAX_PAGE = 100
+_ERRORS = ErrorShape(response_error, response_error_event)
+
+
+class _NotFound(InvalidArgument):
+    """The key has no stored response of that id."""
+
+    status = 404
+
+
+class ResponseRoutes:
+    """``store`` has the responses. A request for another id goes to ``relay``, the route of other
+    servers, if they have it: ``has_relay``."""
+
+    def __init__(
+        self, store: ResponseStore, has_relay: Callable[[Exchange], bool], relay: Route
+    ) -> None:
+        self._store = store
+        self._has_relay = has_relay
+        self._relay = relay
+        self._api = GenerationApi.of_chat(
+            "responses", "resp_", parse_response, ResponsesStream
+        )._replace(complete=self._complete, errors=_ERRORS)
+
+    def install(self, routes: Routes, openai: OpenAIRoutes, counts: PromptCountRoutes) -> None:
+        """Add the routes to the table."""
+        routes.post(_PATH, openai.route(self._api))
+        counted = self._api._replace(
+            endpoint="responses_input_tokens", complete=partial(self._complete, stores=False)
+        )
+        routes.post(f"{_PATH}/input_tokens", counts.route(counted, _counted))
+        routes.below(_BELOW, ("GET", "POST", "DELETE"), self._stored)
+
+    # -- before generation
+
+    def _complete(
+        self, request: ResponseChatRequest, exchange: Exchange, stores: bool = True
+    ) -> int:
+        """Add the earlier responses; return their bytes. Raises InvalidArgument."""
+        origin, owner = request.origin, _owner(exchange)
+        earlier = None
+        if origin.previous_id is not None:
+            earlier = self._store.get(owner, origin.previous_id)
+            if earlier is None:
+                raise InvalidArgument(
+                    f"Previous response with id '{shorten(origin.previous_id)}' not found: it was "
+                    "not stored, or dropped since; send all items of the conversation as 'input'"
+                )
+        if origin.messages is None:
+            self._resolve(origin, owner, earlier)
+        request.add_history([] if earlier is None else earlier.history())
+        if origin.stores and stores and self._store.enabled:
+            origin.keep = partial(self._keep, owner, earlier)
+        return 0 if earlier is None else earlier.total_bytes
+
+    def _resolve(self, origin: ResponseOrigin, owner: str, earlier: StoredResponse | None) -> None:
+        """Put the items in place of the references to them."""
+        if len(origin.items) > MAX_REFERENCES:
+            raise InvalidArgument(
+                f"Validation: 'input' with an {REFERENCE} takes at most {MAX_REFERENCES} items, "
+                f"got {len(origin.items)}; send the items themselves"
+            )
+        found = []
+        for number, item in enumerate(origin.items):
+            if item.get("type") != REFERENCE:
+                found.append(item)
+                continue
+            known = None if earlier is None else earlier.item(item["id"])
+            known = known or self._store.find_item(owner, item["id"])
+            if known is None:
+                raise InvalidArgument(
+                    f"Validation: input[{number}].id: no stored item {shorten(repr(item['id']))}; "
+                    "send the item itself"
+                )
+            found.append(known)
+        origin.items = found
+        origin.messages = origin.converted(found)
+
+    def _keep(  # noqa: PLR0913 - who and what, from two sides
+        self,
+        owner: str,
+        earlier: StoredResponse | None,
+        origin: ResponseOrigin,
+        response_id: str,
+        body: bytes,
+        output: Sequence[dict[str, Any]],
+    ) -> None:
+        """Store a response that is complete."""
+        messages = (origin.messages or []) + origin.converted(output)
+        items_bytes = origin.items_bytes + sum(map(memory_bytes, output))
+        stored = StoredResponse(earlier, body, messages, (origin.items, output), items_bytes)
+        if not self._store.put(owner, response_id, stored):
+            log.warning(
+                "response %s is not stored: its conversation has %d bytes, more than "
+                "--responses-store-mb",
+                *(response_id, stored.total_bytes),
+            )
+
+    # -- stored responses
+
+    def _stored(self, exchange: Exchange) -> None:
+        """Read, list, delete or cancel a response, by the rest of the path."""
+        response_id, _, action = exchange.path[len(_BELOW) :].partition("/")
+        found = self._store.get(_owner(exchange), response_id)
+        if found is None and (self._has_relay(exchange) or not _known(exchange.method, action)):
+            self._relay(exchange)
+            return
+        try:
+            if found is None:
+                raise _NotFound(f"Response with id '{shorten(response_id)}' not found.")
+            exchange.respond(200, self._answer(exchange, response_id, action, found))
+        except DynamoError as error:
+            exchange.respond(error.status, response_error(error.status, error))
+
+    def _answer(
+        self, exchange: Exchange, response_id: str, action: str, found: StoredResponse
+    ) -> bytes:
+        method = exchange.method
+        if method == "DELETE" and not action:
+            self._store.delete(_owner(exchange), response_id)
+            return json_bytes({"id": response_id, "object": "response", "deleted": True})
+        if method == "POST" and action == "cancel":
+            raise InvalidArgument("Cannot cancel a synchronous response.")
+        if method == "GET" and action == "input_items":
+            return _input_items(found, exchange.query)
+        if method != "GET" or action:
+            raise _NotFound(f"Route not found: {method} {shorten(exchange.path)}")
+        if parse_qs(exchange.query, max_num_fields=_MAX_PAGE).get("stream", ["false"]) != ["false"]:
+            raise InvalidArgument(
+                "Validation: 'stream' is for background responses alone; leave it out"
+            )
+        return found.body
+
+
+def _known(method: str, action: str) -> bool:
+    return (method, action) in (
+        ("GET", ""),
+        ("DELETE", ""),
+        ("POST", "cancel"),
+        ("GET", "input_items"),
+    )
+
+
+def _owner(exchange: Exchange) -> str:
+    """The name of the client's API key, "" where none are needed."""
+    return "" if exchange.api_key is None else exchange.api_key.name
+
+
+def _counted(tokens: int) -> dict[str, Any]:
+    return {"object": "response.input_tokens", "input_tokens": tokens}
+
+
+def _input_items(found: StoredResponse, query: str) -> bytes:
+    """A page of the items that the response answers, the latest first unless asked otherwise."""
+    given = {name: values[-1] for name, values in parse_qs(query, max_num_fields=_MAX_PAGE).items()}
+    order, after = given.get("order", "desc"), given.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidArgument(f"Validation: 'order' must be asc or desc, got {shorten(order)}")
+    limit = given.get("limit", "20")
+    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_PAGE):
+        raise InvalidArgument(
+            f"Validation: 'limit' must be between 1 and {_MAX_PAGE}, got {shorten(limit)}"
+        )
+    items: list[dict[str, Any]] = []
+    for one in found.conversation():
+        items += one.items
+        if one is not found:
+            items += one.output
+    if order == "desc":
+        items.reverse()
+    start = 0
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise InvalidArgument(f"Validation: 'after': no item {shorten(repr(after))}")
+        start = places[0] + 1
+    page = items[start : start + int(limit)]
+    shown = [_shown(item) for item in page]
+    body = {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else "",
+        "last_id": shown[-1]["id"] if shown else "",
+        "has_more": start + len(page) < len(items),
+    }
+    return msgspec.json.encode(body)  # orjson refuses integers of more than 64 bits
+
+
+def _shown(item: dict[str, Any]) -> dict[str, Any]:
+    """An input item as OpenAI lists it: a message has its content in parts."""
+    content = item.get("content")
+    if item.get("type") != "message" or not isinstance(content, str):
+        return item
+    kind = "output_text" if item.get("role") == "assistant" else "input_text"
+    part: dict[str, Any] = {"type": kind, "text": content}
+    if kind == "output_text":
+        part["annotations"] = []
+    return {"status": "completed", **item, "content": [part]}

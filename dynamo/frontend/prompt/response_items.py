@@ -1,0 +1,233 @@
+"""Items of the Responses API to chat messages.
+
+What the assistant said in one turn is several items there, but one message with reasoning, content
+and tool calls in a chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.prompt.response_tools import ADDITIONAL_TOOLS, INPUT, flat_name
+
+__all__ = ["REFERENCE", "ItemConverter", "arranged"]
+
+REFERENCE = "item_reference"
+Message = dict[str, Any]
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_CALL = ("call_id", "id", "status", "type")
+_MEMBERS = {
+    "message": frozenset(("content", "id", "phase", "role", "status", "type")),
+    "function_call": frozenset(
+        ("arguments", "call_id", "id", "name", "namespace", "status", "type")
+    ),
+    "custom_tool_call": frozenset(
+        ("call_id", "id", "input", "name", "namespace", "status", "type")
+    ),
+    "function_call_output": frozenset(("call_id", "id", "name", "output", "status", "type")),
+    "custom_tool_call_output": frozenset(("call_id", "id", "name", "output", "status", "type")),
+    ADDITIONAL_TOOLS: frozenset(("id", "role", "tools", "type")),
+    "reasoning": frozenset(("content", "encrypted_content", "id", "status", "summary", "type")),
+    "input_text": frozenset(("text", "type")),
+    "output_text": frozenset(("annotations", "logprobs", "text", "type")),
+    "text": frozenset(("text", "type")),
+    "refusal": frozenset(("refusal", "type")),
+    "input_image": frozenset(("detail", "file_id", "image_url", "type")),
+}
+
+
+class ItemConverter:
+    """Add items; ``messages`` are those of a chat, with system messages where they came.
+
+    An unknown member of an item is an error, or with ``ignore_unsupported`` left out.
+    """
+
+    def __init__(self, ignore_unsupported: bool = False) -> None:
+        self.messages: list[Message] = []
+        self._ignore = ignore_unsupported
+        self._convert: dict[str, Callable[[str, dict[str, Any]], None]] = {
+            "message": self._message,
+            "function_call": self._call,
+            "custom_tool_call": self._custom_call,
+            "function_call_output": self._output,
+            "custom_tool_call_output": self._output,
+            "reasoning": self._reasoning,
+            ADDITIONAL_TOOLS: _no_message,
+        }
+
+    def add(self, where: str, item: dict[str, Any]) -> None:
+        """Add ``item``; ``where`` is its place in the request. Raises InvalidArgument."""
+        kind = str(item.get("type", "message" if "role" in item else None))
+        convert = self._convert.get(kind)
+        if convert is None:
+            raise InvalidArgument(
+                f"Validation: {where}.type: an item `{shorten(kind)}` is not supported; known are "
+                f"{', '.join(self._convert)} and {REFERENCE}"
+            )
+        self._check(where, kind, item)
+        convert(where, item)
+
+    def _message(self, where: str, item: dict[str, Any]) -> None:
+        role = item.get("role")
+        if role not in _ROLES:
+            raise InvalidArgument(
+                f"Validation: {where}.role: expected one of {', '.join(_ROLES)}, got "
+                f"`{shorten(role)}`"
+            )
+        content = self._content(f"{where}.content", item.get("content"))
+        if role != "assistant":
+            role = "system" if role == "developer" else role
+            self.messages.append({"role": role, "content": content})
+            return
+        last = self._assistant()
+        if last is None or "content" in last or "tool_calls" in last:
+            last = self._new_assistant()
+        last["content"] = content
+
+    def _reasoning(self, where: str, item: dict[str, Any]) -> None:
+        texts = _texts(f"{where}.content", item.get("content"), "reasoning_text")
+        texts = texts or _texts(f"{where}.summary", item.get("summary"), "summary_text")
+        if not texts:
+            return  # encrypted by another server: there is nothing to read
+        last = self._assistant()
+        if last is None or "content" in last or "tool_calls" in last:
+            last = self._new_assistant()
+        earlier = last.get("reasoning_content")
+        last["reasoning_content"] = "\n".join(texts if earlier is None else [earlier, *texts])
+
+    def _call(self, where: str, item: dict[str, Any]) -> None:
+        self._add_call(where, item, _text(where, item, "arguments"))
+
+    def _custom_call(self, where: str, item: dict[str, Any]) -> None:
+        arguments = {INPUT: _text(where, item, "input")}
+        self._add_call(where, item, msgspec.json.encode(arguments).decode())
+
+    def _add_call(self, where: str, item: dict[str, Any], arguments: str) -> None:
+        name = flat_name(item.get("namespace"), _text(where, item, "name"))
+        function = {"name": name, "arguments": arguments}
+        call_id = _text(where, item, "call_id")
+        last = self._assistant() or self._new_assistant()
+        calls = last.setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def _output(self, where: str, item: dict[str, Any]) -> None:
+        call_id = _text(where, item, "call_id")
+        content = self._content(f"{where}.output", item.get("output"))
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _content(self, where: str, content: Any) -> str | list[dict[str, Any]]:
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            kind = type(content).__name__
+            raise InvalidArgument(f"Validation: {where}: expected `str | array`, got `{kind}`")
+        parts = [self._part(f"{where}[{number}]", part) for number, part in enumerate(content)]
+        if len(parts) == 1 and parts[0]["type"] == "text":
+            return str(parts[0]["text"])
+        return parts
+
+    def _part(self, where: str, part: Any) -> dict[str, Any]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _TEXT_PARTS:
+            self._check(where, kind, part)
+            return {"type": "text", "text": _text(where, part, "text")}
+        if kind == "refusal":
+            self._check(where, kind, part)
+            return {"type": "text", "text": _text(where, part, "refusal")}
+        if kind == "input_image":
+            self._check(where, kind, part)
+            return _image(where, part)
+        raise InvalidArgument(
+            f"Validation: {where}.type: a part `{shorten(kind)}` is not supported; send its text, "
+            "or an image by URL"
+        )
+
+    def _check(self, where: str, kind: str, value: dict[str, Any]) -> None:
+        if self._ignore or value.keys() <= _MEMBERS[kind]:
+            return
+        # Null is as good as absent, in any member.
+        unknown = sorted(name for name in value.keys() - _MEMBERS[kind] if value[name] is not None)
+        if unknown:
+            names = ", ".join(f"`{where}.{shorten(name)}`" for name in unknown[:8])
+            raise InvalidArgument(f"Unsupported parameter(s): {names}")
+
+    def _assistant(self) -> Message | None:
+        last = self.messages[-1] if self.messages else None
+        return last if last is not None and last["role"] == "assistant" else None
+
+    def _new_assistant(self) -> Message:
+        last: Message = {"role": "assistant"}
+        self.messages.append(last)
+        return last
+
+
+def arranged(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
+    """``messages`` with one system message, the first: most templates take no other.
+
+    It has the instructions and the system messages at the beginning; later ones are the user's.
+    """
+    count = 0
+    for message in messages:
+        if message["role"] != "system":
+            break
+        count += 1
+    contents: list[Any] = [] if instructions is None else [instructions]
+    contents += [message["content"] for message in messages[:count]]
+    first = [{"role": "system", "content": _joined(contents)}] if contents else []
+    return first + [
+        {**message, "role": "user"} if message["role"] == "system" else message
+        for message in messages[count:]
+    ]
+
+
+def _no_message(where: str, item: dict[str, Any]) -> None:
+    """Tools are read before the items are."""
+
+
+def _joined(contents: list[Any]) -> Any:
+    if all(isinstance(each, str) for each in contents):
+        return "\n\n".join(contents)
+    parts: list[Any] = []
+    for each in contents:
+        parts += [{"type": "text", "text": each}] if isinstance(each, str) else each
+    return parts
+
+
+def _image(where: str, part: dict[str, Any]) -> dict[str, Any]:
+    url, detail = part.get("image_url"), part.get("detail")
+    if not isinstance(url, str):
+        raise InvalidArgument(
+            f"Validation: {where}.image_url: expected a URL, got {shorten(repr(url))}; no files "
+            "are stored here, send the image as a data: URL"
+        )
+    found = {"url": url} if detail is None else {"url": url, "detail": detail}
+    return {"type": "image_url", "image_url": found}
+
+
+def _texts(where: str, parts: Any, kind: str) -> list[str]:
+    if parts is None:
+        return []
+    found: Iterable[Any] = parts if isinstance(parts, list) else [None]
+    texts = []
+    for number, part in enumerate(found):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == kind else None
+        if not isinstance(text, str):
+            raise InvalidArgument(
+                f"Validation: {where}[{number}]: expected an object of the type `{kind}`"
+            )
+        texts.append(text)
+    return texts
+
+
+def _text(where: str, item: dict[str, Any], name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        kind = "nothing" if value is None else f"`{type(value).__name__}`"
+        raise InvalidArgument(f"Validation: {where}.{name}: expected `str`, got {kind}")
+    return value

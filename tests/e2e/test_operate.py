@@ -1,0 +1,227 @@
+"""Restart, drain, sleep, wake, load, unload and the planner's pause on a real deployment."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import jsonschema
+import pytest
+from deployment import MODEL, free_port
+from load_kit import Load
+from serving import ROOT, Serving
+
+from dynamo.box.control import BoxControl
+from dynamo.box.planner_file import planner_summary, read_planner
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import DynamoError, InvalidArgument
+
+SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
+GRAPH = """
+Frontend: {{run: dynamo.frontend, http-port: {port}}}
+Worker:
+  run: dynamo.mocker
+  model-path: {model}
+  model-name: tiny
+  enable-sleep-mode: true
+  ServiceArgs: {{workers: 2, resources: {{gpu: 1}}}}
+Other:
+  run: dynamo.mocker
+  model-path: {model}
+  model-name: other
+  ServiceArgs: {{workers: 0, min: 0, resources: {{gpu: 1}}}}
+Planner:
+  run: dynamo.planner
+  adjustment-interval: 600
+  max-gpu-budget: 2
+  log-dir: {logs}
+"""
+
+
+class Box:
+    """A deployment on two GPUs, and its control."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.port = free_port()
+        graph = GRAPH.format(port=self.port, model=MODEL, logs=serving.tmp_path / "tensorboard")
+        serving.start(serving.graph(graph), "--gpus", "2", wait="ready: http://")
+        settings = RuntimeSettings(namespace=serving.namespace, state_dir=str(serving.state_dir))
+        self.control = BoxControl(settings)
+        self.run_dir = serving.state_dir / serving.namespace
+        serving.until(lambda: self.planner_state() == "running")
+
+    def name(self, worker: str) -> str:
+        return f"{self.serving.namespace}_{worker}"
+
+    def states(self) -> dict[str, str]:
+        """The state of each worker with a process; `!` behind it while it is reserved."""
+        document = self.serving.document()
+        jsonschema.validate(document, SCHEMA)
+        cut = len(self.serving.namespace) + 1
+        return {
+            name[cut:]: entry["state"] + ("!" if "reserved_by" in entry else "")
+            for name, entry in document["components"].items()
+            if entry["processes"] and entry["service"] in ("Worker", "Other")
+        }
+
+    def planner_state(self) -> str:
+        report = read_planner(self.run_dir)
+        return planner_summary(report).state if report else ""
+
+    def dynamo(self, *words: str) -> subprocess.CompletedProcess[str]:
+        env = {**self.serving.env, "DYN_NAMESPACE": self.serving.namespace}
+        command = [sys.executable, "-m", "dynamo", *words]
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def act(self, action: Callable[..., str], *names: str) -> str:
+        """Run an action of the control to its end; return its last sentence."""
+        began = action(*names)
+        assert began
+        assert self.control.wait(30)
+        outcome = self.control.outcomes[-1]
+        assert not outcome.failed, outcome
+        return outcome.text
+
+
+class Followed:
+    """A ``dynamo logs -f``."""
+
+    def __init__(self, box: Box, name: str) -> None:
+        env = {**box.serving.env, "DYN_NAMESPACE": box.serving.namespace}
+        command = [sys.executable, "-m", "dynamo", "logs", "-f", name]
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        self.text = ""
+
+    def until(self, word: str, count: int) -> str:
+        """Read until ``count`` lines had ``word``; return all that was read."""
+        assert self.process.stdout is not None
+        while self.text.count(word) < count and (line := self.process.stdout.readline()):
+            self.text += line
+        return self.text
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(10) == 130
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def box(serving: Serving) -> Iterator[Box]:
+    made = Box(serving)
+    yield made
+    made.control.close()
+
+
+def test_each_verb_and_the_statefile_after_it(box: Box) -> None:
+    load = Load(box.port, clients=2, tokens=20)
+    logs = Followed(box, "Worker")
+    _restart(box)
+    _sleep_and_wake(box)
+    _drain_and_load(box)
+    load.close()
+    assert load.answered
+    assert load.failures == []
+    _unload(box)
+    assert box.serving.stop() == 0
+    text = logs.until("dynamo.mocker: exited", 4)  # two restarts, a drain, the end
+    assert text.count("engine_control as instance") >= 4  # of two workers, each restarted
+    assert "Worker   | " in text
+    assert "Worker_1 | " in text
+    assert "Frontend | " not in text
+    logs.close()
+    box.serving.assert_clean()
+    after = box.dynamo("logs", "-n", "1")
+    assert [line.split()[0] for line in after.stdout.splitlines()].count("Frontend") == 1
+    assert "there are" in box.dynamo("logs", "Work").stderr
+
+
+def _restart(box: Box) -> None:
+    before = {*box.serving.pids("Worker"), *box.serving.pids("Worker_1")}
+    done = box.dynamo("restart", "Worker")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith("restarted")
+    after = {*box.serving.pids("Worker"), *box.serving.pids("Worker_1")}
+    assert len(after) == 2
+    assert before.isdisjoint(after)
+    frontend = box.serving.pids("Frontend")
+    assert "restarted" in box.act(box.control.restart, "Frontend")
+    assert box.serving.pids("Frontend") != frontend
+
+
+def _sleep_and_wake(box: Box) -> None:
+    name = box.name("Worker_1")
+    pids = box.serving.pids("Worker_1")
+    begun = box.dynamo("sleep", name).stdout
+    assert "the planner may wake it (to prevent that: dynamo planner pause)" in begun
+    assert "GPU 1 is free" in begun
+    assert box.states() == {"Worker": "running", "Worker_1": "asleep"}
+    with pytest.raises(DynamoError, match=f"sleeps; wake it first with: dynamo wake {name}"):
+        box.control.restart(name)
+    # Its GPU goes to another model: it cannot be woken, and the error says by whom and what to do.
+    assert "loaded" in box.act(box.control.load, "other")
+    assert box.states()["Other_1"] == "running"
+    with pytest.raises(DynamoError, match=r"GPU 1 is in use by .*Other_1; free it with: dynamo"):
+        box.control.wake("Worker_1")
+    assert "drained" in box.act(box.control.drain, "Other")
+    assert "awake" in box.act(box.control.wake, name)
+    assert box.states() == {"Worker": "running", "Worker_1": "running"}
+    assert box.serving.pids("Worker_1") == pids
+
+
+def _drain_and_load(box: Box) -> None:
+    done = box.dynamo("drain", "Worker_1")
+    assert "requests in flight finish" in done.stdout, done.stderr
+    assert done.stdout.endswith("drained; GPU 1 is free\n")
+    assert box.states() == {"Worker": "running"}
+    with pytest.raises(DynamoError, match="serves or loads it already"):
+        box.control.load("tiny")
+    with pytest.raises(
+        InvalidArgument, match=r"no model 'x' in namespace .*; there are other, tiny"
+    ):
+        box.control.load("x")
+    wrong = box.dynamo("drain", "Work")
+    assert wrong.returncode == 2
+    assert f"Worker ({box.name('Worker')})" in wrong.stderr
+    assert "only dynamo restart applies to it" in box.dynamo("sleep", "Frontend").stderr
+    refused = box.dynamo("unload", "tiny")
+    assert refused.returncode == 1
+    assert "the planner keeps a worker of tiny: pause it first with: dynamo planner" in (
+        refused.stderr
+    )
+
+
+def _unload(box: Box) -> None:
+    assert box.dynamo("planner", "pause").returncode == 0
+    assert box.planner_state() == "paused"
+    explained = json.loads(box.dynamo("planner", "explain", "--json").stdout)
+    assert all(model["paused"] for model in explained["models"])
+    assert "unloaded" in box.act(box.control.unload, "tiny")
+    assert box.states() == {"Worker": "asleep"}
+    assert "loaded, ready" in box.act(box.control.load, "tiny")
+    assert box.states() == {"Worker": "running"}
+    assert "resumed" in box.act(box.control.resume_planner)
+    assert box.planner_state() == "running"
+
+
+def test_a_failed_worker_is_started_again(serving: Serving) -> None:
+    flag = serving.tmp_path / "flag"
+    script = f"test -e {flag} && exec sleep 1000"
+    graph = f"Worker: {{run: {json.dumps(['sh', '-c', script])}}}\nOther: {{run: SLEEPER}}\n"
+    serving.start(graph, wait="gave up .*_Worker", DYN_SERVE_RESTART_BURST="1")
+    flag.touch()
+    settings = RuntimeSettings(namespace=serving.namespace, state_dir=str(serving.state_dir))
+    control = BoxControl(settings)
+    try:
+        control.restart("Worker")
+        assert control.wait(20)
+        assert not control.outcomes[-1].failed
+        serving.wait_for_pids("Worker")
+    finally:
+        control.close()

@@ -1,0 +1,180 @@
+"""`dynamo ps` on real deployments: every state, as text and as JSON, within a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from certificates import Authority, needs_openssl
+from serving import ROOT, Serving
+
+from dynamo.serve.statefile import Statefile
+
+GRAPH = f"""
+Frontend: {{run: dynamo.frontend, http-port: PORT, router-mode: kv}}
+Worker:
+  run: dynamo.mocker
+  model-path: {ROOT / "examples/model"}
+  model-name: tiny
+  ServiceArgs: {{workers: 2}}
+Broken: {{run: [python, -c, "print('no such model'); raise SystemExit(2)"]}}
+"""
+SECURED = GRAPH.replace("http-port: PORT", "http-port: PORT, OPTIONS").partition("Broken")[0]
+VISIBLE_S = 1.0
+
+
+class Ps:
+    """Runs ``dynamo ps`` beside a deployment."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
+
+    def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "dynamo", "ps", *words]
+        return subprocess.run(
+            command, env={**self.env, **env}, capture_output=True, text=True, timeout=30
+        )
+
+    def status(self, *words: str, **env: str) -> Any:
+        """The BoxStatus as JSON."""
+        return json.loads(self.run("--json", *words, **env).stdout)
+
+    def worker(self, name: str) -> Any:
+        """The status of the process ``name`` of the deployment."""
+        found = self.status()
+        full = f"{self.serving.namespace}_{name}"
+        rows = [*found["workers"], *found["others"]]
+        return next((one for one in rows if one["name"] == full), {"state": "gone"})
+
+    def within(self, name: str, holds: Callable[[Any], bool], timeout_s: float) -> Any:
+        """Wait until the status of a process holds; return it."""
+        deadline_s = time.monotonic() + timeout_s
+        while not holds(found := self.worker(name)):
+            assert time.monotonic() < deadline_s, (found, self.serving.text())
+        return found
+
+    def mark(self, name: str, state: str) -> None:
+        """Set the state of an entry, as a planner does."""
+        statefile = Statefile(self.serving.state_dir, self.serving.namespace)
+
+        def change(document: dict[str, Any]) -> None:
+            document["components"][f"{self.serving.namespace}_{name}"]["state"] = state
+
+        statefile.update(change)
+
+
+def test_the_states_of_a_deployment(serving: Serving, unused_tcp_port: int) -> None:
+    ps = Ps(serving)
+    none = ps.run()
+    assert none.returncode == 1 and "no deployment runs in namespace" in none.stdout
+    serving.start(GRAPH.replace("PORT", str(unused_tcp_port)), wait="ready: ")
+    ready(ps, unused_tcp_port)
+    given_up(ps)
+    killed(ps)
+    drained_and_asleep(ps)
+    hung_frontend(ps, unused_tcp_port)
+    assert serving.stop() == 1  # Broken was given up
+    serving.assert_clean()
+    assert ps.run().returncode == 1
+
+
+def ready(ps: Ps, port: int) -> None:
+    body = {"model": "tiny", "prompt": "a b c", "max_tokens": 20}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.status == 200
+    found = ps.status()
+    assert (found["state"], found["frontend"]) == ("running", "ready")
+    (model,) = found["models"]
+    assert (model["state"], model["ready"], model["wanted"]) == ("ready", 2, 2)
+    assert model["figures"]["output_tokens_per_s"] > 0 and model["figures"]["ttft_p50_s"] > 0
+    workers = {one["worker"] for one in found["workers"] if one.get("model") == "tiny"}
+    assert {one["worker"] for one in model["figures"]["workers"]} == workers
+    (request_row,) = found["requests"]
+    assert request_row["worker"] in workers and request_row["completion_tokens"] == 20
+    text = ps.run().stdout
+    assert "tiny" in text and "2/2" in text and "frontend: ready at http://127.0.0.1" in text
+
+
+def given_up(ps: Ps) -> None:
+    done, full = ps.run(), f"{ps.serving.namespace}_Broken"
+    assert done.returncode == 1
+    assert f"{full} failed: its command line was rejected (exit status 2)" in done.stdout
+    assert "last output: no such model" in done.stdout
+    assert f"then: dynamo restart {full}" in done.stdout
+
+
+def killed(ps: Ps) -> None:
+    (pid,) = ps.serving.pids("Worker_1")
+    os.kill(pid, signal.SIGKILL)
+    found = ps.within("Worker_1", lambda one: one.get("pids") != [pid], VISIBLE_S)
+    assert found["state"] == "loading"
+    found = ps.within("Worker_1", lambda one: one["state"] == "ready", 20)
+    assert (found["restarts"], found["last_exit"]) == (1, "was killed by SIGKILL")
+
+
+def drained_and_asleep(ps: Ps) -> None:
+    for state in ("draining", "asleep"):
+        ps.mark("Worker_1", state)
+        found = ps.status()["models"][0]
+        assert ps.worker("Worker_1")["state"] == state
+        assert (found["state"], found["ready"], found["wanted"]) == ("ready", 1, 2)
+    assert ps.worker("Worker_1")["remedy"].startswith("dynamo wake ")
+    ps.mark("Worker_1", "running")
+    assert ps.worker("Worker_1")["state"] == "ready"
+
+
+def hung_frontend(ps: Ps, port: int) -> None:
+    (pid,) = ps.serving.pids("Frontend")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        done = ps.run()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert f"frontend: down at http://127.0.0.1:{port}" in done.stdout
+    assert "it listens but does not answer" in done.stdout and "2/2" in done.stdout
+    ps.within("Frontend", lambda one: one["state"] == "ready", 5)
+
+
+@needs_openssl
+def test_keys_and_tls(serving: Serving, unused_tcp_port: int, tmp_path: Path) -> None:
+    cert, key = Authority(tmp_path).sign("serve")
+    keys = str(tmp_path / "keys")
+    operator = subprocess.run(
+        [sys.executable, "-m", "dynamo", "key", "add", "o", "--role", "operator"],
+        env={**os.environ, "DYN_API_KEY_FILE": keys},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    options = f"tls-cert-path: {cert}, tls-key-path: {key}, api-key-file: {keys}"
+    graph = SECURED.replace("PORT", str(unused_tcp_port)).replace("OPTIONS", options)
+    serving.start(graph, wait="ready: ")
+    ps = Ps(serving)
+    done = ps.run()
+    assert done.returncode == 0 and "figures are missing" in done.stdout
+    assert "--api-key" in done.stdout
+    for found in (ps.status("--api-key", operator), ps.status(DYN_API_KEY=operator)):
+        assert found["models"][0]["figures"]["model"] == "tiny" and not found["problems"]
+    assert "give another one" in ps.run("--api-key", "wrong").stdout
+    os.kill(serving.arbiter_pid, signal.SIGSTOP)  # it cannot report: ps collects by itself
+    try:
+        found = ps.status("--api-key", operator)
+    finally:
+        os.kill(serving.arbiter_pid, signal.SIGCONT)
+    assert found["models"][0]["ready"] == 2 and found["models"][0]["figures"]
+    assert serving.stop() == 0
+    serving.assert_clean()

@@ -1,0 +1,147 @@
+"""Log tails, decisions of the planner, the status socket, the quick options of ps."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dynamo.box.output_tail import last_line, progress_in
+from dynamo.box.planner import newest_decisions, planner_wishes
+from dynamo.box.status_client import ask
+from dynamo.box.status_socket import StatusSocket
+from dynamo.config import from_env
+from dynamo.config.ps import PsSettings
+from dynamo.config.ps_quick import QuickPs
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.planner.decisions import DecisionLog, DecisionRecord, PoolChange
+from dynamo.runtime.paths import planned_socket_path
+
+
+def test_the_last_line_is_what_the_terminal_shows(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    assert last_line(log) == ""
+    log.write_bytes(b"first\n\x1b[31m 10%\r 20% done\x1b[0m\n\n")
+    assert last_line(log) == "20% done"
+    os.utime(log, (1, 100))
+    assert last_line(log, since_s=101) == "" and last_line(log, since_s=99)
+    log.write_bytes(b"x" * 20_000)
+    assert 0 < len(last_line(log)) <= 200
+
+
+@pytest.mark.parametrize(
+    ("line", "share"),
+    [
+        ("downloading org/m: 43 % of 8.10 GB", 0.43),
+        ("Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:01<00:01]", 0.5),
+        ("Capturing CUDA graphs: 100%|####| 67/67", 1.0),
+        ("loading weights took 4.2 s", None),
+        ("GPU KV cache usage: 12.0%", None),
+        ("downloading 143 % of it", None),
+    ],
+)
+def test_progress(line: str, share: float | None) -> None:
+    assert progress_in(line) == share
+
+
+def decision(at_s: float, wanted: int, outcome: str = "done", error: str = "") -> DecisionRecord:
+    pool = PoolChange(pool="decode", before=1, wanted=wanted, rule="load", error=error)
+    return DecisionRecord(at_s=at_s, model="tiny", mode="load", pools=(pool,), outcome=outcome)
+
+
+def test_the_planner_wants_what_it_decided_last(tmp_path: Path) -> None:
+    path = tmp_path / "decisions"
+    log = DecisionLog(path)
+    for record in (decision(1, 9), decision(20, 2), decision(30, 3)):
+        log.append(record)
+    with path.open("ab") as file:
+        file.write(b"{torn")
+    decisions = newest_decisions(path, since_s=10)
+    assert [one.at_s for one in decisions] == [20, 30]
+    wishes = planner_wishes(decisions, "running", "load")
+    assert wishes.wanted == {("tiny", "decode"): 3}
+    assert wishes.summary.decisions == ("tiny decode 1 -> 3: load",)
+    assert newest_decisions(tmp_path / "none", 0) == []
+
+
+def test_what_is_only_observed_or_failed_is_not_wanted(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path / "decisions")
+    log.append(decision(1, 5, outcome="no-operation"))
+    wishes = planner_wishes(newest_decisions(log.path, 0), "running", "load")
+    assert wishes.wanted == {} and "observed only" in wishes.summary.decisions[0]
+    log.append(decision(2, 5, outcome="failed", error="no GPU"))
+    wishes = planner_wishes(newest_decisions(log.path, 0), "running", "load")
+    assert wishes.wanted == {("tiny", "decode"): 1} and "no GPU" in wishes.summary.decisions[0]
+
+
+def test_the_status_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "status.sock")
+    keys: list[str | None] = []
+
+    def report(key: str | None) -> bytes:
+        keys.append(key)
+        if key == "bad":
+            raise RuntimeError("a defect")
+        return b"x" * 1_000_000
+
+    with StatusSocket(path, report):
+        assert Path(path).stat().st_mode & 0o077 == 0
+        assert len(ask(path, None, 5.0)) == 1_000_000
+        assert ask(path, "bad", 5.0) == b""
+        assert ask(path, "k", 5.0)
+    assert keys == [None, "bad", "k"]
+    with pytest.raises(OSError):
+        ask(path, None, 5.0)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"HOME": "/h"},
+        {"HOME": "/h", "DYN_NAMESPACE": "a-b_c"},
+        {"HOME": "/h", "DYN_LOCAL_STATE_DIR": "/s", "DYN_API_KEY": "k"},
+        {"HOME": "/h", "OPENAI_API_KEY": "o"},
+    ],
+)
+def test_the_quick_options_are_those_of_the_parser(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", env["HOME"])
+    quick = QuickPs.of([], "status.sock", env)
+    assert quick is not None and not quick.json
+    settings = from_env(PsSettings, env)
+    assert quick.api_key == settings.api_key
+    assert quick.socket == planned_socket_path(from_env(RuntimeSettings, env), "status.sock")
+    shown = QuickPs.of(["--json"], "status.sock", env)
+    assert shown is not None and shown.json
+
+
+@pytest.mark.parametrize(
+    ("argv", "env"),
+    [
+        (["--namespace", "x"], {"HOME": "/h"}),
+        (["--help"], {"HOME": "/h"}),
+        ([], {"HOME": "/h", "DYN_NAMESPACE": "a/b"}),
+        ([], {"HOME": "/h", "DYN_NAMESPACE": ""}),
+        ([], {"HOME": "/h", "DYN_LOCAL_STATE_DIR": "relative"}),
+        ([], {"HOME": "/h" * 80}),
+        ([], {}),
+    ],
+)
+def test_other_options_are_left_to_the_parser(argv: list[str], env: dict[str, str]) -> None:
+    assert QuickPs.of(argv, "status.sock", env) is None
+
+
+def test_a_report_decodes(tmp_path: Path) -> None:
+    from dynamo.box.reading import report
+    from dynamo.protocols.status import BoxStatus
+
+    runtime = from_env(RuntimeSettings, {"DYN_LOCAL_STATE_DIR": str(tmp_path)})
+    found = msgspec.json.decode(report(runtime), type=BoxStatus)
+    assert (found.state, found.frontend, found.problems) == ("stopped", "none", ())
+    (tmp_path / "dynamo.json").write_text("{")
+    (problem,) = json.loads(report(runtime))["problems"]
+    assert "is damaged" in problem

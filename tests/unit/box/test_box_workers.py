@@ -1,0 +1,149 @@
+"""The state of each process, from the statefile and what was seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from box_documents import MOCKER, PYTHON, document, entry, seen
+
+from dynamo.box.sighting import BoxSighting, FrontendSighting
+from dynamo.box.workers import worker_statuses
+from dynamo.protocols.status import (
+    FrontendStatus,
+    GpuHolder,
+    GpuStatus,
+    ModelFigures,
+    WorkerFigures,
+    WorkerStatus,
+)
+from dynamo.serve.registered import RegisteredWorker
+
+FRONTEND = [*PYTHON, "dynamo.frontend"]
+
+
+def one(found: BoxSighting) -> WorkerStatus:
+    (status,) = worker_statuses(found)
+    return status
+
+
+def last(text: str) -> Any:
+    return lambda name: text
+
+
+def test_a_worker_is_ready_once_its_model_is_registered() -> None:
+    found = document(entry("d_W", MOCKER, 11))
+    loading = one(seen(found, last_output=last("loading weights: 43 % of 8 GB")))
+    assert (loading.state, loading.progress, loading.model) == ("loading", 0.43, "tiny")
+    assert "loading weights" in loading.cause
+    ready = one(seen(found, 11))
+    assert (ready.state, ready.worker, ready.pids, ready.uptime_s) == ("ready", "b", (11,), 5.0)
+    assert not ready.cause and ready.progress is None
+
+
+def test_a_lease_alone_is_not_enough() -> None:
+    registered = {11: RegisteredWorker(pid=11, leases=(11,))}
+    found = seen(document(entry("d_W", MOCKER, 11)), registered=registered)
+    assert one(found).state == "loading"
+
+
+def test_a_worker_that_is_restarted() -> None:
+    watcher = {"status": "active", "restarts": 2, "last_exit": "was killed by SIGKILL"}
+    status = one(seen(document(entry("d_W", MOCKER, watcher=watcher)), last_output=last("x")))
+    assert (status.state, status.restarts) == ("loading", 2)
+    assert status.cause == "was killed by SIGKILL, restarting; last output: x"
+    assert status.remedy == "dynamo logs d_W"
+
+
+def test_a_worker_that_was_given_up() -> None:
+    watcher = {
+        "status": "given up",
+        "reason": "5 deaths within 60 s",
+        "restarts": 5,
+        "last_exit": "exited with status 1",
+    }
+    found = document(entry("d_W", MOCKER, watcher=watcher))
+    status = one(seen(found, last_output=last("CUDA out of memory")))
+    assert status.state == "failed" and status.remedy == "dynamo restart d_W"
+    assert status.cause == (
+        "5 deaths within 60 s; exited with status 1; last output: CUDA out of memory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reserved", "state"),
+    [
+        ({"state": "draining"}, [], "draining"),
+        ({"state": "draining"}, ["d_W"], "draining"),
+        ({"state": "asleep"}, [], "asleep"),
+        ({"state": "asleep"}, ["d_W"], "loading"),
+        ({"watcher": {"status": "stopped"}}, [], "draining"),
+    ],
+)
+def test_states_of_a_living_worker(change: dict[str, Any], reserved: list[str], state: str) -> None:
+    status = one(seen(document(entry("d_W", MOCKER, 11, **change)), 11, reserved=reserved))
+    assert status.state == state
+
+
+def test_states_without_a_process() -> None:
+    assert one(seen(document(entry("d_W", MOCKER, watcher={"status": "stopped"})))).state == (
+        "stopped"
+    )
+    absent = document(entry("d_W", MOCKER, watcher={"status": "absent"}))
+    assert worker_statuses(seen(absent)) == ()
+    assert one(seen(absent, reserved=["d_W"])).state == "loading"
+    dead = seen(document(entry("d_W", MOCKER, 11)), uptimes={})
+    assert one(dead).state == "loading" and one(dead).pids == ()
+
+
+def test_a_file_of_another_writer_has_no_watcher() -> None:
+    old = entry("d_W", MOCKER, 11)
+    del old["watcher"]
+    assert one(seen(document(old), 11)).state == "ready"
+
+
+def test_a_frontend_is_as_it_answers() -> None:
+    found = document(entry("d_F", FRONTEND, 11))
+    for state, leased, expected in (
+        ("ready", True, "ready"),
+        ("draining", True, "draining"),
+        ("down", False, "loading"),
+        ("down", True, "failed"),
+    ):
+        frontend = FrontendSighting(name="d_F", url="http://x", state=state)
+        status = one(seen(found, *([11] if leased else []), frontends=(frontend,)))
+        assert status.state == expected, (state, leased)
+    assert "does not answer" in status.cause and status.remedy == "dynamo restart d_F"
+
+
+def test_figures_and_gpu_memory_of_a_worker() -> None:
+    def frontend(in_flight: int, kv_use: float | None) -> FrontendSighting:
+        figures = WorkerFigures(worker="b", in_flight=in_flight, kv_use=kv_use)
+        model = ModelFigures(model="tiny", workers=(figures,))
+        return FrontendSighting(
+            name="d_F", url="", state="ready", status=FrontendStatus(models=(model,))
+        )
+
+    holders = (
+        GpuHolder(pid=12, used_bytes=7, worker="d_W"),
+        GpuHolder(pid=99, used_bytes=1),
+    )
+    gpus = tuple(GpuStatus(gpu=gpu, holders=holders) for gpu in "01")
+    frontends = (frontend(2, 0.5), frontend(3, None))
+    status = one(seen(document(entry("d_W", MOCKER, 11)), 11, frontends=frontends, gpus=gpus))
+    assert (status.in_flight, status.kv_use, status.vram_bytes) == (5, 0.5, 14)
+
+
+def test_without_file_discovery_the_frontend_knows() -> None:
+    found = document(entry("d_W", MOCKER, 11))
+    assert one(seen(found, uses_files=False)).state == "ready"  # no frontend says otherwise
+    model = ModelFigures(model="tiny")
+    for workers, state in (((), "loading"), ((WorkerFigures(worker="b"),), "ready")):
+        figures = FrontendStatus(models=(ModelFigures(model="tiny", workers=workers),))
+        frontend = FrontendSighting(name="d_F", url="", state="ready", status=figures)
+        assert one(seen(found, uses_files=False, frontends=(frontend,))).state == state
+    assert model.workers == ()
+
+
+def test_a_program_without_a_model_is_ready_while_it_runs() -> None:
+    assert one(seen(document(entry("d_W", ["sleep", "9"], 11)))).state == "ready"

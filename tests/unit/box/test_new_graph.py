@@ -1,0 +1,209 @@
+"""The graph of one model: which engine serves it, and with which flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dynamo.box.engines import InstalledEngine, NamedModel, choose_engine
+from dynamo.box.new_graph import NewGraph, flags_as_keys
+from dynamo.cli.model_choice import choose, named_model
+from dynamo.errors import ConfigError
+from dynamo.serve.graph import parse_graph
+
+VLLM = InstalledEngine("vllm", (), "this environment")
+VLLM_PROGRAM = InstalledEngine("vllm", ("/opt/v/bin/vllm", "serve"), "/opt/v/bin/vllm")
+SGLANG = InstalledEngine("sglang", ("/opt/s/bin/sglang", "serve"), "/opt/s/bin/sglang")
+LLAMA = InstalledEngine("llama.cpp", ("/usr/bin/llama-server",), "/usr/bin/llama-server")
+OLLAMA = InstalledEngine("ollama", ("/usr/bin/ollama", "serve"), "/usr/bin/ollama")
+MOCKER = InstalledEngine("mocker", (), "dynamo")
+ALL = (VLLM, SGLANG, LLAMA, OLLAMA, MOCKER)
+
+DIRECTORY = NamedModel("directory", "/models/qwen", "qwen")
+HUB = NamedModel("hub", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
+GGUF = NamedModel("gguf", "/models/my x.gguf", "my x", has_tokenizer=False)
+REPOSITORY = NamedModel("gguf-repository", "org/Qwen-GGUF:Q4_K_M", "org/Qwen-GGUF")
+
+
+def worker(graph: NewGraph) -> dict[str, object]:
+    """The worker of the YAML, which is a valid graph."""
+    parse_graph(graph.text(), "test")
+    found: dict[str, object] = yaml.safe_load(graph.text())["Worker"]
+    return found
+
+
+def command(graph: NewGraph) -> list[str]:
+    return shlex.split(str(worker(graph)["exec"]))
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"),
+    [(DIRECTORY, VLLM), (HUB, VLLM), (GGUF, LLAMA), (REPOSITORY, LLAMA)],
+)
+def test_each_kind_of_model_has_its_engine(model: NamedModel, engine: InstalledEngine) -> None:
+    assert choose_engine(model, None, ALL) is engine
+
+
+def test_the_next_engine_is_taken_if_the_best_is_missing() -> None:
+    assert choose_engine(HUB, None, (MOCKER, LLAMA, SGLANG)) is SGLANG
+
+
+def test_the_mocker_is_only_taken_when_asked_for() -> None:
+    assert choose_engine(DIRECTORY, "mocker", (MOCKER,)) is MOCKER
+    with pytest.raises(ConfigError, match=r"install one of these:\n  vLLM: pip install"):
+        choose_engine(DIRECTORY, None, (MOCKER,))
+
+
+def test_a_wanted_engine_that_is_missing_or_unsuitable_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"is installed; install it:\n  SGLang: pip install"):
+        choose_engine(HUB, "sglang", (VLLM,))
+    with pytest.raises(ConfigError, match=r"ollama cannot serve .* an id on Hugging Face; engines"):
+        choose_engine(HUB, "ollama", ALL)
+
+
+def test_vllm_serves_a_gguf_file_only_with_a_tokenizer() -> None:
+    with pytest.raises(ConfigError, match=r"copy the original model's tokenizer\.json"):
+        choose_engine(GGUF, None, (VLLM,))
+    assert choose_engine(dataclasses.replace(GGUF, has_tokenizer=True), None, (VLLM,)) is VLLM
+    assert choose(GGUF, None, (VLLM,), ("--tokenizer", "org/name")) is VLLM
+
+
+def test_models_are_recognized_by_what_is_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text("{}")
+    (tmp_path / "x.Q8_0.gguf").write_bytes(b"GGUF")
+    found = named_model(str(tmp_path / "m"))
+    assert (found.kind, found.source, found.name) == ("directory", str(tmp_path / "m"), "m")
+    found = named_model(str(tmp_path / "x.Q8_0.gguf"))
+    assert (found.kind, found.name, found.has_tokenizer) == ("gguf", "x.Q8_0", False)
+    kinds = {
+        "Qwen/Qwen3-0.6B": "hub",
+        "hf://gpt2": "hub",
+        "org/Qwen3-GGUF": "gguf-repository",
+        "org/Qwen3:Q4_0": "gguf-repository",
+        "org/name/x.gguf": "gguf",
+        "qwen3:0.6b": "ollama",
+    }
+    assert {text: named_model(text).kind for text in kinds} == kinds
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("/no/such/model", "no model '/no/such/model'"),
+        ("notes.txt", "is a file, but not a GGUF file"),
+        ("ggufs", r"has GGUF files; name one of them, such as .*/ggufs/a\.gguf"),
+        ("empty", r"has no config\.json"),
+    ],
+)
+def test_what_is_no_model_is_explained(
+    text: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "ggufs").mkdir()
+    (tmp_path / "ggufs/a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=problem):
+        named_model(text)
+
+
+def test_a_name_without_a_directory_is_perhaps_a_typing_error() -> None:
+    with pytest.raises(ConfigError, match=r"no directory or file 'modle' here.*\n  Ollama: https"):
+        choose(named_model("modle"), None, (VLLM, MOCKER))
+
+
+def test_flags_of_vllm_become_keys_of_the_graph() -> None:
+    words = ("--max-model-len", "8192", "--enforce-eager", "-tp", "2", "--seed=-1")
+    graph = NewGraph(model=HUB, engine=VLLM, flags=words, workers=2, name="chat")
+    assert worker(graph) == {
+        "run": "dynamo.vllm",
+        "model": "Qwen/Qwen3-0.6B",
+        "served-model-name": "chat",
+        "max-model-len": 8192,
+        "enforce-eager": True,
+        "tensor-parallel-size": 2,
+        "seed": -1,
+        "ServiceArgs": {"workers": 2, "graceful_timeout": 120},
+    }
+    (service,) = [s for s in parse_graph(graph.text(), "t").services if s.name == "Worker"]
+    assert service.all_words[4:] == (
+        *("--max-model-len", "8192", "--enforce-eager"),
+        *("--tensor-parallel-size", "2", "--seed=-1"),
+    )
+
+
+def test_flags_without_a_key_stay_words() -> None:
+    words = ("--lora-modules", "a=/x", "b=/y", "--max-model-len", "8192")
+    graph = NewGraph(model=HUB, engine=VLLM, flags=words)
+    assert worker(graph)["run"] == ["python", "-m", "dynamo.vllm", *words]
+    (service,) = [s for s in parse_graph(graph.text(), "t").services if s.name == "Worker"]
+    assert service.program == "dynamo.vllm" and service.all_words[: len(words)] == words
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ((), {}),
+        (("--no-enable-prefix-caching",), {"enable-prefix-caching": False}),
+        (("--rope", '{"a": 1}'), {"rope": '{"a": 1}'}),
+        (("--x", "0.90"), {"x": "0.90"}),
+        (("--x", "0.9"), {"x": 0.9}),
+        (("--x", "007"), {"x": "007"}),
+        (("--x", "1", "--x", "2"), None),
+        (("word",), None),
+        (("-O3",), None),
+    ],
+)
+def test_flags_as_keys(words: tuple[str, ...], keys: dict[str, object] | None) -> None:
+    assert flags_as_keys(words) == keys
+
+
+def test_a_flag_that_the_command_line_sets_already_is_refused() -> None:
+    graph = NewGraph(model=HUB, engine=VLLM, flags=("--model", "other"))
+    with pytest.raises(ConfigError, match="--model after -- is already set"):
+        graph.text()
+
+
+def test_the_server_of_an_engine_is_started_by_the_worker() -> None:
+    llama = NewGraph(model=GGUF, engine=LLAMA, gpus=1, flags=("--ctx-size", "4096"))
+    assert command(llama) == [
+        *("/usr/bin/llama-server", "-m", "/models/my x.gguf", "--host", "127.0.0.1"),
+        *("--port", "{port}", "--metrics", "-ngl", "99", "--ctx-size", "4096"),
+    ]
+    assert worker(llama)["served-model-name"] == "my x"
+    assert worker(llama)["ServiceArgs"]["resources"] == {"gpu": 1}  # type: ignore[index]
+    vllm = command(NewGraph(model=HUB, engine=VLLM_PROGRAM, gpus=2, name="chat"))
+    assert vllm[:3] == ["/opt/v/bin/vllm", "serve", "Qwen/Qwen3-0.6B"]
+    assert vllm[-2:] == ["--tensor-parallel-size", "2"] and "chat" in vllm
+    sglang = command(NewGraph(model=DIRECTORY, engine=SGLANG))
+    assert sglang[2:4] == ["--model-path", "/models/qwen"] and "--enable-metrics" in sglang
+
+
+def test_gguf_files_on_hugging_face_are_downloaded_by_llama_cpp() -> None:
+    assert command(NewGraph(model=REPOSITORY, engine=LLAMA))[1:3] == ["-hf", "org/Qwen-GGUF:Q4_K_M"]
+    file = NamedModel("gguf", "org/name/q/x.gguf", "x")
+    words = command(NewGraph(model=file, engine=LLAMA))
+    assert words[1:5] == ["--hf-repo", "org/name", "--hf-file", "q/x.gguf"]
+
+
+def test_a_running_ollama_is_used_and_another_one_started() -> None:
+    model = NamedModel("ollama", "qwen3:latest", "qwen3")
+    running = NewGraph(model=model, engine=OLLAMA, engine_url="http://127.0.0.1:11434")
+    found = worker(running)
+    assert found["url"] == "http://127.0.0.1:11434" and "exec" not in found
+    assert found["served-model-name"] == "qwen3=qwen3:latest"
+    started = command(NewGraph(model=model, engine=OLLAMA))
+    assert started == ["env", "OLLAMA_HOST=127.0.0.1:{port}", "/usr/bin/ollama", "serve"]
+    with pytest.raises(ConfigError, match="already runs at"):
+        dataclasses.replace(running, flags=("--x",)).text()
+
+
+def test_exposure_is_written_into_the_graph() -> None:
+    graph = NewGraph(model=HUB, engine=VLLM, host="0.0.0.0", port=9000, api_key_file="keys.txt")
+    frontend = yaml.safe_load(graph.text())["Frontend"]
+    assert frontend["http-host"] == "0.0.0.0" and frontend["api-key-file"] == "keys.txt"
