@@ -25,7 +25,7 @@ _BLOCK_TOKENS = 512
 _INPUT_EVENTS = ("user_message", "tool_result")
 
 
-class _Turn(msgspec.Struct):
+class _SessionTurn(msgspec.Struct):
     text: str | None = None
     texts: list[str] | None = None
     role: str | None = None
@@ -45,11 +45,11 @@ class _Turn(msgspec.Struct):
         return self.role == "system" and timing == (None, None, None)
 
 
-class _Session(_Turn):
+class _Session(_SessionTurn):
     """A conversation, or with a text of its own a single turn."""
 
     session_id: str | int | None = None
-    turns: list[_Turn] | None = None
+    turns: list[_SessionTurn] | None = None
 
 
 _decode_session = msgspec.json.Decoder(_Session)
