@@ -97,7 +97,7 @@ class _TimingEvent(msgspec.Struct):
     timestamp: str | None = None
 
 
-class _AgentRound(msgspec.Struct):
+class _SessionRound(msgspec.Struct):
     session_id: str
     output_tokens: int
     input_tokens_total: int | None = None
@@ -106,7 +106,7 @@ class _AgentRound(msgspec.Struct):
     timing_events: list[_TimingEvent] = []
 
 
-_decode_round = msgspec.json.Decoder(_AgentRound)
+_decode_round = msgspec.json.Decoder(_SessionRound)
 
 
 class _Rounds:
@@ -150,7 +150,7 @@ class TraceLabReader:
         at_ms = self._clock.at_ms(at_ms, row.session_id)
         return [TraceRequest(ids, row.output_tokens, length, at_ms, row.session_id, delay_ms)]
 
-    def _length(self, row: _AgentRound) -> int:
+    def _length(self, row: _SessionRound) -> int:
         if row.input_tokens_total is not None:
             return row.input_tokens_total
         if row.prefix_tokens is None or row.newly_append_tokens is None:

@@ -15,7 +15,7 @@ from dynamo.box.operate import BoxActions, Steps
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, Overloaded
 
-__all__ = ["BoxControl", "Outcome"]
+__all__ = ["ActionOutcome", "BoxControl"]
 
 _RUNNING = 32
 _OUTCOMES = 50
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ActionOutcome:
     """What became of an action, at ``at_s`` (Unix time)."""
 
     at_s: float
@@ -41,7 +41,7 @@ class BoxControl:
     """
 
     def __init__(self, runtime: RuntimeSettings) -> None:
-        self.outcomes: deque[Outcome] = deque(maxlen=_OUTCOMES)
+        self.outcomes: deque[ActionOutcome] = deque(maxlen=_OUTCOMES)
         self._actions = BoxActions(runtime)
         self._running: set[concurrent.futures.Future[None]] = set()
         self._lock = threading.Lock()
@@ -123,9 +123,9 @@ class BoxControl:
             if not isinstance(error, DynamoError):
                 log.exception("an action failed")
             text = error.message if isinstance(error, DynamoError) else repr(error)
-            self.outcomes.append(Outcome(at_s=time.time(), text=text, failed=True))
+            self.outcomes.append(ActionOutcome(at_s=time.time(), text=text, failed=True))
         else:
-            self.outcomes.append(Outcome(at_s=time.time(), text=text))
+            self.outcomes.append(ActionOutcome(at_s=time.time(), text=text))
 
     def _ended(self, work: concurrent.futures.Future[None]) -> None:
         with self._lock:

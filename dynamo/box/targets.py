@@ -11,11 +11,11 @@ from dynamo.serve.entries import Entry, ServiceEntries, read_entries, read_servi
 from dynamo.serve.reservations import is_reserved
 from dynamo.serve.statefile import Document
 
-__all__ = ["Target", "find_model", "find_processes", "find_workers", "restartable"]
+__all__ = ["ActionTarget", "find_model", "find_processes", "find_workers", "restartable"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class ActionTarget:
     """The watcher of ``entry``. ``owner`` is its service, None if that registers no model."""
 
     entry: Entry
@@ -28,7 +28,7 @@ class Target:
         return self.entry.name
 
 
-def find_processes(document: Document, name: str, watchers: Collection[str]) -> list[Target]:
+def find_processes(document: Document, name: str, watchers: Collection[str]) -> list[ActionTarget]:
     """Return the watcher ``name``, or all of the service ``name``, without those that are removed.
 
     ``watchers`` are those of the arbiter. A watcher is found without the namespace before its name,
@@ -87,7 +87,7 @@ def find_model(
     return models[model]
 
 
-def restartable(targets: Iterable[Target], active: Collection[str]) -> list[Target]:
+def restartable(targets: Iterable[ActionTarget], active: Collection[str]) -> list[ActionTarget]:
     """Return those that may be restarted now. Raises ActionFailed if there are none."""
     found, problems = [], []
     for one in targets:
@@ -104,14 +104,14 @@ def restartable(targets: Iterable[Target], active: Collection[str]) -> list[Targ
     return found
 
 
-def _all_targets(document: Document) -> list[Target]:
+def _all_targets(document: Document) -> list[ActionTarget]:
     owners = {
         entry.name: service
         for service in read_services(document).values()
         for entry in service.entries
     }
     return [
-        Target(
+        ActionTarget(
             entry=entry,
             service=str(document["components"][entry.name].get("service", "")),
             owner=owners.get(entry.name),
@@ -120,7 +120,7 @@ def _all_targets(document: Document) -> list[Target]:
     ]
 
 
-def _listed(targets: Iterable[Target]) -> str:
+def _listed(targets: Iterable[ActionTarget]) -> str:
     """List services with their workers."""
     services: dict[str, list[str]] = {}
     for one in targets:

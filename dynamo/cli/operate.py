@@ -11,7 +11,7 @@ from typing import Any
 from dynamo.box.operate import BoxActions, Steps
 from dynamo.config import from_env
 from dynamo.config import load as load_options
-from dynamo.config.operate import DeploymentSettings, LoadSettings, OperateSettings
+from dynamo.config.operate import DeploymentSettings, LoadModelSettings, OperateSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
 
@@ -82,7 +82,7 @@ def _on_workers(verb: str, text: str, interrupt: str, argv: Sequence[str] | None
 
 
 def _on_model(verb: str, text: str, argv: Sequence[str] | None) -> int:
-    groups: list[type[Any]] = [LoadSettings, DeploymentSettings]
+    groups: list[type[Any]] = [LoadModelSettings, DeploymentSettings]
     target, deployment = load_options(f"dynamo {verb}", text, groups, argv)
     return _run(verb, deployment, lambda actions: getattr(actions, verb)(target.model))
 

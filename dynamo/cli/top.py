@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from dynamo.box.collect import BoxCollector
-from dynamo.box.control import BoxControl, Outcome
+from dynamo.box.control import ActionOutcome, BoxControl
 from dynamo.box.logs import LogLine, LogReader
 from dynamo.cli.screen import Screen, Wakeup
 from dynamo.cli.top_view import BAD, PLAIN, SORT_ORDERS, WARN, TopView, frame, sorted_workers
@@ -77,7 +77,7 @@ class Top:
         self._status = collector.collect()
         self._ended = threading.Event()
         self._asked: Callable[[], None] | None = None
-        self._answers: deque[Outcome] = deque(maxlen=_ANSWERS)
+        self._answers: deque[ActionOutcome] = deque(maxlen=_ANSWERS)
         self._quits = False
         self._message_until_s = 0.0
         self._reader: LogReader | None = None
@@ -191,7 +191,7 @@ class Top:
             text, failed = action(*names), False
         except DynamoError as error:
             text, failed = error.message, True
-        self._answers.append(Outcome(at_s=time.time(), text=text, failed=failed))
+        self._answers.append(ActionOutcome(at_s=time.time(), text=text, failed=failed))
         self._wakeup.wake()
 
     def _update_message(self) -> None:

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = ["DeploymentSettings", "LoadSettings", "LogsSettings", "OperateSettings", "TopSettings"]
+__all__ = [
+    "DeploymentSettings",
+    "LoadModelSettings",
+    "LogsSettings",
+    "OperateSettings",
+    "TopSettings",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +35,7 @@ class OperateSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadSettings:
+class LoadModelSettings:
     """load: which model"""
 
     model: str = option("", "model", help="name of a model of the graph")
