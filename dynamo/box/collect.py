@@ -13,7 +13,7 @@ from dynamo.runtime.paths import planned_socket_path
 
 __all__ = ["BoxCollector"]
 
-_ANSWER_S = 5.0
+_ANSWER_S = 3.0
 _decode = msgspec.json.Decoder(BoxStatus).decode
 
 

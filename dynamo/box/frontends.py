@@ -78,7 +78,8 @@ def _answered(
         key = "another one" if api_key else "one"
         problem = f"figures are missing: they need an operator's API key; give {key} with --api-key"
     else:
-        problem = f"figures are missing: {url}/v1/status answered {status}"
+        off = " (DYN_DISABLE_FRONTEND_ADMIN_API?)" if status == 404 else ""
+        problem = f"figures are missing: {url}/v1/status answered {status}{off}"
     return _seen(name, url, found, problem)
 
 

@@ -82,6 +82,7 @@ class Frontend:
         metrics = FrontendMetrics(runtime.metrics, settings.metrics_prefix)
         write_batch = WriteBatch()
         self._requests = RequestRegistry(settings, metrics, write_batch)
+        self._requests.tracing = runtime.tracing
         self.models = Models(runtime, settings, router, metrics, self._tasks)
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         self._status = StatusRoutes(self.models, self._requests)
