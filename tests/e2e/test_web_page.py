@@ -244,6 +244,11 @@ def test_with_keys_the_page_asks_for_one(browser: Browser, tmp_path: Path) -> No
         page.set_default_timeout(20_000)
         page.goto(f"{deployment.url}/ui#chat")
         page.wait_for_selector('#live:has-text("an operator\'s key is needed")')
+        page.fill("#key", "wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#live.failed:has-text('API key')")
+        page.reload()  # with the wrong key in its storage
+        page.wait_for_selector("#live.failed:has-text('API key')")
         page.fill("#key", user)
         page.keyboard.press("Enter")
         page.wait_for_selector("#live:has-text(\"the key 'alice' has the role user\")")
