@@ -14,7 +14,7 @@ __all__ = ["subverbs", "verb_groups"]
 
 _DEPLOYMENT = "operate.DeploymentSettings"
 _WORKERS = ("operate.OperateSettings", _DEPLOYMENT)
-_MODEL = ("operate.LoadSettings", _DEPLOYMENT)
+_MODEL = ("operate.LoadModelSettings", _DEPLOYMENT)
 
 # Verb, and the word behind it if there is one → module of dynamo.config and class.
 _GROUPS: dict[str, tuple[str, ...]] = {
