@@ -36,6 +36,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "bench": ("bench.BenchSettings",),
     "record": ("record.RecordSettings", "client.ClientSettings"),
     "profile": ("profile.ProfileSettings",),
+    "web": ("web.WebSettings",),
     "chat": ("chat.ChatSettings", "client.ClientSettings"),
     "route": ("route.RouteSettings", "frontend_client.FrontendClientSettings"),
     "explain": ("explain.RequestExplainSettings", "frontend_client.FrontendClientSettings"),
