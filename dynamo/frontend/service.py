@@ -33,7 +33,7 @@ from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.api.recent import RecentRoutes
 from dynamo.frontend.api.record import RecordRoutes
 from dynamo.frontend.api.relay import RelayRoutes
-from dynamo.frontend.api.responses import ResponseRoutes
+from dynamo.frontend.api.responses import ResponseRoutes, show_stored_responses
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.api.status import StatusRoutes
 from dynamo.frontend.api.tokenize import TokenizeRoutes
@@ -93,6 +93,7 @@ class Frontend:
         relay = RelayRoutes(self._requests, self.models, self._tasks)
         store = ResponseStore(settings.responses_store_mb * _MIB)
         ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
+        show_stored_responses(metrics, store)
         relay.install(routes)  # before all these
         if not settings.disable_admin_api:
             ExplainRoutes(

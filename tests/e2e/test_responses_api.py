@@ -4,6 +4,7 @@ frontend."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,11 @@ def test_the_store_is_bounded(site: Site) -> None:
         site.ann.responses.create(model="tiny", input="y" * 20_000)
     with pytest.raises(openai.NotFoundError):
         site.ann.responses.retrieve(first.id)
+    kept = site.ann.responses.create(model="tiny", input="z")
+    page = site.deployment.request("GET", "/metrics", port=site.keyed_port)[2].decode()
+    (stored,) = re.findall(r"^dynamo_frontend_stored_response_bytes ([\d.e+]+)$", page, re.M)
+    assert 0 < float(stored) <= 1 << 20
+    assert site.ann.responses.retrieve(kept.id) == kept
 
 
 def test_metrics_and_disconnect(site: Site) -> None:

@@ -33,17 +33,21 @@ from dynamo.frontend.prompt.response_body import (
 )
 from dynamo.frontend.prompt.response_items import REFERENCE
 from dynamo.frontend.requests.errors import ErrorShape
+from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.response_store import ResponseStore, StoredResponse
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
+from dynamo.observability.metrics import gauge
 
-__all__ = ["ResponseRoutes"]
+__all__ = ["ResponseRoutes", "show_stored_responses"]
 
 log = logging.getLogger(__name__)
 _PATH = "/v1/responses"
 _BELOW = "/v1/responses/"
 _MAX_PAGE = 100
 _ERRORS = ErrorShape(response_error, response_error_event)
+_RESPONSES = gauge("dynamo_frontend_stored_responses", "Responses that clients may continue")
+_BYTES = gauge("dynamo_frontend_stored_response_bytes", "What stored responses take in memory")
 
 
 class _NotFound(InvalidArgument):
@@ -173,6 +177,12 @@ class ResponseRoutes:
                 "Validation: 'stream' is for background responses alone; leave it out"
             )
         return found.body
+
+
+def show_stored_responses(metrics: FrontendMetrics, store: ResponseStore) -> None:
+    """Count the responses of ``store`` at a scrape."""
+    metrics.child(_RESPONSES).function = store.__len__
+    metrics.child(_BYTES).function = lambda: store.size_bytes
 
 
 def _known(method: str, action: str) -> bool:
