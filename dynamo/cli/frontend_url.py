@@ -34,7 +34,7 @@ def _running(namespace: str | None) -> str | None:
     try:
         document = Statefile(state_path(runtime), runtime.namespace).read()
     except StatefileError as error:
-        raise ConfigError(f"{error}; name the frontend with --url") from None
+        raise ConfigError(f"{error}. Or name the frontend with --url") from None
     urls = sorted({one.address.url for one in frontends_in(document or {})})
     if len(urls) > 1:
         raise ConfigError(f"several frontends are running; name one with --url: {', '.join(urls)}")

@@ -142,6 +142,20 @@ def test_a_stopped_frontend_ends_the_recording(deployment: Deployment, tmp_path:
     assert "1 requests" in out and len(read_trace(path)) == 1
 
 
+def test_a_killed_recorder_leaves_its_lines(shared_deployment: Deployment, tmp_path: Path) -> None:
+    path = tmp_path / "killed.jsonl"
+    recorder = start(shared_deployment, path)
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+    for _ in range(3):
+        assert shared_deployment.request("POST", "/v1/completions", body)[0] == 200
+    shared_deployment.until(lambda: path.read_bytes().count(b"\n") == 3, "three lines")
+    recorder.kill()
+    recorder.communicate(timeout=20)
+    assert len(read_trace(path)) == 3
+    again = dynamo(shared_deployment, "record", str(path), "--url", shared_deployment.url)
+    assert (again.returncode, "exists: name another file" in again.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("words", [("--seconds", "0"), ("--requests", "0")])
 def test_limits_are_positive(deployment: Deployment, tmp_path: Path, words: tuple[str]) -> None:
     done = dynamo(deployment, "record", str(tmp_path / "x"), *words)

@@ -7,6 +7,7 @@ cannot be guessed from its ids without the key.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from array import array
@@ -27,6 +28,7 @@ from dynamo.router.prompt import Hasher
 
 __all__ = ["RecordableRequest", "Recording"]
 
+log = logging.getLogger(__name__)
 _KEY_BYTES = 32
 _ID_BYTES = 6  # 48 bits: numbers that every JSON reader takes; 2**20 blocks collide with 0.2 %
 _NO_TOKEN = 2**32 - 1
@@ -65,12 +67,14 @@ class Recording:
             self._lost += len(prompts)
             return
         now_s = time.monotonic()
-        lines = bytearray()
-        for one in prompts:
-            lines += msgspec.json.encode(self._record(name, one, arrived_s, now_s))
-            lines += b"\n"
+        try:
+            records = [self._record(name, one, arrived_s, now_s) for one in prompts]
+        except Exception:  # a record must not keep a request from ending
+            log.exception("a request cannot be recorded")
+            self._lost += len(prompts)
+            return
         self._recorded += len(prompts)
-        exchange.write(bytes(lines))
+        exchange.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
     def write_count(self, running: int) -> None:
         """Write the counts, unless the client is behind."""

@@ -179,6 +179,17 @@ async def test_a_slow_client_loses_records_and_is_told(site: Site) -> None:
     assert counts(bench) == {"type": "count", "recorded": 1, "lost": 1000, "running": 3}
 
 
+async def test_a_prompt_that_cannot_be_hashed_is_lost(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    await site.connect()
+    wrong = prompt([1])
+    wrong.original.token_ids = [-1]
+    site.end(wrong)
+    (recording,) = site.registry.recordings
+    assert recording._lost == 1 and "cannot be recorded" in caplog.text  # type: ignore[attr-defined]
+
+
 async def test_a_client_that_disconnects_leaves_nothing(site: Site) -> None:
     bench = await site.connect()
     assert len(site.registry.recordings) == 1

@@ -1,0 +1,60 @@
+"""Which frontend a command calls: the one that is named, the only one that runs, the default."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynamo.cli.frontend_url import find_target
+from dynamo.config.client import ClientSettings
+from dynamo.errors import ConfigError
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DYN_LOCAL_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("DYN_NAMESPACE", "box")
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+def running(state_dir: Path, *ports: int, namespace: str = "box") -> None:
+    """Write the statefile of a deployment with frontends on these ports."""
+    components = {
+        f"{namespace}_Frontend{port}": {
+            "watcher": f"{namespace}_Frontend{port}",
+            "argv": ["python", "-m", "dynamo.frontend", "--http-port", str(port)],
+            "processes": [],
+        }
+        for port in ports
+    }
+    document = {
+        "namespace": namespace,
+        "circus_endpoint": "ipc://x",
+        "components": components,
+        "environment": {},
+    }
+    (state_dir / f"{namespace}.json").write_text(json.dumps(document))
+
+
+def test_the_only_frontend_is_found(state_dir: Path) -> None:
+    assert find_target(ClientSettings()).url == "http://127.0.0.1:8000"
+    running(state_dir, 8123)
+    assert find_target(ClientSettings()).url == "http://127.0.0.1:8123"
+    named = ClientSettings(url="http://elsewhere:1/v1", api_key="k")
+    assert find_target(named).url == "http://elsewhere:1" and find_target(named).api_key == "k"
+    running(state_dir, 8200, namespace="other")
+    assert find_target(ClientSettings(namespace="other")).port == 8200
+
+
+def test_several_or_none_are_an_error_with_a_remedy(state_dir: Path) -> None:
+    running(state_dir, 8123, 8124)
+    with pytest.raises(ConfigError, match=r"name one with --url: http://127\.0\.0\.1:8123, http"):
+        find_target(ClientSettings())
+    with pytest.raises(ConfigError, match="no frontend runs in namespace 'none'"):
+        find_target(ClientSettings(namespace="none"))
+    (state_dir / "box.json").write_text("{")
+    with pytest.raises(ConfigError, match="name the frontend with --url"):
+        find_target(ClientSettings())
