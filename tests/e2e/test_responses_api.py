@@ -328,6 +328,24 @@ def test_unknown_model(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found" and caught.value.param == "model"
 
 
+def test_what_codex_sends(site: Site) -> None:
+    """Its request is a fixture of the unit tests, which check what becomes of it."""
+    path = Path(__file__).parents[1] / "unit" / "frontend" / "codex_request.json"
+    made = site.deployment
+    status, _, body = made.request("POST", "/v1/responses", json.loads(path.read_text()))
+    assert status == 200 and b"event: response.completed\n" in body
+
+
+def test_errors_of_the_http_layer(site: Site) -> None:
+    with site.make(site.keyed_port, "nobody") as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            client.responses.create(model="tiny", input="Hello")
+        assert caught.value.code == "invalid_api_key"
+        assert caught.value.type == "authentication_error"
+    status, _, body = site.deployment.request("POST", "/v1/responses", headers={"x": "y"})
+    assert status == 415 and json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
 def test_other_keys_see_nothing(site: Site) -> None:
     made = site.ann.responses.create(model="tiny", input="Hello")
     assert site.ann.responses.retrieve(made.id) == made

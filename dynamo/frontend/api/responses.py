@@ -17,6 +17,7 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.answer.response_stream import (
     ResponsesStream,
+    plain_response_error,
     response_error,
     response_error_event,
 )
@@ -39,7 +40,7 @@ from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
 from dynamo.observability.metrics import gauge
 
-__all__ = ["ResponseRoutes", "show_stored_responses"]
+__all__ = ["ResponseRoutes", "responses_error_body", "show_stored_responses"]
 
 log = logging.getLogger(__name__)
 _PATH = "/v1/responses"
@@ -177,6 +178,12 @@ class ResponseRoutes:
                 "Validation: 'stream' is for background responses alone; leave it out"
             )
         return found.body
+
+
+def responses_error_body(path: str, status: int, message: str) -> bytes | None:
+    """The body of an error that no model is concerned with; None for paths of other APIs."""
+    own = path == _PATH or path.startswith(_BELOW)
+    return plain_response_error(status, message) if own else None
 
 
 def show_stored_responses(metrics: FrontendMetrics, store: ResponseStore) -> None:
