@@ -337,7 +337,7 @@ def test_what_codex_sends(site: Site) -> None:
 
 
 def test_errors_of_the_http_layer(site: Site) -> None:
-    with site.make(site.keyed_port, "nobody") as client:
+    with site.make(site.keyed_port, "no-key") as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             client.responses.create(model="tiny", input="Hello")
         assert caught.value.code == "invalid_api_key"
