@@ -82,7 +82,10 @@ def compile_strictly() -> list[Extension]:
     return list(modules)
 
 
+# A compiler takes up to 1 GB of memory.
+jobs = min(4, os.cpu_count() or 1)
+
 setup(
     ext_modules=compile_strictly(),
-    options={"build": {"build_base": f"build/{mode}"}},
+    options={"build": {"build_base": f"build/{mode}"}, "build_ext": {"parallel": jobs}},
 )

@@ -1,7 +1,9 @@
-# Sourced by scripts/test: finds etcd and nats-server, or unpacks Debian's packages into build/debian.
+# Sourced by scripts/test: finds etcd and nats-server, or unpacks Debian's packages into build/debian;
+# finds Chromium, or installs it.
 #
-# The packages are unpacked, not installed: installing one would start its server on this machine.
-# The tests start their own servers on free loopback ports. Without a package they skip and name it.
+# Servers are unpacked, not installed: installing one would start it on this machine. The tests
+# start their own servers on free loopback ports. Chromium starts nothing, and has too many libraries
+# to unpack. Without a package tests skip and name it.
 
 servers_ready() {
     local root target package
@@ -14,6 +16,27 @@ servers_ready() {
                 echo "scripts: no ${package%:*}; the tests that need it will be skipped" >&2
         fi
     done
+}
+
+chromium_ready() {
+    local command sudo=()
+    for command in chromium chromium-browser chrome; do
+        if command -v "$command" >/dev/null; then return; fi
+    done
+    [ "$(id -u)" = 0 ] || sudo=(sudo -n)
+    echo "scripts: installing chromium for the tests of the web page" >&2
+    if ! _chromium_install "${sudo[@]}"; then
+        echo "scripts: no chromium; the tests of the web page will be skipped" >&2
+    fi
+}
+
+_chromium_install() {
+    local install=(timeout 300 apt-get -qq install -y --no-install-recommends chromium)
+    command -v apt-get >/dev/null || return
+    [ "$#" = 0 ] || "$@" true 2>/dev/null || return
+    "$@" "${install[@]}" >/dev/null 2>&1 && return
+    "$@" timeout 120 apt-get update -qq >&2
+    "$@" "${install[@]}" >&2
 }
 
 _server_there() {

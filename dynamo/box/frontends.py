@@ -30,14 +30,19 @@ _LISTEN = "0A"
 _decode = msgspec.json.Decoder(FrontendStatus).decode
 
 
-def ask_frontends(document: Document, api_key: str | None) -> Iterator[FrontendSighting]:
-    """Yield what each frontend answers; each has a second to do so."""
+def ask_frontends(
+    document: Document, api_key: str | None, own: FrontendStatus | None = None
+) -> Iterator[FrontendSighting]:
+    """Yield what each frontend answers; each has a second to do so.
+
+    ``own`` is the answer of this process, if it is one of them.
+    """
     for entry in read_entries(document):
         if program_of(entry) == FRONTEND:
-            yield _ask(entry, api_key)
+            yield _ask(entry, api_key, own if os.getpid() in entry.pids else None)
 
 
-def _ask(entry: Entry, api_key: str | None) -> FrontendSighting:
+def _ask(entry: Entry, api_key: str | None, own: FrontendStatus | None) -> FrontendSighting:
     pid = entry.pids[0] if entry.pids else 0
     env = {**environ(), **environment(pid)}
     flags = argv_flags(entry.argv)
@@ -48,6 +53,8 @@ def _ask(entry: Entry, api_key: str | None) -> FrontendSighting:
     if not entry.pids:
         text = "its process does not run"
         return FrontendSighting(name=entry.name, url=address.url, state="down", problem=text)
+    if own is not None:
+        return _seen(entry.name, address.url, own)
     cert = flags.get("tls-cert-path") or env.get("DYN_TLS_CERT_PATH") or ""
     tls = _trusting(Path(f"/proc/{pid}/cwd") / cert) if address.tls else None
     try:
@@ -71,7 +78,12 @@ def _answered(
         key = "another one" if api_key else "one"
         problem = f"figures are missing: they need an operator's API key; give {key} with --api-key"
     else:
-        problem = f"figures are missing: {url}/v1/status answered {status}"
+        off = " (DYN_DISABLE_FRONTEND_ADMIN_API?)" if status == 404 else ""
+        problem = f"figures are missing: {url}/v1/status answered {status}{off}"
+    return _seen(name, url, found, problem)
+
+
+def _seen(name: str, url: str, found: FrontendStatus | None, problem: str = "") -> FrontendSighting:
     state = "draining" if found is not None and found.draining else "ready"
     return FrontendSighting(name=name, url=url, state=state, status=found, problem=problem)
 

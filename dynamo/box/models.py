@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from dynamo.box.figures import model_figures
 from dynamo.box.sighting import BoxSighting
 from dynamo.protocols.status import ModelFigures, ModelStatus, WorkerStatus
 from dynamo.serve.entries import read_services, service_config
@@ -15,14 +16,24 @@ _ORDER = ("ready", "loading", "draining", "asleep", "failed", "stopped")
 
 
 def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[ModelStatus, ...]:
-    """Return the models of the graph, those without workers too, in the graph's order."""
+    """Return the models of the graph, those without workers too, in the graph's order.
+
+    Then others that frontends list for the same workers.
+    """
     models: dict[str, list[WorkerStatus]] = {}
     for service in read_services(seen.document).values():
         models.setdefault(_served_name(service.name, service.model, workers), [])
     for worker in workers:
         if worker.model:
             models.setdefault(worker.model, []).append(worker)
-    figures = _figures(seen)
+    figures = model_figures(seen)
+    by_id = {worker.worker: worker for worker in workers if worker.worker}
+    for name in sorted(
+        figures.keys() - models.keys()
+    ):  # adapters, and further models of one server
+        shared = [by_id[one.worker] for one in figures[name].workers if one.worker in by_id]
+        if shared:
+            models[name] = shared
     wanted = _wanted(seen, workers)
     return tuple(_model(name, found, seen, figures, wanted) for name, found in models.items())
 
@@ -52,16 +63,28 @@ def _model(
         model=name,
         state=state,
         ready=sum(worker.state == "ready" for worker in workers),
-        wanted=wanted.get(name, 0),
+        wanted=wanted.get(name, len(workers)),
         progress=min(progress, default=None) if state == "loading" else None,
         cause=first.cause if first is not None and told else "",
         remedy=first.remedy if first is not None and told else "",
-        gpus=tuple(dict.fromkeys(gpu for worker in workers for gpu in worker.gpus)),
+        gpus=tuple(dict.fromkeys(gpu for one in workers if _holds(one) for gpu in one.gpus)),
         vram_bytes=sum(vram) if vram else None,
-        idle_until_s=_idle_until_s(seen.idle_timeouts.get(name), found),
+        idle_until_s=_idle_until_s(_idle_timeout_s(seen, name), found),
         figures=found,
         workers=tuple(worker.name for worker in workers),
     )
+
+
+def _holds(worker: WorkerStatus) -> bool:
+    """Whether a worker holds the GPUs in its entry: one that sleeps leaves them to others."""
+    return worker.state != "asleep"
+
+
+def _idle_timeout_s(seen: BoxSighting, model: str) -> float | None:
+    """Return after which idle time the planner removes the last worker; None if it does not."""
+    planner = seen.planner
+    acts = planner is not None and planner.state == "running" and model in planner.on_demand
+    return planner.idle_timeout_s if planner is not None and acts else None
 
 
 def _idle_until_s(timeout_s: float | None, figures: ModelFigures | None) -> float | None:
@@ -75,14 +98,27 @@ def _wanted(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> dict[str, int
     """Return the workers that the planner wants of each model; without one, those of the graph,
     and those that were added by hand."""
     config = service_config(seen.document)
+    planned = _planned(seen)
     found: dict[str, int] = {}
     for service in read_services(seen.document).values():
         model = _served_name(service.name, service.model, workers)
-        number = seen.wanted.get((model, "prefill" if service.is_prefill else "decode"))
+        number = planned.get((model, "prefill" if service.is_prefill else "decode"))
         if number is None:
             number = max(_in_graph(config.get(service.name)), _kept(service.name, workers))
         found[model] = found.get(model, 0) + number
     return found
+
+
+def _planned(seen: BoxSighting) -> dict[tuple[str, str], int]:
+    """Return the workers that an acting planner wants, by model and pool."""
+    planner = seen.planner
+    if planner is None or planner.state == "observing":
+        return {}
+    return {
+        (model.model, pool): number
+        for model in planner.models
+        for pool, number in model.wanted.items()
+    }
 
 
 def _in_graph(service: object) -> int:
@@ -94,36 +130,3 @@ def _in_graph(service: object) -> int:
 def _kept(service: str, workers: Iterable[WorkerStatus]) -> int:
     leaving = ("draining", "asleep", "stopped")
     return sum(one.service == service and one.state not in leaving for one in workers)
-
-
-def _figures(seen: BoxSighting) -> dict[str, ModelFigures]:
-    """Return the figures of each model, summed over the frontends that answered."""
-    found: dict[str, list[ModelFigures]] = {}
-    for frontend in seen.frontends:
-        for one in frontend.status.models if frontend.status else ():
-            found.setdefault(one.model, []).append(one)
-    return {model: _sum(rows) for model, rows in found.items()}
-
-
-def _sum(rows: Sequence[ModelFigures]) -> ModelFigures:
-    """Add counts and rates; quantiles are those of the slowest, the hit rate of the busiest."""
-    if len(rows) == 1:
-        return rows[0]
-    busiest = max(rows, key=lambda one: one.requests_per_s)
-    return ModelFigures(
-        model=rows[0].model,
-        in_flight=sum(one.in_flight for one in rows),
-        queued=sum(one.queued for one in rows),
-        window_s=max(one.window_s for one in rows),
-        output_tokens_per_s=sum(one.output_tokens_per_s for one in rows),
-        requests_per_s=sum(one.requests_per_s for one in rows),
-        ttft_p50_s=_largest(one.ttft_p50_s for one in rows),
-        ttft_p99_s=_largest(one.ttft_p99_s for one in rows),
-        hit_rate=busiest.hit_rate,
-        idle_s=min((one.idle_s for one in rows if one.idle_s is not None), default=None),
-        workers=tuple(one for row in rows for one in row.workers),
-    )
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)

@@ -170,7 +170,7 @@ def _command(graph: NewGraph) -> str:
             words += [flag, str(graph.gpus)]
         words += ["--enable-metrics"] if graph.engine.name == "sglang" else []
     elif graph.engine.name == "llama.cpp":
-        words += ["--host", "127.0.0.1", "--port", "{port}", "--metrics"]
+        words += ["--alias", name, "--host", "127.0.0.1", "--port", "{port}", "--metrics"]
         words += ["-ngl", "99"] if graph.gpus else []
     else:  # Ollama takes its address from a variable
         words = ["env", "OLLAMA_HOST=127.0.0.1:{port}", *words]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 
 import msgspec
@@ -14,32 +14,29 @@ from dynamo.box.frontends import ask_frontends
 from dynamo.box.gpus import read_gpus
 from dynamo.box.models import model_statuses
 from dynamo.box.output_tail import last_line
-from dynamo.box.planner import DECISIONS_FILE, PlannerWishes, newest_decisions, planner_wishes
 from dynamo.box.planner_file import planner_summary, read_planner
 from dynamo.box.sighting import BoxSighting, FrontendSighting
 from dynamo.box.workers import OTHER_PROGRAMS, program_of, worker_statuses
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, StatefileError
+from dynamo.errors import StatefileError
 from dynamo.protocols.status import (
     BoxStatus,
+    FrontendStatus,
     GpuStatus,
-    PlannerSummary,
     RequestRecord,
     WorkerStatus,
 )
 from dynamo.runtime.paths import state_path, store_path
-from dynamo.serve.entries import Entry, argv_flags, read_entries
+from dynamo.serve.entries import Entry, read_entries
 from dynamo.serve.gpu_holders import held_gpus
 from dynamo.serve.process_table import stat
-from dynamo.serve.programs import PLANNER
-from dynamo.serve.registered import announced_on_demand, registered_workers
+from dynamo.serve.registered import registered_workers
 from dynamo.serve.reservations import is_reserved
 from dynamo.serve.statefile import Document, Statefile
 
 __all__ = ["BoxReader", "report"]
 
 _REQUESTS = 50
-_IDLE_TIMEOUT_S = "300"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -51,8 +48,11 @@ class BoxReader:
         self._statefile = Statefile(state_path(runtime), runtime.namespace)
         self._run_dir = state_path(runtime) / runtime.namespace
 
-    def read(self, api_key: str | None) -> BoxStatus:
-        """Return the state now. A part that cannot be read is missing, and a problem says so."""
+    def read(self, api_key: str | None, own: FrontendStatus | None = None) -> BoxStatus:
+        """Return the state now. A part that cannot be read is missing, and a problem says so.
+
+        ``own`` are the figures of this process, if it is a frontend.
+        """
         namespace = self._runtime.namespace
         try:
             document = self._statefile.read()
@@ -65,23 +65,23 @@ class BoxReader:
                 f"an earlier deployment of {namespace!r} ended without clean-up; "
                 f"try: dynamo state repair --namespace {namespace}"
             )
-        return self._running(document, api_key)
+        return self._running(document, api_key, own)
 
-    def _running(self, document: Document, api_key: str | None) -> BoxStatus:
+    def _running(
+        self, document: Document, api_key: str | None, own: FrontendStatus | None
+    ) -> BoxStatus:
         entries = read_entries(document)
-        uptimes = _uptimes(document)
-        wishes = self._wishes(entries, uptimes)
+        planner = read_planner(self._run_dir)
         seen = BoxSighting(
             document=document,
             at_s=time.time(),
-            uptimes=uptimes,
+            uptimes=_uptimes(document),
             registered=registered_workers(store_path(self._runtime)),
             reserved=[one.name for one in entries if is_reserved(one, ())],
             last_output=partial(self._last_output, _started_at_s(document)),
-            frontends=tuple(ask_frontends(document, api_key)),
+            frontends=tuple(ask_frontends(document, api_key, own)),
             gpus=_gpus(document, entries),
-            wanted=wishes.wanted if wishes else {},
-            idle_timeouts=self._idle_timeouts(entries),
+            planner=planner,
             uses_files=self._runtime.discovery_backend == "file",
         )
         processes = worker_statuses(seen)
@@ -97,17 +97,10 @@ class BoxReader:
             workers=workers,
             others=tuple(one for one in processes if one.name in others),
             gpus=seen.gpus,
-            planner=self._planner(wishes),
+            planner=None if planner is None else planner_summary(planner),
             requests=_requests(seen.frontends),
             problems=_problems(processes, seen.frontends),
         )
-
-    def _planner(self, wishes: PlannerWishes | None) -> PlannerSummary | None:
-        """Return what the planner reports about itself, else what its decisions say."""
-        report = read_planner(self._run_dir)
-        if report is not None:
-            return planner_summary(report)
-        return wishes.summary if wishes else None
 
     def _stopped(self, problem: str) -> BoxStatus:
         return BoxStatus(
@@ -123,38 +116,10 @@ class BoxReader:
         """Return the last line of a watcher, "" if it is of an earlier deployment."""
         return last_line(self._run_dir / "logs" / f"{name}.log", since_s)
 
-    def _wishes(
-        self, entries: Iterable[Entry], uptimes: Mapping[int, float]
-    ) -> PlannerWishes | None:
-        """Return what the planner of the graph wants; None without one."""
-        entry = next((one for one in entries if program_of(one) == PLANNER), None)
-        if entry is None:
-            return None
-        alive = [uptimes[pid] for pid in entry.pids if pid in uptimes]
-        since_s = time.time() - max(alive, default=0.0)
-        decisions = newest_decisions(self._run_dir / DECISIONS_FILE, since_s)
-        mode = argv_flags(entry.argv).get("mode", "load")
-        return planner_wishes(decisions, "running" if alive else "stopped", mode)
-
-    def _idle_timeouts(self, entries: Iterable[Entry]) -> dict[str, float]:
-        """Return the idle time after which each model on demand loses its workers."""
-        planner = next((one for one in entries if program_of(one) == PLANNER), None)
-        if planner is None:
-            return {}
-        given = argv_flags(planner.argv).get("idle-timeout", _IDLE_TIMEOUT_S)
-        try:
-            timeout_s = float(given)
-        except ValueError:
-            return {}
-        return dict.fromkeys(announced_on_demand(store_path(self._runtime)), timeout_s)
-
 
 def report(runtime: RuntimeSettings, api_key: str | None = None) -> bytes:
-    """Return the state now as JSON, as the arbiter sends it. Never raises for a missing part."""
-    try:
-        return msgspec.json.encode(BoxReader(runtime).read(api_key))
-    except ConfigError as error:
-        return msgspec.json.encode({"error": error.message})
+    """Return the state now as JSON, as the arbiter sends it."""
+    return msgspec.json.encode(BoxReader(runtime).read(api_key))
 
 
 def _gpus(document: Document, entries: Iterable[Entry]) -> tuple[GpuStatus, ...]:

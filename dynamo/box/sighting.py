@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from dynamo.protocols.status import FrontendStatus, GpuStatus
+from dynamo.protocols.status import FrontendStatus, GpuStatus, PlannerReport
 from dynamo.serve.registered import RegisteredWorker
 from dynamo.serve.statefile import Document
 
@@ -35,9 +35,9 @@ class BoxSighting:
     """A deployment at ``at_s``, Unix time.
 
     ``uptimes`` has the recorded processes that live. ``reserved`` are the entries that a living
-    process adds, removes or wakes. ``last_output`` returns the last line of a watcher. ``wanted``
-    is the planner's last wish, by model and pool, and ``idle_timeouts`` when an idle model loses
-    its workers. ``uses_files``: workers register in files, else ``registered`` has none.
+    process adds, removes or wakes. ``last_output`` returns the last line of a watcher. ``planner``
+    is what a running one reports. ``uses_files``: workers register in files, else ``registered``
+    has none.
     """
 
     document: Document
@@ -47,8 +47,7 @@ class BoxSighting:
     reserved: Collection[str] = ()
     last_output: Callable[[str], str] = _nothing
     frontends: tuple[FrontendSighting, ...] = ()
-    wanted: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    idle_timeouts: Mapping[str, float] = field(default_factory=dict)
+    planner: PlannerReport | None = None
     gpus: tuple[GpuStatus, ...] = ()
     uses_files: bool = True
 

@@ -40,10 +40,8 @@ def find_processes(document: Document, name: str, watchers: Collection[str]) -> 
     chosen = chosen or [one for one in targets if one.service == name]
     chosen = chosen or [one for one in targets if one.name == f"{namespace}_{name}"]
     if not chosen:
-        raise InvalidArgument(
-            f"no service or worker {name!r} in namespace {namespace!r}; there are "
-            f"{_listed(targets)}"
-        )
+        wrong = f"no service or worker {name!r}" if name else "name a service or a worker"
+        raise InvalidArgument(f"{wrong} in namespace {namespace!r}: {_listed(targets)}")
     found = [one for one in chosen if one.entry.pids or one.name in watchers]
     if not found:
         model = next((one.owner.model for one in chosen if one.owner), "")
@@ -80,9 +78,9 @@ def find_model(
         for name in names or {service.model}:
             models.setdefault(str(name), []).append(service)
     if model not in models:
+        wrong = f"no model {model!r}" if model else "name a model"
         raise InvalidArgument(
-            f"no model {model!r} in namespace {document['namespace']!r}; there are "
-            f"{', '.join(sorted(models)) or 'none'}"
+            f"{wrong} in namespace {document['namespace']!r}: {', '.join(sorted(models)) or 'none'}"
         )
     return models[model]
 

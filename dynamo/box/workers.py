@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dynamo.box.figures import worker_figures
 from dynamo.box.gpus import vram_by_worker
 from dynamo.box.output_tail import progress_in
 from dynamo.box.sighting import BoxSighting
@@ -22,7 +23,7 @@ OTHER_PROGRAMS = (FRONTEND, PLANNER)
 def worker_statuses(seen: BoxSighting) -> tuple[WorkerStatus, ...]:
     """Return one status for each entry that has or will have a process, in their order."""
     services = read_services(seen.document)
-    figures, vram = _figures(seen), vram_by_worker(seen.gpus)
+    figures, vram = worker_figures(seen), vram_by_worker(seen.gpus)
     found = []
     for entry in read_entries(seen.document):
         record = seen.document["components"][entry.name]
@@ -151,24 +152,3 @@ class _Process:
 
 def _joined(*parts: str) -> str:
     return "; ".join(part for part in parts if part)
-
-
-def _figures(seen: BoxSighting) -> dict[str, WorkerFigures]:
-    """Return what all frontends together count for each worker, by its id."""
-    found: dict[str, WorkerFigures] = {}
-    for frontend in seen.frontends:
-        for model in frontend.status.models if frontend.status else ():
-            for one in model.workers:
-                before = found.get(one.worker)
-                found[one.worker] = one if before is None else _merged(before, one)
-    return found
-
-
-def _merged(one: WorkerFigures, other: WorkerFigures) -> WorkerFigures:
-    uses = [use for use in (one.kv_use, other.kv_use) if use is not None]
-    return WorkerFigures(
-        worker=one.worker,
-        in_flight=one.in_flight + other.in_flight,
-        kv_use=max(uses, default=None),
-        busy=one.busy or other.busy,
-    )

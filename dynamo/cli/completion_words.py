@@ -1,23 +1,14 @@
-"""What can follow on a command line of ``dynamo``: verbs, options and values. Pure but for files.
-
-The options of a verb are the groups that it passes to ``load``, found in its source: importing a
-verb takes up to a second, and a shell waits for each answer.
-"""
+"""What can follow on a command line of ``dynamo``: verbs, options and values. Pure."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from dynamo.config.modules import settings_groups
 from dynamo.config.option import fields_of
 from dynamo.config.parser import Option
+from dynamo.config.verbs import subverbs, verb_groups
 
 __all__ = ["Completion", "Values", "candidates", "verb_options"]
 
@@ -34,9 +25,14 @@ _KINDS = {
     "name": "services",
     "model": "models",
 }
+_OTHER_KINDS = {
+    ("run", "model"): "files",  # it is not served yet
+    ("init", "model"): "files",
+    ("key", "name"): "",  # a new one
+    ("install-service", "name"): "",
+}
 _FILE_ENDS = ("_file", "_path", "_dir", "write", "trace", "output", "directory")
 _HELP = ("--help", "show the options")
-_LOADERS = ("load", "load_known")
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ def _all(verbs: Verbs, words: list[str], current: str, values: Values) -> Iterat
     verb = words.pop(0)
     if verb not in verbs or "--" in words:
         return
-    options = verb_options(verbs, verb, words[0] if words else "")
+    options = verb_options(verb, words[0] if words else "")
     if options.subverbs and not words:
         yield from (Completion(word) for word in options.subverbs)
     flag, joined, _ = current.partition("=")
@@ -91,13 +87,9 @@ def _all(verbs: Verbs, words: list[str], current: str, values: Values) -> Iterat
             yield from _values_of(verb, options.words[place], current, values)
 
 
-def verb_options(verbs: Verbs, verb: str, subverb: str = "") -> VerbOptions:
+def verb_options(verb: str, subverb: str = "") -> VerbOptions:
     """Return the options of ``dynamo verb``, or of ``dynamo verb subverb`` if it has that one."""
-    loads = _loads(verbs[verb][0])
-    subverbs = tuple(name[1] for name in loads if len(name) == 2)
-    groups = loads.get((verb, subverb)) or loads.get((verb,))
-    if groups is None:  # it runs a module
-        groups = settings_groups(f"dynamo.{verb}") or ()
+    groups = verb_groups(verb, subverb)
     flags: dict[str, Field[Any]] = {}
     words: list[Field[Any]] = []
     for field in (field for group in groups for field in fields_of(group)):
@@ -109,7 +101,7 @@ def verb_options(verbs: Verbs, verb: str, subverb: str = "") -> VerbOptions:
                 flags[flag] = field
                 if _is_switch(field) and not flag.startswith("--no-"):
                     flags[f"--no-{flag[2:]}"] = field
-    return VerbOptions(flags, tuple(words), subverbs)
+    return VerbOptions(flags, tuple(words), subverbs(verb))
 
 
 def _flags(options: VerbOptions) -> Iterator[Completion]:
@@ -136,8 +128,7 @@ def _values_of(verb: str, field: Field[Any], text: str, values: Values) -> Itera
         yield from map(Completion, spec.choices)
         return
     kind = _KINDS.get(field.name) or ("files" if field.name.endswith(_FILE_ENDS) else "")
-    if verb in ("run", "init") and kind == "models":
-        kind = "files"  # a model that is not served yet
+    kind = _OTHER_KINDS.get((verb, field.name), kind)
     if kind:
         yield from map(Completion, values(kind, text))
 
@@ -152,58 +143,3 @@ def _is_switch(field: Field[Any]) -> bool:
 
 def _takes_value(field: Field[Any] | None) -> bool:
     return field is not None and not _is_switch(field)
-
-
-@functools.cache
-def _loads(module: str) -> dict[tuple[str, ...], tuple[type[Any], ...]]:
-    """Return the groups of each ``load("dynamo verb …", …, [groups], …)`` in ``module``.
-
-    Also in the modules of its ``_VERBS``. The key is the words after ``dynamo``.
-    """
-    spec = find_spec(module)
-    if spec is None or spec.origin is None:
-        return {}
-    nodes = list(ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))))
-    source = _Source.of(nodes)
-    found: dict[tuple[str, ...], tuple[type[Any], ...]] = {}
-    for call in nodes:
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in _LOADERS:
-            name, groups = call.args[0], call.args[2]
-            if isinstance(name, ast.Constant):
-                found[tuple(str(name.value).split()[1:])] = source.groups(groups)
-    if isinstance(subverbs := source.values.get("_VERBS"), ast.Dict):
-        for value in subverbs.values:
-            if isinstance(value, ast.Constant):
-                found |= _loads(str(value.value))
-    return found
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The names of a module: classes of options by their module, and what is assigned."""
-
-    classes: Mapping[str, str]
-    values: Mapping[str, ast.expr]
-
-    @classmethod
-    def of(cls, nodes: Sequence[ast.AST]) -> _Source:
-        classes: dict[str, str] = {}
-        values: dict[str, ast.expr] = {}
-        for node in nodes:
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dynamo.config."):
-                classes.update((alias.name, str(node.module)) for alias in node.names)
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                values[node.targets[0].id] = node.value
-        return cls(classes, values)
-
-    def groups(self, given: ast.expr) -> tuple[type[Any], ...]:
-        """Return the classes in the list ``given``, or in the one of that name."""
-        found = self.values.get(given.id, given) if isinstance(given, ast.Name) else given
-        items = found.elts if isinstance(found, ast.List | ast.Tuple) else []
-        names = [item.id for item in items if isinstance(item, ast.Name)]
-        return tuple(_group(self.classes[name], name) for name in names if name in self.classes)
-
-
-def _group(module: str, name: str) -> type[Any]:
-    group: type[Any] = getattr(importlib.import_module(module), name)
-    return group

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dynamo.box.planner import DECISIONS_FILE
 from dynamo.box.planner_call import call_planner
 from dynamo.config import load
 from dynamo.config.planner import ExplainSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.planner.decisions import DecisionLog
+from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog
 from dynamo.planner.explain import EXPLAIN, ExplainReport, ModelReport, report_text
 from dynamo.runtime.paths import state_path
 

@@ -23,7 +23,7 @@ _COLUMNS = (
     *("MODEL", "STATE", "READY", "GPUS", "VRAM", "TOK/S"),
     *("IN FLIGHT", "QUEUED", "HIT RATE", "IDLE UNTIL"),
 )
-_ANSWER_S = 5.0
+_ANSWER_S = 3.0
 
 Status = Mapping[str, Any]
 """A BoxStatus, or a part of it, as decoded from JSON: empty fields are absent."""

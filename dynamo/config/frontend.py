@@ -216,13 +216,28 @@ class FrontendSettings:
         False,
         env="DYN_DISABLE_FRONTEND_ADMIN_API",
         help="do not serve the operators' routes (/busy_threshold, /v1/requests, /v1/route, "
-        "/v1/status)",
+        "/v1/status, /ui)",
+    )
+    ui: bool | None = option(
+        None,
+        "--ui",
+        env="DYN_HTTP_UI",
+        help="serve the web page at /ui; default: on a loopback address",
     )
     force_usage: bool = option(
         False,
         env="DYN_ENABLE_FORCE_INCLUDE_USAGE",
         help="send token counts at the end of every stream",
     )
+
+    @property
+    def serves_ui(self) -> bool:
+        """Whether /ui is served: it is for operators, so not without their routes."""
+        if self.disable_admin_api:
+            return False
+        host = self.http_host
+        local = host in ("localhost", "::1") or host.startswith("127.")
+        return local if self.ui is None else self.ui
 
     def __post_init__(self) -> None:
         """Check TLS. Raises ConfigError."""

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 
 from dynamo.config.frontend import FrontendSettings
+from dynamo.frontend.api.ui import OPEN_UI_PATHS, OPERATOR_UI_ROUTES
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.http.access import Access, OperatorGuard
 from dynamo.http.api_keys import ApiKeys
@@ -13,10 +14,17 @@ from dynamo.http.routes import Routes
 from dynamo.http.tls import ServerTls
 from dynamo.observability.metrics import counter
 
-__all__ = ["frontend_access", "guard_operator_routes", "show_key_requests", "warn_if_exposed"]
+__all__ = [
+    "frontend_access",
+    "guard_operator_routes",
+    "guard_ui_routes",
+    "show_key_requests",
+    "warn_if_exposed",
+]
 
 log = logging.getLogger(__name__)
 _OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
+_OPEN_WITH_UI = _OPEN_PATHS | OPEN_UI_PATHS
 _OPERATOR_ROUTES = {
     "/v1/route": ("GET", "HEAD", "POST"),
     "/v1/record": ("GET", "HEAD"),
@@ -39,7 +47,8 @@ def frontend_access(settings: FrontendSettings) -> Access | None:
         tls = ServerTls(settings.tls_cert_path, settings.tls_key_path, ca_path)
     if keys is None and tls is None:
         return None
-    return Access(keys=keys, tls=tls, is_open=_OPEN_PATHS.__contains__)
+    is_open = (_OPEN_WITH_UI if settings.serves_ui else _OPEN_PATHS).__contains__
+    return Access(keys=keys, tls=tls, is_open=is_open)
 
 
 def guard_operator_routes(routes: Routes, settings: FrontendSettings) -> OperatorGuard | None:
@@ -54,6 +63,14 @@ def guard_operator_routes(routes: Routes, settings: FrontendSettings) -> Operato
     for path, methods in _OPERATOR_ROUTES.items():
         routes.wrap(path, methods, guard.before)
     return guard
+
+
+def guard_ui_routes(routes: Routes, settings: FrontendSettings) -> None:
+    """Admit only operators, and pages of this frontend, to what the web page shows and does."""
+    names = (settings.http_host, *settings.allowed_hosts)
+    guard = OperatorGuard(settings.api_key_file is not None, names, own_pages=True)
+    for path, methods in OPERATOR_UI_ROUTES.items():
+        routes.wrap(path, methods, guard.before)
 
 
 def show_key_requests(metrics: FrontendMetrics, keys: ApiKeys) -> None:

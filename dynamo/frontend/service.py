@@ -21,6 +21,7 @@ from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.access import (
     frontend_access,
     guard_operator_routes,
+    guard_ui_routes,
     show_key_requests,
     warn_if_exposed,
 )
@@ -37,11 +38,13 @@ from dynamo.frontend.api.responses import ResponseRoutes
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.api.status import StatusRoutes
 from dynamo.frontend.api.tokenize import TokenizeRoutes
+from dynamo.frontend.api.ui import UiRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.response_store import ResponseStore
+from dynamo.frontend.ui.source import BoxSource
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.limits import allow_open_files
 from dynamo.http.routes import Routes
@@ -79,6 +82,7 @@ class Frontend:
         metrics = FrontendMetrics(runtime.metrics, settings.metrics_prefix)
         write_batch = WriteBatch()
         self._requests = RequestRegistry(settings, metrics, write_batch)
+        self._requests.tracing = runtime.tracing
         self.models = Models(runtime, settings, router, metrics, self._tasks)
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         self._status = StatusRoutes(self.models, self._requests)
@@ -103,6 +107,7 @@ class Frontend:
             self._status.install(routes)
             RecentRoutes(metrics.recent).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
+        self._ui = self._web_page(routes) if settings.serves_ui else None
         self._requests.guard = guard_operator_routes(routes, settings)
         self.models.on_demand.again = routes
         self._requests.hold = partial(self.models.hold, self._requests)
@@ -119,6 +124,13 @@ class Frontend:
     def scheme(self) -> str:
         """``https`` with a certificate, else ``http``."""
         return "http" if self._settings.tls_cert_path is None else "https"
+
+    def _web_page(self, routes: Routes) -> UiRoutes:
+        box = BoxSource(self._runtime, self._settings.api_key_file is not None)
+        page = UiRoutes(box, self._status.status, self._tasks, self._settings)
+        page.install(routes)
+        guard_ui_routes(routes, self._settings)
+        return page
 
     async def start(self) -> tuple[str, int]:
         """Bind, load the models whose workers are registered, listen; return the bound address.
@@ -149,6 +161,8 @@ class Frontend:
         except OSError as error:  # another process bound the same address and listened first
             raise self._cannot_listen(error) from None
         log.info("listening on %s://%s:%d", self.scheme, *bound)
+        if self._ui is not None:
+            log.info("web page at %s://%s:%d/ui", self.scheme, *bound)
         warn_if_exposed(settings, bound[0])
         if self._runtime.settings.discovery_backend == "file":
             # By its lease `dynamo serve` sees that it listens.
@@ -208,6 +222,8 @@ class Frontend:
         """
         await self._stop.wait()
         self._server.drain()
+        if self._ui is not None:
+            self._ui.stop()
         self.models.on_demand.stop(Unavailable("Service is shutting down, please retry elsewhere"))
         timeout_s = self._settings.graceful_shutdown_timeout_s
         deadline_s = time.monotonic() + timeout_s
@@ -239,6 +255,8 @@ class Frontend:
         self._requests.close()
         self._delay.stop()
         self._status.stop()
+        if self._ui is not None:
+            self._ui.close()
         await self._server.close()
         await self._tasks.close()
         await self.models.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dynamo.errors import shorten
@@ -62,10 +62,12 @@ class OperatorGuard:
 
     A web page may reach a loopback port as well. Its requests have an Origin or Sec-Fetch-Site
     header, or with DNS rebinding a Host that is not of this machine. ``names`` are further hosts.
+    With ``own_pages`` the pages of this server are admitted: their Origin is the Host.
     """
 
-    def __init__(self, has_keys: bool, names: Iterable[str] = ()) -> None:
+    def __init__(self, has_keys: bool, names: Iterable[str] = (), own_pages: bool = False) -> None:
         self._has_keys = has_keys
+        self._own_pages = own_pages
         self._names = frozenset(("localhost", *map(plain_name, names))) - {"", "*"}
 
     def check(self, exchange: Exchange) -> str:
@@ -86,7 +88,7 @@ class OperatorGuard:
         headers = exchange.headers
         if not _is_loopback(exchange.peer):
             return f"{exchange.path} is for operators: {_REMEDY}"
-        if "origin" in headers or headers.get("sec-fetch-site") in _FOREIGN_PAGES:
+        if self._is_foreign_page(headers):
             return f"{exchange.path} is not for web pages"
         if not _FORWARDED.isdisjoint(headers):
             return f"{exchange.path} is not served through a proxy: {_REMEDY}"
@@ -94,6 +96,16 @@ class OperatorGuard:
         if host not in self._names and not _is_loopback(host.strip("[]")):
             return f"{exchange.path} is not served as host '{shorten(host, 128)}'; use localhost"
         return ""
+
+    def _is_foreign_page(self, headers: Mapping[str, str]) -> bool:
+        if headers.get("sec-fetch-site") in _FOREIGN_PAGES:
+            return True
+        origin = headers.get("origin")
+        if origin is None:
+            return False
+        scheme, _, host = origin.lower().partition("://")
+        own = self._own_pages and scheme in ("http", "https")
+        return not own or host != headers.get("host", "").lower()
 
     def before(self, route: Callable[[Exchange], None]) -> Callable[[Exchange], None]:
         """Return ``route`` behind this guard: a refusal is a 403."""

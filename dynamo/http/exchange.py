@@ -194,6 +194,13 @@ class Exchange:
         self.on_disconnect = self.on_drain = self.on_expired = None
         transport.finish(self, b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, shown))
 
+    def respond_unchanged(
+        self, body: bytes, content_type: str, headers: Sequence[tuple[str, str]]
+    ) -> None:
+        """Respond 304: the client has ``body``; only its length is sent. RFC 9110 15.4.5."""
+        self._bodiless = True
+        self.respond(304, body, content_type, headers)
+
     def refuse(self, status: int, message: str, kind: str | None = None) -> None:
         """Respond with an error body. Spec 5.4."""
         body = self._transport.error_body(self.path, status, message)

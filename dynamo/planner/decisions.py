@@ -17,7 +17,10 @@ from dynamo.planner.observation import Observation
 from dynamo.planner.policies.base import DECODE, PREFILL, ScalingDecision
 from dynamo.runtime.discovery.layout import write_atomic
 
-__all__ = ["DecisionLog", "DecisionRecord", "PoolChange"]
+__all__ = ["DECISIONS_FILE", "DecisionLog", "DecisionRecord", "PoolChange"]
+
+DECISIONS_FILE = "logs/planner-decisions.jsonl"
+"""Path of the file in the run directory of a deployment; its logs stay when it ends."""
 
 _TEXT_CHARACTERS = 300
 """Longest rule or error of a pool, so that a line of the file is bounded, too."""

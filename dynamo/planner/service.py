@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from dynamo.box.actions.engine_controls import RemoteEngines
-from dynamo.box.planner import DECISIONS_FILE
 from dynamo.box.planner_file import PLANNER_FILE
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.planner.actions import WorkerAction
-from dynamo.planner.decisions import DecisionLog, DecisionRecord
+from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
 from dynamo.planner.endpoints import serve_explain, serve_pause
 from dynamo.planner.gpu_sharing import GpuSharing
 from dynamo.planner.local.capacity import gpu_capacity

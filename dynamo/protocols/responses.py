@@ -14,6 +14,7 @@ from dynamo.protocols.openai import RANGES, Count, GenerationRequest, MaxTokens
 __all__ = ["ResponsesRequest", "StrictResponsesRequest"]
 
 _TOP_LOGPROBS = Meta(ge=RANGES["top_logprobs"][0], le=RANGES["top_logprobs"][1])
+Label = Annotated[str, Meta(max_length=1024)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
@@ -40,6 +41,9 @@ class ResponsesRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     top_logprobs: Annotated[int, _TOP_LOGPROBS] | None = None
     truncation: str | None = None
     metadata: Metadata | None = None
+    user: Label | None = None
+    prompt_cache_key: Label | None = None
+    safety_identifier: Label | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     background: bool | None = None

@@ -20,6 +20,7 @@ from dynamo.errors import (
     NoInstances,
 )
 from dynamo.observability.metrics import Registry
+from dynamo.observability.tracing import Tracing
 from dynamo.protocols import codec
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
 from dynamo.runtime.addresses import parse_address
@@ -65,6 +66,7 @@ class RuntimeServices(Protocol):
     serving: Serving
     system: SystemSettings
     tasks: Tasks
+    tracing: Tracing | None
 
     @property
     def admission(self) -> AdmissionQueue | None:

@@ -21,6 +21,7 @@ from dynamo.runtime.requests import (
     generator_handler,
 )
 from dynamo.runtime.serving import EndpointPath
+from dynamo.runtime.tracing import traced
 
 __all__ = ["BadEndpointPath", "Component", "Endpoint", "Namespace", "parse_endpoint"]
 
@@ -138,6 +139,8 @@ class Endpoint:
     ) -> None:
         """:meth:`serve_endpoint` for a handler of encoded payloads, called from the read."""
         serving = await self.runtime.start_serving()
+        if self.runtime.tracing is not None:
+            handler = traced(handler, self.runtime.tracing)
         stats = await serving.add(self.path, handler, graceful_shutdown, metrics_labels or ())
         checks = self._start_checks(stats, health_check_payload)
         try:

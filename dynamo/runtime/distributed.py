@@ -17,9 +17,11 @@ from dynamo.config.etcd import EtcdSettings
 from dynamo.config.nats import NatsSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
+from dynamo.config.tracing import TracingSettings
 from dynamo.config.worker import EndpointSettings
 from dynamo.errors import ConfigError
 from dynamo.observability.metrics import Registry
+from dynamo.observability.tracing import Tracing
 from dynamo.runtime.admission import AdmissionQueue
 from dynamo.runtime.client import Follower
 from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
@@ -75,6 +77,7 @@ class DistributedRuntime:
         self.tasks = Tasks("runtime")
         self.requests = RequestClient(longest_pause_s=self.system.inhibited_duration_s)
         self.discovery = discovery if discovery is not None else _discovery(settings)
+        self.tracing = _tracing(self.instance_id)
         self.serving = Serving(
             settings, self.system, self.discovery, self.instance_id, self.metrics
         )
@@ -226,6 +229,8 @@ class DistributedRuntime:
             rest.callback(self._publishers.close)
             for follower in reversed(self._followers):
                 rest.callback(follower.close)
+            if self.tracing is not None:
+                rest.push_async_callback(self.tracing.close)
             await self.serving.close()
 
 
@@ -277,6 +282,15 @@ def _nats(settings: RuntimeSettings) -> EventPlane | None:
         from_env(NatsSettings)
     )
     return plane
+
+
+def _tracing(instance_id: int) -> Tracing | None:
+    """Return what exports spans; None unless OTEL_EXPORT_ENABLED is set."""
+    if not from_env(TracingSettings).enabled:
+        return None
+    module = _import_extra("otel", "dynamo.observability.otel")
+    tracing: Tracing = module.OtelTracing(instance_id)
+    return tracing
 
 
 def _import_extra(name: str, module: str) -> Any:

@@ -208,6 +208,10 @@ class SupervisingArbiter(RollingArbiter):
             return super().manage_watchers()
         return None
 
+    def changed(self) -> None:
+        """Handle a changed status of a watcher."""
+        self._events.changed()
+
     def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """Record a started process of ``watcher``."""
         self._alive[process.pid] = (watcher, process)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.protocols.card import ModelCard, decode_card
-from dynamo.protocols.control import OnDemandModel, record_decoder
 from dynamo.runtime.discovery.layout import (
     BadRecord,
     decode_lease,
@@ -18,9 +17,7 @@ from dynamo.runtime.discovery.layout import (
 )
 from dynamo.runtime.discovery.process import host_id, is_running
 
-__all__ = ["RegisteredWorker", "announced_on_demand", "registered_workers"]
-
-_decode_on_demand = record_decoder(OnDemandModel)
+__all__ = ["RegisteredWorker", "registered_workers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +43,6 @@ def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
         session: _registered(session, tuple(sorted(found)), cards)
         for session, found in leases.items()
     }
-
-
-def announced_on_demand(store: Path) -> set[str]:
-    """Return the models whose workers a planner starts on demand, as it has announced."""
-    found = set()
-    for _, data in _files(store / "v1/on_demand"):
-        try:
-            found.add(_decode_on_demand(decode_stored(data).value).model)
-        except ValueError:
-            continue  # reported by the frontend
-    return found
 
 
 def _leases(store: Path) -> Iterator[tuple[int, int]]:

@@ -47,6 +47,9 @@ class Supervisor(Protocol):
     def stopping(self) -> bool:
         """Whether no process may be started."""
 
+    def changed(self) -> None:
+        """The status of a watcher changed."""
+
     def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """A process started."""
 
@@ -128,7 +131,10 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
 
     async def _stop(self, close_output_streams: bool = False) -> None:
         self.listener.close()  # first, so that no client waits for a process that does not come
-        await super()._stop(close_output_streams)
+        stopping = super()._stop(close_output_streams)  # it begins here: the status is set
+        self.arbiter.changed()
+        await stopping
+        self.arbiter.changed()
 
     async def _restart(self) -> None:
         await self.arbiter.roll([self], False)

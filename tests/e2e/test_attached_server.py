@@ -137,6 +137,10 @@ def test_stored_responses(client: openai.OpenAI, shared: Attached) -> None:
         client.responses.retrieve("resp_1", extra_query={"model": "tiny"})
     paths = json.loads(shared.request("GET", "/openapi.json")[2])["paths"]
     assert set(paths["/v1/responses/{response_id}"]) == {"get", "delete"}
+    with pytest.raises(openai.NotFoundError, match="model `far` has no /v1/responses"):
+        client.responses.create(model="far", input="hello")
+    own = client.responses.create(model="tiny", input="hello", max_output_tokens=4)
+    assert client.responses.retrieve(own.id) == own  # those of this frontend come first
 
 
 @pytest.mark.parametrize("size", [100, 9 << 20])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jsonschema
 import pytest
 from deployment import MODEL, free_port
 from load_kit import Load
+from pty_screen import PtyScreen
 from serving import ROOT, Serving
 
 from dynamo.box.control import BoxControl
@@ -208,6 +212,72 @@ def _unload(box: Box) -> None:
     assert box.states() == {"Worker": "running"}
     assert "resumed" in box.act(box.control.resume_planner)
     assert box.planner_state() == "running"
+
+
+def test_top_and_its_keys(box: Box) -> None:
+    env = {**box.serving.env, "DYN_NAMESPACE": box.serving.namespace}
+    top = PtyScreen([sys.executable, "-m", "dynamo", "top"], env)
+    load = Load(box.port, clients=1, tokens=5, pause_s=0.1)
+    try:
+        top.wait_for(r"tiny +ready +2/2")
+        top.wait_for(r"\d+ ms +0\.\d+ s +\d+ +5 +\S+_Worker")  # a request, with its worker's name
+        load.close()
+        _press_keys(box, top)
+        top.press("q")
+        assert top.ended() == 0
+    finally:
+        load.close()
+        top.close()
+    once = box.dynamo("top", "--once")
+    assert once.returncode == 0
+    assert "\x1b" not in once.stdout
+    assert re.search(r"tiny +ready", once.stdout)
+    assert "\nplanner: running, mode load, next decision in " in once.stdout
+
+
+def _press_keys(box: Box, top: PtyScreen) -> None:
+    top.press("\x1b[B")  # down, from Worker to Worker_1
+    top.press("s")
+    top.wait_for("Worker_1: asleep; GPU 1 is free")
+    top.wait_for(r"_Worker_1 +asleep")
+    assert box.states() == {"Worker": "running", "Worker_1": "asleep"}
+    top.press("s")
+    top.wait_for("Worker_1: awake")
+    top.wait_for(r"_Worker_1 +ready")
+    top.press("l")
+    top.wait_for("log of .*_Worker_1")
+    top.wait_for("the engine is awake")
+    top.press("q")
+    top.wait_for("workers by name")
+    top.press("o")
+    top.wait_for("workers by state")
+    top.press("p")
+    top.wait_for("planner: paused")
+    top.press("p")
+    top.wait_for("planner: running")
+    top.press("dn")
+    top.press("d")
+    top.wait_for("drain .*_Worker_1: it finishes its requests and exits; y/n")
+    assert box.states() == {"Worker": "running", "Worker_1": "running"}
+    top.press("y")
+    top.wait_for("_Worker_1: drained; GPU 1 is free")
+    box.serving.until(lambda: box.states() == {"Worker": "running"})
+    top.resize(12, 60)
+    top.wait_for("^.{59,60}$")
+
+
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_top_restores_the_terminal(tmp_path: Path, signum: int, status: int) -> None:
+    env = {**os.environ, "DYN_LOCAL_STATE_DIR": str(tmp_path), "DYN_NAMESPACE": "none"}
+    top = PtyScreen([sys.executable, "-m", "dynamo", "top"], env)
+    try:
+        top.wait_for("no deployment runs in namespace 'none'; start one: dynamo serve GRAPH")
+        top.process.send_signal(signum)
+        assert top.ended() == status
+    finally:
+        top.close()
 
 
 def test_a_failed_worker_is_started_again(serving: Serving) -> None:

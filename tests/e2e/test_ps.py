@@ -25,9 +25,10 @@ Worker:
   model-path: {ROOT / "examples/model"}
   model-name: tiny
   ServiceArgs: {{workers: 2}}
+Slow: {{run: SLEEPER, drain: 1}}
 Broken: {{run: [python, -c, "print('no such model'); raise SystemExit(2)"]}}
 """
-SECURED = GRAPH.replace("http-port: PORT", "http-port: PORT, OPTIONS").partition("Broken")[0]
+SECURED = GRAPH.replace("http-port: PORT", "http-port: PORT, OPTIONS").partition("Slow")[0]
 VISIBLE_S = 1.0
 
 
@@ -81,6 +82,7 @@ def test_the_states_of_a_deployment(serving: Serving, unused_tcp_port: int) -> N
     given_up(ps)
     killed(ps)
     drained_and_asleep(ps)
+    stopped(ps)
     hung_frontend(ps, unused_tcp_port)
     assert serving.stop() == 1  # Broken was given up
     serving.assert_clean()
@@ -135,6 +137,16 @@ def drained_and_asleep(ps: Ps) -> None:
     assert ps.worker("Worker_1")["remedy"].startswith("dynamo wake ")
     ps.mark("Worker_1", "running")
     assert ps.worker("Worker_1")["state"] == "ready"
+
+
+def stopped(ps: Ps) -> None:
+    name = f"{ps.serving.namespace}_Slow"
+    assert ps.worker("Slow")["state"] == "ready"
+    ps.serving.circusctl("stop", name)
+    ps.within("Slow", lambda one: one["state"] == "draining", VISIBLE_S)
+    found = ps.within("Slow", lambda one: one["state"] == "stopped", 10)
+    assert found["remedy"] == f"dynamo restart {name}" and not found.get("pids")
+    assert ps.status()["models"][0]["state"] == "ready"
 
 
 def hung_frontend(ps: Ps, port: int) -> None:

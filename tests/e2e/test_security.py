@@ -186,6 +186,10 @@ def test_our_own_clients(secured: Secured, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.startswith("worker "), done.stderr
     done = run(*ask, OPENAI_API_KEY=secured.user)
     assert done.returncode == 1 and "has the role user" in done.stderr
+    done = run("explain", *ca, DYN_API_KEY=secured.operator)
+    assert done.returncode == 0 and "the only worker" in done.stdout, done.stderr
+    done = run("explain", *ca, DYN_API_KEY=secured.user)
+    assert done.returncode == 1 and "has the role user" in done.stderr
     for wrong in (str(tmp_path / "none"), str(tmp_path / "prompt")):
         for verb in ("bench", "route"):
             words = (verb, "--url", url, "--tls-ca-cert-path", wrong)

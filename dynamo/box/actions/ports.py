@@ -35,6 +35,8 @@ class ActionFailed(DynamoError):
     """A worker could not be added or removed; everything reserved for it is free again."""
 
     code = "action_failed"
+    status = 409
+    kind = "Conflict"
 
 
 class CircusError(DynamoError):

@@ -104,19 +104,18 @@ class ResponseRoutes:
                 f"Validation: 'input' with an {REFERENCE} takes at most {MAX_REFERENCES} items, "
                 f"got {len(origin.items)}; send the items themselves"
             )
+        wanted = {item["id"] for item in origin.items if item.get("type") == REFERENCE}
+        known = self._store.find_items(owner, wanted, earlier)
         found = []
         for number, item in enumerate(origin.items):
-            if item.get("type") != REFERENCE:
-                found.append(item)
-                continue
-            known = None if earlier is None else earlier.item(item["id"])
-            known = known or self._store.find_item(owner, item["id"])
-            if known is None:
-                raise InvalidArgument(
-                    f"Validation: input[{number}].id: no stored item {shorten(repr(item['id']))}; "
-                    "send the item itself"
-                )
-            found.append(known)
+            if item.get("type") == REFERENCE:
+                if item["id"] not in known:
+                    raise InvalidArgument(
+                        f"Validation: input[{number}].id: no stored item "
+                        f"{shorten(repr(item['id']))}; send the item itself"
+                    )
+                item = known[item["id"]]
+            found.append(item)
         origin.items = found
         origin.messages = origin.converted(found)
 

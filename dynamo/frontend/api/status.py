@@ -53,11 +53,15 @@ class StatusRoutes:
         self._windows.stop()
 
     def _status(self, exchange: Exchange) -> None:
+        exchange.respond(200, msgspec.json.encode(self.status()))
+
+    def status(self) -> FrontendStatus:
+        """Return the figures now."""
         traffic = self._windows.traffic()
         in_flight = self._requests.in_flight_by_worker()
         entries = {entry.name: entry for entry in self._models.entries()}
         cold = {name for name, *_ in self._models.on_demand.listed()} - entries.keys()
-        found = FrontendStatus(
+        return FrontendStatus(
             draining=self._requests.draining,
             uptime_s=time.monotonic() - self._started_s,
             models=(
@@ -66,7 +70,6 @@ class StatusRoutes:
             ),
             requests=tuple(self._recent.newest(_REQUESTS)),
         )
-        exchange.respond(200, msgspec.json.encode(found))
 
     def _cold(self, name: str) -> ModelFigures:
         """Return the figures of a model without a worker so far."""

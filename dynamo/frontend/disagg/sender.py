@@ -16,7 +16,6 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.prefill import NextPrefill, PrefillQueue
 from dynamo.runtime import Client
-from dynamo.runtime.requests.stream import REQUEST_ID
 
 __all__ = ["PrefillSender", "PrefillWorkers"]
 
@@ -121,9 +120,7 @@ class PrefillWorkers:
         )
         payload = encode(to_prefill(preprocessed, routing, decision))
         try:
-            prefill.stream = client.open(
-                decision.worker_id, payload, prefill, {REQUEST_ID: request.id}
-            )
+            prefill.stream = client.open(decision.worker_id, payload, prefill, request.headers())
         except WorkerUnavailable:
             prefill.release()
             raise

@@ -28,12 +28,17 @@ from dynamo.protocols.openai import ChatCompletionRequest, GenerationRequest
 from dynamo.protocols.responses import ResponsesRequest, StrictResponsesRequest
 
 __all__ = [
+    "MAX_ECHO_BYTES",
     "MAX_REFERENCES",
     "ResponseChatRequest",
     "ResponseOrigin",
     "memory_bytes",
     "parse_response",
 ]
+
+MAX_ECHO_BYTES = 256 << 10
+"""Of ``instructions``, ``tools``, ``text`` and ``tool_choice`` each: larger ones come back empty,
+because the event loop copies them into three events."""
 
 MAX_REFERENCES = 1024
 """Items of a request in which one is a reference: those are converted on the event loop."""
@@ -210,10 +215,16 @@ def _items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     if isinstance(given, str):
         given = [{"type": "message", "role": "user", "content": given}]
     made = secrets.token_hex(12)
-    return [
-        item if item.get("id") else {"type": "message", **item, "id": f"item_{made}{number:x}"}
-        for number, item in enumerate(given)
-    ]
+    return [_with_id(number, item, made) for number, item in enumerate(given)]
+
+
+def _with_id(number: int, item: dict[str, Any], made: str) -> dict[str, Any]:
+    given = item.get("id")
+    if given is None:
+        return {"type": "message", **item, "id": f"item_{made}{number:x}"}
+    if not isinstance(given, str):
+        raise InvalidArgument(f"Validation: input[{number}].id: expected `str`, got {given!r:.64}")
+    return item if "type" in item else {"type": "message", **item}
 
 
 def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -254,7 +265,7 @@ def _echo(body: ResponsesRequest, tools: OfferedTools) -> dict[str, Any]:
     reasoning = {"effort": None, "summary": None, **(body.reasoning or {})}
     return {
         "background": False,
-        "instructions": _json(body.instructions),
+        "instructions": _json(body.instructions, None),
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
@@ -262,14 +273,14 @@ def _echo(body: ResponsesRequest, tools: OfferedTools) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": _json(reasoning),
+        "reasoning": _json(reasoning, {}),
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": _json(text),
-        "tool_choice": _json("auto" if body.tool_choice is None else body.tool_choice),
-        "tools": _json(tools.shown),
+        "text": _json(text, {}),
+        "tool_choice": _json("auto" if body.tool_choice is None else body.tool_choice, "auto"),
+        "tools": _json(tools.shown, []),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
@@ -277,9 +288,10 @@ def _echo(body: ResponsesRequest, tools: OfferedTools) -> dict[str, Any]:
     }
 
 
-def _json(value: Any) -> orjson.Fragment:
-    """Free-form JSON, whose integers may have any size."""
-    return orjson.Fragment(msgspec.json.encode(value))
+def _json(value: Any, instead: Any) -> orjson.Fragment:
+    """Free-form JSON, whose integers may have any size; ``instead`` of one that is too large."""
+    text = msgspec.json.encode(value)
+    return orjson.Fragment(text if len(text) <= MAX_ECHO_BYTES else msgspec.json.encode(instead))
 
 
 def memory_bytes(value: Any) -> int:

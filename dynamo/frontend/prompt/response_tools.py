@@ -41,9 +41,15 @@ class OfferedTools(NamedTuple):
     members: dict[str, tuple[str, str]]
 
 
-def flat_name(namespace: str | None, name: str) -> str:
-    """The name that the model sees."""
-    return name if namespace is None else f"{namespace}__{name}"
+def flat_name(namespace: Any, name: str) -> str:
+    """The name that the model sees. Raises InvalidArgument for a ``namespace`` that is no text."""
+    if namespace is None:
+        return name
+    if not isinstance(namespace, str):
+        raise InvalidArgument(
+            f"Validation: namespace of `{shorten(name)}`: expected `str`, got {namespace!r:.64}"
+        )
+    return f"{namespace}__{name}"
 
 
 def additional_tools(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -128,6 +134,10 @@ def _function(where: str, tool: dict[str, Any], namespace: str | None) -> dict[s
 
 def _custom(where: str, tool: dict[str, Any]) -> dict[str, Any]:
     description, form = tool.get("description") or "", tool.get("format")
+    if not isinstance(description, str):
+        raise InvalidArgument(
+            f"Validation: {where}.description: expected `str`, got {description!r:.64}"
+        )
     if isinstance(form, dict) and form.get("type") == "grammar":
         description += (
             f"\n\nThe {INPUT} follows this {form.get('syntax')} grammar:\n{form.get('definition')}"

@@ -29,7 +29,6 @@ from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
 from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import Client
-from dynamo.runtime.requests.stream import REQUEST_ID
 
 __all__ = ["Dispatch", "Hold", "PrefillStep", "avoid_while_full"]
 
@@ -304,7 +303,7 @@ class Dispatch:
                 decision.worker_id,
                 engine_request.payload(),
                 engine_request,
-                {REQUEST_ID: engine_request.id},
+                engine_request.headers(),
             )
         except InstanceGone as error:
             self.reroute(engine_request, error)

@@ -23,12 +23,14 @@ from dynamo.frontend.requests.migration import (
 )
 from dynamo.frontend.requests.recent import Prefilled
 from dynamo.frontend.requests.request_metrics import RequestMetrics
+from dynamo.observability.tracing import OpenSpan
 from dynamo.protocols.codec import Tokens, decoder, encode
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing
 from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.receipt import DecisionInputs
 from dynamo.runtime.requests import ClientStream
+from dynamo.runtime.requests.stream import REQUEST_ID
 
 __all__ = ["EngineRequest", "Pending", "RequestOwner", "Rerouter"]
 
@@ -72,6 +74,7 @@ class RequestOwner(Protocol):
     last_activity_s: float
     detokenize_s: float
     wants_route: bool
+    trace: OpenSpan | None
 
     def sent(
         self, engine_request: EngineRequest, decision: Decision, queued: int, chosen_s: float
@@ -192,6 +195,11 @@ class EngineRequest:
     def payload(self) -> bytes:
         """The message for the worker."""
         return encode(self.preprocessed)
+
+    def headers(self) -> dict[str, str]:
+        """The headers of the message: the id, and the trace context if there is one."""
+        trace = self.request.trace
+        return {REQUEST_ID: self.id} if trace is None else {**trace.headers, REQUEST_ID: self.id}
 
     def on_data(self, payload: bytes) -> None:
         """Convert one engine output to text and count its tokens."""

@@ -30,6 +30,7 @@ _ROUTED = 1000
 _REFUSED = 200
 CLIENT_ID_CHARACTERS = 128
 """So much of a text that a client chose is kept."""
+_STAGES = ("prepare", "queue", "prefill", "decode")
 _PREFIXES = re.compile(r"(?:chatcmpl|cmpl|embd|resp|msg)[-_]")
 
 
@@ -86,7 +87,7 @@ class EndedRequest(NamedTuple):
     def record(self) -> RequestRecord:
         """Return what operators see."""
         usage, decision, prefilled = self.usage, self.decision, self.prefilled
-        prepare_s, queue_s, prefill_s, decode_s = self._stages()
+        spent = {name: ended_s - begun_s for name, begun_s, ended_s in self.stages()}
         cached = self if prefilled is None else prefilled
         return RequestRecord(
             request_id=self.info[1],
@@ -106,24 +107,25 @@ class EndedRequest(NamedTuple):
             prompt_blocks=cached.prompt_blocks,
             migrations=self.migrations,
             ttft_s=self.ttft_s,
-            prepare_s=prepare_s,
-            queue_s=queue_s,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
+            prepare_s=spent.get("prepare"),
+            queue_s=spent.get("queue"),
+            prefill_s=spent.get("prefill"),
+            decode_s=spent.get("decode"),
         )
 
-    def _stages(self) -> tuple[float | None, float | None, float | None, float | None]:
-        """Seconds of preparation, queue, prefill and decode; of the stage in which the request
-        failed those until its end; None for stages that it did not reach."""
+    def stages(self) -> Iterator[tuple[str, float, float]]:
+        """Yield name, begin and end of each stage that the request reached, in order.
+
+        The stage in which it failed lasts until its end.
+        """
         sent_s = self.sent_s if self.prefilled is None else self.prefilled.sent_s
-        moments = (self.received_s, self.prepared_s, sent_s, self.first_token_s, self.last_token_s)
-        spent: list[float | None] = [None] * 4
-        for stage in range(4):
-            begun_s, ended_s = moments[stage], moments[stage + 1]
-            spent[stage] = max((ended_s or self.ended_s) - begun_s, 0.0)
-            if not ended_s:
-                break
-        return spent[0], spent[1], spent[2], spent[3]
+        begun_s = self.received_s
+        moments = (self.prepared_s, sent_s, self.first_token_s, self.last_token_s)
+        for name, moment_s in zip(_STAGES, moments, strict=True):
+            yield name, begun_s, max(moment_s or self.ended_s, begun_s)
+            if not moment_s:
+                return
+            begun_s = moment_s
 
 
 class RecentRequests:

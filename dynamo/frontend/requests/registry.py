@@ -25,6 +25,7 @@ from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request import ActiveRequest, Recorder
 from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
+from dynamo.observability.tracing import Tracing
 
 __all__ = ["RequestRegistry"]
 
@@ -40,7 +41,7 @@ class RequestRegistry:
     let a request wait that no model serves now: (exchange, endpoint, error, model).
     ``error_shapes`` are those of the endpoints whose errors have a shape of their own, or of their
     paths, which relayed models may serve too. ``guard`` identifies operators; without one no client
-    is. ``recordings`` read each request at its end.
+    is. ``recordings`` read each request at its end. ``tracing`` exports a span of each.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RequestRegistry:
         self.metrics = metrics
         self.overload_status = settings.overload_status
         self.shows_routes = not settings.disable_nvext
+        self.tracing: Tracing | None = None
         self.guard: OperatorGuard | None = None
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
         self.off_loop = OffLoop()

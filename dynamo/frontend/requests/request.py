@@ -30,10 +30,12 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import Prefilled
+from dynamo.frontend.requests.recent import EndedRequest, Prefilled
 from dynamo.frontend.requests.request_metrics import RequestMetrics, RequestOutput
 from dynamo.frontend.requests.route_header import ROUTE_HEADER, route_header
+from dynamo.frontend.requests.trace import begin_trace, end_trace
 from dynamo.http import NEVER, Exchange, WriteBatch
+from dynamo.observability.tracing import OpenSpan, Tracing
 from dynamo.router.picker import Decision
 
 __all__ = ["ActiveRequest", "Recorder", "RequestInfo", "Shared"]
@@ -66,6 +68,7 @@ class Shared(Protocol):
     overload_status: int
     held_limit_bytes: int
     shows_routes: bool
+    tracing: Tracing | None
     recordings: list[Recorder]
     error_shapes: dict[str, ErrorShape]
 
@@ -88,8 +91,8 @@ class ActiveRequest:
     ``last_activity_s`` is when an engine last sent anything, infinite while none computes;
     ``detokenize_s`` the time spent on converting outputs to text; ``metrics`` counts the rest.
     ``worker_id_field``, if set, makes ``nvext.worker_id`` of the first decision;
-    ``wants_route``: a header of the response explains it. ``engine_id`` is the id of the first
-    engine request.
+    ``wants_route``: a header of the response explains it. ``trace`` is the span of the request, if
+    it has one. ``engine_id`` is the id of the first engine request.
     """
 
     __slots__ = (
@@ -111,6 +114,7 @@ class ActiveRequest:
         "metrics",
         "model",
         "streaming",
+        "trace",
         "wants_route",
         "worker_id_field",
     )
@@ -133,6 +137,9 @@ class ActiveRequest:
         self.closed = False
         self.last_activity_s = NEVER
         self.detokenize_s = 0.0
+        self.trace: OpenSpan | None = None
+        if shared.tracing is not None or "traceparent" in exchange.headers:
+            self.trace = begin_trace(shared.tracing, exchange)
         self.wants_route = ROUTE_HEADER in exchange.headers and shared.shows_routes
         self.worker_id_field: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
         echoed = info.echoed_id
@@ -355,6 +362,8 @@ class ActiveRequest:
             usage = self.generation.final_usage or self.generation.usage()
             output = RequestOutput(usage, engine_requests, self.detokenize_s)
         metrics.ended(failure, output, self.info, engine_requests)
+        if self.trace is not None:
+            end_trace(self.trace, EndedRequest(*self._shared.metrics.recent.records[-1]))
         for recording in self._shared.recordings:
             recording.ended(self)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector

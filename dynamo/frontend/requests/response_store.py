@@ -67,14 +67,6 @@ class StoredResponse:
         """The messages of the conversation. O(messages)."""
         return [message for one in self.conversation() for message in one.messages]
 
-    def item(self, item_id: str) -> dict[str, Any] | None:
-        """The item of that id in the conversation's input and output, None if there is none."""
-        for one in self.conversation():
-            for item in (*one.items, *one.output):
-                if item["id"] == item_id:
-                    return item
-        return None
-
 
 class ResponseStore:
     """Responses by owner (the name of an API key, "" without keys) and id.
@@ -103,14 +95,22 @@ class ResponseStore:
             self._named.move_to_end((owner, response_id))
         return found
 
-    def find_item(self, owner: str, item_id: str) -> dict[str, Any] | None:
-        """An item of any response of the owner, the newest first. O(items)."""
-        for (name, _), one in reversed(self._named.items()):
-            if name == owner:
-                for item in (*one.items, *one.output):
-                    if item["id"] == item_id:
-                        return item
-        return None
+    def find_items(
+        self, owner: str, wanted: set[str], earlier: StoredResponse | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """The items of these ids in the conversation of ``earlier`` and in all responses of the
+        owner; those that are not there are left out. O(stored items)."""
+        found: dict[str, dict[str, Any]] = {}
+        chain = [] if earlier is None else earlier.conversation()
+        own = [one for (name, _), one in self._named.items() if name == owner]
+        for one in (*chain, *reversed(own)):
+            for items in (one.items, one.output):
+                for item in items:
+                    if item["id"] in wanted:
+                        found.setdefault(item["id"], item)
+            if len(found) == len(wanted):
+                break
+        return found
 
     def put(self, owner: str, response_id: str, response: StoredResponse) -> bool:
         """Store a response; drop the least recently used ones above the bounds.

@@ -100,7 +100,8 @@ class ServedEndpoint:
 class ServerStream:
     """One request in flight. Safe to use after its end: items are then dropped.
 
-    ``on_pause`` is called when the client pauses the stream.
+    ``on_pause`` is called when the client pauses the stream, ``on_finished`` once at its end, with
+    its error if it failed.
 
     ``send`` never blocks; a handler that can wait should ``await drained()`` between items. A kill,
     a lost connection and an abort at shutdown end the stream and kill its ``context``.
@@ -119,6 +120,7 @@ class ServerStream:
         "_writable",
         "closed",
         "headers",
+        "on_finished",
         "on_pause",
     )
 
@@ -132,6 +134,7 @@ class ServerStream:
         self.headers = headers
         self.closed = False
         self.on_pause: Callable[[], None] | None = None
+        self.on_finished: Callable[[DynamoError | None], None] | None = None
         self._connection = connection
         self._number = number
         self._served = served
@@ -205,7 +208,7 @@ class ServerStream:
                 self._served.stats.failed("generate")
             limit = self._connection.settings.max_message_size_bytes
             self._connection.write(pack_error(self._number, error, limit))
-            self._finish()
+            self._finish(error)
 
     def raised(self, error: BaseException) -> None:
         """End the response with the exception that its handler raised. Idempotent.
@@ -266,7 +269,7 @@ class ServerStream:
     def _cancel_context(self, kind: CancelKind) -> None:
         self._level = kind
         if kind == "kill":
-            self._finish()
+            self._finish(Cancelled())
         if self._context is None:
             return
         if kind == "kill":
@@ -274,7 +277,7 @@ class ServerStream:
         else:
             self._context.stop_generating()
 
-    def _finish(self) -> None:
+    def _finish(self, error: DynamoError | None = None) -> None:
         if self.closed:
             return
         self.closed = True  # first: the callbacks below must not end the stream again
@@ -286,6 +289,8 @@ class ServerStream:
         served.stats.duration_s.observe(perf_counter() - self._started)
         self.wake()
         served.on_ended()
+        if self.on_finished is not None:
+            self.on_finished(error)
 
 
 def _as_error(error: BaseException) -> DynamoError:

@@ -10,7 +10,14 @@ from box_documents import MOCKER, document, entry, seen
 from dynamo.box.models import model_statuses
 from dynamo.box.sighting import BoxSighting, FrontendSighting
 from dynamo.box.workers import worker_statuses
-from dynamo.protocols.status import FrontendStatus, ModelFigures, ModelStatus
+from dynamo.protocols.status import (
+    FrontendStatus,
+    ModelFigures,
+    ModelStatus,
+    PlannedModel,
+    PlannerReport,
+    WorkerFigures,
+)
 
 FAILED = {"status": "given up", "reason": "5 deaths within 60 s"}
 
@@ -18,6 +25,19 @@ FAILED = {"status": "given up", "reason": "5 deaths within 60 s"}
 def model(found: BoxSighting) -> ModelStatus:
     (status,) = model_statuses(found, worker_statuses(found))
     return status
+
+
+def planner(state: str = "running", on_demand: tuple[str, ...] = ("tiny",)) -> PlannerReport:
+    wish = PlannedModel(model="tiny", at_s=1.0, text="x", wanted={"decode": 4})
+    return PlannerReport(
+        pid=1,
+        start_ticks=1,
+        state=state,
+        mode="load",
+        idle_timeout_s=300.0,
+        on_demand=on_demand,
+        models=(wish,),
+    )
 
 
 def frontend(**figures: Any) -> FrontendSighting:
@@ -39,7 +59,8 @@ def test_workers_that_were_added_are_wanted() -> None:
 
 def test_the_planner_says_what_is_wanted() -> None:
     found = document(entry("d_W", MOCKER, 11), W=1)
-    assert model(seen(found, 11, wanted={("tiny", "decode"): 4})).wanted == 4
+    for state, wanted in (("running", 4), ("paused", 4), ("observing", 1)):
+        assert model(seen(found, 11, planner=planner(state))).wanted == wanted
 
 
 @pytest.mark.parametrize(
@@ -65,6 +86,14 @@ def test_a_failed_worker_shows_although_another_serves() -> None:
     assert found.remedy == "dynamo restart d_W_1"
 
 
+def test_a_worker_that_sleeps_holds_no_gpu() -> None:
+    def with_gpu(name: str, pid: int, gpu: int, state: str) -> dict[str, Any]:
+        return entry(name, MOCKER, pid, resources={"allocated_gpus": [gpu]}, state=state)
+
+    one, other = with_gpu("d_W", 11, 0, "running"), with_gpu("d_W_1", 12, 1, "asleep")
+    assert model(seen(document(one, other), 11, 12)).gpus == ("0",)
+
+
 def test_progress_is_that_of_the_slowest() -> None:
     entries = (entry("d_W", MOCKER, 11), entry("d_W_1", MOCKER, 12))
     lines = {"d_W": "loading 40 %", "d_W_1": "loading 20 %"}
@@ -81,15 +110,31 @@ def test_figures_are_summed_over_the_frontends() -> None:
     assert (figures.ttft_p99_s, figures.hit_rate, figures.idle_s) == (0.5, 0.4, 3.0)
 
 
+def test_an_adapter_is_a_model_of_the_same_workers() -> None:
+    adapter = ModelFigures(model="lora", workers=(WorkerFigures(worker="b", in_flight=3),))
+    unknown = ModelFigures(model="other", workers=(WorkerFigures(worker="ff"),))
+    status = FrontendStatus(models=(adapter, unknown))
+    sighting = FrontendSighting(name="d_F", url="", state="ready", status=status)
+    found = seen(document(entry("d_W", MOCKER, 11)), 11, frontends=(sighting,))
+    base, lora = model_statuses(found, worker_statuses(found))
+    assert (base.model, lora.model) == ("tiny", "lora")
+    assert (lora.state, lora.ready, lora.wanted, lora.workers) == ("ready", 1, 1, ("d_W",))
+
+
 def test_figures_are_missing_while_no_frontend_answers() -> None:
     down = FrontendSighting(name="d_F", url="", state="down", problem="x")
     assert model(seen(document(entry("d_W", MOCKER, 11)), 11, frontends=(down,))).figures is None
 
 
 def test_idle_until() -> None:
-    found, timeouts = document(entry("d_W", MOCKER, 11)), {"tiny": 300.0}
-    idle = frontend(idle_s=100.0)
-    assert model(seen(found, 11, frontends=(idle,), idle_timeouts=timeouts)).idle_until_s == 200
-    assert model(seen(found, 11, frontends=(idle,))).idle_until_s is None
-    busy = frontend(idle_s=0.0, in_flight=1)
-    assert model(seen(found, 11, frontends=(busy,), idle_timeouts=timeouts)).idle_until_s is None
+    found = document(entry("d_W", MOCKER, 11))
+
+    def left_s(sighting: FrontendSighting, **more: Any) -> float | None:
+        return model(seen(found, 11, frontends=(sighting,), **more)).idle_until_s
+
+    idle, busy = frontend(idle_s=100.0), frontend(idle_s=0.0, in_flight=1)
+    assert left_s(idle, planner=planner()) == 200
+    assert left_s(busy, planner=planner()) is None
+    assert left_s(idle, planner=planner("paused")) is None
+    assert left_s(idle, planner=planner(on_demand=())) is None
+    assert left_s(idle) is None

@@ -1,4 +1,4 @@
-"""Log tails, decisions of the planner, the status socket, the quick options of ps."""
+"""Log tails, the status socket, the quick options of ps."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import msgspec
 import pytest
 
 from dynamo.box.output_tail import last_line, progress_in
-from dynamo.box.planner import newest_decisions, planner_wishes
 from dynamo.box.status_client import ask
 from dynamo.box.status_socket import StatusSocket
 from dynamo.config import from_env
 from dynamo.config.ps import PsSettings
 from dynamo.config.ps_quick import QuickPs
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.planner.decisions import DecisionLog, DecisionRecord, PoolChange
 from dynamo.runtime.paths import planned_socket_path
 
 
@@ -45,36 +43,6 @@ def test_the_last_line_is_what_the_terminal_shows(tmp_path: Path) -> None:
 )
 def test_progress(line: str, share: float | None) -> None:
     assert progress_in(line) == share
-
-
-def decision(at_s: float, wanted: int, outcome: str = "done", error: str = "") -> DecisionRecord:
-    pool = PoolChange(pool="decode", before=1, wanted=wanted, rule="load", error=error)
-    return DecisionRecord(at_s=at_s, model="tiny", mode="load", pools=(pool,), outcome=outcome)
-
-
-def test_the_planner_wants_what_it_decided_last(tmp_path: Path) -> None:
-    path = tmp_path / "decisions"
-    log = DecisionLog(path)
-    for record in (decision(1, 9), decision(20, 2), decision(30, 3)):
-        log.append(record)
-    with path.open("ab") as file:
-        file.write(b"{torn")
-    decisions = newest_decisions(path, since_s=10)
-    assert [one.at_s for one in decisions] == [20, 30]
-    wishes = planner_wishes(decisions, "running", "load")
-    assert wishes.wanted == {("tiny", "decode"): 3}
-    assert wishes.summary.decisions == ("tiny decode 1 -> 3: load",)
-    assert newest_decisions(tmp_path / "none", 0) == []
-
-
-def test_what_is_only_observed_or_failed_is_not_wanted(tmp_path: Path) -> None:
-    log = DecisionLog(tmp_path / "decisions")
-    log.append(decision(1, 5, outcome="no-operation"))
-    wishes = planner_wishes(newest_decisions(log.path, 0), "running", "load")
-    assert wishes.wanted == {} and "observed only" in wishes.summary.decisions[0]
-    log.append(decision(2, 5, outcome="failed", error="no GPU"))
-    wishes = planner_wishes(newest_decisions(log.path, 0), "running", "load")
-    assert wishes.wanted == {("tiny", "decode"): 1} and "no GPU" in wishes.summary.decisions[0]
 
 
 def test_the_status_socket(tmp_path: Path) -> None:

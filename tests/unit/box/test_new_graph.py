@@ -172,8 +172,18 @@ def test_a_flag_that_the_command_line_sets_already_is_refused() -> None:
 def test_the_server_of_an_engine_is_started_by_the_worker() -> None:
     llama = NewGraph(model=GGUF, engine=LLAMA, gpus=1, flags=("--ctx-size", "4096"))
     assert command(llama) == [
-        *("/usr/bin/llama-server", "-m", "/models/my x.gguf", "--host", "127.0.0.1"),
-        *("--port", "{port}", "--metrics", "-ngl", "99", "--ctx-size", "4096"),
+        *("/usr/bin/llama-server", "-m", "/models/my x.gguf", "--alias", "my x"),
+        *(
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "{port}",
+            "--metrics",
+            "-ngl",
+            "99",
+            "--ctx-size",
+            "4096",
+        ),
     ]
     assert worker(llama)["served-model-name"] == "my x"
     assert worker(llama)["ServiceArgs"]["resources"] == {"gpu": 1}  # type: ignore[index]

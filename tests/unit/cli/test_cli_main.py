@@ -80,6 +80,19 @@ def test_reading_a_graph_imports_neither_circus_nor_nvml() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_ps_imports_little() -> None:
+    """It may take 50 ms, and the interpreter alone takes half of them."""
+    script = (
+        "import sys, dynamo.cli.ps\n"
+        "heavy = {'argparse', 'asyncio', 'dataclasses', 'inspect', 'msgspec', 'ssl', 'zmq'}\n"
+        "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_reader_that_closes_early_is_not_an_error(tmp_path: Path) -> None:
     """``dynamo serve graph.yaml --dry-run | head -0``."""
     graph = tmp_path / "graph.yaml"

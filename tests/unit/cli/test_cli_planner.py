@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.box.planner import DECISIONS_FILE
 from dynamo.cli import main as cli
-from dynamo.planner.decisions import DecisionLog, DecisionRecord, PoolChange
+from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord, PoolChange
 from dynamo.planner.explain import ExplainReport, ModelReport, report_text
 
 CHANGE = PoolChange(

@@ -21,9 +21,10 @@ import pytest
 from serving import QUICKSTART, ROOT
 
 from dynamo.cli import completion
-from dynamo.cli.completion_words import verb_options
 from dynamo.cli.main import VERBS, main
 from dynamo.config.option import fields_of
+from dynamo.config.option import load as real_load
+from dynamo.config.verbs import subverbs, verb_groups
 
 BIN = Path(sys.executable).parent
 DOCUMENT = ROOT / "statefiles/two-workers.json"
@@ -52,31 +53,41 @@ def complete_bash(capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
 class Loaded(BaseException):
     """The verb has called ``load``."""
 
+    def __init__(self, groups: list[Any]) -> None:
+        self.groups = groups
 
-@pytest.mark.parametrize("verb", sorted(VERBS))
-def test_the_options_are_those_that_the_verb_loads(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+
+def loaded(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The groups that a verb loads."""
+
+    def load(prog: str, description: str, groups: list[Any], *rest: Any, **more: Any) -> Any:
+        raise Loaded(groups)
+
+    module, _, function = VERBS[words[0]][0].partition(":")
+    importlib.import_module(module)
+    for name, one in list(sys.modules.items()):
+        if name.startswith(("dynamo.cli.", "dynamo.planner.")) or name == "dynamo.config":
+            for attribute, value in list(vars(one).items()):
+                if value is real_load:
+                    monkeypatch.setattr(one, attribute, load)
+    with pytest.raises(Loaded) as found:
+        getattr(sys.modules[module], function or "main")([*words[1:], "--help"])
+    return found.value.groups
+
+
+COMMANDS = [*([verb] for verb in VERBS), *(["planner", word] for word in subverbs("planner"))]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_the_table_of_options_is_true(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a table that a new verb could miss."""
-    module = importlib.import_module(VERBS[verb][0])
-    groups: list[Any] = []
-
-    def load(prog: str, description: str, given: list[Any], *rest: Any, **more: Any) -> Any:
-        groups.extend(given)
-        raise Loaded
-
-    if not hasattr(module, "load") or verb == "planner":  # it runs a module, which loads
-        groups = [type("None", (), {})]
-        assert verb_options(VERBS, verb).flags
-        return
-    monkeypatch.setattr(module, "load", load)
-    with pytest.raises(Loaded):
-        module.main([])
+    importlib.import_module("dynamo.planner.__main__")
+    importlib.import_module("dynamo.cli.planner_replay")
+    groups = loaded(words, monkeypatch)
+    assert verb_groups(*words) == tuple(groups), f"complete the table: {words}"
     flags = {flag for g in groups for f in fields_of(g) for flag in f.metadata["option"].flags}
-    options = verb_options(VERBS, verb)
-    named = {flag for field in options.words for flag in field.metadata["option"].flags}
-    assert flags <= options.flags.keys() | named
-    shown = complete(capsys, verb, "--")
+    shown = complete(capsys, *words, "--")
     assert "--help" in shown and {f for f in flags if f.startswith("--")} <= {*shown, *_old(groups)}
 
 
@@ -89,7 +100,7 @@ def _old(groups: list[Any]) -> set[str]:
 def test_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(VERBS) <= set(complete(capsys, ""))
     assert complete(capsys, "relo") == ["reload"]
-    assert complete(capsys, "planner", "") == ["explain", "replay"]
+    assert complete(capsys, "planner", "") == ["explain", "replay", "pause", "resume"]
     assert "--json" in complete(capsys, "planner", "explain", "--")
 
 

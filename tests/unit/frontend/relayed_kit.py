@@ -13,11 +13,14 @@ from text_kit import card
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.api.relay import RelayRoutes
+from dynamo.frontend.api.responses import ResponseRoutes
 from dynamo.frontend.api.tokenize import TokenizeRoutes
 from dynamo.frontend.models.inputs import paths_of, patterns_of
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.relayed import RelayedEngineRequest
+from dynamo.frontend.requests.response_store import ResponseStore
 from dynamo.http.patterns import RoutePatterns
 from dynamo.http.routes import Routes
 from dynamo.protocols.codec import plain_decode
@@ -118,9 +121,14 @@ class RelaySite(Site):
         self.entry.patterns = RoutePatterns()
         self.worker_pool = SimpleNamespace(members=dict.fromkeys(self.workers))
         routes = Routes()
-        OpenAIRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
-        TokenizeRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
-        RelayRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
+        of: Any = (self.active, self, self.tasks)
+        openai, counts, relay = OpenAIRoutes(*of), PromptCountRoutes(*of), RelayRoutes(*of)
+        openai.install(routes)
+        self.store = ResponseStore(1 << 20)
+        responses = ResponseRoutes(self.store, relay.has_route, relay.serve_rest)
+        responses.install(routes, openai, counts)
+        TokenizeRoutes(*of).install(routes)
+        relay.install(routes)
         self.routes = routes
         self.bench = Bench(handler=routes)
 

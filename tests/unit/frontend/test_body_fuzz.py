@@ -13,7 +13,9 @@ from test_request import Site
 from dynamo.frontend.api.anthropic import MessagesRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.prompt_count import PromptCountRoutes
+from dynamo.frontend.api.responses import ResponseRoutes
 from dynamo.frontend.api.route import ExplainRoutes
+from dynamo.frontend.requests.response_store import ResponseStore
 from dynamo.http.routes import Routes
 
 BODIES = 1500
@@ -42,6 +44,8 @@ async def test_no_body_is_a_500(seed: int, caplog: pytest.LogCaptureFixture) -> 
     openai.install(routes)
     counts = PromptCountRoutes(site.active, site, site.tasks)  # type: ignore[arg-type]
     MessagesRoutes(site.active, openai, counts).install(routes)
+    store = ResponseStore(1 << 20)
+    ResponseRoutes(store, lambda exchange: False, routes).install(routes, openai, counts)
     ExplainRoutes(site, site.tasks, 503, site.active.off_loop).install(routes)  # type: ignore[arg-type]
     seen: dict[int, int] = {}
     with caplog.at_level(logging.ERROR):

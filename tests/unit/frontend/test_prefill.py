@@ -95,6 +95,7 @@ class Caller:
 
     def __init__(self) -> None:
         self.closed = self.wants_route = False
+        self.trace = None
         self.working = 0
         self.metrics = self
         self.generation = SimpleNamespace(choices=[None])

@@ -49,8 +49,9 @@ def test_owners_are_apart() -> None:
     assert store.get("", "a") is None and not store.delete("", "a")
     found = store.get("bob", "a")
     assert found is not None and found.messages[0]["content"] == "2"
-    assert store.find_item("ann", "out1") == {"id": "out1"}
-    assert store.find_item("bob", "out1") is None
+    assert store.find_items("ann", {"out1", "in1", "x"}).keys() == {"out1", "in1"}
+    assert not store.find_items("bob", {"out1"})
+    assert store.find_items("bob", {"out1"}, store.get("ann", "a"))  # a conversation it continues
 
 
 def test_a_conversation_is_kept_once() -> None:
@@ -65,7 +66,8 @@ def test_a_conversation_is_kept_once() -> None:
     last = store.get("", "3")
     assert last is not None
     assert [each["content"] for each in last.history()] == ["1", "2", "3"]
-    assert last.item("out1") == {"id": "out1"} and last.item("none") is None
+    assert store.find_items("", {"out1"}, last) == {"out1": {"id": "out1"}}
+    assert not store.find_items("", {"out1"})
     store.delete("", "3")
     assert store.size_bytes == 0
 

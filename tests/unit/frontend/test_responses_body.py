@@ -238,3 +238,15 @@ def test_large_integers_come_back() -> None:
     tool = {"type": "function", "name": "f", "parameters": parameters}
     echo = converted(tools=[tool]).origin.echo
     assert str(2**70).encode() in orjson.dumps(echo["tools"])
+
+
+def test_what_is_large_comes_back_empty() -> None:
+    long = "x" * (1 << 20)
+    tool = {"type": "function", "name": "f", "description": long}
+    form = {"type": "json_schema", "name": "w", "schema": {"description": long}}
+    text = {"format": form}
+    request = converted(instructions=long, tools=[tool], text=text)
+    assert len(orjson.dumps(request.origin.echo)) < 2000
+    assert request.messages[0]["content"] == long and request.tools is not None
+    with pytest.raises(InvalidArgument, match="user: expected `str` of length <= 1024"):
+        converted(user=long)

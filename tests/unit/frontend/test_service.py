@@ -51,6 +51,18 @@ async def test_a_stop_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         await asyncio.wait_for(one.start(), 10)
 
 
+async def test_an_open_page_does_not_delay_a_stop(tmp_path: Path) -> None:
+    async with frontend(tmp_path) as one:
+        host, port = await one.start()
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await reader.readuntil(b"event: status\n")
+        one.stop()
+        await one.run_until_stopped()
+        assert b"event: end\n" in await reader.read()  # to the end of the connection
+        writer.close()
+
+
 async def test_a_second_frontend_on_the_port_fails_before_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,22 @@ async def test_the_load_policy_adds_and_removes_workers() -> None:
     assert [one.pools[0].after for one in changes] == [2, 3, 4, 3, 2, 1]
 
 
+async def test_a_paused_planner_observes_and_begins_a_new_interval_at_the_end() -> None:
+    connector, sources, policy = FakeConnector(service("Worker")), FakeSources(), Wanted(2)
+    async with running(connector, policy, sources=sources) as (loop, record):
+        loop.pause()
+        await until(lambda: sources.pulls > 20)
+        assert policy.seen == []
+        assert record.counts[-1]["decode"].ready == 1
+        assert connector.calls == []
+        explained = await loop.explain()  # what it would decide now
+        assert [one.pools[0].wanted for _, one in explained] == [2]
+        loop.resume()
+        await until(lambda: connector.count("Worker") == 2)
+        assert len(policy.seen[0].pulls) < 10  # of the new interval alone
+    assert not loop.paused
+
+
 async def test_a_blocking_policy_waits_for_the_worker() -> None:
     connector, sources = FakeConnector(service("Worker"), manual=True), FakeSources()
     policy = Wanted(2)

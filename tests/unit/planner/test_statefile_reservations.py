@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 from simulated_deployment import SimulatedDeployment
 from virtual_time import run_virtual
 
+from dynamo.box.actions.access import reserve
 from dynamo.box.actions.gpu_booking import free_gpus
 from dynamo.box.actions.ports import ActionFailed
+from dynamo.box.targets import find_model, find_processes, find_workers
+from dynamo.errors import InvalidArgument
 from dynamo.serve.entries import next_name, read_services
+from dynamo.serve.process_table import stat
 from dynamo.serve.record import StatefileWriter
 from dynamo.serve.reservations import owner_mark
-from dynamo.serve.statefile import Document, Statefile
+from dynamo.serve.statefile import RESERVED_BY, Document, Statefile
 
 GRAPH = """
 A: {run: dynamo.mocker, model-path: tiny, ServiceArgs: {workers: 2, resources: {gpu: 2}}}
@@ -49,6 +54,47 @@ def test_free_gpus_are_the_lowest(tmp_path: Path) -> None:
     assert free_gpus(found, "x", 3) == ("2", "3", "8")
     with pytest.raises(ActionFailed, match="x needs 9 GPUs, 6 of 12 free"):
         free_gpus(found, "x", 9)
+
+
+def test_a_worker_that_another_process_changes_is_left_alone(tmp_path: Path) -> None:
+    """A person and the planner act at the same time: the second one is refused."""
+    found = document(tmp_path)
+    reserve(found, "dynamo_A")
+    assert found["components"]["dynamo_A"][RESERVED_BY] == owner_mark()
+    reserve(found, "dynamo_A")  # its own mark is no obstacle: `active` has what it does now
+    parent = stat(os.getppid())
+    assert parent is not None
+    theirs = {**owner_mark(), "pid": parent.pid, "start_ticks": parent.start_ticks}
+    found["components"]["dynamo_A"][RESERVED_BY] = theirs
+    with pytest.raises(ActionFailed, match=f"process {parent.pid} starts, wakes or removes it"):
+        reserve(found, "dynamo_A")
+    assert found["components"]["dynamo_A"][RESERVED_BY] == theirs
+    theirs["start_ticks"] += 1  # that process has exited
+    reserve(found, "dynamo_A")
+    assert found["components"]["dynamo_A"][RESERVED_BY] == owner_mark()
+    with pytest.raises(ActionFailed, match="dynamo_C: removed by another command"):
+        reserve(found, "dynamo_C")
+
+
+def test_names_of_workers_and_models(tmp_path: Path) -> None:
+    found = document(tmp_path)
+    watchers = [name for name in found["components"] if name != "dynamo_Half_2"]
+    assert [one.name for one in find_processes(found, "A", watchers)] == ["dynamo_A", "dynamo_A_1"]
+    assert [one.name for one in find_processes(found, "A_1", watchers)] == ["dynamo_A_1"]
+    assert [one.name for one in find_processes(found, "Half", watchers)] == [
+        *("dynamo_Half", "dynamo_Half_1")  # the third has neither a watcher nor a process
+    ]
+    with pytest.raises(InvalidArgument, match=r"no service or worker 'C' in .* A \(dynamo_A, dyn"):
+        find_processes(found, "C", watchers)
+    with pytest.raises(InvalidArgument, match="start one with: dynamo load half"):
+        find_processes(found, "dynamo_Half_2", watchers)
+    with pytest.raises(InvalidArgument, match=r"only dynamo restart .*; the workers are A \("):
+        find_workers(found, "B", watchers)
+    assert [one.name for one in find_model(found, "half", lambda entry: None)] == ["Half"]
+    [named] = find_model(found, "x", lambda entry: "x" if entry.name == "dynamo_A" else None)
+    assert named.name == "A"
+    with pytest.raises(InvalidArgument, match="name a model in namespace 'dynamo': half, tiny"):
+        find_model(found, "", lambda entry: None)
 
 
 def test_the_next_name_is_the_highest_number_plus_one(tmp_path: Path) -> None:

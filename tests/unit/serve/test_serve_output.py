@@ -54,6 +54,19 @@ async def test_an_endless_line_is_split() -> None:
     assert max(map(len, lines)) <= 2 * 65536
 
 
+async def test_a_progress_bar_is_a_line_now_and_then() -> None:
+    lines: list[bytes] = []
+    pipe = OutputPipe(lines.append)
+    for percent in range(100):
+        os.write(pipe.write_fd, b"\rloading: %d%%" % percent)
+        await asyncio.sleep(0)
+    assert len(lines) == 1 and lines[0].startswith(b"loading: ")
+    os.write(pipe.write_fd, b"\rloading: 100%\ndone\n")
+    pipe.close()
+    assert [line.rpartition(b"\r")[2] for line in lines[1:]] == [b"loading: 100%", b"done"]
+    assert all(line.count(b"\r") <= 2 for line in lines)
+
+
 def test_a_log_file_is_bounded(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "a.log", 1000)
     for number in range(500):

@@ -1,0 +1,92 @@
+"""``dynamo web``: print the address of the web page of a deployment, and open it."""
+
+from __future__ import annotations
+
+import ssl
+import sys
+import urllib.error
+import urllib.request
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import replace
+from http.client import HTTPException
+
+from dynamo.box.collect import BoxCollector
+from dynamo.config import environ, from_env, load
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.web import WebSettings
+from dynamo.errors import ConfigError, DynamoError, Unavailable
+from dynamo.protocols.status import BoxStatus
+
+__all__ = ["main", "page_url"]
+
+DESCRIPTION = "Print the address of the web page of a running deployment, and open it."
+EPILOG = """Exit status: 0 the page is served, 1 it is not, and why, 2 a bad flag."""
+
+_TIMEOUT_S = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; return the exit status."""
+    (settings,) = load("dynamo web", DESCRIPTION, [WebSettings], argv, epilog=EPILOG)
+    try:
+        runtime = from_env(RuntimeSettings)
+        if settings.namespace:
+            runtime = replace(runtime, namespace=settings.namespace)
+        url = page_url(BoxCollector(runtime).collect())
+    except DynamoError as error:
+        print(f"dynamo web: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(url)
+    if settings.open and _has_display():
+        webbrowser.open(url)
+    return 0
+
+
+def page_url(box: BoxStatus) -> str:
+    """Return the address of the page, after a look whether it is served. Raises Unavailable."""
+    if box.state != "running":
+        raise Unavailable(
+            f"no deployment runs in namespace {box.namespace!r}; start one: dynamo serve GRAPH"
+        )
+    if box.frontend == "none":
+        raise Unavailable("the deployment has no frontend; add one to its graph: dynamo reload")
+    if box.frontend == "down":
+        suspect = min(box.others, key=lambda one: one.state == "ready", default=None)
+        remedy = f"dynamo logs {suspect.name}" if suspect else "dynamo ps"
+        where = box.url or "its address"
+        raise Unavailable(f"the frontend does not answer at {where}; see why: {remedy}")
+    url = f"{box.url}/ui"
+    _check_served(url)
+    return url
+
+
+def _check_served(url: str) -> None:
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=_any_certificate()):
+            return
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 404:
+            raise Unavailable(
+                f"{url} is off: give the frontend --ui (DYN_HTTP_UI=1); by default it is served on "
+                "a loopback address alone, and never with DYN_DISABLE_FRONTEND_ADMIN_API"
+            ) from None
+        raise Unavailable(f"{url} answered {error.code}; see: dynamo ps") from None
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise Unavailable(f"can't reach {url}: {reason}; see: dynamo ps") from None
+
+
+def _any_certificate() -> ssl.SSLContext:
+    """Accept any: nothing is sent but the path of the page; the browser checks the certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _has_display() -> bool:
+    variables = environ()
+    return bool(variables.get("DISPLAY") or variables.get("WAYLAND_DISPLAY"))

@@ -1,0 +1,170 @@
+"""What the page shows and does: the deployment around this frontend, or this frontend alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from asyncinotify import Mask
+
+from dynamo.box.collect import BoxCollector
+from dynamo.box.control import ActionOutcome, BoxControl
+from dynamo.errors import ConfigError, InvalidArgument, shorten
+from dynamo.protocols.control import INSTANCES, MODEL_CARDS
+from dynamo.protocols.status import (
+    BoxStatus,
+    FrontendStatus,
+    ModelFigures,
+    ModelStatus,
+    WorkerStatus,
+)
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.discovery.inotify import Inotify
+from dynamo.runtime.paths import state_path
+
+__all__ = ["BoxSource", "UiSource", "with_own_figures"]
+
+log = logging.getLogger(__name__)
+_ALONE = (
+    "this frontend was not started by dynamo serve: its own figures are shown, and the buttons "
+    "have nothing to act on; start a deployment: dynamo serve GRAPH"
+)
+
+
+class UiSource(Protocol):
+    """What a page shows and does. ``collect`` and ``act`` block.
+
+    ``logs`` is the directory with the logs of ``namespace``.
+    """
+
+    logs: Path
+    namespace: str
+
+    def collect(self, own: FrontendStatus) -> BoxStatus:
+        """Return the state, in which ``own`` are the figures of this frontend."""
+
+    def act(self, action: str, name: str) -> str:
+        """Do what a button says; return what happens now. Raises DynamoError."""
+
+    def outcomes(self) -> Iterator[ActionOutcome]:
+        """Yield how earlier actions ended, each once."""
+
+    def close(self) -> None:
+        """Leave actions that are not complete as they are."""
+
+    def watch(self, on_change: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call ``on_change`` after changes while the context lasts."""
+
+
+class BoxSource:
+    """The deployment in the namespace of ``runtime``: a :class:`UiSource`."""
+
+    def __init__(self, runtime: DistributedRuntime, has_keys: bool) -> None:
+        settings = runtime.settings
+        self._has_keys = has_keys
+        self._discovery = runtime.discovery
+        self._collector = BoxCollector(settings)
+        self._control = BoxControl(settings)
+        self.namespace = settings.namespace
+        self._directory = state_path(settings)
+        self._statefile = f"{settings.namespace}.json"
+        self.logs = self._directory / settings.namespace / "logs"
+
+    def act(self, action: str, name: str) -> str:
+        """Do what a button says. Raises DynamoError. Blocks."""
+        control = self._control
+        named = {
+            "restart": control.restart,
+            "drain": control.drain,
+            "sleep": control.sleep,
+            "wake": control.wake,
+            "load": control.load,
+            "unload": control.unload,
+        }
+        planner = {"pause_planner": control.pause_planner, "resume_planner": control.resume_planner}
+        if action in named:
+            log.info("%s %s, by the web page", action, shorten(name, 128))
+            return named[action](name)
+        if action in planner:
+            log.info("%s, by the web page", action)
+            return planner[action]()
+        known = ", ".join((*named, *planner))
+        raise InvalidArgument(f"unknown action '{shorten(action, 64)}'; there are {known}")
+
+    def outcomes(self) -> Iterator[ActionOutcome]:
+        """Yield how actions ended."""
+        while self._control.outcomes:
+            yield self._control.outcomes.popleft()
+
+    def close(self) -> None:
+        """End the thread of the actions."""
+        self._control.close()
+
+    def collect(self, own: FrontendStatus) -> BoxStatus:
+        """Return the state of the deployment; without one, what ``own`` has. Blocks."""
+        found = self._collector.collect(own if self._has_keys else None)
+        requests = tuple(msgspec.structs.replace(one, route=None) for one in found.requests)
+        found = msgspec.structs.replace(found, requests=requests)
+        return found if found.state == "running" else with_own_figures(found, own)
+
+    @contextlib.contextmanager
+    def watch(self, on_change: Callable[[], None]) -> Iterator[None]:
+        """Call ``on_change`` after a change of the statefile or of what workers register."""
+        with contextlib.ExitStack() as stack:
+            for prefix in (INSTANCES, MODEL_CARDS):
+                watch = self._discovery.watch(prefix, lambda event: on_change())
+                stack.callback(watch.close)
+            try:
+                inotify = Inotify(on_change)
+                stack.callback(inotify.close)
+                inotify.add(self._directory, Mask.MOVED_TO | Mask.ONLYDIR, self._on_file(on_change))
+            except (ConfigError, OSError) as error:  # then a change is shown up to a second later
+                log.warning("%s is not watched for the web page: %s", self._directory, error)
+            yield
+
+    def _on_file(self, on_change: Callable[[], None]) -> Callable[[str, int], None]:
+        return lambda name, mask: on_change() if name == self._statefile else None
+
+
+def with_own_figures(found: BoxStatus, own: FrontendStatus) -> BoxStatus:
+    """Return ``found``, which has no deployment, with the models and workers of a frontend."""
+    return msgspec.structs.replace(
+        found,
+        frontend="draining" if own.draining else "ready",
+        models=tuple(map(_model, own.models)),
+        workers=tuple(worker for model in own.models for worker in _workers(model)),
+        requests=tuple(msgspec.structs.replace(one, route=None) for one in own.requests),
+        problems=(*found.problems, _ALONE),
+    )
+
+
+def _model(figures: ModelFigures) -> ModelStatus:
+    count = len(figures.workers)
+    return ModelStatus(
+        model=figures.model,
+        state="ready" if count else "zero",
+        ready=count,
+        wanted=count,
+        figures=figures,
+        workers=tuple(one.worker for one in figures.workers),
+    )
+
+
+def _workers(model: ModelFigures) -> list[WorkerStatus]:
+    return [
+        WorkerStatus(
+            name=one.worker,
+            service="",
+            state="ready",
+            worker=one.worker,
+            model=model.model,
+            in_flight=one.in_flight,
+            kv_use=one.kv_use,
+        )
+        for one in model.workers
+    ]

