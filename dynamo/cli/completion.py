@@ -14,12 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dynamo.box.deployments import chosen_runtime
 from dynamo.cli.completion_words import Completion, Verbs, candidates
 from dynamo.config import environ, from_env, load
 from dynamo.config.completion import CompletionSettings
 from dynamo.config.modules import settings_groups
 from dynamo.config.option import fields_of
 from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError
 
 __all__ = ["COMPLETE", "answer", "main"]
 
@@ -155,12 +157,12 @@ class _Values:
             yield from sorted({*map(_model, self._components().values())} - {""})
 
     def _components(self) -> Mapping[str, Any]:
-        namespace = self._namespace or from_env(RuntimeSettings).namespace
         try:
+            namespace = chosen_runtime(self._namespace).namespace
             document = json.loads((_state_dir() / f"{namespace}.json").read_bytes())
             components: Mapping[str, Any] = document["components"]
-        except (OSError, ValueError, KeyError):
-            return {}  # nothing runs
+        except (ConfigError, OSError, ValueError, KeyError):
+            return {}  # nothing runs, or several deployments
         return components
 
 

@@ -6,9 +6,10 @@ import contextlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from dynamo.box.deployments import chosen_runtime
 from dynamo.box.doctor.deployment import (
     check_block_sizes,
     check_events,
@@ -64,10 +65,9 @@ class Examination:
     @classmethod
     def of(cls, settings: DoctorSettings) -> Examination:
         """Return the examination that a user asked for. Raises ConfigError for a wrong graph."""
-        runtime = from_env(RuntimeSettings)
         graph = read_graph(settings.graph, (), settings.namespace) if settings.graph else None
-        name = settings.namespace or (graph.namespace if graph else runtime.namespace)
-        runtime = replace(runtime, namespace=name)
+        runtime = chosen_runtime(graph.namespace if graph else settings.namespace)
+        name = runtime.namespace
         deployed = find_running(state_path(runtime), name)
         if graph is None and deployed.document is not None:
             text = json.dumps(service_config(deployed.document))

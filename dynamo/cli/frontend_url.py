@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from dynamo.config import from_env
+from dynamo.box.deployments import chosen_runtime
 from dynamo.config.client import ClientSettings
-from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.http.target import Target, parse_url
 from dynamo.planner.frontends import frontends_in
@@ -28,9 +25,7 @@ def find_target(settings: ClientSettings) -> Target:
 
 
 def _running(namespace: str | None) -> str | None:
-    runtime = from_env(RuntimeSettings)
-    if namespace is not None:
-        runtime = replace(runtime, namespace=namespace)
+    runtime = chosen_runtime(namespace)
     try:
         document = Statefile(state_path(runtime), runtime.namespace).read()
     except StatefileError as error:

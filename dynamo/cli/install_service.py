@@ -159,6 +159,8 @@ def _next_steps(settings: InstallServiceSettings, unit: SystemdUnit) -> str:
     ]
     if settings.user:
         lines.insert(1, "  loginctl enable-linger   # so that it runs while you are logged out")
+    if unit.user == "root":
+        lines.append("it runs as root; --run-as USER chooses another user")
     if unit.state_name:
         state = unit.env["DYN_LOCAL_STATE_DIR"]
         lines.append(f"  sudo -u {unit.user} DYN_LOCAL_STATE_DIR={state} dynamo ps")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
+from dynamo.box.deployments import chosen_runtime
 from dynamo.box.logs import LogLine, LogReader, follow, select_watchers
 from dynamo.cli.console import WatcherPrefix
-from dynamo.config import from_env, load
+from dynamo.config import load
 from dynamo.config.operate import DeploymentSettings, LogsSettings
-from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.runtime.paths import state_path
 
@@ -28,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     groups: list[type[Any]] = [LogsSettings, DeploymentSettings]
     settings, deployment = load("dynamo logs", DESCRIPTION, groups, argv, epilog=EPILOG)
-    runtime = from_env(RuntimeSettings)
-    namespace = deployment.namespace or runtime.namespace
     try:
-        directory = state_path(replace(runtime, namespace=namespace)) / namespace / "logs"
+        runtime = chosen_runtime(deployment.namespace)
+        namespace = runtime.namespace
+        directory = state_path(runtime) / namespace / "logs"
         watchers = select_watchers(directory, namespace, settings.name)
     except (ConfigError, InvalidArgument) as error:
         print(f"dynamo logs: {error.message}", file=sys.stderr)

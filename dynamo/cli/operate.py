@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
+from dynamo.box.deployments import chosen_runtime
 from dynamo.box.operate import BoxActions, Steps
-from dynamo.config import from_env
 from dynamo.config import load as load_options
 from dynamo.config.operate import DeploymentSettings, LoadModelSettings, OperateSettings
-from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
 
 __all__ = ["drain", "load", "pause_planner", "restart", "resume_planner", "sleep", "unload", "wake"]
@@ -89,11 +87,8 @@ def _on_model(verb: str, text: str, argv: Sequence[str] | None) -> int:
 
 def _run(verb: str, deployment: DeploymentSettings, action: Callable[[BoxActions], Steps]) -> int:
     """Run an action, print what it reports."""
-    runtime = from_env(RuntimeSettings)
-    if deployment.namespace:
-        runtime = replace(runtime, namespace=deployment.namespace)
     try:
-        asyncio.run(_print_steps(action(BoxActions(runtime))))
+        asyncio.run(_print_steps(action(BoxActions(chosen_runtime(deployment.namespace)))))
     except (DynamoError, OSError) as error:
         print(f"dynamo {verb}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InvalidArgument) else 1

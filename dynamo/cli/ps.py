@@ -41,20 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     """Read the options, and collect the state here if the arbiter does not answer."""
-    from dataclasses import replace  # these are slow to import
-
+    from dynamo.box.deployments import chosen_runtime  # these are slow to import
     from dynamo.box.reading import report
-    from dynamo.config import from_env, load
+    from dynamo.config import load
     from dynamo.config.ps import PsSettings
-    from dynamo.config.runtime import RuntimeSettings
     from dynamo.errors import ConfigError
     from dynamo.runtime.paths import planned_socket_path
 
     (settings,) = load("dynamo ps", DESCRIPTION, [PsSettings], argv, epilog=EPILOG)
     try:
-        runtime = from_env(RuntimeSettings)
-        if settings.namespace:
-            runtime = replace(runtime, namespace=settings.namespace)
+        runtime = chosen_runtime(settings.namespace)
         answer = _ask(planned_socket_path(runtime, STATUS_SOCKET), settings.api_key)
     except ConfigError as error:
         print(f"dynamo ps: {error.message}", file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import Any
 
 import zmq
 
+from dynamo.box.deployments import chosen_runtime
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ReloadSettings
@@ -39,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         (settings,) = load("dynamo reload", DESCRIPTION, [ReloadSettings], rest, epilog=EPILOG)
-        runtime = from_env(RuntimeSettings)
+        runtime = (
+            from_env(RuntimeSettings) if settings.graph else chosen_runtime(settings.namespace)
+        )
         namespace = settings.namespace or runtime.namespace
         request: dict[str, Any] = {"overrides": [override.text for override in overrides]}
         if settings.graph:

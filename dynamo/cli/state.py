@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
 from dynamo.box.actions.access import open_access
 from dynamo.box.components import ComponentStatus, StateReport, arbiter_is_alive
-from dynamo.config import from_env, load
+from dynamo.box.deployments import chosen_runtime
+from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.state import StateSettings
@@ -37,11 +37,9 @@ _COLUMNS = ("COMPONENT", "STATE", "PIDS", "GPUS", "LEASE", "MODEL")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     (settings,) = load("dynamo state", DESCRIPTION, [StateSettings], argv, epilog=EPILOG)
-    runtime = from_env(RuntimeSettings)
-    if settings.namespace:
-        runtime = replace(runtime, namespace=settings.namespace)
-    statefile = Statefile(state_path(runtime), runtime.namespace)
     try:
+        runtime = chosen_runtime(settings.namespace)
+        statefile = Statefile(state_path(runtime), runtime.namespace)
         if settings.action == "show":
             print(_show(statefile, runtime, settings.json))
         elif settings.action == "repair":

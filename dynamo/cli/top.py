@@ -8,16 +8,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dynamo.box.collect import BoxCollector
 from dynamo.box.control import ActionOutcome, BoxControl
+from dynamo.box.deployments import chosen_runtime
 from dynamo.box.logs import LogLine, LogReader
 from dynamo.cli.screen import Screen, Wakeup
 from dynamo.cli.top_view import BAD, PLAIN, SORT_ORDERS, WARN, TopView, frame, sorted_workers
-from dynamo.config import from_env, load
+from dynamo.config import load
 from dynamo.config.operate import DeploymentSettings, TopSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -41,10 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     groups: list[type[Any]] = [TopSettings, DeploymentSettings]
     settings, deployment = load("dynamo top", DESCRIPTION, groups, argv, epilog=EPILOG)
-    runtime = from_env(RuntimeSettings)
-    if deployment.namespace:
-        runtime = replace(runtime, namespace=deployment.namespace)
     try:
+        runtime = chosen_runtime(deployment.namespace)
         collector = BoxCollector(runtime, settings.api_key)
         if settings.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
             return _print_once(collector)

@@ -8,12 +8,11 @@ import urllib.error
 import urllib.request
 import webbrowser
 from collections.abc import Sequence
-from dataclasses import replace
 from http.client import HTTPException
 
 from dynamo.box.collect import BoxCollector
-from dynamo.config import environ, from_env, load
-from dynamo.config.runtime import RuntimeSettings
+from dynamo.box.deployments import chosen_runtime
+from dynamo.config import environ, load
 from dynamo.config.web import WebSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
 from dynamo.protocols.status import BoxStatus
@@ -30,10 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     (settings,) = load("dynamo web", DESCRIPTION, [WebSettings], argv, epilog=EPILOG)
     try:
-        runtime = from_env(RuntimeSettings)
-        if settings.namespace:
-            runtime = replace(runtime, namespace=settings.namespace)
-        url = page_url(BoxCollector(runtime).collect())
+        url = page_url(BoxCollector(chosen_runtime(settings.namespace)).collect())
     except DynamoError as error:
         print(f"dynamo web: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -17,7 +17,9 @@ class ClientSettings:
         None, "--url", help="the frontend; default: that of the running deployment"
     )
     namespace: str | None = option(
-        None, "--namespace", help="which deployment, by its namespace; default: DYN_NAMESPACE"
+        None,
+        "--namespace",
+        help="which deployment, by its namespace; default: DYN_NAMESPACE, else the only one",
     )
     api_key: str | None = option(
         None,

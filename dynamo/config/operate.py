@@ -21,7 +21,9 @@ class DeploymentSettings:
     """deployment: which one"""
 
     namespace: str | None = option(
-        None, "--namespace", help="namespace of the deployment; default: DYN_NAMESPACE"
+        None,
+        "--namespace",
+        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
     )
 
 

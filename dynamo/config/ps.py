@@ -14,7 +14,9 @@ class PsSettings:
     """ps: which deployment, and how to print it"""
 
     namespace: str | None = option(
-        None, "--namespace", help="namespace of the deployment; default: DYN_NAMESPACE"
+        None,
+        "--namespace",
+        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
     )
     json: bool = option(False, "--json", help="print JSON: all that is known, with every worker")
     api_key: str | None = option(

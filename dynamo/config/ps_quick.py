@@ -29,6 +29,8 @@ class QuickPs:
         namespace = env.get("DYN_NAMESPACE", "dynamo")
         home = env.get("HOME", "")
         state_dir = env.get("DYN_LOCAL_STATE_DIR") or (home and f"{home}/.dynamo/state")
+        if "DYN_NAMESPACE" not in env:
+            namespace = _only(state_dir, namespace)
         path = f"{state_dir}/{namespace}/{socket}"
         plain = namespace.replace("-", "").replace("_", "").isalnum() and namespace.isascii()
         if (
@@ -40,6 +42,15 @@ class QuickPs:
         ):
             return None
         return cls("--json" in argv, env.get("DYN_API_KEY") or env.get("OPENAI_API_KEY"), path)
+
+
+def _only(directory: str, default: str) -> str:
+    """The namespace of the only statefile; ``default`` if there are others, or none."""
+    try:
+        found = [name for name in os.listdir(directory or "/") if name.endswith(".json")]  # noqa: PTH208 - pathlib is slow to import
+    except OSError:
+        return default
+    return found[0].removesuffix(".json") if len(found) == 1 else default
 
 
 _PATH_BYTES = 107

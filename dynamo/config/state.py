@@ -20,7 +20,9 @@ class StateSettings:
         help="show: print the components; repair: make statefile and processes agree",
     )
     namespace: str | None = option(
-        None, "--namespace", help="namespace of the deployment; default: DYN_NAMESPACE"
+        None,
+        "--namespace",
+        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
     )
     json: bool = option(False, "--json", help="with show: print JSON")
     dry_run: bool = option(False, "--dry-run", help="with repair: only say what it would do")

@@ -14,7 +14,7 @@ __all__ = ["subverbs", "verb_groups"]
 
 _DEPLOYMENT = "operate.DeploymentSettings"
 _WORKERS = ("operate.OperateSettings", _DEPLOYMENT)
-_MODEL = ("operate.LoadSettings", _DEPLOYMENT)
+_MODEL = ("operate.LoadModelSettings", _DEPLOYMENT)
 
 # Verb, and the word behind it if there is one → module of dynamo.config and class.
 _GROUPS: dict[str, tuple[str, ...]] = {
@@ -36,6 +36,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "bench": ("bench.BenchSettings",),
     "record": ("record.RecordSettings", "client.ClientSettings"),
     "profile": ("profile.ProfileSettings",),
+    "web": ("web.WebSettings",),
     "chat": ("chat.ChatSettings", "client.ClientSettings"),
     "route": ("route.RouteSettings", "frontend_client.FrontendClientSettings"),
     "explain": ("explain.RequestExplainSettings", "frontend_client.FrontendClientSettings"),

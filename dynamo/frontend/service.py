@@ -34,7 +34,11 @@ from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.api.recent import RecentRoutes
 from dynamo.frontend.api.record import RecordRoutes
 from dynamo.frontend.api.relay import RelayRoutes
-from dynamo.frontend.api.responses import ResponseRoutes
+from dynamo.frontend.api.responses import (
+    ResponseRoutes,
+    responses_error_body,
+    show_stored_responses,
+)
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.api.status import StatusRoutes
 from dynamo.frontend.api.tokenize import TokenizeRoutes
@@ -97,6 +101,7 @@ class Frontend:
         relay = RelayRoutes(self._requests, self.models, self._tasks)
         store = ResponseStore(settings.responses_store_mb * _MIB)
         ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
+        show_stored_responses(metrics, store)
         relay.install(routes)  # before all these
         if not settings.disable_admin_api:
             ExplainRoutes(
@@ -112,7 +117,7 @@ class Frontend:
         self.models.on_demand.again = routes
         self._requests.hold = partial(self.models.hold, self._requests)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)
-        self._server.error_bodies = messages_error_body
+        self._server.error_bodies = _error_body
         if access is not None and access.keys is not None:
             show_key_requests(metrics, access.keys)
         metrics.http_connections.function = lambda: self._server.connections
@@ -272,6 +277,11 @@ def _limits(settings: FrontendSettings) -> HttpLimits:
         idle_timeout_s=settings.idle_timeout_s,
         backlog=settings.listen_backlog,
     )
+
+
+def _error_body(path: str, status: int, message: str) -> bytes | None:
+    """The error body of the API of ``path``; None for OpenAI's chat and our own routes."""
+    return messages_error_body(path, status, message) or responses_error_body(path, status, message)
 
 
 def _ignore() -> None:

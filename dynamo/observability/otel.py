@@ -68,6 +68,7 @@ class _OtelSpan:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         kind = trace.SpanKind.SERVER
         self._span = tracer.start_span(name, parent, kind, start_time=self._ns(begun_s))
+        self.recording: bool = self._span.is_recording()  # else the sampler left it out
         self._context = trace.set_span_in_context(self._span)
         self.headers: dict[str, str] = {}
         _propagator.inject(self.headers, self._context)

@@ -18,10 +18,11 @@ _STATE_CHARACTERS = 512  # the W3C lets vendors drop more
 class OpenSpan(Protocol):
     """A span that has begun. ``headers`` make it the parent of a span elsewhere.
 
-    Times are monotonic seconds.
+    ``recording``: it is exported, so steps and attributes count. Times are monotonic seconds.
     """
 
     headers: dict[str, str]
+    recording: bool
 
     def child(self, name: str, begun_s: float, ended_s: float) -> None:
         """Add a step that has ended."""
@@ -50,6 +51,7 @@ class PassedTrace:
     """The trace context of a client where no span is recorded."""
 
     __slots__ = ("headers",)
+    recording = False
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self.headers = trace_context(headers)

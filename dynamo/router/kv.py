@@ -107,6 +107,7 @@ class KvPicker:
         self._uniform = (random or Random()).random
         self._clock = clock
         self._decided: _Decided | None = None
+        self._chosen_cost = 0.0
         self._captures = CaptureLimit()
         self.recovering: Collection[int] = ()
         self._index_state = "exact" if predicted is None else "predicted"
@@ -152,10 +153,12 @@ class KvPicker:
         if self._decided is None:
             return None
         params, slots, slot, prompt, offer = self._decided
+        captures = self._captures
+        if not captures.left and not wanted and not captures.renew(prompt.begun_s):
+            owner, cost = self.worker_pool.owners[slot], self._chosen_cost
+            return DecisionTotals("kv", self._index_state, owner, len(slots), cost)
+        captures.left -= not wanted
         pool, cached = self.worker_pool, self._cached_blocks
-        if not wanted and not self._captures.take(prompt.begun_s):
-            cost = self._costs[slots.index(slot)]
-            return DecisionTotals("kv", self._index_state, pool.owners[slot], len(slots), cost)
         constraints = None
         if routing is not None or failed or slots is not pool.candidates:
             session = self.eligibility.sessions is not None
@@ -349,7 +352,9 @@ class KvPicker:
         if routing is not None and routing.preferred_taints:
             preferred = routing.preferred_taints
             apply_preferred_taints(self._costs, slots, self.worker_pool, preferred)
-        return slots[choose(self._costs, len(slots), params.temperature, self._uniform())]
+        place = choose(self._costs, len(slots), params.temperature, self._uniform())
+        self._chosen_cost = self._costs[place]
+        return slots[place]
 
     def _book(
         self,

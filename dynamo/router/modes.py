@@ -108,8 +108,9 @@ class InflightPicker:
         if self._decided is None:
             return None
         (slots, slot, now_s), pool = self._decided, self.worker_pool
-        if not wanted and not self._captures.take(now_s):
+        if not self._captures.left and not wanted and not self._captures.renew(now_s):
             return DecisionTotals(self._mode, "none", pool.owners[slot], len(slots))
+        self._captures.left -= not wanted
         constraints = None
         if routing is not None or failed or slots is not pool.candidates:
             session = self.eligibility.sessions is not None

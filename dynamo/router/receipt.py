@@ -40,21 +40,23 @@ _SMALL = 1e-6  # blocks
 
 
 class CaptureLimit:
-    """Limits the copies to ``CAPTURES_PER_SECOND``: the cost of a decision counts at high rates."""
+    """Limits the copies to ``CAPTURES_PER_SECOND``: the cost of a decision counts at high rates.
 
-    __slots__ = ("_second", "_taken")
+    ``left`` is what may be copied before :meth:`renew`.
+    """
+
+    __slots__ = ("_renewed_s", "left")
 
     def __init__(self) -> None:
-        self._second = -1
-        self._taken = 0
+        self.left = CAPTURES_PER_SECOND
+        self._renewed_s = 0.0
 
-    def take(self, now_s: float) -> bool:
-        """Return whether to copy another decision, made at ``now_s`` (any clock)."""
-        second = int(now_s)
-        if second != self._second:
-            self._second, self._taken = second, 0
-        self._taken += 1
-        return self._taken <= CAPTURES_PER_SECOND
+    def renew(self, now_s: float) -> bool:
+        """Allow more copies if the last second is over at ``now_s`` (any clock); return whether."""
+        if now_s < self._renewed_s + 1.0:
+            return False
+        self.left, self._renewed_s = CAPTURES_PER_SECOND, now_s
+        return True
 
 
 class DecisionInputs(Protocol):

@@ -159,8 +159,9 @@ class Deployment:
 
     async def conflict(self, watcher: SupervisedWatcher) -> str:
         """Take the GPUs of a worker that slept; return "", or which others have them now."""
-        if not self._factory.specs[watcher.name].gpus:
-            return ""
+        has_gpus = bool(self._factory.specs[watcher.name].gpus)
+        if not has_gpus or not self._record.is_asleep(watcher.name):
+            return ""  # at once: a client that reads the status now must see that it starts
         return await asyncio.to_thread(self._record.take_gpus, watcher.name)
 
     def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:

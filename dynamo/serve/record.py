@@ -152,13 +152,20 @@ class StatefileWriter:
 
         A worker that sleeps has no GPU to start again on.
         """
+        return self._state(name) in (DRAINING, ASLEEP)
+
+    def is_asleep(self, name: str) -> bool:
+        """Whether the component's ``state`` says that its engine sleeps."""
+        return self._state(name) == ASLEEP
+
+    def _state(self, name: str) -> str:
         try:
             document = self._statefile.read()
         except StatefileError as error:
             log.warning("%s", error)
-            return False
+            return ""
         entry = (document or {}).get("components", {}).get(name)
-        return isinstance(entry, dict) and entry.get("state") in (DRAINING, ASLEEP)
+        return str(entry.get("state")) if isinstance(entry, dict) else ""
 
     def take_gpus(self, name: str) -> str:
         """Make a worker that slept hold its GPUs: its next process is awake. Return "", or which

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,28 @@ def test_a_running_deployment_and_a_dead_event_channel(serving: Serving) -> None
     texts = {one["check"]: one["summary"] for one in errors(found)}
     assert f"{serving.namespace}_Worker (tiny) publishes KV events on a dead" in texts["events"]
     assert f"16 ({serving.namespace}_Worker), 32 (Worker)" in texts["block-size"]
+
+
+def test_a_worker_that_stays_silent_after_a_prompt(serving: Serving) -> None:
+    """Its channel works, but its engine caches nothing, so it publishes nothing."""
+    port = free_port()
+    text = GRAPH.format(port=port) + "  enable-prefix-caching: false\n  speedup-ratio: 0\n"
+    serving.start(serving.graph(text), wait="ready: ")
+    body = {"model": "tiny", "prompt": "word " * 200, "max_tokens": 2}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    urllib.request.urlopen(request, timeout=30).close()
+    found: list[dict[str, Any]] = []
+
+    def is_named() -> bool:
+        found[:] = [one for one in doctor(serving)[1] if one["check"] == "events"]
+        return bool(found[0]["severity"] == "warning")
+
+    serving.until(is_named)  # the router waits two seconds for events
+    assert "1 worker of tiny served prompts, but the KV events" in found[0]["summary"]
 
 
 def test_the_text_has_a_line_for_each_remedy(serving: Serving) -> None:

@@ -187,7 +187,7 @@ def _drain_and_load(box: Box) -> None:
     with pytest.raises(DynamoError, match="serves or loads it already"):
         box.control.load("tiny")
     with pytest.raises(
-        InvalidArgument, match=r"no model 'x' in namespace .*; there are other, tiny"
+        InvalidArgument, match=r"no model 'x' in namespace .*: other, tiny"
     ):
         box.control.load("x")
     wrong = box.dynamo("drain", "Work")

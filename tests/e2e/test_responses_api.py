@@ -4,6 +4,7 @@ frontend."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,24 @@ def test_unknown_model(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found" and caught.value.param == "model"
 
 
+def test_what_codex_sends(site: Site) -> None:
+    """Its request is a fixture of the unit tests, which check what becomes of it."""
+    path = Path(__file__).parents[1] / "unit" / "frontend" / "codex_request.json"
+    made = site.deployment
+    status, _, body = made.request("POST", "/v1/responses", json.loads(path.read_text()))
+    assert status == 200 and b"event: response.completed\n" in body
+
+
+def test_errors_of_the_http_layer(site: Site) -> None:
+    with site.make(site.keyed_port, "no-key") as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            client.responses.create(model="tiny", input="Hello")
+        assert caught.value.code == "invalid_api_key"
+        assert caught.value.type == "authentication_error"
+    status, _, body = site.deployment.request("POST", "/v1/responses", headers={"x": "y"})
+    assert status == 415 and json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
 def test_other_keys_see_nothing(site: Site) -> None:
     made = site.ann.responses.create(model="tiny", input="Hello")
     assert site.ann.responses.retrieve(made.id) == made
@@ -347,6 +366,11 @@ def test_the_store_is_bounded(site: Site) -> None:
         site.ann.responses.create(model="tiny", input="y" * 20_000)
     with pytest.raises(openai.NotFoundError):
         site.ann.responses.retrieve(first.id)
+    kept = site.ann.responses.create(model="tiny", input="z")
+    page = site.deployment.request("GET", "/metrics", port=site.keyed_port)[2].decode()
+    (stored,) = re.findall(r"^dynamo_frontend_stored_response_bytes ([\d.e+]+)$", page, re.M)
+    assert 0 < float(stored) <= 1 << 20
+    assert site.ann.responses.retrieve(kept.id) == kept
 
 
 def test_metrics_and_disconnect(site: Site) -> None:

@@ -159,6 +159,8 @@ def test_operators(secured: Secured) -> None:
         status, answer = ask(method, path, body, user)
         assert status == 403 and b"the key 'alice' has the role user" in answer
         assert ask(method, path, body, operator)[0] == 200
+    recorders = (None, user, operator)  # HEAD: a GET streams until it is closed
+    assert [ask("HEAD", "/v1/record", None, key)[0] for key in recorders] == [401, 403, 200]
     assert ask("GET", "/busy_threshold")[0] == 401
     assert ask("GET", "/busy_threshold", key=user)[0] == 200
     for path in ("/health", "/live", "/metrics"):

@@ -110,11 +110,11 @@ def check_events(workers: Sequence[WorkerFacts], router: RouterFacts) -> Iterato
         yield Finding(
             check="events",
             severity="warning",
-            summary=f"{count} workers of {model} served prompts, but their KV events are missing "
-            "or unusable",
+            summary=f"{count} worker{'' if count == 1 else 's'} of {model} served prompts, but the "
+            "KV events are missing or unusable",
             cause="the engine publishes none, or blocks of another size; requests are not routed "
             "by what is cached",
-            remedy="dynamo logs Frontend | grep 'KV'  # names the workers",
+            remedy="dynamo logs -n 5000 | grep -e 'no KV' -e 'KV blocks'  # names the workers",
         )
     if not before and not silent:
         text = f"KV events: {len(routed)} of {len(routed)} workers publish"

@@ -138,7 +138,8 @@ def read_frontends(
         holder = _listener(address.port) if problem else None
         ours = holder is not None and holder.pid in deployed.owners
         page = asyncio.run(_metrics(address)) if ours else None
-        for model, count in _SILENT.findall(page or ""):
+        for quoted, count in _SILENT.findall(page or ""):
+            model = _unquoted(quoted)
             silent[model] = max(silent.get(model, 0), int(count))
         settings = frontend.settings
         facts.append(
@@ -157,6 +158,11 @@ def read_frontends(
             )
         )
     return facts, tuple(silent.items())
+
+
+def _unquoted(label: str) -> str:
+    """Return the value of a label, in which quotes and backslashes are escaped."""
+    return re.sub(r"\\(.)", r"\1", label)
 
 
 def _problem(address: FrontendAddress) -> str:

@@ -17,7 +17,7 @@ from dynamo.frontend.prompt.response_body import ResponseChatRequest
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.openai import GenerationRequest
 
-__all__ = ["ResponsesStream", "response_error", "response_error_event"]
+__all__ = ["ResponsesStream", "plain_response_error", "response_error", "response_error_event"]
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _TOO_LONG = "This model's maximum context length"
@@ -150,6 +150,14 @@ def response_error(status: int, error: DynamoError) -> bytes:
     return json_bytes({"error": _error(status, error)})
 
 
+def plain_response_error(status: int, message: str) -> bytes:
+    """The body of an error that the HTTP layer responds with."""
+    code = "invalid_api_key" if status == 401 else None
+    return json_bytes(
+        {"error": {"message": message, "type": _type(status), "param": None, "code": code}}
+    )
+
+
 def response_error_event(error: DynamoError) -> bytes:
     """The rest of a stream that began before the request reached its model."""
     shown = _error(error.status, error)
@@ -161,15 +169,16 @@ _EVENT = ("code", "message", "param")
 
 
 def _error(status: int, error: DynamoError) -> dict[str, Any]:
-    kind = _TYPES.get(status)
-    if kind is None:
-        kind = "invalid_request_error" if status < 500 else "server_error"
     code = None if isinstance(error, InvalidArgument) else error.code
     message = public_message(error)
     if message.startswith(_TOO_LONG):
         code = "context_length_exceeded"
     param = "model" if isinstance(error, ModelNotFound) else None
-    return {"message": message, "type": kind, "param": param, "code": code}
+    return {"message": message, "type": _type(status), "param": param, "code": code}
+
+
+def _type(status: int) -> str:
+    return _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
 
 
 def _failure_code(error: DynamoError) -> str:

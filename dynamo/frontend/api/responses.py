@@ -17,6 +17,7 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.answer.response_stream import (
     ResponsesStream,
+    plain_response_error,
     response_error,
     response_error_event,
 )
@@ -33,17 +34,21 @@ from dynamo.frontend.prompt.response_body import (
 )
 from dynamo.frontend.prompt.response_items import REFERENCE
 from dynamo.frontend.requests.errors import ErrorShape
+from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.response_store import ResponseStore, StoredResponse
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
+from dynamo.observability.metrics import gauge
 
-__all__ = ["ResponseRoutes"]
+__all__ = ["ResponseRoutes", "responses_error_body", "show_stored_responses"]
 
 log = logging.getLogger(__name__)
 _PATH = "/v1/responses"
 _BELOW = "/v1/responses/"
 _MAX_PAGE = 100
 _ERRORS = ErrorShape(response_error, response_error_event)
+_RESPONSES = gauge("dynamo_frontend_stored_responses", "Responses that clients may continue")
+_BYTES = gauge("dynamo_frontend_stored_response_bytes", "What stored responses take in memory")
 
 
 class _NotFound(InvalidArgument):
@@ -173,6 +178,18 @@ class ResponseRoutes:
                 "Validation: 'stream' is for background responses alone; leave it out"
             )
         return found.body
+
+
+def responses_error_body(path: str, status: int, message: str) -> bytes | None:
+    """The body of an error that no model is concerned with; None for paths of other APIs."""
+    own = path == _PATH or path.startswith(_BELOW)
+    return plain_response_error(status, message) if own else None
+
+
+def show_stored_responses(metrics: FrontendMetrics, store: ResponseStore) -> None:
+    """Count the responses of ``store`` at a scrape."""
+    metrics.child(_RESPONSES).function = store.__len__
+    metrics.child(_BYTES).function = lambda: store.size_bytes
 
 
 def _known(method: str, action: str) -> bool:

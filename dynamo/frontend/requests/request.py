@@ -362,7 +362,7 @@ class ActiveRequest:
             usage = self.generation.final_usage or self.generation.usage()
             output = RequestOutput(usage, engine_requests, self.detokenize_s)
         metrics.ended(failure, output, self.info, engine_requests)
-        if self.trace is not None:
+        if self.trace is not None and self.trace.recording:
             end_trace(self.trace, EndedRequest(*self._shared.metrics.recent.records[-1]))
         for recording in self._shared.recordings:
             recording.ended(self)

@@ -229,14 +229,11 @@ class RequestMetrics:
         if choices:
             first = choices[0]
             inputs, prefill_inputs = first.inputs, first.prefill_inputs
-            decision, last_token_s, migrations = (
-                first.decision,
-                first.last_token_s,
-                first.migrations,
-            )
-            for choice in choices[1:] if len(choices) > 1 else ():
-                last_token_s = max(last_token_s, choice.last_token_s)
-                migrations += choice.migrations
+            decision, migrations = first.decision, first.migrations
+            last_token_s = first.last_token_s
+            if len(choices) > 1:
+                last_token_s = max(choice.last_token_s for choice in choices)
+                migrations = sum(choice.migrations for choice in choices)
         if info[2] is not None:
             info = (*info[:2], info[2][:CLIENT_ID_CHARACTERS])
         self._metrics.recent.add(

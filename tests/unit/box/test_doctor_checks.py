@@ -249,7 +249,7 @@ def test_workers_without_kv_events() -> None:
     found = the_one(check_events([dead, WORKER], RouterFacts()))
     assert found.severity == "error" and found.remedy == "dynamo restart dynamo_Worker"
     found = the_one(check_events([WORKER], RouterFacts(silent=(("m", 1), ("n", 0)))))
-    assert found.severity == "warning" and "1 workers of m served prompts" in found.summary
+    assert found.severity == "warning" and "1 worker of m served prompts" in found.summary
 
 
 def test_events_are_not_expected_without_token_routing() -> None:

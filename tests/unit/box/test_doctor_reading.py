@@ -12,6 +12,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from dynamo.box.doctor import read_deployment
 from dynamo.box.doctor import read_engines as engines
 from dynamo.box.doctor.read_deployment import (
     Deployed,
@@ -148,3 +149,27 @@ def test_statefiles_that_are_damaged_or_dead_count_as_nothing(tmp_path: Path) ->
     document = (Path(__file__).parents[3] / "statefiles/quickstart.json").read_text()
     (tmp_path / "dynamo.json").write_text(document)
     assert find_running(tmp_path, "dynamo") == NOTHING
+
+
+def test_silent_workers_are_read_from_the_metrics_of_the_frontend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "dynamo_component_router_kv_event_source_mismatch_workers"
+    page = (
+        f'{name}{{dynamo_component="backend",model="a \\"b\\"",worker_id="1"}} 2\n'
+        f'{name}{{dynamo_component="backend",model="tiny",worker_id="1"}} 0\n'
+    )
+
+    async def metrics(address: object) -> str:
+        return page
+
+    monkeypatch.setattr(read_deployment, "_metrics", metrics)
+    with socket.socket() as frontend:
+        frontend.bind(("127.0.0.1", 0))
+        frontend.listen()
+        text = f"Frontend: {{run: dynamo.frontend, http-port: {frontend.getsockname()[1]}}}"
+        graph = frontends_of(parse_graph(text, "graph.yaml").services)
+        ours = Deployed(None, {os.getpid(): "dynamo_Frontend"})
+        (facts,), silent = read_frontends(graph, ours)
+    assert facts.is_ours and facts.answers and facts.problem == ""
+    assert silent == (('a "b"', 2), ("tiny", 0))

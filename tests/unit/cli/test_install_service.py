@@ -106,6 +106,7 @@ def test_a_second_call_changes_nothing(
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"wrote {path}\n") and "systemctl enable --now llm" in shown
+    assert ("it runs as root" in shown) == (os.getuid() == 0)
     before = path.stat()
     assert main(words) == 0 and capsys.readouterr().out.startswith("unchanged: ")
     assert path.stat().st_ino == before.st_ino

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from migration_kit import MigratingFleet
 from openai.types.responses import Response, ResponseStreamEvent
 from test_request import Site, ids, turn
 
@@ -27,11 +29,8 @@ EVENTS: dict[str, Any] = {
 class ResponsesSite(Site):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.store = ResponseStore(1 << 20)
         self.relayed = False
-        routes = ResponseRoutes(self.store, lambda exchange: self.relayed, relay)
-        counts = PromptCountRoutes(self.active, self, self.tasks)  # type: ignore[arg-type]
-        routes.install(self.routes, self.openai, counts)
+        self.store = serve(self, lambda exchange: self.relayed)
 
     def ask(self, **fields: Any) -> None:
         self.bench.transport, self.bench.connection = self.bench.connect()
@@ -49,11 +48,23 @@ class ResponsesSite(Site):
 
     @property
     def named(self) -> list[tuple[str, Any]]:
-        """Name and data of each event; the last is [DONE]."""
-        *found, done, empty = self.body.decode().split("\n\n")
-        assert (done, empty) == ("data: [DONE]", "")
-        parts = [one.removeprefix("event: ").split("\ndata: ") for one in found]
-        return [(name, json.loads(data)) for name, data in parts]
+        return named(self)
+
+
+def named(site: Site) -> list[tuple[str, Any]]:
+    """Name and data of each event; the last is [DONE]."""
+    *found, done, empty = site.body.decode().split("\n\n")
+    assert (done, empty) == ("data: [DONE]", "")
+    parts = [one.removeprefix("event: ").split("\ndata: ") for one in found]
+    return [(name, json.loads(data)) for name, data in parts]
+
+
+def serve(site: Site, has_relay: Callable[[Exchange], bool] = lambda _: False) -> ResponseStore:
+    """Add the routes to those of ``site``; return their store."""
+    store = ResponseStore(1 << 20)
+    counts = PromptCountRoutes(site.active, site, site.tasks)  # type: ignore[arg-type]
+    ResponseRoutes(store, has_relay, relay).install(site.routes, site.openai, counts)
+    return store
 
 
 def relay(exchange: Exchange) -> None:
@@ -176,6 +187,26 @@ async def test_a_client_that_leaves(site: ResponsesSite) -> None:
     labels = {"endpoint": "responses", "error_type": "cancelled"}
     assert site.sample("dynamo_frontend_requests_total", **labels) == 1
     site.settled()
+
+
+async def test_another_worker_goes_on() -> None:
+    """The events go on where they were, with the tokens of both workers counted."""
+    fleet = MigratingFleet()
+    serve(fleet)
+    fleet.post({"model": "tiny", "input": "hello", "stream": True}, PATH)
+    fleet.streams[0].say(ids(fleet, "good"))
+    await turn()
+    fleet.streams[0].sink.on_error(Disconnected("gone"))
+    await fleet.opened(2)
+    fleet.streams[1].say(ids(fleet, " day"), finish_reason="stop")
+    fleet.streams[1].sink.on_end()
+    await turn()
+    name, last = named(fleet)[-1]
+    assert name == "response.completed" and fleet.migrated() == 1
+    assert last["response"]["output"][0]["content"][0]["text"] == "good day"
+    assert last["response"]["usage"]["output_tokens"] == len(ids(fleet, "good day"))
+    assert [data["sequence_number"] for _, data in named(fleet)] == list(range(10))
+    fleet.settled()
 
 
 async def test_earlier_responses_are_the_beginning_of_the_prompt(site: ResponsesSite) -> None:

@@ -20,7 +20,6 @@ from dynamo.router.factory import make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.modes import MODES
 from dynamo.router.picker import Picker
-from dynamo.router.receipt import CaptureLimit
 
 
 def decide(
@@ -216,6 +215,7 @@ def test_the_modes_that_weigh_nothing(mode: str) -> None:
 def test_the_inputs_of_at_most_a_hundred_decisions_a_second_are_kept() -> None:
     picker = make()
     picker._clock = lambda: 7.0
+    picker._captures.renew(6.5)
     for number in range(100):
         assert len(decide(picker, name=str(number)).candidates) == 3
     expected = picker.explain(PROMPT).candidates[0]
@@ -224,5 +224,6 @@ def test_the_inputs_of_at_most_a_hundred_decisions_a_second_are_kept() -> None:
     assert (chosen.cost, chosen.chosen, chosen.terms) == (expected.cost, True, {})
     assert found.omitted == 2 and found.reason.startswith("chosen of 3;")
     assert len(decide(picker, name="wanted", wanted=True).candidates) == 3
-    limit = CaptureLimit()
-    assert sum(limit.take(second + 0.5) for second in (1, 2) for _ in range(150)) == 200
+    assert len(decide(picker, name="another").candidates) == 1
+    picker._clock = lambda: 8.0
+    assert len(decide(picker, name="a second later").candidates) == 3

@@ -1,0 +1,49 @@
+"""Which deployment a command means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from dynamo.box.components import arbiter_is_alive
+from dynamo.config import environ, from_env
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError, StatefileError
+from dynamo.runtime.paths import state_path
+from dynamo.serve.statefile import Statefile
+
+__all__ = ["chosen_runtime"]
+
+
+def chosen_runtime(namespace: str | None) -> RuntimeSettings:
+    """Return the settings of the deployment that a command means.
+
+    That is the one of ``namespace`` or ``DYN_NAMESPACE``; without them the default one if it
+    exists, else the only one. Raises ConfigError if several run.
+    """
+    runtime = from_env(RuntimeSettings)
+    if namespace is not None:
+        return replace(runtime, namespace=namespace)
+    directory = state_path(runtime)
+    default = directory / f"{runtime.namespace}.json"
+    if "DYN_NAMESPACE" in environ() or default.exists():
+        return runtime
+    found = sorted(path.stem for path in directory.glob("*.json"))
+    if len(found) > 1:
+        found = [*_running(directory, found)] or found
+    if len(found) > 1:
+        raise ConfigError(
+            f"several deployments exist; choose one with --namespace: {', '.join(found)}"
+        )
+    return replace(runtime, namespace=found[0]) if found else runtime
+
+
+def _running(directory: Path, namespaces: list[str]) -> Iterator[str]:
+    for namespace in namespaces:
+        try:
+            document = Statefile(directory, namespace).read()
+        except StatefileError:
+            continue
+        if document is not None and arbiter_is_alive(document):
+            yield namespace
