@@ -242,6 +242,8 @@ def test_the_openapi_document_is_complete(started: Deployment) -> None:
         assert re.findall(r"{(\w+)}", path) == [one["name"] for one in first.get("parameters", ())]
         for method, operation in operations.items():
             assert operation["responses"]
+            if path == "/v1/record":
+                continue  # a stream without an end
             asked = path.replace("{model}", "tiny").replace("{request_id}", "last")
             if "{response_id}" in path:
                 short = {"model": "tiny", "input": "Hi", "max_output_tokens": 1}

@@ -181,6 +181,19 @@ def test_a_killed_worker_is_shown_until_it_serves_again(site: Site) -> None:
     context.close()
 
 
+def test_an_open_page_survives_a_restart_of_its_frontend(site: Site) -> None:
+    """Its stream does not delay the old process, and it connects to the new one."""
+    context = site.context()
+    page = site.open(context)
+    (old,) = site.serving.pids("Frontend")
+    page.click(f"button[aria-label='Restart {site.serving.namespace}_Frontend']")
+    page.click("#confirm-yes")
+    (new,) = site.serving.wait_for_pids("Frontend", unlike=old, timeout_s=20)
+    page.wait_for_selector(f"#others td[data-label=PID]:text-is('{new}')")
+    page.wait_for_selector("#live.ready")
+    context.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_section_fits_400_px_in_both_themes(site: Site, scheme: str) -> None:
     context = site.context(scheme, 400)
@@ -231,6 +244,11 @@ def test_with_keys_the_page_asks_for_one(browser: Browser, tmp_path: Path) -> No
         page.set_default_timeout(20_000)
         page.goto(f"{deployment.url}/ui#chat")
         page.wait_for_selector('#live:has-text("an operator\'s key is needed")')
+        page.fill("#key", "wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#live.failed:has-text('API key')")
+        page.reload()  # with the wrong key in its storage
+        page.wait_for_selector("#live.failed:has-text('API key')")
         page.fill("#key", user)
         page.keyboard.press("Enter")
         page.wait_for_selector("#live:has-text(\"the key 'alice' has the role user\")")

@@ -19,10 +19,12 @@ from dynamo.runtime import DistributedRuntime
 
 
 @contextlib.asynccontextmanager
-async def frontend(tmp_path: Path, port: int = 0) -> AsyncIterator[Frontend]:
+async def frontend(
+    tmp_path: Path, port: int = 0, ui: bool | None = None
+) -> AsyncIterator[Frontend]:
     runtime = DistributedRuntime(None, RuntimeSettings(state_dir=str(tmp_path), namespace="ns"))
     await runtime.start()
-    one = Frontend(runtime, FrontendSettings(http_port=port), RouterSettings())
+    one = Frontend(runtime, FrontendSettings(http_port=port, ui=ui), RouterSettings())
     try:
         yield one
     finally:
@@ -60,6 +62,16 @@ async def test_an_open_page_does_not_delay_a_stop(tmp_path: Path) -> None:
         one.stop()
         await one.run_until_stopped()
         assert b"event: end\n" in await reader.read()  # to the end of the connection
+        writer.close()
+
+
+async def test_without_the_page_there_is_no_page(tmp_path: Path) -> None:
+    async with frontend(tmp_path, ui=False) as one:
+        host, port = await one.start()
+        reader, writer = await asyncio.open_connection(host, port)
+        for path in ("/ui", "/ui/ui.js", "/ui/about.json", "/ui/events"):
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 404 ")
         writer.close()
 
 

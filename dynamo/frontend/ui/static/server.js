@@ -43,8 +43,8 @@ export async function refusal(response) {
   return new Refused(response.status, message || `HTTP status ${response.status}`);
 }
 
-export async function getJson(path) {
-  const response = await fetch(path, { headers: headers(), cache: "no-store" });
+export async function getJson(path, withKey = true) {
+  const response = await fetch(path, { headers: withKey ? headers() : {}, cache: "no-store" });
   if (!response.ok) throw await refusal(response);
   return response.json();
 }

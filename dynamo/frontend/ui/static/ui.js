@@ -156,7 +156,7 @@ let about = { keys: false };
 
 async function start() {
   try {
-    about = await getJson("ui/about.json");
+    about = await getJson("ui/about.json", false); // a wrong key would be refused
   } catch (error) {
     onState("down", error.message);
     setTimeout(start, 1000);
