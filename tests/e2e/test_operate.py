@@ -186,9 +186,7 @@ def _drain_and_load(box: Box) -> None:
     assert box.states() == {"Worker": "running"}
     with pytest.raises(DynamoError, match="serves or loads it already"):
         box.control.load("tiny")
-    with pytest.raises(
-        InvalidArgument, match=r"no model 'x' in namespace .*: other, tiny"
-    ):
+    with pytest.raises(InvalidArgument, match=r"no model 'x' in namespace .*: other, tiny"):
         box.control.load("x")
     wrong = box.dynamo("drain", "Work")
     assert wrong.returncode == 2
