@@ -1,20 +1,18 @@
 """The requests that ended last, for ``/v1/requests``, ``dynamo explain``, ``top`` and ``/ui``.
 
-The numbers of a request are packed into one bytes object: a thousand requests of twenty objects
-each evict other data from the CPU's caches. A :class:`RequestRecord` is made when it is read.
+A request that ends costs one tuple of values that exist anyway; a :class:`RequestRecord` is made
+when it is read.
 """
 
 from __future__ import annotations
 
 import heapq
 import re
-import struct
 import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,11 +30,6 @@ _ROUTED = 1000
 _REFUSED = 200
 CLIENT_ID_CHARACTERS = 128
 """So much of a text that a client chose is kept."""
-_NUMBERS = struct.Struct("<6d6qiQ")
-"""The moments; tokens and blocks of the prompt, output and cached tokens; migrations; the worker's
-rank and id. -1: unknown."""
-_PROMPT_TOKENS = 6  # its place there
-_NO_WORKER = (0, -1)
 _STAGES = ("prepare", "queue", "prefill", "decode")
 _PREFIXES = re.compile(r"(?:chatcmpl|cmpl|embd|resp|msg)[-_]")
 
@@ -135,89 +128,25 @@ class EndedRequest(NamedTuple):
             begun_s = moment_s
 
 
-_Packed: TypeAlias = tuple[
-    str,
-    str,
-    str | None,
-    str,
-    str,
-    bytes,
-    Prefilled | None,
-    DecisionInputs | None,
-    DecisionInputs | None,
-]
-"""Id, endpoint, the client's id, model, outcome, numbers, and the last objects of EndedRequest."""
-_Refused: TypeAlias = tuple[tuple[str, str, str | None], str, str, float, float]
-"""The first fields of EndedRequest."""
-
-
 class RecentRequests:
     """The last 1,000 requests that reached their model, and the last 200 that did not.
 
     Those that are refused early are kept apart, so that a flood of them hides no others. An entry
-    has at most 6 KB, all of them 7 MB.
+    has at most 6 KB, all of them 7 MB. ``records`` and ``refused`` have the fields of
+    :class:`EndedRequest`, oldest first.
     """
 
     def __init__(self, routed: int = _ROUTED, refused: int = _REFUSED) -> None:
-        self._routed: deque[_Packed] = deque(maxlen=routed)
-        self._refused: deque[_Refused] = deque(maxlen=refused)
-
-    def add(  # noqa: PLR0913 - the fields of EndedRequest; an object would cost more than the rest
-        self,
-        info: tuple[str, str, str | None],
-        model: str,
-        outcome: str,
-        received_s: float,
-        ended_s: float,
-        prepared_s: float = 0.0,
-        sent_s: float = 0.0,
-        first_token_s: float = 0.0,
-        last_token_s: float = 0.0,
-        prompt_tokens: int = 0,
-        overlap_blocks: int = 0,
-        prompt_blocks: int = 0,
-        usage: Usage | None = None,
-        decision: Decision | None = None,
-        prefilled: Prefilled | None = None,
-        migrations: int = 0,
-        inputs: DecisionInputs | None = None,
-        prefill_inputs: DecisionInputs | None = None,
-    ) -> None:
-        """Keep a request that has ended; the arguments are the fields of :class:`EndedRequest`."""
-        endpoint, request_id, client_id = info
-        worker_id, dp_rank, *_ = _NO_WORKER if decision is None else decision
-        output_tokens = cached_tokens = -1
-        if usage is not None:
-            output_tokens = usage.completion_tokens
-            if usage.cached_tokens is not None:
-                cached_tokens = usage.cached_tokens
-        numbers = _NUMBERS.pack(
-            received_s,
-            ended_s,
-            prepared_s,
-            sent_s,
-            first_token_s,
-            last_token_s,
-            prompt_tokens,
-            overlap_blocks,
-            prompt_blocks,
-            output_tokens,
-            cached_tokens,
-            migrations,
-            dp_rank,
-            worker_id,
-        )
-        if client_id is not None:
-            client_id = client_id[:CLIENT_ID_CHARACTERS]
-        texts = (request_id, endpoint, client_id, model, outcome)
-        self._routed.append((*texts, numbers, prefilled, inputs, prefill_inputs))
+        self.records: deque[tuple[Any, ...]] = deque(maxlen=routed)
+        self.refused: deque[tuple[Any, ...]] = deque(maxlen=refused)
+        self.add = self.records.append  # called for each request: no layer
 
     def refuse(self, endpoint: str, model: str, outcome: str, exchange: Exchange) -> None:
         """Keep a request that has not reached its model."""
         internal, given = request_id(exchange.headers)
         info = (endpoint, internal, None if given is None else given[:CLIENT_ID_CHARACTERS])
         name = shorten(model, CLIENT_ID_CHARACTERS)
-        self._refused.append((info, name, outcome, exchange.received_at, time.monotonic()))
+        self.refused.append((info, name, outcome, exchange.received_at, time.monotonic()))
 
     def newest(self, limit: int, model: str = "") -> list[RequestRecord]:
         """The newest ``limit`` requests, of ``model`` alone if it is given; newest first."""
@@ -226,12 +155,9 @@ class RecentRequests:
 
     def ended(self) -> Iterator[EndedRequest]:
         """All of them, the last one that ended first."""
-        refused = (EndedRequest(*one) for one in reversed(self._refused))
-        return heapq.merge(refused, self.routed(), key=attrgetter("ended_s"), reverse=True)
-
-    def routed(self) -> Iterator[EndedRequest]:
-        """Those that reached their model, the last one that ended first."""
-        return map(_unpacked, reversed(self._routed))
+        made = EndedRequest._make
+        both = (map(_complete, reversed(self.refused)), reversed(self.records))
+        return map(made, heapq.merge(*both, key=_ended_s, reverse=True))
 
     def last(self) -> EndedRequest:
         """The request that ended last. Raises ModelNotFound (404) without one."""
@@ -252,7 +178,7 @@ class RecentRequests:
             found = [one for one in self.ended() if part and _matches(one.info[1], part)]
         if not found:
             raise ModelNotFound(
-                f"No request {shown}: the last {self._routed.maxlen} are kept, and one "
+                f"No request {shown}: the last {self.records.maxlen} are kept, and one "
                 "that is still running is not among them"
             )
         if len({one.info[1] for one in found}) > 1:
@@ -270,16 +196,10 @@ def _receipt(inputs: DecisionInputs | None) -> RouteReceipt | None:
     return None if inputs is None else inputs.receipt()
 
 
-def _unpacked(packed: _Packed) -> EndedRequest:
-    request_id, endpoint, client_id, model, outcome, numbers, *objects = packed
-    *first, output_tokens, cached_tokens, migrations, dp_rank, worker_id = _NUMBERS.unpack(numbers)
-    usage = decision = None
-    if output_tokens >= 0:
-        cached = None if cached_tokens < 0 else cached_tokens
-        usage = Usage(first[_PROMPT_TOKENS], output_tokens, cached)
-    if dp_rank >= 0:
-        decision = Decision(worker_id, dp_rank)
-    prefilled, inputs, prefill_inputs = objects
-    info = (endpoint, request_id, client_id)
-    last = (usage, decision, prefilled, migrations, inputs, prefill_inputs)
-    return EndedRequest._make((info, model, outcome, *first, *last))
+def _ended_s(values: tuple[Any, ...]) -> float:
+    ended_s: float = values[4]
+    return ended_s
+
+
+def _complete(values: tuple[Any, ...]) -> EndedRequest:
+    return EndedRequest(*values)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import Prefilled
+from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, Prefilled
 from dynamo.observability.metrics import Gauge
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.receipt import DecisionInputs
@@ -223,7 +223,7 @@ class RequestMetrics:
         usage: Usage | None,
         choices: Sequence[ServedChoice],
     ) -> None:
-        """Add the request to the recent ones."""
+        """Add the request to the recent ones: the fields of :class:`EndedRequest` as they are."""
         last_token_s, migrations = 0.0, 0
         decision = inputs = prefill_inputs = None
         if choices:
@@ -234,25 +234,29 @@ class RequestMetrics:
             if len(choices) > 1:
                 last_token_s = max(choice.last_token_s for choice in choices)
                 migrations = sum(choice.migrations for choice in choices)
+        if info[2] is not None:
+            info = (*info[:2], info[2][:CLIENT_ID_CHARACTERS])
         self._metrics.recent.add(
-            info,
-            self._model.name,
-            outcome,
-            self._received_s,
-            now_s,
-            self.prepared_s,
-            self._sent_s,
-            self._first_token_s,
-            last_token_s,
-            self._prompt_tokens,
-            self._overlap_blocks,
-            self._prompt_blocks,
-            usage,
-            decision,
-            self.prefilled,
-            migrations,
-            inputs,
-            prefill_inputs,
+            (
+                info,
+                self._model.name,
+                outcome,
+                self._received_s,
+                now_s,
+                self.prepared_s,
+                self._sent_s,
+                self._first_token_s,
+                last_token_s,
+                self._prompt_tokens,
+                self._overlap_blocks,
+                self._prompt_blocks,
+                usage,
+                decision,
+                self.prefilled,
+                migrations,
+                inputs,
+                prefill_inputs,
+            )
         )
 
     def _count_output(self, output: RequestOutput) -> None:

@@ -104,7 +104,7 @@ def test_the_ring_is_bounded_and_ordered() -> None:
     recent = RecentRequests(routed=3, refused=2)
     exchange: Any = SimpleNamespace(headers={"x-request-id": "y" * 500}, received_at=0.0)
     for number in range(1, 6):
-        recent.add(*request(number, 1e12 + number, model="ab"[number % 2]))
+        recent.add(request(number, 1e12 + number, model="ab"[number % 2]))
         recent.refuse("completions", "c", "overload", exchange)
     assert [one.model for one in recent.ended()] == ["b", "a", "b", "c", "c"]
     assert [one.model for one in recent.newest(2)] == ["b", "a"]
@@ -117,7 +117,7 @@ def test_find() -> None:
     with pytest.raises(ModelNotFound, match="No request has ended"):
         recent.last()
     for number in (0x1A, 0x1B, 0x1B, 0x2C):
-        recent.add(*request(number))
+        recent.add(request(number))
     whole = UUID.format(0x1B)
     for name in (whole, f"chatcmpl-{whole}", f"resp_{whole}"):
         assert recent.find(name).info[1] == whole
@@ -138,7 +138,7 @@ class Page:
 
     def __init__(self) -> None:
         self.recent = RecentRequests()
-        self.recent.add(*request(1))
+        self.recent.add(request(1))
         routes = Routes()
         RecentRoutes(self.recent).install(routes)
         self.bench = Bench(routes)

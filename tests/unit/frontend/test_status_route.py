@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import RecentRequests
+from dynamo.frontend.requests.recent import EndedRequest, RecentRequests
 from dynamo.frontend.requests.traffic_window import ModelTraffic, TrafficWindows
 from dynamo.observability.metrics import Registry
 
@@ -25,16 +27,19 @@ class Traffic:
 
     def end(self, tokens: int, ttft_s: float = 0.1, cached: int | None = None) -> None:
         """A request of 100 prompt tokens ends now."""
+        usage: Any = SimpleNamespace(cached_tokens=cached)
         received_s = self.now_s - 1
         self.recent.add(
-            ("chat", "id", None),
-            "tiny",
-            "ok",
-            received_s,
-            self.now_s,
-            first_token_s=received_s + ttft_s,
-            prompt_tokens=100,
-            usage=Usage(100, tokens, cached),
+            EndedRequest(
+                ("chat", "id", None),
+                "tiny",
+                "ok",
+                received_s,
+                self.now_s,
+                first_token_s=received_s + ttft_s,
+                prompt_tokens=100,
+                usage=usage,
+            )
         )
         self.metrics.output_tokens.value += tokens
         self.metrics.duration.observe(1.0)
