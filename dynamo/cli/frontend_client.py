@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from dynamo.bench.answers import error_message
+from dynamo.cli.frontend_url import find_url
 from dynamo.config.frontend_client import FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
 from dynamo.http.tls import client_context
@@ -28,14 +29,15 @@ def ask(
     try:
         return msgspec.json.decode(answer, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise DynamoError(f"{settings.url} is not a Dynamo frontend") from None
+        raise DynamoError(f"{find_url(settings)} is not a Dynamo frontend") from None
 
 
 def fetch(settings: FrontendClientSettings, path: str, body: bytes | None = None) -> bytes:
     """As :func:`ask`; return the bytes. Raises ConfigError, Unavailable, DynamoError."""
-    url = settings.url.rstrip("/").removesuffix("/v1") + path
+    base = find_url(settings)
+    url = base.rstrip("/").removesuffix("/v1") + path
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url must look like http://host:port, got {settings.url!r}")
+        raise ConfigError(f"--url must look like http://host:port, got {base!r}")
     headers = {"content-type": "application/json"}
     if settings.api_key:
         headers["authorization"] = f"Bearer {settings.api_key}"

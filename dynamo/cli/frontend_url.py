@@ -10,7 +10,7 @@ from dynamo.planner.frontends import frontends_in
 from dynamo.runtime.paths import state_path
 from dynamo.serve.statefile import Statefile
 
-__all__ = ["find_target"]
+__all__ = ["find_target", "find_url"]
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -20,8 +20,12 @@ def find_target(settings: ClientSettings) -> Target:
 
     Without a deployment of ``dynamo serve`` it is the default address.
     """
-    url = settings.url or _running(settings.namespace) or _DEFAULT_URL
-    return parse_url(url, settings.api_key, settings.tls_ca_cert_path)
+    return parse_url(find_url(settings), settings.api_key, settings.tls_ca_cert_path)
+
+
+def find_url(settings: ClientSettings) -> str:
+    """As :func:`find_target`, the URL."""
+    return settings.url or _running(settings.namespace) or _DEFAULT_URL
 
 
 def _running(namespace: str | None) -> str | None:
