@@ -64,4 +64,4 @@ async def test_no_body_is_a_500(model_input: str, caplog: pytest.LogCaptureFixtu
             assert 200 <= site.status < 500, what
             assert not caplog.records, (what, caplog.records[0].getMessage())
     site.settled()
-    assert set(seen) <= {200, 400, 404} and seen[200] > BODIES / 10 < seen[400], seen
+    assert set(seen) <= {200, 400, 404, 413} and seen[200] > BODIES / 10 < seen[400], seen
