@@ -62,6 +62,12 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._main, keys.encode())
 
+    def interrupt(self, line: str) -> None:
+        """Press Ctrl-C behind ``line``: readline shows its prompt before it can be interrupted."""
+        self.type(line)
+        self.wait_for(line)
+        self.type("\x03")
+
     def exit_status(self) -> int:
         try:
             return self.process.wait(TIMEOUT_S)
@@ -141,7 +147,7 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(slow: Deployment) -> No
         terminal.wait_for("stopped; Ctrl-C again leaves")
         slow.until(lambda: slow.sample("dynamo_frontend_inflight_requests") == 0, "cancelled")
         terminal.prompt()
-        terminal.type("\x03")
+        terminal.interrupt("half")
         assert terminal.exit_status() == 0
     finally:
         terminal.kill()
@@ -151,7 +157,7 @@ def test_ctrl_c_at_the_prompt_asks_once(shared_deployment: Deployment) -> None:
     terminal = Terminal(shared_deployment.env, "--url", shared_deployment.url)
     try:
         terminal.prompt()
-        terminal.type("half a line\x03")
+        terminal.interrupt("half a line")
         terminal.wait_for("Ctrl-C again or /quit leaves")
         terminal.prompt()
         terminal.type("\x04")
