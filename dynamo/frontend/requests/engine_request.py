@@ -10,7 +10,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.errors import DynamoError, EngineFailure, MigrationExhausted, WorkerAtCapacity
+from dynamo.errors import (
+    DynamoError,
+    EngineFailure,
+    MigrationExhausted,
+    Overloaded,
+    WorkerAtCapacity,
+)
 from dynamo.frontend.answer.choice import Choice
 from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.requests.metrics import ModelMetrics
@@ -327,7 +333,9 @@ class EngineRequest:
             self.stream = None
             self.request.engine_stopped()
         self.answering = False
-        self.last_error = error
+        # A full worker says more than one that cannot be reached: it will have room again.
+        if not (error.unsent and isinstance(self.last_error, Overloaded)):
+            self.last_error = error
         self.picker.free(self.id, self.tokens - self._reported)
         self._reported = self.tokens
         begun = self._dispatch.migrations.begun(not error.unsent, time.monotonic())

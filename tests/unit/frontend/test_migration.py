@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dynamo.errors import (
     InvalidArgument,
     Overloaded,
     Unavailable,
+    WorkerAtCapacity,
 )
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.migration import continued, without_pin
@@ -317,6 +319,29 @@ async def test_full_workers_are_asked_again(site: MigratingFleet) -> None:
     site.streams[0].sink.on_error(Disconnected("gone"))
     await site.opened(2)
     finish(site.streams[1], [6])
+    await turn()
+    assert site.status == 200 and site.migrated() == 1
+    site.settled()
+
+
+async def test_a_full_worker_is_asked_again_when_no_other_can_be_reached() -> None:
+    """The one that failed is still registered, and refuses the connection."""
+    site: Any = MigratingFleet(workers=2)
+    site.eligibility = SimpleNamespace(rejected=lambda worker_id: False)
+    site.chat()
+    site.streams[0].say([5])
+    site.streams[0].sink.on_error(Disconnected("gone"))
+    site.worker_pool.members = dict.fromkeys((2, 1))  # from now on the other one is preferred
+    for number, worker_id, kind in (
+        (1, 2, WorkerAtCapacity),
+        (2, 2, WorkerAtCapacity),
+        (3, 1, CannotConnect),
+    ):
+        await site.opened(number + 1)
+        assert site.streams[number].worker_id == worker_id
+        site.streams[number].sink.on_error(kind("no"))
+    await site.opened(5)
+    finish(site.streams[4], [6])
     await turn()
     assert site.status == 200 and site.migrated() == 1
     site.settled()
