@@ -40,7 +40,7 @@ assert {"auto", *_READERS} == set(TRACE_FORMATS)
 
 
 class _LineKind(msgspec.Struct):
-    """The fields that tell the JSON formats apart."""
+    """The fields that distinguish the JSON formats."""
 
     turns: msgspec.Raw = msgspec.Raw()
     text: msgspec.Raw = msgspec.Raw()

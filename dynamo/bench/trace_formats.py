@@ -1,7 +1,7 @@
 """The formats of traces, a line at a time: Mooncake's JSONL and Azure's CSV.
 
 A reader turns the lines of one file into requests. Those of conversations are in
-:mod:`dynamo.bench.trace_sessions`. What a format does not tell stays out: without block ids
+:mod:`dynamo.bench.trace_sessions`. What a format does not have stays out: without block ids
 ``hash_ids`` is empty, and the prompt shares nothing.
 """
 

@@ -1,4 +1,4 @@
-"""The GPUs of the machine and who holds their memory, from the NVIDIA driver."""
+"""The GPUs of the machine and the processes that hold their memory, from the NVIDIA driver."""
 
 from __future__ import annotations
 

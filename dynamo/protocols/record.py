@@ -1,6 +1,6 @@
 """The lines of ``GET /v1/record``: requests that have ended, without their content, and a count.
 
-Each line is one JSON object; ``type`` tells them apart.
+Each line is one JSON object; ``type`` distinguishes them.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class EventStream(ChatStream):
     and ``_created`` are set as in :class:`GenerationStream`.
     """
 
-    # --- for subclasses
+    # --- abstract: each API implements them
 
     def _events(self, delta: AnswerDelta) -> bytes:
         """The events for ``delta``, which is not empty."""

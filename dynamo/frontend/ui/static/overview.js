@@ -121,7 +121,7 @@ const GPUS = [
   { label: "Temp", class: "num", text: (row) => (row.celsius == null ? NONE : `${row.celsius} °C`) },
 ];
 
-// Who holds the memory: workers by name, foreign processes by pid.
+// The holders of the memory: workers by name, foreign processes by pid.
 function holders(cell, row) {
   const told = (row.holders ?? []).map((one) => [
     one.worker ? one.worker : `${one.name || "process"} (pid ${one.pid}, not ours)`,
