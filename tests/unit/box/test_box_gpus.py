@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +24,9 @@ class Driver:
     class NVMLError(Exception):
         """The driver's error."""
 
-    def __init__(self) -> None:
-        own, foreign = os.getpid(), 1
-        self.processes = {0: {own: 6 * GIB, foreign: 1 * GIB}, 1: {own: 2 * GIB}}
+    def __init__(self, worker: int) -> None:
+        foreign = os.getpid()
+        self.processes = {0: {worker: 6 * GIB, foreign: 1 * GIB}, 1: {worker: 2 * GIB}}
 
     def nvmlDeviceGetCount(self) -> int:
         return 2
@@ -64,20 +66,27 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver()
+def worker() -> Iterator[int]:
+    """Yield the pid of a process that leads a session of its own, as each worker does."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, worker: int) -> Driver:
+    made = Driver(worker)
     monkeypatch.setattr(gpus, "_nvml", lambda: made)
     return made
 
 
-def test_memory_is_that_of_the_processes_of_a_worker(driver: Driver) -> None:
-    leader = os.getsid(0)
-    found = read_gpus({"0": ("d_W",), "GPU-1a": ("d_W",)}, {leader: "d_W"})
+def test_memory_is_that_of_the_processes_of_a_worker(driver: Driver, worker: int) -> None:
+    found = read_gpus({"0": ("d_W",), "GPU-1a": ("d_W",)}, {worker: "d_W"})
     assert [one.gpu for one in found] == ["0", "GPU-1a"]
     assert [one.workers for one in found] == [("d_W",), ("d_W",)]
     by_pid = {holder.pid: holder for holder in found[0].holders}
-    assert by_pid[os.getpid()].worker == "d_W" and by_pid[1].worker == ""
-    assert by_pid[os.getpid()].name
+    assert by_pid[worker].worker == "d_W" and by_pid[os.getpid()].worker == ""
+    assert by_pid[worker].name
     assert vram_by_worker(found) == {"d_W": 8 * GIB}
 
 
