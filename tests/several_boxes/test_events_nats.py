@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from boxes import Nats, free_ports, needs_nats
+from boxes import Nats, needs_nats
+from deployment import free_port
 
 from dynamo.config.nats import NatsSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -263,7 +264,7 @@ async def test_authentication(tmp_path: Path, how: str) -> None:
 
 
 async def test_unreachable_nats_at_start_is_a_config_error() -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     url = f"nats://127.0.0.1:{port}"
     plane = NatsPlane(NatsSettings(servers=url, start_timeout_s=0.6))
     with pytest.raises(ConfigError, match=rf"cannot use NATS at {url}.*NATS_SERVER"):
