@@ -64,10 +64,13 @@ class Listener:
     async def joined(self, publisher: NatsPublisher) -> None:
         """Publish until the last event arrives, then clear the record."""
         async with asyncio.timeout(PATIENCE_S):
-            last = -1
-            while not self.events or self.events[-1][1] != last:
-                last = publisher.publish(b"hello?")
+            last = publisher.publish(b"hello?")
+            while not self.events:
                 await asyncio.sleep(0.01)
+                last = publisher.publish(b"hello?")
+            while self.events[-1][1] != last:
+                self.changed.clear()
+                await self.changed.wait()
         self.events.clear()
         self.gaps.clear()
 
