@@ -216,12 +216,12 @@ def _foreign_lease(root: Path, lease_id: int, ttl_s: float) -> Path:
 
 
 async def test_a_foreign_host_lives_by_its_ttl(store: FileDiscovery, root: Path) -> None:
-    path = _foreign_lease(root, 5, 0.3)
+    path = _foreign_lease(root, 5, 0.6)
     log = Log()
     await store.watch("v1/", log).ready()
     assert log.events == [KeyEvent("put", "v1/mdc/5", b"far")]
-    for _ in range(4):
-        await asyncio.sleep(0.15)
+    for _ in range(8):
+        await asyncio.sleep(0.1)
         os.utime(path)
     assert len(log.events) == 1
     await log.until(2)
