@@ -27,7 +27,7 @@ async def test_lines_arrive_complete_and_the_rest_at_the_end() -> None:
     os.write(writer, b"one\r\ntw")
     os.write(writer, b"o\n\nrest")
     os.close(writer)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await last.wait()
     assert lines == [b"one", b"two", b"", b"rest"]
     pipe.close()
