@@ -235,9 +235,11 @@ def test_top_and_its_keys(box: Box) -> None:
 
 def _press_keys(box: Box, top: PtyScreen) -> None:
     top.press("\x1b[B")  # down, from Worker to Worker_1
+    top.wait_for("s sleep")
     top.press("s")
     top.wait_for("Worker_1: asleep; GPU 1 is free")
     top.wait_for(r"_Worker_1 +asleep")
+    top.wait_for("s wake")
     assert box.states() == {"Worker": "running", "Worker_1": "asleep"}
     top.press("s")
     top.wait_for("Worker_1: awake")
