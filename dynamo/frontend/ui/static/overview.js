@@ -76,7 +76,11 @@ const BY_STATE = {
   stopped: ["restart"],
 };
 
-const workerActions = (row) => [...(row.can_sleep ? ["sleep"] : []), ...(BY_STATE[row.state] ?? [])];
+// A worker without a service is one of a frontend without a deployment.
+function workerActions(row) {
+  if (!row.service) return ["drain"];
+  return [...(row.can_sleep ? ["sleep"] : []), ...(BY_STATE[row.state] ?? [])];
+}
 
 function workerColumns(openLogs) {
   return [
