@@ -93,10 +93,15 @@ class _Process:
             last_exit=self.last_exit,
             cause=cause,
             remedy=remedy,
+            can_sleep=state == "ready" and self._can_sleep(),
             in_flight=figure.in_flight if figure else None,
             kv_use=figure.kv_use if figure else None,
             uptime_s=max((self.seen.uptimes[pid] for pid in self.alive), default=None),
         )
+
+    def _can_sleep(self) -> bool:
+        found = self.registered
+        return found is not None and found.can_sleep and len(self.alive) == 1
 
     def _state(self) -> str:
         entry, stopped = self.entry, self.kept == STOPPED and not self.reserved

@@ -145,7 +145,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``name`` is its component and watcher, as in the statefile (``dynamo_Worker_1``). ``state`` is
     one of loading, ready, draining, asleep, failed, stopped. ``progress`` is 0 to 1 while it loads.
     ``cause`` says why it is not ready, ``remedy`` is a command. ``in_flight`` and ``kv_use`` come
-    from frontends.
+    from frontends. ``can_sleep``: it is ready and ``dynamo sleep`` can free its GPU memory.
     """
 
     name: str
@@ -162,6 +162,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     last_exit: str = ""
     cause: str = ""
     remedy: str = ""
+    can_sleep: bool = False
     in_flight: int | None = None
     kv_use: float | None = None
     uptime_s: float | None = None

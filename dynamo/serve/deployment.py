@@ -98,6 +98,7 @@ class Deployment:
             self._rolling,
             self._announcer,
             self._replan,
+            self._record.states,
             self._planned,
         )
 

@@ -472,15 +472,13 @@ async def test_a_close_cancelled_before_its_first_step(deployment: Deployment) -
 
 
 async def test_a_failed_connection_inhibits(deployment: Deployment) -> None:
-    if deployment.settings.request_plane != "uds":
-        pytest.skip("the socket file is taken away")
     bad, good = deployment.runtime(), deployment.runtime()
     for worker in (bad, good):
         deployment.serve(worker, "ns.comp.gen", echo)
     client = await deployment.client("ns.comp.gen")
     await until_count(client, 2)
-    record = next(r for r in client.records() if r.instance_id == bad.instance_id)
-    Path(record.transport["uds"]).unlink()
+    assert bad.server._listener is not None
+    bad.server._listener.close()
     stream = await client.direct({"text": "x"}, bad.instance_id)
     with pytest.raises(CannotConnect):
         await stream.__anext__()
@@ -551,6 +549,26 @@ async def test_events_reach_subscribers_through_discovery(deployment: Deployment
         assert await publishers.get() == (two.instance_id, False)
     assert subscription.publishers() == [one.instance_id]
     subscription.close()
+
+
+async def test_a_removed_event_socket_comes_back(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.runtime.events.channels.SOCKET_CHECK_S", 0.01)
+    worker = deployment.runtime()
+    publishers = [await worker.publisher("ns", "comp", topic) for topic in ("kv-events", "x")]
+    files = [
+        Path(one.address.removeprefix("ipc://"))
+        for one in publishers
+        if one.address.startswith("ipc://")
+    ]
+    for file in files:
+        file.unlink()
+    async with asyncio.timeout(5):
+        while not all(file.is_socket() for file in files):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await worker.close()
+    assert not any(file.exists() for file in files)
 
 
 async def test_counters_count_what_was_served(deployment: Deployment) -> None:

@@ -358,6 +358,33 @@ asyncio.run(main())
     assert done.returncode == 0
 
 
+async def test_a_removed_socket_is_bound_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    publisher = ZmqPublisher(TOPIC, 7, ipc(directory))
+    early, late = Listener(), Listener()
+    early.subscriber.connect(publisher.address)
+    await early.joined(publisher)
+    publisher.restore_file()
+    assert not caplog.text
+    directory.rename(tmp_path / "away")
+    for _ in range(2):
+        publisher.restore_file()
+    assert caplog.text.count("new subscribers cannot connect") == 1
+    directory.mkdir()
+    publisher.restore_file()
+    assert caplog.text.count("was removed, bound again") == 1
+    late.subscriber.connect(publisher.address)
+    await late.joined(publisher)
+    await early.have(1)
+    assert not early.gaps
+    for closing in (early.subscriber, late.subscriber, publisher):
+        closing.close()
+    assert not list(directory.iterdir())
+
+
 async def test_a_socket_is_for_its_owner_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
