@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ class AttachWorker:
             async with asyncio.TaskGroup() as group:
                 background = []
                 if launched is not None:
-                    watch = ProcessWatch(self.endpoint.set_health)
+                    watch = ProcessWatch(functools.partial(self.endpoint.set_health, stalled=True))
                     background += [
                         group.create_task(_guard(launched)),
                         group.create_task(watch.run()),

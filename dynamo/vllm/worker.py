@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from dynamo.worker.engine_control import EngineControl
 from dynamo.worker.health_payload import health_check_payload
 from dynamo.worker.process_watch import ProcessWatch
 from dynamo.worker.publish import LoadSender, connect_load
+from dynamo.worker.stall_watch import StallWatch
 
 __all__ = ["VllmPlan", "VllmWorker", "make_plan"]
 
@@ -106,7 +108,9 @@ class VllmWorker:
         plan = self.plan
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._run_engine())
-            watch = group.create_task(ProcessWatch(self.endpoint.set_health).run())
+            report = functools.partial(self.endpoint.set_health, stalled=True)
+            processes = ProcessWatch(report, StallWatch(self.engine))
+            watch = group.create_task(processes.run())
             self._relay_events()
             await connect_load(self.endpoint, self.load)
             for name, path in plan.loras.items():

@@ -1,7 +1,8 @@
 """Notices that a process of the engine or server is stopped: by SIGSTOP, a debugger, a terminal.
 
 The worker's own process still answers pings, so clients cannot notice it. A process that is stopped
-makes no progress, so this is never mistaken for a long step.
+makes no progress, so this is never mistaken for a long step. ``stall_watch`` finds an engine whose
+processes run, but wait for something that never comes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from collections.abc import Awaitable, Callable
 
 from dynamo.errors import DynamoError
+from dynamo.worker.stall_watch import StallWatch
 from dynamo.worker.tree_guard import Process, descendants, process_state
 
 __all__ = ["ProcessWatch"]
@@ -25,12 +27,18 @@ class ProcessWatch:
     """Watches the processes that this one had started when :meth:`run` began.
 
     ``report`` gets what is wrong, or "" when all run again. A profiler that stops a process for
-    less than half a second is not reported.
+    less than half a second is not reported. ``stall`` finds an engine that waits for ever.
     """
 
-    def __init__(self, report: Callable[[str], Awaitable[None]], poll_s: float = _POLL_S) -> None:
+    def __init__(
+        self,
+        report: Callable[[str], Awaitable[None]],
+        stall: StallWatch | None = None,
+        poll_s: float = _POLL_S,
+    ) -> None:
         self.problem = ""
         self._report = report
+        self._stall = stall
         self._poll_s = poll_s
         self._processes: list[Process] = []
 
@@ -38,16 +46,27 @@ class ProcessWatch:
         """Watch until cancelled."""
         self._processes = await asyncio.to_thread(descendants, os.getpid())
         before: set[Process] = set()
-        while True:
-            await asyncio.sleep(self._poll_s)
-            stopped = {each for each in self._processes if process_state(each) in _STOPPED}
-            still, before = stopped & before, stopped
-            if bool(still) != bool(self.problem) and (still or not stopped):
-                await self._change(still)
+        try:
+            while True:
+                await asyncio.sleep(self._poll_s)
+                stopped = {each for each in self._processes if process_state(each) in _STOPPED}
+                still, before = stopped & before, stopped
+                problem = await self._problem(still, stopped)
+                if bool(problem) != bool(self.problem):
+                    await self._change(problem)
+        finally:
+            if self._stall is not None:
+                await self._stall.close()
 
-    async def _change(self, stopped: set[Process]) -> None:
-        pids = ", ".join(str(pid) for pid, _ in sorted(stopped))
-        problem = f"the engine's process {pids} is stopped" if pids else ""
+    async def _problem(self, still: set[Process], stopped: set[Process]) -> str:
+        if still:
+            pids = ", ".join(str(pid) for pid, _ in sorted(still))
+            return f"the engine's process {pids} is stopped"
+        if stopped:
+            return self.problem  # the next poll decides
+        return "" if self._stall is None else await self._stall.check()
+
+    async def _change(self, problem: str) -> None:
         try:
             await self._report(problem)
         except DynamoError as error:  # it is reported with the next poll
@@ -57,4 +76,4 @@ class ProcessWatch:
         if problem:
             log.error("%s: no requests until it continues", problem)
         else:
-            log.info("the engine's processes run again")
+            log.info("the engine runs again")

@@ -47,7 +47,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 async def reports(child: subprocess.Popen[bytes]) -> AsyncIterator[Reports]:
     found = Reports()
-    task = asyncio.get_running_loop().create_task(ProcessWatch(found, POLL_S).run())
+    task = asyncio.get_running_loop().create_task(ProcessWatch(found, poll_s=POLL_S).run())
     yield found
     task.cancel()
     await asyncio.wait([task])
