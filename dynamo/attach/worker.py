@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ class AttachWorker:
             async with asyncio.TaskGroup() as group:
                 background = []
                 if launched is not None:
-                    watch = ProcessWatch(functools.partial(self.endpoint.set_health, stalled=True))
+                    watch = ProcessWatch(self.endpoint.set_health)
                     background += [
                         group.create_task(_guard(launched)),
                         group.create_task(watch.run()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,8 +107,7 @@ class VllmWorker:
         plan = self.plan
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._run_engine())
-            report = functools.partial(self.endpoint.set_health, stalled=True)
-            processes = ProcessWatch(report, StallWatch(self.engine))
+            processes = ProcessWatch(self.endpoint.set_health, StallWatch(self.engine))
             watch = group.create_task(processes.run())
             self._relay_events()
             await connect_load(self.endpoint, self.load)

@@ -64,7 +64,7 @@ class StallWatch:
         if not self.problem:
             self._idle_polls = self._idle_polls + 1 if idle or self._idle_polls < 0 else 0
             if self._idle_polls >= _IDLE_POLLS:
-                self.problem = f"the engine has stopped computing, with {requests} requests"
+                self.problem = f"the engine has stopped computing; requests in it: {requests}"
         return self.problem
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from dynamo.worker.stall_watch import StallWatch
 
 POLL_S = 0.1
 POLLS = 8
-STOPPED = "the engine has stopped computing, with 2 requests"
+STOPPED = "the engine has stopped computing; requests in it: 2"
 
 
 class FakeEngine:
