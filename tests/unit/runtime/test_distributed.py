@@ -23,6 +23,7 @@ from dynamo.errors import (
     HttpFailure,
     NoInstances,
     WorkerAtCapacity,
+    WorkerSilent,
     WorkerUnavailable,
 )
 from dynamo.protocols import codec
@@ -515,6 +516,37 @@ async def test_an_unhealthy_endpoint_is_avoided_and_not_ready(deployment: Deploy
     assert seen == [(sick.instance_id, True)]
     sick.serving.begin_shutdown()
     await sick.serving.set_health(("ns", "comp", "gen"), "")  # not registered again
+
+
+async def test_requests_of_a_stalled_engine_fail_once_another_can_take_them(
+    deployment: Deployment,
+) -> None:
+    async def hang(request: dict[str, Any]) -> AsyncIterator[int]:
+        yield 1
+        await asyncio.Event().wait()
+
+    stalled = deployment.runtime()
+    deployment.serve(stalled, "ns.comp.gen", hang)
+    client = await deployment.client("ns.comp.gen")
+    stream = await client.random({}, annotated=False)
+    assert await anext(stream) == 1
+    path = ("ns", "comp", "gen")
+    await stalled.serving.set_health(path, "no answer to a health check")
+    deployment.serve(deployment.runtime(), "ns.comp.gen", hang)
+    await until_count(client, 2)
+    other = await client.random({}, annotated=False)
+    assert await anext(other) == 1
+    waiting = asyncio.ensure_future(anext(stream))
+    await asyncio.wait([waiting], timeout=0.1)
+    assert not waiting.done()  # it may be a long prompt
+    await stalled.serving.set_health(path, "it is stopped", stalled=True)
+    with pytest.raises(WorkerSilent, match="computes nothing: it is stopped"):
+        await asyncio.wait_for(waiting, 5)
+    assert client.outages()[stalled.instance_id].reason == "unhealthy"
+    await stalled.serving.set_health(path, "")
+    async with asyncio.timeout(5):
+        while client.is_inhibited(stalled.instance_id):  # noqa: ASYNC110 - two events may do it
+            await asyncio.sleep(0.01)
 
 
 async def test_events_reach_subscribers_through_discovery(deployment: Deployment) -> None:
