@@ -79,6 +79,11 @@ class Routes:
             return
         route = methods.get(exchange.method)
         if route is None:
+            if exchange.headers.get("upgrade", "").lower() == "websocket":
+                # Not 405: Codex would repeat its attempt for 6 s before it sends a POST.
+                text = f"{exchange.path} takes no WebSocket; use {', '.join(methods)}"
+                exchange.refuse(400, text)
+                return
             exchange.respond(405, b"", "", [("allow", ", ".join(methods))])
             return
         if exchange.method == "POST":

@@ -115,6 +115,9 @@ def _chat_request(given: PromptBody, strip_preamble: bool) -> MessagesChatReques
     messages = chat_messages(given.messages)
     first = system_message(given.system, strip_preamble)
     if first is not None:
+        later = messages[0] if messages else {}
+        if later.get("role") == "system" and isinstance(later["content"], str):
+            first["content"] += f"\n\n{messages.pop(0)['content']}"
         messages.insert(0, first)
     request = MessagesChatRequest(model=given.model, messages=messages)
     if messages[-1]["role"] == "assistant":  # the answer goes on from this text

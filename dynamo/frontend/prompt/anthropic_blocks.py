@@ -60,6 +60,7 @@ def system_message(system: str | Sequence[Block] | None, strip_preamble: bool) -
 def chat_messages(messages: Sequence[Message]) -> list[Message]:
     """The messages of a chat request. Turns of one role in a row are one turn.
 
+    A system message after others is part of the user's turn: many templates fail on a second one.
     Raises InvalidArgument.
     """
     found: list[Message] = []
@@ -74,6 +75,8 @@ def chat_messages(messages: Sequence[Message]) -> list[Message]:
         unknown = message.keys() - {"role", "content"}
         if unknown:
             raise _unsupported(where, unknown)
+        if role == "system" and (turn is not None and turn.role != "system"):
+            role = "user"
         if turn is None or turn.role != role:
             if turn is not None:
                 turn.finish()

@@ -60,6 +60,17 @@ def test_wrong_methods() -> None:
     assert (status, headers["allow"], body) == (405, "POST", "")
 
 
+def test_no_websocket() -> None:
+    """Codex tries one where it takes this server for OpenAI's, and repeats it after a 405."""
+    bench = Bench(handler=table())
+    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    sent = bench.feed(f"GET /p HTTP/1.1\r\nHost: a\r\n{upgrade}\r\n".encode())
+    assert sent.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(sent.partition(b"\r\n\r\n")[2])["message"] == (
+        "/p takes no WebSocket; use POST"
+    )
+
+
 @pytest.mark.parametrize("good", ["application/json", "Application/JSON; charset=utf-8"])
 def test_json_is_taken(good: str) -> None:
     assert ask("POST", "/p", good)[0] == 200
