@@ -80,9 +80,10 @@ class Routes:
         route = methods.get(exchange.method)
         if route is None:
             if exchange.headers.get("upgrade", "").lower() == "websocket":
-                # Not 405: Codex would repeat its attempt for 6 s before it sends a POST.
-                text = f"{exchange.path} takes no WebSocket; use {', '.join(methods)}"
-                exchange.refuse(400, text)
+                # RFC 9110 15.5.22: the protocol to use. After another status Codex repeats its
+                # attempt for 6 s before it sends a POST.
+                upgrade = [("connection", "upgrade"), ("upgrade", "HTTP/1.1")]
+                exchange.respond(426, b"", "", upgrade)
                 return
             exchange.respond(405, b"", "", [("allow", ", ".join(methods))])
             return

@@ -213,9 +213,7 @@ def test_errors(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="`gamble`: not supported"):
         create(extra_body={"gamble": 1})
     long: Any = [{"role": "user", "content": "word " * 200_000}]
-    with pytest.raises(
-        anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"
-    ):
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: "):
         create(messages=long)
     with pytest.raises(anthropic.RequestTooLargeError, match="Request body exceeds"):
         create(system="x" * (10 << 20))

@@ -212,6 +212,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user(result(1, [use(1)]))]}, r"content\[0\].type: `tool_use` cannot be here"),
     ({"messages": [user({"type": "image", "source": {"type": "file"}})]}, "must be base64 or url"),
     ({"messages": [user({"type": "document", "source": PIXEL})]}, "send the text of the document"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages: none has content"),
     ({"system": [{"type": "image", "source": PIXEL}]}, r"system\[0\].type: must be text"),
     ({"tools": [TOOL, SERVER_TOOL]}, r"tools\[1\].type: `web_search_20250305` is a tool of"),
     ({"tools": [{"name": "f"}]}, r"tools\[0\].input_schema: must be a JSON schema"),
