@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.prompt.messages import ToolImage
 
 __all__ = ["chat_messages", "chat_tools", "system_message"]
 
@@ -166,7 +167,7 @@ class _Turn:
                 parts += _parts(inner, each)
         elif content is not None:
             raise InvalidArgument(f"{where}.content: must be a string or an array of blocks")
-        images = [part for part in parts if part["type"] != "text"]
+        images = [ToolImage(part) for part in parts if part["type"] != "text"]
         text = _content([part for part in parts if part["type"] == "text"])
         if block.get("is_error") is True:
             text = f"Error: {text}"
