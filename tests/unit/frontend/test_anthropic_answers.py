@@ -228,7 +228,7 @@ def test_images_of_tools(tmp_path: Path) -> None:
     used = {"type": "tool_use", "id": "t", "name": "Read", "input": {}}
     image = {"type": "image", "source": source}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [image]}
-    asked = [
+    asked: list[Any] = [
         {"role": "user", "content": "Look"},
         {"role": "assistant", "content": [used]},
         {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},

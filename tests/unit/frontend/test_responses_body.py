@@ -128,7 +128,7 @@ def test_turns_alternate() -> None:
     shown = {"role": "user", "content": [pixel]}
     late = {"role": "system", "content": "b"}
     said = {"role": "assistant", "content": "c"}
-    given = [user, late, said, said, user, shown]
+    given: list[Any] = [user, late, said, said, user, shown]
     assert arranged(None, given) == [
         {"role": "user", "content": "a\n\nb"},
         said,
