@@ -155,8 +155,9 @@ def plan_added(
     """Plan the watcher ``name``, added to a running deployment of the ``planned`` ones.
 
     A watcher named ``{planned}`` or ``{planned}_{number}`` is a worker of the same service: it gets
-    its directory, timeout, and environment except the GPUs and the port. Any other gets directory and timeout of
-    the first planned one, and the variables common to all. ``env`` overrides, and names the GPUs.
+    its directory, timeout, and environment except the GPUs and the port. Any other gets directory
+    and timeout of the first planned one, and the variables common to all. ``env`` overrides, and
+    names the GPUs.
     """
     specs = list(planned)
     base = next((s for s in specs if re.fullmatch(re.escape(s.name) + r"(_\d+)?", name)), None)
