@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 
-__all__ = ["aligned", "cells", "cut"]
+__all__ = ["aligned", "cells", "cut", "printable"]
 
 _GAP = 2
 _SHORTEST = 12
@@ -31,6 +31,11 @@ def cut(text: str, width: int, mark: str = "") -> str:
             break
         kept.append(character)
     return "".join(kept) + mark
+
+
+def printable(text: str) -> str:
+    """Replace control characters: names and output of programs must not move the cursor."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def aligned(rows: Sequence[Sequence[str]], width: int = 0) -> list[str]:

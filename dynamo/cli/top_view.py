@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.cli.text_table import aligned, cut
+from dynamo.cli.text_table import aligned, cut, printable
 from dynamo.protocols.status import BoxStatus, GpuStatus, ModelStatus, WorkerStatus
 
 __all__ = ["BAD", "PLAIN", "SORT_ORDERS", "WARN", "Line", "TopView", "frame", "sorted_workers"]
@@ -65,7 +65,7 @@ def frame(status: BoxStatus, view: TopView, width: int, height: int = 0) -> list
     lines = _log(view, room) if view.log_of else _panes(status, view, room, width)
     if height:
         lines = [*lines[:room], *[(PLAIN, "")] * (room - len(lines))]
-    return [(style, cut(_clean(text), width)) for style, text in [*lines, *foot]]
+    return [(style, cut(printable(text), width)) for style, text in [*lines, *foot]]
 
 
 def _keys(status: BoxStatus, view: TopView) -> str:
@@ -295,8 +295,3 @@ def _duration(seconds: float | None) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
-
-
-def _clean(text: str) -> str:
-    """Replace control characters: names and output of programs must not move the cursor."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
