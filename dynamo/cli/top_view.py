@@ -17,22 +17,15 @@ __all__ = ["BAD", "PLAIN", "SORT_ORDERS", "WARN", "Line", "TopView", "frame", "s
 Line = tuple[str, str]
 """Style (see ``dynamo.cli.screen``) and text."""
 
-PLAIN, TITLE, HEAD, CHOSEN, BAD, WARN, DIM = (
-    *("", "title", "head", "chosen", "bad"),
-    *("warn", "dim"),
-)
+PLAIN, TITLE, HEAD, CHOSEN, BAD = ("", "title", "head", "chosen", "bad")
+WARN, DIM = ("warn", "dim")
 _STATE_STYLES = {
     "failed": BAD,
-    "loading": WARN,
-    "draining": WARN,
-    "asleep": DIM,
-    "stopped": DIM,
-    "zero": DIM,
+    **dict.fromkeys(("loading", "draining"), WARN),
+    **dict.fromkeys(("asleep", "stopped", "zero"), DIM),
 }
-_GIB = 1 << 30
-_BAR = 8
-_FEW_REQUESTS = 3
-_KEYS = "↑↓ select   o sort   l logs   d drain   s sleep/wake   p pause/resume planner   q quit"
+_GIB, _BAR, _FEW_REQUESTS = 1 << 30, 8, 3
+_KEYS = "↑↓ select   o sort   l logs   d drain{sleep}   p pause/resume planner   q quit"
 
 SORT_ORDERS: dict[str, Callable[[WorkerStatus], object]] = {
     "name": lambda one: one.name,
@@ -66,12 +59,21 @@ def frame(status: BoxStatus, view: TopView, width: int, height: int = 0) -> list
     """Return the lines of a frame, at most ``height`` of them; 0: as many as there are."""
     foot: list[Line] = []
     if view.keys:
-        foot = [(view.message_style, view.message), (DIM, "q back" if view.log_of else _KEYS)]
+        foot = [(view.message_style, view.message), (DIM, _keys(status, view))]
     room = height - len(foot) if height else 0
     lines = _log(view, room) if view.log_of else _panes(status, view, room)
     if height:
         lines = [*lines[:room], *[(PLAIN, "")] * (room - len(lines))]
     return [(style, _clean(text)[:width]) for style, text in [*lines, *foot]]
+
+
+def _keys(status: BoxStatus, view: TopView) -> str:
+    if view.log_of:
+        return "q back"
+    chosen = [one for one in status.workers if one.name == view.selected]
+    wakes = any(one.state == "asleep" for one in chosen)
+    sleeps = any(one.can_sleep for one in chosen)
+    return _KEYS.format(sleep="   s wake" if wakes else "   s sleep" if sleeps else "")
 
 
 def sorted_workers(status: BoxStatus, sort: str) -> list[WorkerStatus]:
@@ -163,7 +165,7 @@ def _models(models: Sequence[ModelStatus]) -> list[Line]:
                 _share(sum(uses) / len(uses) if uses else None, bar=True),
                 _share(figures.hit_rate),
             ]
-        row.append(model.cause or ("" if model.idle_until_s is None else _idle(model)))
+        row.append(model.cause or _idle(model))
         rows.append((_STATE_STYLES.get(model.state, PLAIN), tuple(row)))
     head = (
         *("MODEL", "STATE", "READY", "TOK/S", "TTFT P50", "P99", "IN FLIGHT"),
@@ -173,7 +175,8 @@ def _models(models: Sequence[ModelStatus]) -> list[Line]:
 
 
 def _idle(model: ModelStatus) -> str:
-    return f"gives up its GPUs in {model.idle_until_s:.0f} s without requests"
+    left_s = model.idle_until_s
+    return "" if left_s is None else f"gives up its GPUs in {left_s:.0f} s without requests"
 
 
 def _workers(status: BoxStatus, view: TopView, room: int) -> list[Line]:

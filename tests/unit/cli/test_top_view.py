@@ -150,6 +150,16 @@ def test_the_selected_worker_is_shown() -> None:
         assert chosen.split()[0] == f"ns_W_{number}"
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [({}, ""), ({"can_sleep": True}, "s sleep   "), ({"state": "asleep"}, "s wake   ")],
+)
+def test_sleep_is_offered_if_the_engine_can(given: dict[str, object], shown: str) -> None:
+    status = msgspec.structs.replace(box(), workers=(worker(1, **given),))
+    keys = frame(status, TopView(selected="ns_W_1"), 150, 40)[-1][1]
+    assert f"d drain   {shown}p pause" in keys
+
+
 @pytest.mark.parametrize("order", SORT_ORDERS)
 def test_sort_orders(order: str) -> None:
     status = box(5)
