@@ -59,7 +59,7 @@ def test_turns_that_must_alternate() -> None:
     result = {"role": "tool", "tool_call_id": "callcall1", "content": "r"}
     said = {"role": "assistant", "content": "a"}
     late = [{"role": "user", "content": "b"}, {"role": "user", "content": "c"}]
-    given = [*USER, *late, called, result, *late, said, *USER]
+    given: list[Any] = [*USER, *late, called, result, *late, said, *USER]
     assert template(STRICT).render(given) == (
         "[user]Hi\n\nb\n\nc[assistant][tool]r\n\nb\n\nc[assistant]a[user]Hi"
     )
