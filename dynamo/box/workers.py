@@ -121,7 +121,9 @@ class _Process:
         if program_of(self.entry) not in MODEL_PROGRAMS:
             return "ready"  # of a program that registers no model nothing more is known
         if self.seen.uses_files:
-            return "ready" if self.registered is not None else "loading"
+            if self.registered is None:
+                return "loading"
+            return "failed" if self._rejected() else "ready"
         known = any(frontend.status for frontend in self.seen.frontends)
         model = self.service.model if self.service is not None else ""
         return "ready" if self.seen.serves(model) or not known else "loading"
@@ -133,10 +135,18 @@ class _Process:
         # It has a lease once it listens, and two processes while one replaces the other.
         return "failed" if self.leased and len(self.alive) == 1 else "loading"
 
+    def _rejected(self) -> str:
+        """Return why frontends give the registered worker no requests; "" if they do."""
+        found = self.registered
+        known = found is not None and found.worker_id is not None
+        return self.seen.rejected(f"{found.worker_id:x}") if found and known else ""
+
     def _cause(self, state: str, last: str) -> tuple[str, str]:
         """Return why the worker is in this state, if that is not plain, and what to do."""
         name = self.entry.name
         output = f"last output: {last}" if last else ""
+        if state == "failed" and (rejected := self._rejected()):
+            return f"the frontend gives it no requests: {rejected}", f"dynamo restart {name}"
         if state == "failed" and self.alive:
             return "it listens but does not answer", f"dynamo restart {name}"
         if state == "failed":

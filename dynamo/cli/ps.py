@@ -82,7 +82,8 @@ def _has_failed(found: Status) -> bool:
 def _lines(found: Status) -> Iterator[str]:
     problems = found.get("problems", ())
     if found["state"] != "running":
-        yield f"no deployment runs in namespace {found['namespace']!r}; try: dynamo serve GRAPH"
+        if not problems:
+            yield f"no deployment runs in namespace {found['namespace']!r}; try: dynamo serve GRAPH"
         yield from problems
         return
     models = found.get("models", ())

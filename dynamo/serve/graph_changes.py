@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.programs import MODEL_PROGRAMS, PLANNER
 from dynamo.serve.statefile import ASLEEP, DRAINING
-from dynamo.serve.watchers import WatcherSpec, with_gpus
+from dynamo.serve.watchers import WatcherSpec, added_env, with_gpus
 
 __all__ = [
     "GraphChanges",
@@ -117,7 +117,7 @@ def follow(added: Mapping[str, str], wanted: Collection[WatcherSpec]) -> list[Wa
             specs[base],
             name=name,
             index=int(name.rpartition("_")[2]),
-            env={**specs[base].env, "DYN_WATCHER_NAME": name},
+            env=added_env(specs[base], name),
         )
         for name, base in added.items()
         if base in specs and name not in specs

@@ -81,7 +81,7 @@ class StartupReport:
             else:
                 partly = partial(self._announce_part, address)
                 found = await wait_until_ready(
-                    address, self._workers, is_ours, self._loading, partly
+                    address, self._workers, is_ours, self._loading, partly, self._leases.models
                 )
             urls.append(f"{address.url}/v1")
         models = ", ".join(found.models) or "none yet"
@@ -158,17 +158,23 @@ class StartupReport:
             await asyncio.sleep(_REMIND_EVERY_S)
             waited_s = time.monotonic() - self._started_s
             lines = [f"not ready after {waited_s:.0f} s; {self._state()}; still waiting"]
-            lines += [self._describe(name) for name in self._loading()]
+            loading = self._loading()
+            lines += [self._describe(name) for name in loading or self._frontends()]
             self._announcer.announce("\n  ".join(lines))
 
     def _state(self) -> str:
         up = sum(len(processes) for processes in self._arbiter.alive().values())
         return f"{up} of {len(self._plan.specs)} processes are running"
 
+    def _frontends(self) -> list[str]:
+        """The frontends: with all models registered, it is they that do not list them."""
+        return [spec.name for spec in self._plan.specs if spec.is_frontend]
+
     def _describe(self, name: str) -> str:
-        """Describe a worker that does not serve yet, with its last output."""
+        """Describe a process that does not serve yet, with its last output."""
         running = self._arbiter.alive().get(name)
-        state = "loading" if running else "not running"
+        waits = "loading" if name not in self._frontends() else "lists no model yet"
+        state = waits if running else "not running"
         last = self._last_line(name)
         return f"{name}: {state}" + (f"; last output: {last}" if last else "; no output yet")
 

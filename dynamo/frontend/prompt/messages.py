@@ -15,13 +15,22 @@ import msgspec
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.validation import check_json
 
-__all__ = ["IMAGE", "CallForm", "ContentForm", "message_text", "template_messages"]
+__all__ = ["IMAGE", "CallForm", "ContentForm", "ToolImage", "message_text", "template_messages"]
 
 Message = Mapping[str, Any]
 
 IMAGE: Message = {"type": "image"}
 """The part that :mod:`dynamo.frontend.prompt.images` puts in place of an image, this very object.
 """
+
+
+_UNSEEN: Message = {"type": "text", "text": "(An image, which this model cannot see.)"}
+"""In place of an image that a tool has returned to a model that takes no images. An agent sends the
+result again with each later request, so that an error would end its session."""
+
+
+class ToolImage(dict[str, Any]):
+    """The part of an image that a tool has returned, in a message of the user."""
 
 
 class ContentForm(enum.Enum):
@@ -73,7 +82,11 @@ def message_text(position: int, message: Message) -> str:
 def _convert(position: int, message: Message, form: ContentForm, call_form: CallForm) -> Message:
     changed = dict(message)
     content = message.get("content")
-    text = message_text(position, message)
+    if isinstance(content, list):
+        tools = message.get("role") == "tool"
+        content = [_UNSEEN if _is_tools_image(part, tools) else part for part in content]
+        changed["content"] = content
+    text = message_text(position, changed)
     if form is ContentForm.PARTS and not isinstance(content, list):
         changed["content"] = [{"type": "text", "text": text}] if text else []
     elif form is ContentForm.TEXT or not isinstance(content, list):
@@ -89,6 +102,10 @@ def _convert(position: int, message: Message, form: ContentForm, call_form: Call
     elif "tool_calls" in changed:
         del changed["tool_calls"]  # null and [] mean none, but templates test for the key
     return changed
+
+
+def _is_tools_image(part: Mapping[str, Any], tools: bool) -> bool:
+    return type(part) is ToolImage or (tools and part.get("type") == "image_url")
 
 
 def _part_text(position: int, number: int, part: Mapping[str, Any]) -> str:

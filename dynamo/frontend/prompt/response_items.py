@@ -7,6 +7,7 @@ and tool calls in a chat.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -21,19 +22,17 @@ Message = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_CALL = ("call_id", "id", "status", "type")
+_ITEM = frozenset(("id", "internal_chat_message_metadata_passthrough", "status", "type"))
+"""Of every item. Codex adds the second where it takes this server for OpenAI's."""
+_CALL = _ITEM | {"call_id", "name"}
 _MEMBERS = {
-    "message": frozenset(("content", "id", "phase", "role", "status", "type")),
-    "function_call": frozenset(
-        ("arguments", "call_id", "id", "name", "namespace", "status", "type")
-    ),
-    "custom_tool_call": frozenset(
-        ("call_id", "id", "input", "name", "namespace", "status", "type")
-    ),
-    "function_call_output": frozenset(("call_id", "id", "name", "output", "status", "type")),
-    "custom_tool_call_output": frozenset(("call_id", "id", "name", "output", "status", "type")),
-    ADDITIONAL_TOOLS: frozenset(("id", "role", "tools", "type")),
-    "reasoning": frozenset(("content", "encrypted_content", "id", "status", "summary", "type")),
+    "message": _ITEM | {"content", "phase", "role"},
+    "function_call": _CALL | {"arguments", "namespace"},
+    "custom_tool_call": _CALL | {"input", "namespace"},
+    "function_call_output": _CALL | {"output"},
+    "custom_tool_call_output": _CALL | {"output"},
+    ADDITIONAL_TOOLS: _ITEM | {"role", "tools"},
+    "reasoning": _ITEM | {"content", "encrypted_content", "summary"},
     "input_text": frozenset(("text", "type")),
     "output_text": frozenset(("annotations", "logprobs", "text", "type")),
     "text": frozenset(("text", "type")),
@@ -168,9 +167,10 @@ class ItemConverter:
 
 
 def arranged(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
-    """``messages`` with one system message, the first: most templates take no other.
+    """``messages`` with one system message, the first, and no two of the user in a row.
 
-    It has the instructions and the system messages at the beginning; later ones are the user's.
+    Many templates fail on others. The first has the instructions and the system messages at the
+    beginning; later ones are the user's.
     """
     count = 0
     for message in messages:
@@ -179,11 +179,19 @@ def arranged(instructions: str | None, messages: Sequence[Message]) -> list[Mess
         count += 1
     contents: list[Any] = [] if instructions is None else [instructions]
     contents += [message["content"] for message in messages[:count]]
-    first = [{"role": "system", "content": _joined(contents)}] if contents else []
-    return first + [
-        {**message, "role": "user"} if message["role"] == "system" else message
-        for message in messages[count:]
-    ]
+    found: list[Message] = []
+    if contents:
+        found.append({"role": "system", "content": _joined(contents)})
+    for is_users, group in groupby(messages[count:], key=_is_users):
+        if is_users:
+            found.append({"role": "user", "content": _joined([each["content"] for each in group])})
+        else:
+            found += group
+    return found
+
+
+def _is_users(message: Message) -> bool:
+    return message["role"] in ("system", "user")
 
 
 def _no_message(where: str, item: dict[str, Any]) -> None:

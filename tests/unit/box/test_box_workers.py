@@ -129,6 +129,14 @@ def test_a_frontend_is_as_it_answers() -> None:
     assert "does not answer" in status.cause and status.remedy == "dynamo restart d_F"
 
 
+def test_a_registered_worker_that_the_frontend_rejects() -> None:
+    status = FrontendStatus(rejected={"b": "its template is broken"})
+    frontend = FrontendSighting(name="d_F", url="http://x", state="ready", status=status)
+    found = one(seen(document(entry("d_W", MOCKER, 11)), 11, frontends=(frontend,)))
+    assert found.state == "failed" and found.remedy == "dynamo restart d_W"
+    assert found.cause == "the frontend gives it no requests: its template is broken"
+
+
 def test_figures_and_gpu_memory_of_a_worker() -> None:
     def frontend(in_flight: int, kv_use: float | None) -> FrontendSighting:
         figures = WorkerFigures(worker="b", in_flight=in_flight, kv_use=kv_use)

@@ -66,6 +66,14 @@ def test_a_directory_is_used_as_it_is(tmp_path: Path) -> None:
     assert (found.path, found.name, found.is_gguf) == (tmp_path / "tiny", "tiny", False)
 
 
+@pytest.mark.parametrize("start", [b"", b"version https://git-lfs.github.com/spec/v1\n"])
+def test_a_file_that_only_is_named_like_a_gguf_file(tmp_path: Path, start: bytes) -> None:
+    path = tmp_path / "pointer.gguf"
+    path.write_bytes(start)
+    with pytest.raises(ConfigError, match=r"is not a GGUF file: it begins with .* download it"):
+        resolve_model(path)
+
+
 def test_a_gguf_file_needs_a_tokenizer_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "tiny.Q8_0.gguf"
     path.write_bytes(b"GGUF")

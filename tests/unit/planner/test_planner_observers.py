@@ -73,6 +73,7 @@ MADE = ScalingDecision(
         "predicted_output_sequence_tokens": 140.0,
         "estimated_ttft_ms": 300.0,
         "estimated_itl_ms": 30.0,
+        "predicted_num_decode_replicas": 9.0,  # beyond the budget
     },
 )
 RECORD = DecisionRecord.of(MADE, SEEN, at_s=1.0, model="tiny", mode="load+sla")

@@ -47,12 +47,15 @@ class Listener:
                 await self.changed.wait()
 
     async def joined(self, publisher: ZmqPublisher) -> None:
-        """Publish until something arrives, then clear the record."""
+        """Publish until the last event arrives, then clear the record."""
         async with asyncio.timeout(TIMEOUT_S):
+            last = publisher.publish(b"hello?")
             while not self.events:
-                publisher.publish(b"hello?")
                 await asyncio.sleep(0.005)
-            await asyncio.sleep(0.02)
+                last = publisher.publish(b"hello?")
+            while self.events[-1][1] != last:
+                self.changed.clear()
+                await self.changed.wait()
         self.events.clear()
         self.gaps.clear()
 
@@ -199,8 +202,8 @@ async def test_a_full_queue_drops_events_of_one_subscriber_and_is_counted(
             await quick.have(100)
     assert quick.gaps == [] and publisher.dropped > 0
     stalled.subscriber._schedule_drain()
-    await stalled.have(1000)
     asyncio.get_running_loop().add_reader(stalled.subscriber._descriptor, stalled.subscriber._drain)
+    await stalled.have(1000)
     async with asyncio.timeout(TIMEOUT_S):
         while not stalled.gaps:
             publisher.publish(b"again")

@@ -118,6 +118,20 @@ def test_a_worker_that_sleeps_or_drains_is_not_started() -> None:
     assert without_awakening(same, {"dynamo_M": "asleep"}) == same
 
 
+def test_the_status_servers_of_a_service_have_successive_ports() -> None:
+    """Whether the graph names a worker, the planner adds it, or a reload replaces it."""
+    text = "A: {run: m, ServiceArgs: {workers: 2, envs: {DYN_SYSTEM_PORT: '9100'}}}"
+    planned = specs(text)
+    running = {spec.name: spec for spec in planned}
+    running["dynamo_A_3"] = plan_added("dynamo_A_3", planned[0].argv, {}, planned)
+    assert [one.env["DYN_SYSTEM_PORT"] for one in running.values()] == ["9100", "9101", "9103"]
+    wanted = specs(text.replace("9100", "9200"))
+    followed = follow(added_workers(running, planned), wanted)
+    assert followed[0].env["DYN_SYSTEM_PORT"] == "9203"
+    free = specs(text.replace("9100", "0"))
+    assert [one.env["DYN_SYSTEM_PORT"] for one in free] == ["0", "0"]
+
+
 def test_gpus_beside_those_that_are_held() -> None:
     half = replace(specs(TEXT)[0], name="half", gpu=0.5, gpus=("1",))
     allocator = allocator_beside(("0", "1", "2", "9"), [*specs(TEXT)[:1], half])
