@@ -264,7 +264,8 @@ class ScalingLoop:
             state.begin(seen.now_s)
             return
         state.begin(seen.now_s)
-        state.wanted = {pool.pool: pool.wanted for pool in made.pools}
+        # Only what it adds: a worker that a person removes later must not come back at once.
+        state.wanted = {one.pool: one.wanted for one in record.pools if one.wanted > one.before}
         self._execute(state, made, seen, record)
 
     def _execute(
