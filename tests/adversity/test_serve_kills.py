@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from deployment import free_port
-from serving import ROOT, Serving
+from serving import ROOT, Serving, is_running
 
 GRAPH = """
 Front: {run: SLEEPER, drain: 0.05}
@@ -179,7 +179,7 @@ def test_it_starts_again_after_a_crash(serving: Serving, both: bool) -> None:
             os.kill(serving.pid, signal.SIGKILL)
         assert serving.process is not None
         serving.process.wait(15)
-        psutil.wait_procs([psutil.Process(arbiter)] if psutil.pid_exists(arbiter) else [], 5)
+        serving.until(lambda arbiter=arbiter: not is_running(arbiter))  # type: ignore[misc]
     serving.start(graph)
     assert serving.stop() == 0
     serving.assert_clean()
