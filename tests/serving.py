@@ -28,6 +28,14 @@ SLEEPER = ROOT / "tests/e2e/service_sleep.py"
 CIRCUSCTL = Path(sys.executable).with_name("circusctl")
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process runs. A zombie, which process 1 of a container may never reap, does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Serving:
     """One ``dynamo serve`` in its own namespace and state directory."""
 

