@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo.box.systemd_unit import HEADER, SystemdUnit
-from dynamo.cli.serve import prepare, read_graph
+from dynamo.cli.graph_plan import prepare, read_graph
 from dynamo.config import environ, from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings

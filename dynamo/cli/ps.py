@@ -94,7 +94,7 @@ def _lines(found: Status) -> Iterator[str]:
     where = f" at {found['url']}" if found.get("url") else ""
     yield f"frontend: {found['frontend']}{where}"
     for one in (*models, *others, *found.get("others", ())):
-        if one.get("cause") and one["state"] != "failed":
+        if one.get("cause") and one["state"] not in ("ready", "failed"):
             yield f"{one.get('model') or one['name']} is {one['state']}: {one['cause']}"
     yield from problems
 
