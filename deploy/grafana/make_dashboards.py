@@ -56,7 +56,13 @@ def _panels(rows: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     y = 0
     for title, row in rows.items():
         place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
-        heading = {"type": "row", "title": title, "gridPos": place, "panels": []}
+        heading = {
+            "type": "row",
+            "collapsed": False,
+            "title": title,
+            "gridPos": place,
+            "panels": [],
+        }
         made.append({"id": len(made) + 1, **heading})
         x, y, row_height = 0, y + 1, 0
         for spec in row:

@@ -38,6 +38,7 @@ DecodeWorker:
   disaggregation-mode: decode
   ServiceArgs:
     workers: 2
+    min: 2
     envs:
       DYN_SYSTEM_PORT: "{decode}"
       DYN_HEALTH_CHECK_ENABLED: "true"

@@ -115,6 +115,9 @@ def test_panels_neither_overlap_nor_leave_the_grid(name: str) -> None:
         assert not cells & taken, panel["title"]
         cells |= taken
     assert len({panel["id"] for panel in panels}) == len(panels)
+    rows = [panel for panel in panels if panel["type"] == "row"]
+    required = {"id", "type", "title", "collapsed", "panels", "gridPos"}  # by Grafana's schema
+    assert rows and all(row.keys() == required for row in rows)
 
 
 def test_the_files_are_those_that_the_script_writes() -> None:
