@@ -26,6 +26,8 @@ _SIZE = _FIGURES.size
 _NO_COUNT = -1
 _MOMENTS, _USAGE = 3, 12
 """The places in a record of the first moment, and of the first field after the figures."""
+_OWNER = 11
+"""The place in the packed values of the worker, after the labels, the id and the figures."""
 
 
 class RecordRing:
@@ -97,16 +99,16 @@ class RecordRing:
         return number
 
     def _unpack(self, slot: int) -> tuple[Any, ...]:
-        number, name, *figures = _FIGURES.unpack_from(self._packed, slot * _SIZE)
-        *figures, prompt_tokens, tokens, cached, eligible, cost = figures
-        *figures, worker_id, dp_rank, overlap_blocks, blocks = figures
-        endpoint, model, outcome, mode, index = self._labels[number]
+        found = _FIGURES.unpack_from(self._packed, slot * _SIZE)
+        worker_id, dp_rank, overlap_blocks, blocks = found[_OWNER : _OWNER + 4]
+        prompt_tokens, tokens, cached, eligible, cost = found[_OWNER + 4 :]
+        endpoint, model, outcome, mode, index = self._labels[found[0]]
         price = None if isnan(cost) else cost
         return (
-            (endpoint, name.decode(), None),
+            (endpoint, found[1].decode(), None),
             model,
             outcome,
-            *figures,
+            *found[2:_OWNER],
             Usage(prompt_tokens, tokens, None if cached == _NO_COUNT else cached),
             Decision(worker_id, dp_rank, overlap_blocks, blocks),
             None,
