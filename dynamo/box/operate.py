@@ -94,9 +94,8 @@ class BoxActions:
     async def sleep(self, name: str) -> Steps:
         """Let workers finish their requests and free the memory of their GPUs."""
         if outside := find_outside(self._runtime, name):
-            async with self._engines() as engines:
-                async for text in outside.sleep(engines):
-                    yield text
+            async for text in outside.sleep(self._engines()):
+                yield text
             return
         async with self._open() as access, self._engines() as engines:
             await check_sleepers(access, engines)
@@ -115,9 +114,8 @@ class BoxActions:
     async def wake(self, name: str) -> Steps:
         """Restore the memory of workers that sleep; they serve again."""
         if outside := find_outside(self._runtime, name):
-            async with self._engines() as engines:
-                async for text in outside.wake(engines):
-                    yield text
+            async for text in outside.wake(self._engines()):
+                yield text
             return
         async with self._open() as access, self._engines() as engines:
             await check_sleepers(access, engines)

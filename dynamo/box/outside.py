@@ -9,6 +9,7 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ __all__ = ["OutsideWorker", "find_outside"]
 
 _ID = re.compile(r"[0-9a-f]{1,16}")
 _WAKE_TIMEOUT_S = 600.0
+_Engines = AbstractAsyncContextManager[RemoteEngines]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +65,20 @@ class OutsideWorker:
             process.close()
         yield f"{self.name}: drained"
 
-    async def sleep(self, engines: RemoteEngines) -> AsyncIterator[str]:
+    async def sleep(self, opened: _Engines) -> AsyncIterator[str]:
         """Let it finish its requests and free the memory of its GPUs."""
-        await self._check(engines)
-        yield f"{self.name} falls asleep when its requests are finished"
-        await engines.sleep(self.lease.lease_id)
+        async with opened as engines:
+            await self._check(engines)
+            yield f"{self.name} falls asleep when its requests are finished"
+            await engines.sleep(self.lease.lease_id)
         yield f"{self.name}: asleep; wake it with: dynamo wake {self.lease.lease_id:x}"
 
-    async def wake(self, engines: RemoteEngines) -> AsyncIterator[str]:
+    async def wake(self, opened: _Engines) -> AsyncIterator[str]:
         """Restore its memory."""
-        await self._check(engines)
-        yield f"waking {self.name}"
-        await engines.wake(self.lease.lease_id, _WAKE_TIMEOUT_S)
+        async with opened as engines:
+            await self._check(engines)
+            yield f"waking {self.name}"
+            await engines.wake(self.lease.lease_id, _WAKE_TIMEOUT_S)
         yield f"{self.name}: awake, ready for requests"
 
     async def _check(self, engines: RemoteEngines) -> None:

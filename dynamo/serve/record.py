@@ -149,10 +149,7 @@ class StatefileWriter:
         self._dirty.set()
 
     def is_draining(self, name: str) -> bool:
-        """Whether the component's ``state`` says that an exit is its end: it drains, or sleeps.
-
-        A worker that sleeps has no GPU to start again on.
-        """
+        """Whether an exit is the end of a component: it drains, or sleeps and has no GPU."""
         return self.states().get(name) in (DRAINING, ASLEEP)
 
     def is_asleep(self, name: str) -> bool:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from boxes import Server, binary, free_ports, needs
-from deployment import MODEL, Deployment
+from boxes import Server, binary, needs
+from deployment import MODEL, Deployment, free_port
 from load_kit import under_load
 from serving import ROOT, Serving
 
@@ -71,7 +71,7 @@ class Prometheus(Server):
     def __init__(self, folder: Path, frontend: int, planner: int, workers: list[int]) -> None:
         program = binary("prometheus")
         assert program is not None
-        (port,) = free_ports(1)
+        port = free_port()
         folder.mkdir()
         text = (FOLDER / "prometheus.yml").read_text()
         for old, new in ((8000, frontend), (9100, workers[0]), (9090, planner)):
@@ -171,7 +171,8 @@ def test_every_panel_shows_data(serving: Serving, tmp_path: Path) -> None:
             serving.until(lambda: set(prometheus.targets().values()) == {"up"})
             assert len(prometheus.targets()) == 5
             _until_no_more_are_empty(serving, prometheus, frontend)
-        assert not prometheus.firing()
+        # The planner may replace a worker for longer than the second that these rules wait.
+        assert prometheus.firing() <= {"DynamoWorkersMissing"}
     finally:
         prometheus.kill()
 
@@ -179,7 +180,7 @@ def test_every_panel_shows_data(serving: Serving, tmp_path: Path) -> None:
 def _ports() -> list[int]:
     """Free ports; the last two are successive, for the workers of one service."""
     for _ in range(50):
-        ports = free_ports(4)
+        ports = [free_port() for _ in range(4)]
         with socket.socket() as probe:
             if ports[3] < 65535 and probe.connect_ex(("127.0.0.1", ports[3] + 1)):
                 return [*ports, ports[3] + 1]
@@ -203,7 +204,7 @@ def _until_no_more_are_empty(serving: Serving, prometheus: Prometheus, frontend:
 
 def test_faults_fire_alerts(deployment: Deployment, tmp_path: Path) -> None:
     """A hung worker, a model without workers, a dead frontend."""
-    unused, first, second = free_ports(3)
+    unused, first, second = (free_port() for _ in range(3))
     prometheus = Prometheus(tmp_path / "prometheus", deployment.port, unused, [first, second])
     prometheus.start()
     try:
