@@ -52,7 +52,8 @@ class KeyRefused(HttpStatusError):
     def __init__(self, message: str, *, given: bool) -> None:
         super().__init__(401, message)
         challenge = 'Bearer realm="dynamo"' + (', error="invalid_token"' if given else "")
-        self.headers = (("www-authenticate", challenge),)
+        # Anthropic's clients obey the second; Claude Code tried a wrong key for three minutes.
+        self.headers = (("www-authenticate", challenge), ("x-should-retry", "false"))
 
     @property
     def body(self) -> bytes:

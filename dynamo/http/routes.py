@@ -94,6 +94,10 @@ class Routes:
             ):
                 exchange.refuse(415, _wrong_type(content_type))
                 return
+            if exchange.headers.get("content-encoding", "identity") != "identity":
+                text = "Content-Encoding is not supported; send the body without compression"
+                exchange.refuse(415, text)
+                return
         route(exchange)
 
     def _prefixed(self, path: str) -> dict[str, Route] | None:

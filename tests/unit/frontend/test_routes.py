@@ -71,6 +71,20 @@ def test_no_websocket() -> None:
     assert b" 200 " in bench.feed(b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n")  # it goes on
 
 
+def test_no_compressed_bodies() -> None:
+    def post(coding: str) -> bytes:
+        lines = (
+            "POST /p HTTP/1.1\r\nHost: a\r\nContent-Length: 0",
+            f"Content-Type: application/json\r\nContent-Encoding: {coding}\r\n\r\n",
+        )
+        return Bench(handler=table()).feed("\r\n".join(lines).encode())
+
+    for coding in ("gzip", "zstd"):
+        sent = post(coding)
+        assert sent.startswith(b"HTTP/1.1 415 ") and b"without compression" in sent
+    assert post("identity").startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("good", ["application/json", "Application/JSON; charset=utf-8"])
 def test_json_is_taken(good: str) -> None:
     assert ask("POST", "/p", good)[0] == 200

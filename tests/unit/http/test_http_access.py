@@ -120,6 +120,7 @@ async def test_a_refused_head_has_no_body(site: Site) -> None:
     writer.write(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n")
     head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 401 ") and b"content-length: " in head and not rest
+    assert b"\r\nx-should-retry: false" in head
     writer.close()
     await writer.wait_closed()
 
