@@ -160,8 +160,9 @@ class _Process:
             return "its engine sleeps and holds no GPU memory", f"dynamo wake {name}"
         if state == "loading" and self.entry.asleep:
             return "its engine wakes up", ""
-        if state == "loading" and not self.alive and self.last_exit:
-            return _joined(f"{self.last_exit}, restarting", output), f"dynamo logs {name}"
+        if state == "loading" and self.last_exit:
+            again = "started again" if self.alive else "restarting"
+            return _joined(f"{self.last_exit}, {again}", output), f"dynamo logs {name}"
         return output, ""
 
 

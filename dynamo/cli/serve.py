@@ -110,8 +110,8 @@ def _check_ports(specs: Sequence[WatcherSpec]) -> None:
                 check_free(frontend_address(spec.options, {**environ(), **spec.env}))
             except ConfigError as error:
                 raise ConfigError(
-                    f"{spec.name}: {error.message}; choose another port with "
-                    f"--{spec.service}.http-port"
+                    f"{spec.name}: {error.message}; choose another address with "
+                    f"--{spec.service}.http-host or --{spec.service}.http-port"
                 ) from None
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from dynamo.config import environ
 from dynamo.serve.arbiter import SupervisingArbiter
@@ -156,6 +157,8 @@ class StartupReport:
     async def _remind(self) -> None:
         while True:
             await asyncio.sleep(_REMIND_EVERY_S)
+            if self._arbiter.stopping:
+                return
             waited_s = time.monotonic() - self._started_s
             lines = [f"not ready after {waited_s:.0f} s; {self._state()}; still waiting"]
             loading = self._loading()
@@ -192,6 +195,6 @@ class StartupReport:
         self._announcer.announce(
             f"{what}{failures}   ({took_s:.1f} s)\n"
             f"  stop: Ctrl-C   logs: {self._logs}\n"
-            f"  control: circusctl --endpoint {self._plan.endpoint} status",
+            f"  control: circusctl --endpoint {quote(self._plan.endpoint)} status",
             logging.WARNING if failures else logging.INFO,
         )

@@ -171,7 +171,8 @@ def test_every_panel_shows_data(serving: Serving, tmp_path: Path) -> None:
             serving.until(lambda: set(prometheus.targets().values()) == {"up"})
             assert len(prometheus.targets()) == 5
             _until_no_more_are_empty(serving, prometheus, frontend)
-        assert not prometheus.firing()
+        # The planner may replace a worker for longer than the second that these rules wait.
+        assert prometheus.firing() <= {"DynamoWorkersMissing"}
     finally:
         prometheus.kill()
 

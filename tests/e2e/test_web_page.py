@@ -122,8 +122,10 @@ def test_the_page_shows_the_deployment_and_chats(site: Site) -> None:
     page.wait_for_selector("#request-rows td.note .candidates .chosen")
 
     page.click("#tab-connect")
+    page.wait_for_selector("#snippets >> text=CLAUDE_CODE_MAX_CONTEXT_TOKENS=131072")
     settings = page.inner_text("#snippets")
     assert f"http://127.0.0.1:{site.port}/v1" in settings and 'model="tiny"' in settings
+    assert "model_context_window = 131072\nmodel_auto_compact_token_limit = 111411" in settings
     assert not site.errors
     context.close()
 

@@ -15,7 +15,15 @@ import msgspec
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.validation import check_json
 
-__all__ = ["IMAGE", "CallForm", "ContentForm", "ToolImage", "message_text", "template_messages"]
+__all__ = [
+    "IMAGE",
+    "CallForm",
+    "ContentForm",
+    "ToolImage",
+    "alternating",
+    "message_text",
+    "template_messages",
+]
 
 Message = Mapping[str, Any]
 
@@ -69,6 +77,39 @@ def template_messages(
         else _convert(position, message, form, calls)
         for position, message in enumerate(messages)
     ]
+
+
+def alternating(messages: Sequence[Message], joins_results: bool) -> list[Message]:
+    """``messages`` without two of the user in a row, for templates that fail on them.
+
+    With ``joins_results`` a message of the user that follows a tool's is part of that. O(messages).
+    """
+    runs: list[tuple[Message, list[Any]]] = []
+    last = None
+    for message in messages:
+        role = message.get("role")
+        if role == "user" and (last == "user" or (joins_results and last == "tool")):
+            runs[-1][1].append(message.get("content"))
+            continue
+        runs.append((message, [message.get("content")]))
+        last = role
+    return [
+        first if len(contents) == 1 else {**first, "content": _joined(contents)}
+        for first, contents in runs
+    ]
+
+
+def _joined(contents: list[Any]) -> Any:
+    """One content; a text if all are texts."""
+    if all(isinstance(each, str) for each in contents):
+        return "\n\n".join(contents)
+    parts: list[Any] = []
+    for each in contents:
+        if isinstance(each, str):
+            parts.append({"type": "text", "text": each})
+        elif isinstance(each, list):
+            parts += each
+    return parts
 
 
 def message_text(position: int, message: Message) -> str:

@@ -7,7 +7,6 @@ and tool calls in a chat.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -167,10 +166,9 @@ class ItemConverter:
 
 
 def arranged(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
-    """``messages`` with one system message, the first, and no two of the user in a row.
+    """``messages`` with one system message, the first: most templates take no other.
 
-    Many templates fail on others. The first has the instructions and the system messages at the
-    beginning; later ones are the user's.
+    It has the instructions and the system messages at the beginning; later ones are the user's.
     """
     count = 0
     for message in messages:
@@ -179,19 +177,11 @@ def arranged(instructions: str | None, messages: Sequence[Message]) -> list[Mess
         count += 1
     contents: list[Any] = [] if instructions is None else [instructions]
     contents += [message["content"] for message in messages[:count]]
-    found: list[Message] = []
-    if contents:
-        found.append({"role": "system", "content": _joined(contents)})
-    for is_users, group in groupby(messages[count:], key=_is_users):
-        if is_users:
-            found.append({"role": "user", "content": _joined([each["content"] for each in group])})
-        else:
-            found += group
-    return found
-
-
-def _is_users(message: Message) -> bool:
-    return message["role"] in ("system", "user")
+    first = [{"role": "system", "content": _joined(contents)}] if contents else []
+    return first + [
+        {**message, "role": "user"} if message["role"] == "system" else message
+        for message in messages[count:]
+    ]
 
 
 def _no_message(where: str, item: dict[str, Any]) -> None:

@@ -96,6 +96,8 @@ class CombinedPolicy:
     def _outlook(self, sizing: _PoolSizing, seen: Observation) -> _Outlook:
         start_s = sizing.start_up.seconds + self.interval_s
         ahead_s = _AHEAD * self.interval_s + _AHEAD_STARTS * sizing.start_up.seconds
+        # What is decided now must last until the next action is allowed.
+        ahead_s = max(ahead_s, self._actions.next_s)
         path = self._forecast.path(start_s + ahead_s)
         first = min(int(start_s / self._forecast.interval_s), len(path) - 1)
         return _Outlook(

@@ -145,10 +145,10 @@ class _Prophet(Predictor):
         super().__init__(window)
         with _quiet("prophet.plot"):
             self._prophet = load_library("prophet", "--load-predictor prophet", _INSTEAD).Prophet
-        self._pandas = load_library("pandas", "--load-predictor prophet", _INSTEAD)
+        _pandas()
 
     def _path(self, steps: int) -> Predictions:
-        pandas = self._pandas
+        pandas = _pandas()  # not an attribute: a policy is copied, and a module cannot be
         count = len(self.values)
         stamps = pandas.date_range("2024-01-01", periods=count + steps, freq="min")
         with _quiet("cmdstanpy"), _quiet("prophet"):
@@ -161,6 +161,10 @@ class _Prophet(Predictor):
             model.fit(pandas.DataFrame({"ds": stamps[:count], "y": list(self.values)}))
             ahead = model.predict(pandas.DataFrame({"ds": stamps[count:]}))["yhat"]
             return [(float(value), 0.0) for value in ahead]
+
+
+def _pandas() -> Any:
+    return load_library("pandas", "--load-predictor prophet", _INSTEAD)
 
 
 _PREDICTORS: dict[str, type[Predictor]] = {

@@ -66,6 +66,8 @@ def test_a_worker_that_is_restarted() -> None:
     assert (status.state, status.restarts) == ("loading", 2)
     assert status.cause == "was killed by SIGKILL, restarting; last output: x"
     assert status.remedy == "dynamo logs d_W"
+    again = one(seen(document(entry("d_W", MOCKER, 11, watcher=watcher)), last_output=last("x")))
+    assert again.cause == "was killed by SIGKILL, started again; last output: x"
 
 
 def test_a_worker_that_was_given_up() -> None:

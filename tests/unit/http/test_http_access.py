@@ -114,6 +114,16 @@ async def test_keys_open_and_credentials_go_no_further(site: Site, file: KeyFile
     assert counts == {"alice": 8, "root": 0}
 
 
+async def test_a_refused_head_has_no_body(site: Site) -> None:
+    """Claude Code begins with a HEAD without its key. RFC 9110 9.3.2."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    writer.write(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n")
+    head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 401 ") and b"content-length: " in head and not rest
+    writer.close()
+    await writer.wait_closed()
+
+
 async def test_an_api_with_error_bodies_of_its_own(site: Site) -> None:
     def body(path: str, status: int, message: str) -> bytes | None:
         own = json.dumps({"own": [path, status, message]}).encode()

@@ -125,8 +125,10 @@ def test_offline_without_a_cached_model_is_an_error(tmp_path: Path) -> None:
         f"ConfigError no such directory, and not (complete) in the Hugging Face cache: the model "
         f"'{NAME}' ({tmp_path}/hub); download it with 'hf download {NAME}' or unset HF_HUB_OFFLINE"
     )
-    text, _ = resolve(tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
-    assert "not (complete) in the Hugging Face cache" in text and "127.0.0.1:9 failed: " in text
+    for options in ("", "weights=True"):
+        text, _ = resolve(tmp_path, options=options, HF_ENDPOINT="http://127.0.0.1:9")
+        assert "not (complete) in the Hugging Face cache" in text
+        assert "127.0.0.1:9 failed: " in text
 
 
 def test_only_the_files_of_prompts_are_downloaded(tmp_path: Path, hub_of: HubOf) -> None:
@@ -147,6 +149,8 @@ def test_the_weights_come_in_one_format_with_progress(tmp_path: Path, hub_of: Hu
     assert f"downloading {NAME}: 100 % of 0.00 GB" in log
     again, _ = resolve(tmp_path, options="weights=True", HF_HUB_OFFLINE="1")
     assert again == text
+    again, log = resolve(tmp_path, options="weights=True", HF_ENDPOINT="http://127.0.0.1:9")
+    assert again == text and "looking in the cache" in log
 
 
 def test_pickled_weights_are_downloaded_if_there_are_no_others(
