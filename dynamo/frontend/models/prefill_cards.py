@@ -1,0 +1,76 @@
+"""The cards of prefill workers, each with the entry of its model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from dynamo.frontend.models.model import ModelEntry
+from dynamo.protocols.card import ModelCard
+
+__all__ = ["PrefillCards"]
+
+log = logging.getLogger(__name__)
+
+
+class PrefillCards:
+    """Assigns the card of each prefill worker to the entry of its model in ``entries``.
+
+    A card may arrive before its model. ``reject(model, reason, text)`` is called for a card that
+    conflicts with the others; it is tried again when those are removed.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, ModelEntry], reject: Callable[[str, str, str], None]
+    ) -> None:
+        self._entries = entries
+        self._reject = reject
+        self._cards: dict[str, ModelCard] = {}
+        self._owners: dict[str, ModelEntry] = {}
+        self._refused: set[str] = set()
+
+    def add(self, key: str, card: ModelCard) -> None:
+        """Add or replace the card at ``key``."""
+        self._forget(key)
+        self._cards[key] = card
+        entry = self._entries.get(card.display_name)
+        if entry is None:
+            log.info("%s waits for a decode worker of %s", key, card.display_name)
+        else:
+            self._offer(entry, key, card)
+
+    def remove(self, key: str) -> None:
+        """Remove the card at ``key``, if it is that of a prefill worker."""
+        entry = self._forget(key)
+        if entry is not None:
+            self.assign(entry)
+
+    def assign(self, entry: ModelEntry) -> None:
+        """Offer the unassigned cards to ``entry``, which is new or has lost a prefill worker."""
+        for key, card in self._cards.items():
+            if card.display_name == entry.name and self._owners.get(key) is not entry:
+                self._offer(entry, key, card)
+
+    def _forget(self, key: str) -> ModelEntry | None:
+        self._cards.pop(key, None)
+        self._refused.discard(key)
+        entry = self._owners.pop(key, None)
+        if entry is not None:
+            card = entry.prefill.remove(key)
+            log.info("model %s: prefill worker %x left", entry.name, card.instance_id)
+        return entry
+
+    def _offer(self, entry: ModelEntry, key: str, card: ModelCard) -> None:
+        reason = entry.prefill_agrees_with(card)
+        if reason:
+            self._owners.pop(key, None)
+            if key in self._refused:
+                return
+            self._refused.add(key)
+            text = f"{key}: the workers of {entry.name} have another {reason}; it gets no prompts"
+            self._reject(entry.name, reason, text)
+            return
+        self._refused.discard(key)
+        entry.prefill.add(key, card)
+        self._owners[key] = entry
+        log.info("model %s: prefill worker %x joined", entry.name, card.instance_id)
