@@ -119,7 +119,7 @@ class PlannerSettings:
         help="target of the time between tokens",
     )
     load_predictor: str = option(
-        "arima",
+        "kalman",
         "--load-predictor",
         choices=("constant", "arima", "kalman", "prophet"),
         help="how the traffic of the next interval is forecast",

@@ -135,10 +135,11 @@ class ScalingLoop:
         """Return each model, and what its policy would decide now."""
         await self._sources.read_frontends()
         found = []
-        for state in self._models.values():
+        for state in list(self._models.values()):
             seen = self._observe(state, ends=False)
             cold = self._is_cold(state)
-            made = cold_decision(self._pools(state.model)) if cold else state.rehearse(seen)
+            pools = self._pools(state.model)
+            made = cold_decision(pools) if cold else await state.rehearse(seen)
             found.append((state, self._record(state, made, seen)))
         return found
 
@@ -162,9 +163,9 @@ class ScalingLoop:
         due = [state for state in active if state.due_s <= soon_s and not self._is_cold(state)]
         if due:
             await self._sources.read_frontends()
-        if not self._stopped.is_set():
-            for state in due:
-                self._decide(state)
+        for state in due:
+            if not self._stopped.is_set():
+                await self._decide(state)
 
     async def _share(self, sharing: GpuSharing) -> None:
         """Carry out what the sharing of GPUs changes, beside the policies."""
@@ -254,16 +255,19 @@ class ScalingLoop:
         traffic = self._sources.traffic(state.model.name, now_s, ends=ends)
         return state.observation(now_s, pools, traffic, max_gpus)
 
-    def _decide(self, state: ModelState) -> None:
+    async def _decide(self, state: ModelState) -> None:
         seen = self._observe(state, ends=True)
         try:
-            made = state.decide(seen)
+            made = await state.decide(seen)
             record = self._record(state, made, seen)
         except Exception:  # a mistake in a policy must not stop the planner
             log.exception("policy %s failed; nothing is changed", state.policy.name)
             state.begin(seen.now_s)
             return
         state.begin(seen.now_s)
+        if self._stopped.is_set() or self._paused:  # in the meantime
+            state.applied(made, [pool.pool for pool in made.pools])
+            return
         # Only what it adds: a worker that a person removes later must not come back at once.
         state.wanted = {one.pool: one.wanted for one in record.pools if one.wanted > one.before}
         self._execute(state, made, seen, record)
@@ -279,7 +283,7 @@ class ScalingLoop:
         if record.changes and not self._settings.no_operation:
             state.apply(self._tasks.spawn(self._apply(state, made, record), name="scale"))
         else:
-            state.policy.applied(made, [pool.pool for pool in made.pools if record.changes])
+            state.applied(made, [pool.pool for pool in made.pools if record.changes])
             self._observers.finished(record)
 
     def _record(
@@ -299,7 +303,7 @@ class ScalingLoop:
             await self._refresh()
         finally:
             state.pending.remove(record)
-            state.policy.applied(made, errors.keys())
+            state.applied(made, errors.keys())
             state.changed(bool(errors), self._clock())
             after = {name: pool.workers for name, pool in self._pools(state.model).items()}
             self._observers.finished(record.finished(after, self._clock() - started_s, errors))

@@ -6,7 +6,8 @@ import asyncio
 import copy
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 from dynamo.planner.decisions import DecisionRecord
 from dynamo.planner.observation import Observation, Pool, Pull, Traffic
@@ -17,6 +18,9 @@ __all__ = ["ModelState", "Pools"]
 
 Pools = Mapping[str, Pool]
 """The pools of a model, by name."""
+
+_Applied: TypeAlias = tuple[ScalingDecision, tuple[str, ...]]
+"""A decision that was carried out, and the pools in which that failed."""
 
 _PULLS = 100_000
 _LONGEST_PAUSE_S = 60.0
@@ -46,6 +50,8 @@ class ModelState:
         self.begins = True
         self.due_s = math.inf
         self._ready = frozenset[str]()
+        self._deciding = asyncio.Lock()
+        self._applied: list[_Applied] = []
 
     @property
     def is_busy(self) -> bool:
@@ -67,7 +73,7 @@ class ModelState:
     def apply(self, task: asyncio.Task[None]) -> None:
         """Count ``task`` as a change; after that of a blocking policy, an interval begins."""
         self.tasks.add(task)
-        task.add_done_callback(self._applied)
+        task.add_done_callback(self._ended)
 
     def changed(self, failed: bool, now_s: float) -> None:
         """Count the outcome of a change: each failure in a row doubles the pause behind it."""
@@ -89,15 +95,33 @@ class ModelState:
             changed=self.model.ready() != self._ready,
         )
 
-    def decide(self, seen: Observation) -> ScalingDecision:
-        """Return what the policy decides."""
-        return self._decide(self.policy, seen)
+    async def decide(self, seen: Observation) -> ScalingDecision:
+        """Return what the policy decides.
 
-    def rehearse(self, seen: Observation) -> ScalingDecision:
+        It decides in a thread: a forecast takes up to a second.
+        """
+        async with self._deciding:
+            applied, self._applied = self._applied, []
+            return await asyncio.to_thread(self._ask, self.policy, applied, seen)
+
+    async def rehearse(self, seen: Observation) -> ScalingDecision:
         """Return what the policy would decide, without effect on it."""
-        return self._decide(copy.deepcopy(self.policy), seen)
+        async with self._deciding:
+            policy, applied = copy.deepcopy(self.policy), list(self._applied)
+        return await asyncio.to_thread(self._ask, policy, applied, seen)
 
-    def _decide(self, policy: Policy, seen: Observation) -> ScalingDecision:
+    def applied(self, made: ScalingDecision, failed: Collection[str]) -> None:
+        """Count ``made`` as carried out, except in the pools ``failed``.
+
+        The policy gets it with its next decision: it may be deciding now.
+        """
+        self._applied.append((made, tuple(failed)))
+
+    def _ask(
+        self, policy: Policy, applied: Sequence[_Applied], seen: Observation
+    ) -> ScalingDecision:
+        for made, failed in applied:
+            policy.applied(made, failed)
         if seen.traffic.known or not self._needs_traffic:
             return policy.decide(seen)
         rule = "the traffic is unknown: a frontend does not answer"
@@ -110,7 +134,7 @@ class ModelState:
             )
         )
 
-    def _applied(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         if self.policy.blocking:
             self.begins = True

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dynamo.planner.capacity.learned import Line
 from dynamo.planner.capacity.model import DecodePoint
-from dynamo.planner.capacity.profile_files import DecodePoints, PrefillPoints, WorkerProfile
+from dynamo.planner.capacity.profile_files import (
+    DecodePoints,
+    PrefillPoints,
+    WorkerProfile,
+    read_profile,
+)
 from dynamo.planner.libraries import load_library
 
-__all__ = ["GRID", "DecodeSurface", "PrefillCurve", "ProfiledCapacity"]
+__all__ = ["GRID", "DecodeSurface", "PrefillCurve", "ProfiledCapacity", "read_capacity"]
 
 GRID = 100
 """Cells of the decode surface in each direction."""
+
+_NEARLY_FULL = 0.9
+"""KV usage up to which `dynamo profile` measures."""
 
 
 class PrefillCurve:
@@ -53,6 +63,11 @@ class DecodeSurface:
         """Return the ITL with ``concurrency`` sequences of ``context`` tokens on the worker."""
         return float(self._itl[self._cell(concurrency, context)])
 
+    @property
+    def max_kv_tokens(self) -> int:
+        """The tokens that the KV cache of a worker holds."""
+        return self._max_kv_tokens
+
     def tokens_per_s(self, concurrency: float, context: float) -> float:
         """Return the output tokens per second and GPU at that load."""
         return float(self._rate[self._cell(concurrency, context)])
@@ -67,6 +82,12 @@ class DecodeSurface:
             itl_ms=float(self._itl[row, column]),
             kv_usage=float(self._usage[column]),
         )
+
+    def line(self, context: float) -> Line:
+        """Return the ITL (ms) over the running sequences, from an idle to a nearly full worker."""
+        full = max(_NEARLY_FULL * self._max_kv_tokens / max(context, 1.0), 1.0)
+        idle_ms = self.itl_ms(0.0, context)
+        return Line(max(self.itl_ms(full, context) - idle_ms, 0.0) / full, idle_ms)
 
     def _surface(self, at: Any, values: Any) -> Any:
         """Return the grid, one row a context length."""
@@ -94,11 +115,14 @@ class DecodeSurface:
 class ProfiledCapacity:
     """Both parts of a profile. Prefill and decode were measured one without the other."""
 
-    mixed = False
-
     def __init__(self, profile: WorkerProfile) -> None:
         self.prefill = PrefillCurve(profile.prefill)
         self.decode = DecodeSurface(profile.decode)
+
+
+def read_capacity(directory: str | None) -> ProfiledCapacity | None:
+    """Return the profile of --profile-results-dir, None without one. Raises ConfigError."""
+    return None if directory is None else ProfiledCapacity(read_profile(Path(directory)))
 
 
 def _spline(x: Any, y: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Capacity learned from the traffic, for a deployment without a profile. Pure. Spec 6.5, 1.x.
+"""Capacity of prefill and decode workers without a profile: learned. Pure. Spec 6.5, 1.x.
 
 Two lines, each through the last intervals:
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dynamo.planner.capacity.model import DecodePoint
-from dynamo.planner.observation import Observation, Pool
+from dynamo.planner.observation import Observation, Pool, Pull
 
 __all__ = ["MIN_POINTS", "LearnedCapacity", "LearnedDecode", "LearnedPrefill", "Line", "fit_line"]
 
@@ -92,8 +92,7 @@ class LearnedDecode:
 class LearnedCapacity:
     """Learns both lines from what :meth:`observe` receives."""
 
-    def __init__(self, aggregated: bool) -> None:
-        self.mixed = aggregated
+    def __init__(self) -> None:
         self.prefill: LearnedPrefill | None = None
         self.decode: LearnedDecode | None = None
         self._prefill_points: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
@@ -104,7 +103,7 @@ class LearnedCapacity:
         traffic, decode = seen.traffic, seen.decode
         if traffic.isl is None or not decode.ready:
             return
-        queued = _queued_prompts(seen)
+        queued = _queued_prompts(seen.pulls)
         if traffic.ttft_ms is not None and queued is not None:
             self._prefill_points.append(((1.0 + queued) * traffic.isl, traffic.ttft_ms))
             line = fit_line(self._prefill_points)
@@ -123,11 +122,8 @@ def _gpus(pool: Pool) -> float:
     return pool.gpus_per_worker or 1.0
 
 
-def _queued_prompts(seen: Observation) -> float | None:
+def _queued_prompts(pulls: Sequence[Pull]) -> float | None:
     """Return the mean number of requests that wait for their prefill, per worker."""
-    if seen.prefill is not None:
-        depths = [pull.prefill_queue for pull in seen.pulls if pull.prefill_queue is not None]
-        depths = [depth for depth in depths if math.isfinite(depth)]
-        return sum(depths) / len(depths) if depths else None
-    waiting = [worker.waiting for pull in seen.pulls for worker in pull.decode]
-    return sum(waiting) / len(waiting) if waiting else None
+    depths = [pull.prefill_queue for pull in pulls if pull.prefill_queue is not None]
+    depths = [depth for depth in depths if math.isfinite(depth)]
+    return sum(depths) / len(depths) if depths else None

@@ -41,15 +41,7 @@ class DecodeCapacity(Protocol):
 
 
 class WorkerCapacity(Protocol):
-    """Both models of a kind of worker.
-
-    ``mixed``: the figures are those of workers that prefill and decode at the same time, so each
-    already has the other's share of the time in it.
-    """
-
-    @property
-    def mixed(self) -> bool:
-        """Whether prefill and decode were observed together."""
+    """Both models of a kind of worker."""
 
     @property
     def prefill(self) -> PrefillCapacity | None:

@@ -17,23 +17,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.planner.capacity.interpolation import read_capacity
 from dynamo.planner.observation import Observation, Pool
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
 from dynamo.planner.policies.budget import Workers, affordable, clamp, kept
 from dynamo.planner.policies.forecast import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.pacing import ActionLimit, StartUpTime
-from dynamo.planner.policies.sizing import ITL_SHARE, TAIL
-from dynamo.planner.policies.staffing import MeanLimits, WorkerLoadModel
+from dynamo.planner.policies.sizing import backlog
+from dynamo.planner.policies.staffing import MeanLimits, WorkerLoadModel, mean_limits
 
 __all__ = ["CombinedPolicy"]
 
 _REACTION_S = 5.0
 _INTERVALS = 3
 """Decisions in one interval of the forecast."""
-
-_KV_USAGE = 0.85
-"""A mean that leaves room for the variation between workers."""
 
 _AHEAD, _AHEAD_STARTS = 3, 0.5
 _HOLD, _HOLD_STARTS = 6, 0.5
@@ -49,9 +47,6 @@ _DOWN_MARGIN = 1.05
 _DRAIN = 12
 """Decisions in which a backlog should be gone."""
 
-_UNREMARKABLE = 3
-"""Queued requests that are no backlog."""
-
 
 class CombinedPolicy:
     """Sizes the pools for the forecast, and for the backlog if there is one.
@@ -66,15 +61,13 @@ class CombinedPolicy:
 
     def __init__(self, settings: PlannerSettings, prefill: bool) -> None:
         self.interval_s = min(_REACTION_S, settings.adjustment_interval_s)
-        limits = MeanLimits(
-            ttft_ms=settings.ttft_ms / TAIL,
-            itl_ms=settings.itl_ms * ITL_SHARE,
-            kv_usage=_KV_USAGE,
-        )
+        limits = mean_limits(settings.ttft_ms, settings.itl_ms)
         names = (PREFILL, DECODE) if prefill else (DECODE,)
         self._pools = {name: _PoolSizing(limits) for name in names}
         self._forecast = RateForecast(_INTERVALS * self.interval_s)
-        self._meter = LoadMeter(aggregated=not prefill)
+        self._meter = LoadMeter(
+            aggregated=not prefill, profile=read_capacity(settings.profile_results_dir)
+        )
         self._actions = ActionLimit()
         self._queued = 0
         self._now_s = 0.0
@@ -103,16 +96,17 @@ class CombinedPolicy:
     def _outlook(self, sizing: _PoolSizing, seen: Observation) -> _Outlook:
         start_s = sizing.start_up.seconds + self.interval_s
         ahead_s = _AHEAD * self.interval_s + _AHEAD_STARTS * sizing.start_up.seconds
+        # What is decided now must last until the next action is allowed.
+        ahead_s = max(ahead_s, self._actions.next_s)
         path = self._forecast.path(start_s + ahead_s)
         first = min(int(start_s / self._forecast.interval_s), len(path) - 1)
-        expected = self._forecast.rate * sizing.limits.ttft_ms / 1000.0 + _UNREMARKABLE
         return _Outlook(
             start_s=start_s,
             later=float(path[first:].max()),
             most=float(path.max()),
             arriving=float(path[:first].sum()) * self._forecast.interval_s,
             served_s=first * self._forecast.interval_s,
-            backlog=max(seen.traffic.queued - expected, 0.0),
+            backlog=backlog(seen.traffic.queued, self._forecast.rate, sizing.limits.ttft_ms),
         )
 
     def _decision(self, needs: Mapping[str, _Need], seen: Observation) -> ScalingDecision:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dynamo.planner.capacity.interpolation import ProfiledCapacity
 from dynamo.planner.capacity.learned import fit_line
 from dynamo.planner.observation import Observation, Pull, WorkerLoad
 from dynamo.planner.policies.base import DECODE, PREFILL
@@ -39,6 +40,9 @@ _UNLOADED = 0.1
 
 _INTERVALS = 120
 
+_PRIOR_PROMPTS = 20.0
+"""Prompts for which the profile counts."""
+
 _FEW_SEQUENCES = 8.0
 _PRIOR_SHARE, _SHARES = 0.5, (0.2, 0.9)
 """Share of a decode step that grows with the sequences: first guess, and what is plausible."""
@@ -50,10 +54,14 @@ class LoadMeter:
     The share of load reports in which a worker computes a prompt is the share of its time that
     prefill takes; divided by the rate it is the time that one request takes. Prefill workers, and
     engines such as vLLM, report no prompts: there it is the TTFT of quiet intervals.
+
+    A ``profile`` is the first guess of the time of a prompt, the upper bound of that in quiet
+    intervals, and says how much of a decode step grows with the sequences.
     """
 
-    def __init__(self, aggregated: bool) -> None:
+    def __init__(self, aggregated: bool, profile: ProfiledCapacity | None = None) -> None:
         self._aggregated = aggregated
+        self._profile = profile
         self._is_reported = False
         self._sums: dict[str, float] = {}
         self._steps: deque[tuple[float, float]] = deque(maxlen=_INTERVALS)
@@ -90,7 +98,7 @@ class LoadMeter:
         """Return the cost of a request in ``pool``; None before the first one was measured."""
         prefill = self._aggregated or pool == PREFILL
         decode = self._aggregated or pool == DECODE
-        service_s = self._ratio("busy_s", "started")
+        service_s = self._service_s()
         if (prefill and service_s <= 0.0) or (decode and not self._sum("finished")):
             return None
         waited_s = self._sum("waited_s") + _PRIOR_BURST * _PRIOR_S
@@ -119,8 +127,19 @@ class LoadMeter:
         if traffic.ttft_ms is None or not traffic.isl:
             return None
         self._ttft_s_per_token.append(traffic.ttft_ms / 1000.0 / traffic.isl)
-        per_token_s = float(np.quantile(self._ttft_s_per_token, _UNLOADED))
-        return started * per_token_s * traffic.isl / traffic.duration_s
+        alone_s = float(np.quantile(self._ttft_s_per_token, _UNLOADED)) * traffic.isl
+        if self._profile is not None:
+            # Above the profile is a wait, below it a cached prefix.
+            alone_s = min(alone_s, self._profile.prefill.ttft_ms(traffic.isl) / 1000.0)
+        return started * alone_s / traffic.duration_s
+
+    def _service_s(self) -> float:
+        """Return the mean time of a prompt: observed, and a few as profiled."""
+        if self._profile is None or not self._sum("prompts"):
+            return self._ratio("busy_s", "started")
+        alone_s = self._profile.prefill.ttft_ms(self.lengths[0]) / 1000.0
+        total_s = self._sum("busy_s") + _PRIOR_PROMPTS * alone_s
+        return total_s / (self._sum("started") + _PRIOR_PROMPTS)
 
     def _observe_prefill(self, seen: Observation, started: float, busy: float) -> None:
         traffic, pool = seen.traffic, seen.prefill or seen.decode
@@ -132,7 +151,7 @@ class LoadMeter:
         calm = busy < _CALM * ready and not seen.changed
         if traffic.ttft_ms is None or not calm or not self._sum("started"):
             return
-        service_s = self._ratio("busy_s", "started")
+        service_s = self._service_s()
         load = min(self._ratio("recent_started", "recent_s") * service_s, _CALM * ready)
         self._add("waited_s", started * max(traffic.ttft_ms / 1000.0 - service_s, 0.0))
         self._add("mm_wait_s", started * service_s * wait_factor(load, ready))
@@ -164,6 +183,12 @@ class LoadMeter:
         whole_ms, running = self._ratio("itl_ms", "itl_s"), self._ratio("running", "itl_s")
         if whole_ms <= 0:
             return 0.0, 0.0
+        if self._profile is not None:
+            isl, osl = self.lengths
+            profiled = self._profile.decode.line(isl + osl / 2)
+            grows_ms = profiled.slope * running
+            share = min(grows_ms / max(profiled.offset + grows_ms, 1e-9), _SHARES[1])
+            return whole_ms * (1.0 - share), whole_ms * share / max(running, 1e-3)
         line = fit_line(self._steps)
         share = line.slope * running / whole_ms if line else _PRIOR_SHARE
         # Of few sequences the share is small, and cannot be measured.

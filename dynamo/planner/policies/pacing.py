@@ -37,6 +37,11 @@ class ActionLimit:
         """Return whether workers may be added (``up``) or removed now."""
         return self._tokens >= 1.0 + (0.0 if up else _KEPT_FOR_UP)
 
+    @property
+    def next_s(self) -> float:
+        """The time from an action now until workers may be added again."""
+        return max(2.0 - self._tokens, 0.0) * 3600.0 / _PER_HOUR
+
     def use(self) -> None:
         """Count one action."""
         self._tokens -= 1.0

@@ -1,7 +1,7 @@
-"""Predictors: the next value of a series of intervals. Spec 6.4 of the planner.
+"""Predictors: the next values of a series of intervals. Spec 6.4 of the planner.
 
 NaN counts as 0, leading zeros (an idle start) are not stored, below five values the last one is the
-prediction, and no prediction is negative. A prediction is exactly one interval ahead.
+prediction, and no prediction is negative. :meth:`Predictor.predict` is exactly one interval ahead.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,14 @@ __all__ = ["MIN_VALUES", "Predictor", "make_predictor"]
 
 MIN_VALUES = 5
 """Values that a model needs."""
+
+_CAUTION = 0.5
+"""Standard deviations that are added to a rate to prepare for: the further ahead, the more."""
+
+_MOST_GROWTH = 2.0
+
+Predictions: TypeAlias = Sequence[tuple[float, float]]
+"""Predictions with their standard deviations; 0 where it is not known."""
 
 _INSTEAD = "--load-predictor constant"
 
@@ -42,33 +50,47 @@ class Predictor(ABC):
 
     def predict(self) -> float:
         """Return the value expected in the next interval; 0 without values."""
+        return self._bounded(1, 0.0)
+
+    def highest(self, steps: int) -> float:
+        """Return the highest value to prepare for in the next ``steps`` intervals.
+
+        That is the highest prediction, half a standard deviation added. Nothing is extrapolated
+        further than half of the values, nor above twice the highest one.
+        """
+        known = max(1, len(self.values) // 2 - 1)
+        most = _MOST_GROWTH * max(self.values, default=0.0)
+        return min(self._bounded(min(steps, known), _CAUTION), most)
+
+    def _bounded(self, steps: int, caution: float) -> float:
         if not self.values:
             return 0.0
         if len(self.values) < MIN_VALUES:
             return max(self.values[-1], 0.0)
-        predicted = self._predict()
-        return max(predicted if math.isfinite(predicted) else self.values[-1], 0.0)
+        high = max(mean + caution * deviation for mean, deviation in self._path(steps))
+        return max(high if math.isfinite(high) else self.values[-1], 0.0)
 
     @abstractmethod
-    def _predict(self) -> float:
-        """Return the prediction from at least :data:`MIN_VALUES` values."""
+    def _path(self, steps: int) -> Predictions:
+        """Return the predictions of 1, 2, … ``steps`` intervals ahead, from at least
+        :data:`MIN_VALUES` values."""
 
 
 class _Constant(Predictor):
     """The last value."""
 
-    def _predict(self) -> float:
-        return self.values[-1]
+    def _path(self, steps: int) -> Predictions:
+        return [(self.values[-1], 0.0)]
 
 
 class _Kalman(Predictor):
     """A local linear trend whose noise is chosen by likelihood."""
 
-    def _predict(self) -> float:
+    def _path(self, steps: int) -> Predictions:
         fitted = TrendFilter()
         for value in self.values:
             fitted.add(value)
-        return fitted.forecast(1).level
+        return [(ahead.level, ahead.deviation) for ahead in fitted.path(steps)]
 
 
 class _Arima(Predictor):
@@ -90,9 +112,10 @@ class _Arima(Predictor):
         self._order = self.ORDERS[0]
         self._predictions = 0
 
-    def _predict(self) -> float:
+    def _path(self, steps: int) -> Predictions:
+        last = [(self.values[-1], 0.0)]
         if min(self.values) == max(self.values):
-            return self.values[-1]  # no variance to fit
+            return last  # no variance to fit
         with _quiet("statsmodels"):
             if self._predictions % self._CHOOSE_EVERY == 0:
                 fits = {order: self._fit(order) for order in self.ORDERS}
@@ -100,7 +123,10 @@ class _Arima(Predictor):
                 self._order = min(known, key=lambda o: known[o].aicc, default=self.ORDERS[0])
             self._predictions += 1
             fit = self._fit(self._order)
-            return self.values[-1] if fit is None else float(fit.forecast(1)[0])
+            if fit is None:
+                return last
+            ahead = fit.get_forecast(steps)
+            return list(zip(ahead.predicted_mean, ahead.se_mean, strict=True))
 
     def _fit(self, order: tuple[int, int, int]) -> Any:
         """Return the fitted model; None if it cannot be fitted, or only without a usable AICc."""
@@ -119,12 +145,12 @@ class _Prophet(Predictor):
         super().__init__(window)
         with _quiet("prophet.plot"):
             self._prophet = load_library("prophet", "--load-predictor prophet", _INSTEAD).Prophet
-        self._pandas = load_library("pandas", "--load-predictor prophet", _INSTEAD)
+        _pandas()
 
-    def _predict(self) -> float:
-        pandas = self._pandas
+    def _path(self, steps: int) -> Predictions:
+        pandas = _pandas()  # not an attribute: a policy is copied, and a module cannot be
         count = len(self.values)
-        stamps = pandas.date_range("2024-01-01", periods=count + 1, freq="min")
+        stamps = pandas.date_range("2024-01-01", periods=count + steps, freq="min")
         with _quiet("cmdstanpy"), _quiet("prophet"):
             model = self._prophet(
                 daily_seasonality=False,
@@ -133,7 +159,12 @@ class _Prophet(Predictor):
                 uncertainty_samples=0,
             )
             model.fit(pandas.DataFrame({"ds": stamps[:count], "y": list(self.values)}))
-            return float(model.predict(pandas.DataFrame({"ds": stamps[count:]}))["yhat"].iloc[0])
+            ahead = model.predict(pandas.DataFrame({"ds": stamps[count:]}))["yhat"]
+            return [(float(value), 0.0) for value in ahead]
+
+
+def _pandas() -> Any:
+    return load_library("pandas", "--load-predictor prophet", _INSTEAD)
 
 
 _PREDICTORS: dict[str, type[Predictor]] = {

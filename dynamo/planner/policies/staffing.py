@@ -14,9 +14,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["MOST_WORKERS", "MeanLimits", "WorkerLoadModel", "wait_factor"]
+__all__ = ["MOST_WORKERS", "MeanLimits", "WorkerLoadModel", "mean_limits", "wait_factor"]
 
 MOST_WORKERS = 1024
+
+_TAIL = math.log(10)
+"""Times to first token have about an exponential tail: 1 in 10 is above ln 10 times the mean."""
+
+_ITL_SHARE = 0.55
+"""A mean ITL at this share of the target leaves room for the variation between requests."""
+
+_KV_USAGE = 0.85
+"""A mean that leaves room for the variation between workers."""
 
 
 def wait_factor(load: float, workers: int) -> float:
@@ -36,6 +45,11 @@ class MeanLimits:
     ttft_ms: float
     itl_ms: float
     kv_usage: float
+
+
+def mean_limits(ttft_ms: float, itl_ms: float) -> MeanLimits:
+    """Return the means with which 9 in 10 requests keep the targets."""
+    return MeanLimits(ttft_ms=ttft_ms / _TAIL, itl_ms=itl_ms * _ITL_SHARE, kv_usage=_KV_USAGE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

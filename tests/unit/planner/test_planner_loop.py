@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -47,7 +48,7 @@ async def running(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 - no event for every condition
             await asyncio.sleep(0.002)
 
@@ -218,7 +219,7 @@ async def test_a_stop_cancels_removals_that_take_too_long() -> None:
     connector = FakeConnector(service("Worker"), manual=True)
     async with running(connector, Wanted(0)) as (loop, _):
         await until(lambda: connector.gates)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             await loop.stop(0.02)
     assert connector.count("Worker", DRAINING) == 1  # the next start finishes it
 
@@ -232,6 +233,27 @@ async def test_an_explanation_changes_nothing() -> None:
         assert record.pools[0].rule == "test"
         assert state.due_s - asyncio.get_running_loop().time() <= policy.interval_s
     assert connector.calls == []
+
+
+async def test_a_slow_policy_holds_nothing_else_up() -> None:
+    """It decides in a thread; what it decides is not carried out after a pause in between."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow(_: object) -> int:
+        asked.set()
+        assert go_on.wait(5)  # never set, if it held the event loop
+        return 3
+
+    connector, policy = FakeConnector(service("Worker")), Wanted(slow)
+    async with running(connector, policy) as (loop, record):
+        await until(asked.is_set)
+        loop.pause()
+        go_on.set()
+        await loop.explain()  # after the decision
+        assert connector.calls == [] and record.records == []
+        loop.resume()
+        await until(lambda: connector.count("Worker") == 3)
+    assert policy.failures[0] == ("decode",)  # the decision of the pause
 
 
 async def test_one_service_of_a_model_is_scaled() -> None:

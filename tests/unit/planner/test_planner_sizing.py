@@ -26,10 +26,9 @@ from dynamo.planner.observation import Observation, Pool, Pull, Traffic
 from dynamo.planner.policies.base import DECODE, PREFILL, ScalingDecision
 from dynamo.planner.policies.sizing import (
     Demand,
-    aggregated_workers,
+    backlog,
     decode_workers,
     prefill_workers,
-    unqueued_workers,
 )
 from dynamo.planner.policies.sla import SlaPolicy
 
@@ -88,32 +87,13 @@ def test_exact_fits_are_not_rounded_up() -> None:
     assert prefill_workers(Demand(rate=0, isl=10_000, osl=1), FlatPrefill(), gpus=1) == 0
 
 
-def test_aggregated_workers_pay_for_both() -> None:
-    """4 requests/s of 2000 + 150 tokens: 0.8 GPUs of prefill, 600 tokens/s of decode.
-
-    One worker has 20 % left for decode: 50 * 0.2 = 10 ms allow no sequence. Two workers have 60 %:
-    30 ms allow 20 sequences, 667 tokens/s, in 60 % of the time and twice: 800 >= 600.
-    """
-    demand = Demand(rate=4, isl=2000, osl=150)
-    targets_ms = 2000, 50
-    assert aggregated_workers(demand, FlatPrefill(), LinearDecode(), 1, targets_ms) == 2
-    alone = decode_workers(demand, LinearDecode(), gpus=1, itl_ms=50)
-    assert alone + prefill_workers(demand, FlatPrefill(), gpus=1) == 2
-    nothing = Demand(rate=0, isl=1, osl=1)
-    assert aggregated_workers(nothing, FlatPrefill(), LinearDecode(), 1, targets_ms) == 0
-
-
-def test_aggregated_workers_leave_time_for_prompts_that_wait() -> None:
-    """A prompt takes 200 ms alone, and 9 in 10 take 460 ms / (1 - busy share).
-
-    Within 1000 ms 0.54 of a worker may be busy: the 0.8 GPUs of prefill need 1.48 workers. Within
-    500 ms 0.08 may be, so they need 10. 400 ms cannot be kept: then 1 worker computes them.
-    """
-    demand = Demand(rate=4, isl=2000, osl=150)
-    found = [unqueued_workers(demand, FlatPrefill(), 1, ttft_ms) for ttft_ms in (1000, 500, 400)]
-    assert found == [2, 11, 1]
-    cached = Demand(rate=4, isl=2000, osl=150, prefill_correction=0.5)
-    assert unqueued_workers(cached, FlatPrefill(), 1, 500) == 1
+def test_queued_requests_are_part_of_the_demand() -> None:
+    """100 queued requests within 50 s are 2 more a second: 10 of 3000 tokens are 3 GPUs."""
+    demand = Demand(rate=8, isl=3000, osl=1, queued=100, within_s=50)
+    assert demand.work_rate == 10
+    assert prefill_workers(demand, FlatPrefill(), gpus=1) == 3
+    # 8 requests/s with a mean TTFT of 0.5 s have 4 waiting, and 3 are no backlog.
+    assert [backlog(queued, 8.0, 500.0) for queued in (0, 7, 27)] == [0.0, 0.0, 20.0]
 
 
 @settings(max_examples=40, deadline=None)
@@ -126,12 +106,10 @@ def test_more_traffic_never_needs_fewer_workers(
         (
             prefill_workers(demand, FlatPrefill(), 1),
             decode_workers(demand, LinearDecode(), 1, itl_ms),
-            aggregated_workers(demand, FlatPrefill(), LinearDecode(), 1, (2000, itl_ms)),
         )
         for demand in (one, two)
     )
     assert all(a <= b for a, b in zip(fewer, more, strict=True))
-    assert fewer[2] >= max(fewer[:2])
 
 
 def test_interpolation_is_cubic_and_clamped() -> None:
