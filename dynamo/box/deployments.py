@@ -10,7 +10,7 @@ from dynamo.box.components import arbiter_is_alive
 from dynamo.config import environ, from_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.runtime.paths import state_path
+from dynamo.runtime.paths import check_namespace, state_path
 from dynamo.serve.statefile import Statefile
 
 __all__ = ["chosen_runtime"]
@@ -20,9 +20,10 @@ def chosen_runtime(namespace: str | None) -> RuntimeSettings:
     """Return the settings of the deployment that a command means.
 
     That is the one of ``namespace`` or ``DYN_NAMESPACE``; without them the default one if it
-    exists, else the only one. Raises ConfigError if several run.
+    exists, else the only one. Raises ConfigError if several run, or the name is no namespace.
     """
     runtime = from_env(RuntimeSettings)
+    check_namespace(runtime.namespace if namespace is None else namespace)
     if namespace is not None:
         return replace(runtime, namespace=namespace)
     directory = state_path(runtime)

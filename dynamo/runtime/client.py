@@ -328,7 +328,8 @@ class Client:
             self.availability.begin(instance_id, "record", "unhealthy", record.unhealthy)
         else:
             self.availability.end(instance_id, "record")
-        self._move_stalled()
+        if len(self.availability):  # a stalled instance is out; this one may take its requests
+            self._move_stalled()
 
     def _on_outage(self, instance_id: int, out: bool) -> None:
         if not out:  # later: routers must be told of the instance first

@@ -21,6 +21,7 @@ from dynamo.runtime.socket_fallback import hold, release
 
 __all__ = [
     "SOCKET_PATH_MAX_BYTES",
+    "check_namespace",
     "fallback_dir",
     "owner_only",
     "planned_socket_path",
@@ -84,6 +85,12 @@ def state_path(settings: RuntimeSettings) -> Path:
     given = settings.state_dir
     root = Path(given).expanduser() if given else Path.home() / ".dynamo" / "state"
     return root.absolute()
+
+
+def check_namespace(name: str) -> None:
+    """Raise ConfigError if ``name`` is no namespace; it becomes a part of file names."""
+    if not _NAMESPACE.fullmatch(name):
+        raise ConfigError(f"namespace {name!r} must be letters, digits, '_', '-' or '.'")
 
 
 def run_dir(settings: RuntimeSettings, namespace: str | None = None) -> Path:
@@ -171,8 +178,7 @@ def fallback_dir(home: Path) -> Path | None:
 
 def _run_path(settings: RuntimeSettings, namespace: str | None = None) -> Path:
     name = settings.namespace if namespace is None else namespace
-    if not _NAMESPACE.fullmatch(name):
-        raise ConfigError(f"namespace {name!r} must be letters, digits, '_', '-' or '.'")
+    check_namespace(name)
     return state_path(settings) / name
 
 

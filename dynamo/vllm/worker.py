@@ -107,7 +107,10 @@ class VllmWorker:
         plan = self.plan
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._run_engine())
-            processes = ProcessWatch(self.endpoint.set_health, StallWatch(self.engine))
+            # The CPU time of an engine that another process runs says nothing here.
+            is_ours = not plan.arguments.vllm.core_addresses
+            stall = StallWatch(self.engine) if is_ours else None
+            processes = ProcessWatch(self.endpoint.set_health, stall)
             watch = group.create_task(processes.run())
             self._relay_events()
             await connect_load(self.endpoint, self.load)

@@ -69,3 +69,13 @@ def test_of_several_the_running_one(directory: Path) -> None:
     write(directory, "c")
     with pytest.raises(ConfigError, match=r"choose one with --namespace: b, c$"):
         chosen_runtime(None)
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_path_is_no_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("../box", "a/b", ""):
+        with pytest.raises(ConfigError, match="must be letters"):
+            chosen_runtime(name)
+    monkeypatch.setenv("DYN_NAMESPACE", "../box")
+    with pytest.raises(ConfigError, match="must be letters"):
+        chosen_runtime(None)
