@@ -1,15 +1,15 @@
-# Sourced by scripts/test: finds etcd and nats-server, or unpacks Debian's packages into build/debian;
-# finds Chromium, or installs it.
+# Sourced by scripts/test: finds etcd, nats-server and prometheus, or unpacks Debian's packages into
+# build/debian; finds Chromium, zsh and fish, or installs them.
 #
 # Servers are unpacked, not installed: installing one would start it on this machine. The tests
-# start their own servers on free loopback ports. Chromium starts nothing, and has too many libraries
-# to unpack. Without a package tests skip and name it.
+# start their own servers on free loopback ports. Chromium and shells start nothing, and need other
+# packages. Without a package tests skip and name it.
 
 servers_ready() {
     local root target package
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     target="$root/build/debian"
-    for package in etcd-server:etcd nats-server:nats-server; do
+    for package in etcd-server:etcd nats-server:nats-server prometheus:prometheus; do
         if ! _server_there "${package#*:}" "$target"; then
             echo "scripts: unpacking ${package%:*} into build/debian for the tests" >&2
             _server_unpack "${package%:*}" "$target" ||
@@ -19,19 +19,30 @@ servers_ready() {
 }
 
 chromium_ready() {
-    local command sudo=()
+    local command
     for command in chromium chromium-browser chrome; do
         if command -v "$command" >/dev/null; then return; fi
     done
-    [ "$(id -u)" = 0 ] || sudo=(sudo -n)
-    echo "scripts: installing chromium for the tests of the web page" >&2
-    if ! _chromium_install "${sudo[@]}"; then
-        echo "scripts: no chromium; the tests of the web page will be skipped" >&2
-    fi
+    _package_install chromium "the tests of the web page"
 }
 
-_chromium_install() {
-    local install=(timeout 300 apt-get -qq install -y --no-install-recommends chromium)
+shells_ready() {
+    local shell
+    for shell in zsh fish; do
+        command -v "$shell" >/dev/null || _package_install "$shell" "the tests of its completion"
+    done
+}
+
+_package_install() {
+    local sudo=()
+    [ "$(id -u)" = 0 ] || sudo=(sudo -n)
+    echo "scripts: installing $1 for $2" >&2
+    _apt_install "$1" "${sudo[@]}" || echo "scripts: no $1; $2 will be skipped" >&2
+}
+
+_apt_install() {
+    local install=(timeout 300 apt-get -qq install -y --no-install-recommends "$1")
+    shift
     command -v apt-get >/dev/null || return
     [ "$#" = 0 ] || "$@" true 2>/dev/null || return
     "$@" "${install[@]}" >/dev/null 2>&1 && return

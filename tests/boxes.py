@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from deployment import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 UNPACKED = ROOT / "build/debian/usr"
@@ -33,18 +34,6 @@ def needs(name: str, package: str) -> pytest.MarkDecorator:
 
 needs_etcd = needs("etcd", "etcd-server")
 needs_nats = needs("nats-server", "nats-server")
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that are currently free, all different."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 class Server:
@@ -97,7 +86,7 @@ class Etcd(Server):
     """One etcd with its data in ``directory``."""
 
     def __init__(self, directory: Path, host: str = "127.0.0.1", *flags: str) -> None:
-        port, peer = free_ports(2)
+        port, peer = free_port(), free_port()
         program = binary("etcd")
         assert program is not None
         self.data = directory / "etcd"
@@ -121,7 +110,7 @@ class Nats(Server):
     """One nats-server."""
 
     def __init__(self, directory: Path, host: str = "127.0.0.1", *flags: str) -> None:
-        (port,) = free_ports(1)
+        port = free_port()
         program = binary("nats-server")
         assert program is not None
         self.url = f"nats://{host}:{port}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,12 @@ from serving import Serving
 # A shell starts its background jobs with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The path of a socket has at most 107 bytes, of which pytest needs 60 for the directory of a test.
+LONGEST_TEMPORARY_DIRECTORY = 24
+if len(tempfile.gettempdir()) > LONGEST_TEMPORARY_DIRECTORY and os.access("/tmp", os.W_OK):
+    os.environ["TMPDIR"] = "/tmp"
+    tempfile.tempdir = None
 
 # A busy machine is slow; no test of hypothesis is about time.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])

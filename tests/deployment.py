@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import itertools
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,13 +23,21 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/model"
 START_TIMEOUT_S = 30.0
+# The kernel gives ports from here on to connections and to sockets bound to port 0: to any process
+# between the choice of a port and its use.
+EPHEMERAL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+PORTS = range(10_000, max(EPHEMERAL, 30_000))
+_port_numbers = itertools.count(secrets.randbelow(len(PORTS)))  # other test processes have others
 
 
 def free_port() -> int:
-    """Return a port that is currently free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is currently free, and that this function has not returned before."""
+    for number in _port_numbers:
+        port = PORTS[number % len(PORTS)]
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise AssertionError("unreachable: the numbers have no end")
 
 
 class Deployment:

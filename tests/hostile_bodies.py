@@ -196,6 +196,7 @@ RAW = [
     '[{"function":{"arguments":"' + "[" * 3000 + '"}}]', '"query_instance_id:prefill"', "NaN",
     '["query_instance_id:"]', '["query_instance_id:x"]', '"self"', "4294967295", '[4102]', "[4103]",
 ]  # fmt: skip
+MOST_REPEATED = 4800
 VALUES = ["", "-1", "0", "1", "x", "1.5", "9" * 20, "9" * 4300, "9" * 5000, "\xe9", "2147483648"]
 HEADERS = [
     "x-worker-instance-id",
@@ -224,6 +225,7 @@ class Mutations:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.repeated = 1
 
     def body(self, path: str) -> bytes:
         chosen = self.random
@@ -231,6 +233,7 @@ class Mutations:
         kept = [name for name in full if name in required or chosen.random() < 0.15]
         value = copy.deepcopy({name: full[name] for name in kept})
         raw: list[str] = []
+        self.repeated = 1
         for _ in range(chosen.choice((0, 1, 1, 1, 2, 4))):
             self.change(value, raw)
         text = json.dumps(value, ensure_ascii=chosen.random() < 0.5)
@@ -251,7 +254,11 @@ class Mutations:
         if kind == 0 and isinstance(value, dict):
             value[chosen.choice(("", "self", "nope", "é", "x" * 300))] = value.pop(last)
         elif kind == 1:
-            value[last] = [value[last]] * chosen.choice((1, 2, 1200))
+            times = chosen.choice((1, 2, 1200))
+            if self.repeated * times > MOST_REPEATED:  # two lists of 1200 in each other: gigabytes
+                times = 2
+            self.repeated *= times
+            value[last] = [value[last]] * times
         elif kind == 2:
             value[last] = {"a": value[last]}
         elif kind == 3:

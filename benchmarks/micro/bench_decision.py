@@ -58,9 +58,8 @@ def box(cached: float, **given: Any) -> tuple[KvPicker, list[array[int]]]:
     return picker, prompts
 
 
-@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
-def test_decision(benchmark: Any, cached: float) -> None:
-    picker, prompts = box(cached)
+def measure(benchmark: Any, picker: KvPicker, prompts: list[array[int]]) -> None:
+    """Route the prompts in turn."""
     numbers = count()
 
     def decide() -> None:
@@ -70,20 +69,18 @@ def test_decision(benchmark: Any, cached: float) -> None:
         picker.free(request_id)
 
     benchmark(decide)
+
+
+@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
+def test_decision(benchmark: Any, cached: float) -> None:
+    picker, prompts = box(cached)
+    measure(benchmark, picker, prompts)
 
 
 def test_decision_with_a_prefill_model(benchmark: Any) -> None:
     """As the first, every worker with prefills that fade."""
     picker, prompts = box(0.0, prefill_load_predictor=lambda tokens, cached: tokens * 1e-4)
-    numbers = count()
-
-    def decide() -> None:
-        number = next(numbers)
-        request_id = str(number)
-        picker.pick(request_id, prompts[number % len(prompts)])
-        picker.free(request_id)
-
-    benchmark(decide)
+    measure(benchmark, picker, prompts)
 
 
 def test_decision_with_lower_tiers(benchmark: Any) -> None:
@@ -97,15 +94,7 @@ def test_decision_with_lower_tiers(benchmark: Any) -> None:
         for worker in range(number % 4, WORKERS, 4):
             for tier in (1, 2):
                 index.store(index.slot(worker, 0, tier), None, sequence_hashes(local), local)
-    numbers = count()
-
-    def decide() -> None:
-        number = next(numbers)
-        request_id = str(number)
-        picker.pick(request_id, prompts[number % len(prompts)])
-        picker.free(request_id)
-
-    benchmark(decide)
+    measure(benchmark, picker, prompts)
 
 
 def test_decision_while_outputs_are_tracked(benchmark: Any) -> None:

@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from pathlib import Path
 
 from dynamo.attach.launcher import STOP_TIMEOUT_S
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.serve.last_output import cause_in
 from dynamo.serve.output import OutputPipe
 from dynamo.serve.processes import become_subreaper, end_descendants
 
@@ -83,17 +85,19 @@ class LaunchedServer:
         log.info("started the server (pid %d): %s", self._process.pid, shlex.join(self.words))
 
     def cause(self) -> ServerExited:
-        """Return why the server ended: its status or signal, and its last lines."""
+        """Return why the server ended: its status and error, or the signal, and its last lines."""
         status = self._process.returncode
-        how = f"exited with status {status}"
+        how, error = f"exited with status {status}", cause_in(self._tail)
         if status > 128 or status < 0:
             number = status - 128 if status > 128 else -status
             names = {one.value: one.name for one in signal.Signals}
-            how = f"was ended by {names.get(number, f'signal {number}')}"
+            how, error = f"was ended by {names.get(number, f'signal {number}')}", ""
         lived_s = asyncio.get_running_loop().time() - self._started_s
         lines = "".join(f"\n  {line}" for line in self._tail) or " (none)"
         return ServerExited(
-            f"the server ({self.words[0]}) {how} after {lived_s:.0f} s; its last output:{lines}"
+            f"the server ({Path(self.words[0]).name}) {how} after {lived_s:.0f} s"
+            + (f": {error}" if error else "")
+            + f"; its last output:{lines}"
         )
 
     async def stop(self) -> None:

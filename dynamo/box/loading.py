@@ -1,4 +1,4 @@
-"""The way of a model to its first worker: one is woken, started again, or added."""
+"""The way of a model to its first worker: one is woken, started again, or added; and back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from functools import partial
 from dynamo.box.actions.access import LocalAccess
 from dynamo.box.actions.patience import retried, wait_until
 from dynamo.box.actions.ports import STOPPED, ActionFailed, CircusBusy, EngineControls
-from dynamo.box.actions.sleeping import sleeper_to_wake, wake_worker
+from dynamo.box.actions.sleeping import check_sleepable, sleeper_to_wake, wake_worker
 from dynamo.box.actions.starting import WorkerStart
 from dynamo.serve.entries import Entry, ServiceEntries
 from dynamo.serve.reservations import is_reserved
 
-__all__ = ["ServiceLoad", "load_model", "wait_until_served"]
+__all__ = ["ServiceLoad", "Worker", "load_model", "sleepers_and_others", "wait_until_served"]
 
 _COMMAND_TIMEOUT_S = 30.0
+Worker = tuple[ServiceEntries, Entry]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,25 @@ async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None
         raise ActionFailed(f"{', '.join(names)} did not serve within {limit_s:g} s")
 
 
+async def sleepers_and_others(
+    engines: EngineControls, services: Iterable[ServiceEntries], watchers: Collection[str]
+) -> tuple[list[Worker], list[Worker]]:
+    """Return the workers of ``services`` that are to sleep, one of each, and those to remove."""
+    sleepers: list[Worker] = []
+    drained: list[Worker] = []
+    for service in services:
+        sleeps = any(entry.asleep for entry in service.entries)
+        for entry in service.entries:
+            if entry.asleep or entry.draining or not (entry.pids or entry.name in watchers):
+                continue
+            if not sleeps and await _can_sleep(engines, entry):
+                sleepers.append((service, entry))
+                sleeps = True
+            else:
+                drained.append((service, entry))
+    return sleepers, drained
+
+
 async def _load_service(
     access: LocalAccess,
     engines: EngineControls,
@@ -118,3 +138,11 @@ def _entries(access: LocalAccess, names: Iterable[str]) -> list[Entry]:
     if missing:
         raise ActionFailed(f"{', '.join(missing)}: removed by another command")
     return [found[name] for name in names]
+
+
+async def _can_sleep(engines: EngineControls, entry: Entry) -> bool:
+    try:
+        await check_sleepable(engines, entry)
+    except ActionFailed:
+        return False
+    return True

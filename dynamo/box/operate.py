@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from functools import partial
 
 from dynamo.box.actions.access import LocalAccess, open_access
@@ -26,7 +26,8 @@ from dynamo.box.actions.sleeping import (
     wake_worker,
 )
 from dynamo.box.components import arbiter_is_alive
-from dynamo.box.loading import load_model, wait_until_served
+from dynamo.box.loading import Worker, load_model, sleepers_and_others, wait_until_served
+from dynamo.box.outside import find_outside
 from dynamo.box.planner_call import ask_planner
 from dynamo.box.targets import find_model, find_processes, find_workers, restartable
 from dynamo.config.planner import PlannerSettings
@@ -34,20 +35,19 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, InvalidArgument, StatefileError
 from dynamo.protocols.control import PlannerState
 from dynamo.runtime import DistributedRuntime
-from dynamo.serve.entries import Entry, ServiceEntries
 
-__all__ = ["BoxActions", "Steps", "Worker"]
+__all__ = ["BoxActions", "Steps"]
 
 _BUSY_S = 30.0
 _NO_BUDGET = 1 << 31  # the planner's; the GPUs of the deployment limit what a person loads
 Steps = AsyncIterator[str]
-Worker = tuple[ServiceEntries, Entry]
 
 
 class BoxActions:
     """The actions on the deployment in the namespace of ``runtime``, on one event loop.
 
-    NAME is a worker (``dynamo_Worker_1``), or a service: then it means all of its workers.
+    NAME is a worker (``dynamo_Worker_1``), or a service: then it means all of its workers. Drain,
+    sleep and wake also take the id of a worker that was started outside of the deployment.
     """
 
     def __init__(self, runtime: RuntimeSettings) -> None:
@@ -74,9 +74,13 @@ class BoxActions:
 
     async def drain(self, name: str) -> Steps:
         """Let workers finish their requests and exit; their GPUs are free then."""
+        if outside := find_outside(self._runtime, name):
+            async for text in outside.drain():
+                yield text
+            return
         async with self._open() as access, contextlib.AsyncExitStack() as stack:
             document = access.document()
-            found = find_workers(document, name, await access.statuses())
+            found = find_workers(document, name, await access.statuses(), access.model)
             workers = [one for one in found if not one[1].draining]
             if not workers:
                 raise ActionFailed(f"{name} is being drained already")
@@ -89,9 +93,14 @@ class BoxActions:
 
     async def sleep(self, name: str) -> Steps:
         """Let workers finish their requests and free the memory of their GPUs."""
+        if outside := find_outside(self._runtime, name):
+            async for text in outside.sleep(self._engines()):
+                yield text
+            return
         async with self._open() as access, self._engines() as engines:
             await check_sleepers(access, engines)
-            found = find_workers(access.document(), name, await access.statuses())
+            document, watchers = access.document(), await access.statuses()
+            found = find_workers(document, name, watchers, access.model)
             workers = [one for one in found if not one[1].asleep]
             if not workers:
                 raise ActionFailed(f"{name} sleeps already; wake it with: dynamo wake {name}")
@@ -104,9 +113,14 @@ class BoxActions:
 
     async def wake(self, name: str) -> Steps:
         """Restore the memory of workers that sleep; they serve again."""
+        if outside := find_outside(self._runtime, name):
+            async for text in outside.wake(self._engines()):
+                yield text
+            return
         async with self._open() as access, self._engines() as engines:
             await check_sleepers(access, engines)
-            found = find_workers(access.document(), name, await access.statuses())
+            document, watchers = access.document(), await access.statuses()
+            found = find_workers(document, name, watchers, access.model)
             workers = [one for one in found if one[1].asleep]
             if not workers:
                 raise ActionFailed(f"{name} does not sleep")
@@ -133,7 +147,7 @@ class BoxActions:
             document, watchers = access.document(), await access.statuses()
             services = find_model(document, model, access.model)
             await self._check_unload(model)
-            sleepers, drained = await _split(engines, services, watchers)
+            sleepers, drained = await sleepers_and_others(engines, services, watchers)
             if not sleepers and not drained:
                 raise ActionFailed(f"{model} holds no GPU: it has no worker that is awake")
             async with contextlib.AsyncExitStack() as stack:
@@ -182,9 +196,9 @@ class BoxActions:
         self, access: LocalAccess, stack: contextlib.AsyncExitStack, workers: Iterable[Worker]
     ) -> None:
         """Mark workers as draining; they are active until ``stack`` ends."""
-        for service, entry in workers:
+        for _, entry in workers:
             stack.enter_context(access.acting_on(entry.name))
-            mark_draining(access, service.name, entry.name)
+            mark_draining(access, entry.name)
 
     async def _set_planner(self, paused: bool) -> None:
         state = await ask_planner(self._runtime, paused)
@@ -218,33 +232,6 @@ class BoxActions:
                 f"the planner keeps a worker of {model}: pause it first with: dynamo planner "
                 "pause, or let the model go to zero with min: 0 in its ServiceArgs"
             )
-
-
-async def _split(
-    engines: RemoteEngines, services: Iterable[ServiceEntries], watchers: Collection[str]
-) -> tuple[list[Worker], list[Worker]]:
-    """Return the workers of ``services`` that are to sleep, one of each, and those to remove."""
-    sleepers: list[Worker] = []
-    drained: list[Worker] = []
-    for service in services:
-        sleeps = any(entry.asleep for entry in service.entries)
-        for entry in service.entries:
-            if entry.asleep or entry.draining or not (entry.pids or entry.name in watchers):
-                continue
-            if not sleeps and await _can_sleep(engines, entry):
-                sleepers.append((service, entry))
-                sleeps = True
-            else:
-                drained.append((service, entry))
-    return sleepers, drained
-
-
-async def _can_sleep(engines: RemoteEngines, entry: Entry) -> bool:
-    try:
-        await check_sleepable(engines, entry)
-    except ActionFailed:
-        return False
-    return True
 
 
 def _is_alive(access: LocalAccess) -> bool:

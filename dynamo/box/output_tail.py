@@ -6,17 +6,17 @@ import os
 import re
 from pathlib import Path
 
+from dynamo.serve.last_output import telling_line
+
 __all__ = ["last_line", "progress_in"]
 
-_TAIL_BYTES = 8192
-_LINE_CHARACTERS = 200
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_TAIL_BYTES = 65536
 _PERCENT = re.compile(r"(?<![\d.])(100|\d{1,2})(?:\.\d+)? ?%")
 _LOADING = re.compile(r"download|load|fetch|shard|captur|compil|quantiz", re.IGNORECASE)
 
 
 def last_line(path: Path, since_s: float = 0.0) -> str:
-    """Return the last line of a log file that is not empty, shortened.
+    """Return the last line of a log file that is not empty, or the cause it refers to; shortened.
 
     "" without one, and if nothing was written since ``since_s`` (Unix time).
     """
@@ -28,11 +28,7 @@ def last_line(path: Path, since_s: float = 0.0) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    for line in reversed(text.split("\n")):
-        shown = _ESCAPES.sub("", line).rpartition("\r")[2].strip()
-        if shown:
-            return shown[:_LINE_CHARACTERS]
-    return ""
+    return telling_line(text.split("\n"))
 
 
 def progress_in(line: str) -> float | None:

@@ -91,7 +91,7 @@ class BoxReader:
             namespace=self._runtime.namespace,
             state="running",
             at_s=seen.at_s,
-            frontend=_frontend_state(seen.frontends),
+            frontend=_frontend_state(seen.frontends, processes),
             url=next((one.url for one in seen.frontends), ""),
             models=model_statuses(seen, workers),
             workers=workers,
@@ -151,9 +151,14 @@ def _uptimes(document: Document) -> dict[int, float]:
     return found
 
 
-def _frontend_state(frontends: tuple[FrontendSighting, ...]) -> str:
-    states = {one.state for one in frontends}
-    return next((one for one in ("ready", "draining", "down") if one in states), "none")
+def _frontend_state(
+    frontends: tuple[FrontendSighting, ...], processes: tuple[WorkerStatus, ...]
+) -> str:
+    loading = {one.name for one in processes if one.state == "loading"}
+    states = {
+        "loading" if one.state == "down" and one.name in loading else one.state for one in frontends
+    }
+    return next((one for one in ("ready", "draining", "loading", "down") if one in states), "none")
 
 
 def _requests(frontends: tuple[FrontendSighting, ...]) -> tuple[RequestRecord, ...]:

@@ -51,6 +51,11 @@ class BoxSighting:
     gpus: tuple[GpuStatus, ...] = ()
     uses_files: bool = True
 
+    def rejected(self, worker: str) -> str:
+        """Return why a frontend rejects the worker with this id; "" if none does."""
+        reports = (one.status for one in self.frontends if one.status)
+        return next((one.rejected[worker] for one in reports if worker in one.rejected), "")
+
     def serves(self, model: str) -> bool:
         """Whether a frontend has a worker of ``model``."""
         return any(

@@ -45,24 +45,48 @@ def find_processes(document: Document, name: str, watchers: Collection[str]) -> 
     found = [one for one in chosen if one.entry.pids or one.name in watchers]
     if not found:
         model = next((one.owner.model for one in chosen if one.owner), "")
-        remedy = f"; start one with: dynamo load {model}" if model else ""
+        remedy = f"; start one with: dynamo load {model}" if model else "; try: dynamo reload"
         raise InvalidArgument(f"{name} has no process now{remedy}")
     return found
 
 
 def find_workers(
-    document: Document, name: str, watchers: Collection[str]
+    document: Document,
+    name: str,
+    watchers: Collection[str],
+    registered: Callable[[Entry], str | None],
 ) -> list[tuple[ServiceEntries, Entry]]:
-    """Return the same, for names of workers that register a model and of their services alone."""
+    """Return the same, for names of workers that register a model and of their services alone.
+
+    Those of other programs than ours count once they have ``registered`` their model.
+    """
     found = find_processes(document, name, watchers)
-    workers = [(one.owner, one.entry) for one in found if one.owner is not None]
+    workers = [(owner, one.entry) for one in found if (owner := _owner(one, registered))]
     if not workers:
-        others = [one for one in _all_targets(document) if one.owner is not None]
+        others = [one for one in _all_targets(document) if _owner(one, registered)]
         raise InvalidArgument(
             f"{name} is not a worker that registers a model, so only dynamo restart applies to it; "
             f"the workers are {_listed(others)}"
         )
     return workers
+
+
+def _owner(
+    target: ActionTarget, registered: Callable[[Entry], str | None]
+) -> ServiceEntries | None:
+    """Return the service of a worker, None for a process that is none."""
+    entry, model = target.entry, registered(target.entry)
+    if target.owner is not None or model is None:
+        return target.owner
+    return ServiceEntries(
+        name=target.service,
+        base=entry.name,
+        model=model,
+        is_prefill=False,
+        gpus=len(entry.gpus),
+        template=entry,
+        entries=(entry,),
+    )
 
 
 def find_model(

@@ -93,10 +93,15 @@ class _Process:
             last_exit=self.last_exit,
             cause=cause,
             remedy=remedy,
+            can_sleep=state == "ready" and self._can_sleep(),
             in_flight=figure.in_flight if figure else None,
             kv_use=figure.kv_use if figure else None,
             uptime_s=max((self.seen.uptimes[pid] for pid in self.alive), default=None),
         )
+
+    def _can_sleep(self) -> bool:
+        found = self.registered
+        return found is not None and found.can_sleep and len(self.alive) == 1
 
     def _state(self) -> str:
         entry, stopped = self.entry, self.kept == STOPPED and not self.reserved
@@ -116,7 +121,9 @@ class _Process:
         if program_of(self.entry) not in MODEL_PROGRAMS:
             return "ready"  # of a program that registers no model nothing more is known
         if self.seen.uses_files:
-            return "ready" if self.registered is not None else "loading"
+            if self.registered is None:
+                return "loading"
+            return "failed" if self._rejected() else "ready"
         known = any(frontend.status for frontend in self.seen.frontends)
         model = self.service.model if self.service is not None else ""
         return "ready" if self.seen.serves(model) or not known else "loading"
@@ -128,10 +135,18 @@ class _Process:
         # It has a lease once it listens, and two processes while one replaces the other.
         return "failed" if self.leased and len(self.alive) == 1 else "loading"
 
+    def _rejected(self) -> str:
+        """Return why frontends give the registered worker no requests; "" if they do."""
+        found = self.registered
+        known = found is not None and found.worker_id is not None
+        return self.seen.rejected(f"{found.worker_id:x}") if found and known else ""
+
     def _cause(self, state: str, last: str) -> tuple[str, str]:
         """Return why the worker is in this state, if that is not plain, and what to do."""
         name = self.entry.name
         output = f"last output: {last}" if last else ""
+        if state == "failed" and (rejected := self._rejected()):
+            return f"the frontend gives it no requests: {rejected}", f"dynamo restart {name}"
         if state == "failed" and self.alive:
             return "it listens but does not answer", f"dynamo restart {name}"
         if state == "failed":
@@ -145,8 +160,9 @@ class _Process:
             return "its engine sleeps and holds no GPU memory", f"dynamo wake {name}"
         if state == "loading" and self.entry.asleep:
             return "its engine wakes up", ""
-        if state == "loading" and not self.alive and self.last_exit:
-            return _joined(f"{self.last_exit}, restarting", output), f"dynamo logs {name}"
+        if state == "loading" and self.last_exit:
+            again = "started again" if self.alive else "restarting"
+            return _joined(f"{self.last_exit}, {again}", output), f"dynamo logs {name}"
         return output, ""
 
 

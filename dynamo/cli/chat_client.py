@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo.bench.answers import AnswerChunk, AnswerUsage, error_message
 from dynamo.bench.events import EventParser
-from dynamo.errors import CannotConnect, DynamoError
+from dynamo.errors import CannotConnect, ConfigError, DynamoError
 from dynamo.http.client import HttpClient, ResponseError
 from dynamo.http.target import Target
 from dynamo.http.tls import client_context
@@ -147,7 +147,10 @@ def _body(target: ChatTarget, messages: Sequence[Mapping[str, str]]) -> bytes:
     body["stream_options"] = {"include_usage": True}
     if target.max_tokens is not None:
         body["max_tokens"] = target.max_tokens
-    return msgspec.json.encode(body)
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError:  # bytes of the terminal, a pipe or a flag that are no characters
+        raise ConfigError("the message is not UTF-8 text; nothing was sent") from None
 
 
 async def list_models(target: Target) -> list[str]:

@@ -18,6 +18,7 @@ import time
 import zlib
 from io import BytesIO, FileIO, RawIOBase
 
+from dynamo.config import environ
 from dynamo.observability.logs import one_line
 
 __all__ = ["Console", "ConsoleLog", "WatcherPrefix"]
@@ -66,7 +67,7 @@ class Console:
         # Not sys.stdout: a flush of that at exit would wait for our thread, which may be blocked
         # in a pipe that is full and never read.
         self._stream = FileIO(sys.stdout.fileno(), "w", closefd=False) if stream is None else stream
-        self._colour = not jsonl and self._stream.isatty()
+        self._colour = not jsonl and self._stream.isatty() and not environ().get("NO_COLOR")
         self._jsonl = jsonl
         self._quiet = quiet
         self._prefix = WatcherPrefix(namespace, self._colour)

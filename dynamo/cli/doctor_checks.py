@@ -30,7 +30,7 @@ from dynamo.box.doctor.read_deployment import (
 from dynamo.box.doctor.read_engines import read_engines, read_gpus
 from dynamo.box.doctor.read_machine import file_system, read_clock, read_limits, read_memory
 from dynamo.box.doctor.read_workers import GraphNeeds, graph_needs, read_router, read_workers
-from dynamo.cli.serve import prepare, read_graph
+from dynamo.cli.graph_plan import prepare, read_graph
 from dynamo.cli.service_checks import check_engines as check_graph_engines
 from dynamo.config import environ, from_env
 from dynamo.config.doctor import DoctorSettings

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from dynamo.box.engines import InstalledEngine, NamedModel, engine_names, find_engines, uninstalled
 from dynamo.box.new_graph import NewGraph
+from dynamo.cli.graph_plan import prepare
 from dynamo.cli.key import add_key
 from dynamo.cli.model_choice import (
     cached_model,
@@ -22,7 +23,6 @@ from dynamo.cli.model_choice import (
     running_ollama,
     weights_bytes,
 )
-from dynamo.cli.serve import prepare
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings

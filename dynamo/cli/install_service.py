@@ -7,12 +7,13 @@ import pwd
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo.box.systemd_unit import HEADER, SystemdUnit
-from dynamo.cli.serve import prepare, read_graph
+from dynamo.cli.graph_plan import prepare, read_graph
 from dynamo.config import environ, from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
@@ -30,6 +31,10 @@ write is never replaced.
 Exit status: 0 written or unchanged, 1 it cannot be written, 2 the graph or a flag is wrong."""
 
 _UNIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_ENTER = """graph="$1"; shift
+for path; do [ -x "$path" ] || { printf %s "$path"; exit 1; }; done
+[ -r "$graph" ] || { printf %s "$graph"; exit 1; }"""
+"""A script that prints the first path which its user may not enter, run or read."""
 _PASSED_ON = ("DYN_LOCAL_STATE_DIR", "DYN_NAMESPACE", "HF_HOME", "CUDA_VISIBLE_DEVICES")
 
 
@@ -43,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if settings.print_only:
             print(unit.text(), end="")
             return 0
+        _check_access(unit)
         path = _directory(settings) / f"{unit.name}.service"
         print(f"{_write(path, unit.text())} {path}")
     except (DynamoError, OSError) as error:
@@ -88,6 +94,33 @@ def _account(name: str | None) -> pwd.struct_passwd:
         raise ConfigError(
             f"--run-as: no user {name!r}; make it: sudo useradd --system {name}"
         ) from None
+
+
+def _check_access(unit: SystemdUnit) -> None:
+    """Reject a user who may not run dynamo or read the graph, if root asks. Raises ConfigError.
+
+    systemd would only report status 203/EXEC.
+    """
+    if os.getuid() or unit.user in (None, "root"):
+        return
+    account = pwd.getpwnam(str(unit.user))
+    programs = [Path(unit.command[0]), Path(sys.executable).resolve()]
+    entered = [path for one in [*programs, Path(unit.graph)] for path in reversed(one.parents)]
+    done = subprocess.run(
+        ["/bin/sh", "-c", _ENTER, "sh", unit.graph, *map(str, [*entered, *programs])],
+        user=account.pw_uid,
+        group=account.pw_gid,
+        extra_groups=os.getgrouplist(account.pw_name, account.pw_gid),
+        cwd="/",
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(
+            f"user {unit.user} may not enter, run or read {done.stdout}, which the service needs; "
+            "open it to that user, move graph or installation, or choose another --run-as"
+        )
 
 
 def _command() -> tuple[str, ...]:

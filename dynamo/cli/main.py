@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -117,9 +118,10 @@ def _quiet_interrupt() -> Iterator[None]:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device for each of stdin, stdout and stderr that is closed.
+    """Make the standard streams usable: open, and without errors for what cannot be encoded.
 
-    Otherwise the first socket or file gets its descriptor number, and receives printed text.
+    The null device is opened for each that is closed. Otherwise the first socket or file gets its
+    descriptor number, and receives printed text. A locale of ASCII alone shows ``?`` for others.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -130,6 +132,9 @@ def _open_standard_streams() -> None:
                 os.dup2(null, number)
                 os.close(null)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="replace")
 
 
 def _help() -> str:

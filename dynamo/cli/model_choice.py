@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from dynamo.box.engines import InstalledEngine, NamedModel, choose_engine
 from dynamo.config import environ
 from dynamo.errors import ConfigError
-from dynamo.llm.model_source import is_hub_id
+from dynamo.llm.model_source import is_hub_id, local_gguf
 from dynamo.serve.gpus import Gpu
 
 __all__ = [
@@ -35,11 +35,7 @@ def named_model(text: str) -> NamedModel:
     if path.is_dir():
         return _directory(path.resolve())
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise ConfigError(
-                f"the model {text!r} is a file, but not a GGUF file; give the directory it is in"
-            )
-        path = path.resolve()
+        path = local_gguf(path)
         tokenizer = (path.parent / "tokenizer.json").is_file()
         return NamedModel("gguf", str(path), path.stem, has_tokenizer=tokenizer)
     identifier, _, quantization = text.partition(":")
@@ -49,6 +45,11 @@ def named_model(text: str) -> NamedModel:
         return NamedModel("gguf-repository", text, identifier)
     if is_hub_id(text):
         return NamedModel("hub", text, text.removeprefix("hf://"))
+    if text.endswith(".gguf"):
+        raise ConfigError(
+            f"no file {text!r} here; give the path of a GGUF file, or on Hugging Face "
+            "org/name/file.gguf"
+        )
     if _OLLAMA_NAME.fullmatch(text):
         return NamedModel("ollama", text if ":" in text else f"{text}:latest", text)
     raise ConfigError(

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from dynamo.cli.serve import read_graph
+from dynamo.cli.graph_plan import read_graph
 from dynamo.config import load
 from dynamo.config.profile import ProfileSettings
 from dynamo.errors import ConfigError, DynamoError

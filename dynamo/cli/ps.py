@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dynamo.box.status_client import STATUS_SOCKET, ask
+from dynamo.cli.text_table import aligned
 from dynamo.config.ps_quick import QuickPs
 
 __all__ = ["main"]
@@ -82,20 +83,18 @@ def _has_failed(found: Status) -> bool:
 def _lines(found: Status) -> Iterator[str]:
     problems = found.get("problems", ())
     if found["state"] != "running":
-        yield f"no deployment runs in namespace {found['namespace']!r}; try: dynamo serve GRAPH"
+        if not problems:
+            yield f"no deployment runs in namespace {found['namespace']!r}; try: dynamo serve GRAPH"
         yield from problems
         return
     models = found.get("models", ())
     others = [one for one in found.get("workers", ()) if not one.get("model")]
     rows = [_COLUMNS, *map(_model_row, models), *map(_other_row, others)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    for row in rows:
-        cells = (word.ljust(width) for word, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
+    yield from aligned(rows)
     where = f" at {found['url']}" if found.get("url") else ""
     yield f"frontend: {found['frontend']}{where}"
     for one in (*models, *others, *found.get("others", ())):
-        if one.get("cause") and one["state"] != "failed":
+        if one.get("cause") and one["state"] not in ("ready", "failed"):
             yield f"{one.get('model') or one['name']} is {one['state']}: {one['cause']}"
     yield from problems
 

@@ -21,7 +21,7 @@ from dynamo.serve.graph import parse_graph
 from dynamo.serve.overrides import split_overrides
 from dynamo.serve.process_table import same_process
 from dynamo.serve.statefile import Document, Statefile
-from dynamo.serve.yamlmap import MAX_TEXT_BYTES
+from dynamo.serve.yamlmap import read_text
 
 __all__ = ["main"]
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if settings.graph:
             path = Path(settings.graph).absolute()
             namespace = parse_graph(
-                _read(path), str(path), overrides, settings.namespace, namespace
+                read_text(path), str(path), overrides, settings.namespace, namespace
             ).namespace
             request["graph"] = str(path)
         document = _running(Statefile(state_dir(runtime), namespace))
@@ -62,16 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dynamo reload: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_TEXT_BYTES + 1)  # one more byte: parse_graph rejects it
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from None
 
 
 def _running(statefile: Statefile) -> Document:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from dynamo.box.engines import find_engines
 from dynamo.box.new_graph import NewGraph
+from dynamo.cli.graph_plan import prepare
 from dynamo.cli.model_choice import choose, named_model, probe_gpus, running_ollama
-from dynamo.cli.serve import prepare, start
+from dynamo.cli.serve import start
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings

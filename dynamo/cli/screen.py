@@ -13,6 +13,8 @@ import tty
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from dynamo.config import environ
+
 __all__ = ["Screen", "Wakeup"]
 
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"  # other buffer, no cursor, no wrapping, clear
@@ -25,6 +27,7 @@ _STYLES = {
     "warn": "33",
     "dim": "2",
 }
+_COLOURED = ("bad", "warn")
 _SEQUENCES = {
     "\x1b[A": "up",
     "\x1b[B": "down",
@@ -72,6 +75,9 @@ class Screen:
         self._before = termios.tcgetattr(self._in)
         self._shown: list[str] = []
         self._size = (0, 0)
+        self._styles = _STYLES
+        if environ().get("NO_COLOR"):
+            self._styles = {name: _STYLES[name] for name in _STYLES if name not in _COLOURED}
 
     @property
     def size(self) -> tuple[int, int]:
@@ -98,11 +104,12 @@ class Screen:
         if self._size != self.size:
             self._size, self._shown = self.size, []
         parts = [] if self._shown else ["\x1b[2J"]
-        rows = [_styled(style, text) for style, text in lines]
+        rows = [self._styled(style, text) for style, text in lines]
         before = [*self._shown, *[None] * (len(rows) - len(self._shown))]
         for number, (row, old) in enumerate(zip(rows, before, strict=False), 1):
             if row != old:
-                parts.append(f"\x1b[{number};1H{row}\x1b[K")
+                # Clear first: behind a full row the cursor is still on its last character.
+                parts.append(f"\x1b[{number};1H\x1b[K{row}")
         if len(rows) < len(self._shown):
             parts.append(f"\x1b[{len(rows) + 1};1H\x1b[J")
         self._shown = rows
@@ -138,19 +145,18 @@ class Screen:
         self._enter()
         self._wakeup.wake()
 
+    def _styled(self, style: str, text: str) -> str:
+        code = self._styles.get(style)
+        return f"\x1b[{code}m{text}\x1b[0m" if code and text else text
+
     def _write(self, text: str) -> None:
-        data = text.encode(errors="replace")
+        data = text.encode(sys.stdout.encoding, "replace")
         while data:
             data = data[os.write(self._out, data) :]
 
 
 def _end(number: int, stack: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-def _styled(style: str, text: str) -> str:
-    code = _STYLES.get(style)
-    return f"\x1b[{code}m{text}\x1b[0m" if code and text else text
 
 
 def _decoded(text: str) -> Iterator[str]:

@@ -10,30 +10,25 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from dynamo.box.reading import report
 from dynamo.box.status_client import STATUS_SOCKET
 from dynamo.box.status_socket import StatusSocket
 from dynamo.cli.console import Console, ConsoleLog
-from dynamo.cli.gpu_placement import place_workers
-from dynamo.cli.service_checks import check_engine_flags, check_engines, check_services
-from dynamo.config import environ, from_env, load, to_env
+from dynamo.cli.graph_plan import SOCKETS, graph_directory, prepare, read_graph
+from dynamo.cli.service_checks import check_engine_flags, check_engines
+from dynamo.config import environ, from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.runtime.paths import (
-    planned_socket_path,
     release_sockets,
     run_dir,
     socket_path,
     state_dir,
-    state_path,
     store_dir,
-    store_path,
 )
-from dynamo.serve.engine_gpus import with_engine_gpus
 from dynamo.serve.frontend_address import frontend_address
 from dynamo.serve.graph import Graph, parse_graph
 from dynamo.serve.guard import hold_signals, run_guarded
@@ -41,10 +36,9 @@ from dynamo.serve.overrides import Override, split_overrides
 from dynamo.serve.readiness import check_free
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
-from dynamo.serve.watchers import DRAIN_TIMEOUTS, DeploymentPlan, WatcherSpec, plan
-from dynamo.serve.yamlmap import MAX_TEXT_BYTES
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
-__all__ = ["main", "prepare", "read_graph", "start"]
+__all__ = ["main", "start"]
 
 DESCRIPTION = "Start the services of a graph file, keep them running, end them all on Ctrl-C."
 EPILOG = """overrides: --Service.key=value for every key of the file, for example
@@ -54,18 +48,7 @@ Exit status: 0 stopped, 1 a service failed and was not restarted, 2 the graph or
 
 log = logging.getLogger(__name__)
 
-# Settings whose variables decide how the processes find each other.
-_SHARED = (
-    "DYN_DISCOVERY_BACKEND",
-    "DYN_FILE_KV",
-    "DYN_LOCAL_STATE_DIR",
-    "DYN_REQUEST_PLANE",
-    "DYN_EVENT_PLANE",
-)
-
 Replan = Callable[[str, Sequence[str]], DeploymentPlan]
-
-_SOCKETS = ("circus.sock", "circus-events.sock")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,57 +88,6 @@ def _reason(error: DynamoError | OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
-def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> DeploymentPlan:
-    """Make every decision that needs no running process. Raises ConfigError."""
-    env = {key: value for key, value in to_env(runtime).items() if key in _SHARED}
-    env |= {name: environ()[name] for name in DRAIN_TIMEOUTS if name in environ()}
-    env["DYN_LOCAL_STATE_DIR"] = str(state_path(runtime))
-    env["DYN_FILE_KV"] = str(store_path(runtime))
-    env["DYN_MIGRATION_LIMIT"] = str(settings.migration_limit)
-    here = _directory(graph)
-    if _shadows_us(here):
-        env["PYTHONSAFEPATH"] = "1"
-    check_services(graph, here, {**env, "DYN_NAMESPACE": graph.namespace})
-    graph = replace(graph, services=with_engine_gpus(graph.services, here))
-    specs = plan(
-        graph,
-        python=sys.executable,
-        working_dir=str(here),
-        env=env,
-        graceful_timeout_s=settings.graceful_timeout_s,
-    )
-    if not any(spec.starts for spec in specs):
-        raise ConfigError(f"{graph.source}: every service has 0 workers")
-    placement = place_workers(graph, specs, settings)
-    running = [spec for spec in placement.specs if spec.starts]
-    _check(graph, running)
-    control, events = (f"ipc://{planned_socket_path(runtime, name)}" for name in _SOCKETS)
-    return DeploymentPlan(
-        namespace=graph.namespace,
-        specs=running,
-        config=graph.config,
-        gpu_ids=placement.gpu_ids,
-        endpoint=settings.circus_endpoint or control,
-        pubsub_endpoint=events,
-        warnings=placement.warnings,
-        templates=[spec for spec in placement.specs if not spec.starts],
-    )
-
-
-def _shadows_us(directory: Path) -> bool:
-    """Whether a process in ``directory`` would import another copy of this package.
-
-    In a checkout whose package was installed elsewhere, the copy lacks the compiled modules.
-    """
-    other = directory / "dynamo"
-    return (other / "__init__.py").is_file() and not other.samefile(Path(__file__).parents[1])
-
-
-def _directory(graph: Graph) -> Path:
-    """Return the directory in which the services run: that of the graph file."""
-    return Path(graph.source).absolute().parent if Path(graph.source).exists() else Path.cwd()
-
-
 def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
     text, source = settings.deployment_config, settings.deployment_source
     if text is not None and settings.graph:
@@ -170,41 +102,6 @@ def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
     return parse_graph(text, source, overrides, settings.namespace, default)
 
 
-def read_graph(source: str, overrides: Sequence[Override], namespace: str | None) -> Graph:
-    """Read the graph file ``source``; ``namespace`` overrides the file's. Raises ConfigError."""
-    if not source:
-        raise ConfigError("no graph file given; try: examples/quickstart.yaml")
-    try:
-        with Path(source).open(encoding="utf-8") as file:
-            text = file.read(MAX_TEXT_BYTES + 1)  # one more byte: parse_graph rejects it
-    except OSError as error:
-        raise ConfigError(f"cannot read {source}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source} is not UTF-8 text: {error.reason}") from None
-    default = from_env(RuntimeSettings).namespace
-    return parse_graph(text, source, overrides, namespace, default)
-
-
-def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
-    """Check discovery, and that each frontend has an address of its own. Raises ConfigError."""
-    listening: dict[str, str] = {}
-    for spec in specs:
-        backend = spec.options.get("discovery-backend", spec.env.get("DYN_DISCOVERY_BACKEND"))
-        if backend == "mem" and len(specs) > 1:
-            raise ConfigError(
-                f"{spec.name} has discovery backend mem, which is private to a process: the other "
-                "services cannot find it. Unset DYN_DISCOVERY_BACKEND, or set it to file or etcd"
-            )
-        if spec.is_frontend:
-            url = frontend_address(spec.options, {**environ(), **spec.env}).url
-            if url in listening:
-                raise ConfigError(
-                    f"{graph.source}: {listening[url]} and {spec.name} would both listen on {url}; "
-                    "give each frontend its own service and http-port"
-                )
-            listening[url] = spec.name
-
-
 def _check_ports(specs: Sequence[WatcherSpec]) -> None:
     """Raise ConfigError if another program listens where a frontend should."""
     for spec in specs:
@@ -213,13 +110,13 @@ def _check_ports(specs: Sequence[WatcherSpec]) -> None:
                 check_free(frontend_address(spec.options, {**environ(), **spec.env}))
             except ConfigError as error:
                 raise ConfigError(
-                    f"{spec.name}: {error.message}; choose another port with "
-                    f"--{spec.service}.http-port"
+                    f"{spec.name}: {error.message}; choose another address with "
+                    f"--{spec.service}.http-host or --{spec.service}.http-port"
                 ) from None
 
 
 def _dry_run(planned: DeploymentPlan, settings: ServeSettings, graph: Graph) -> int:
-    check_engine_flags(graph, _directory(graph))
+    check_engine_flags(graph, graph_directory(graph))
     _show(planned, settings, graph)
     _warn(planned, graph)
     return 0
@@ -297,7 +194,7 @@ def _serve(
         notes = run_directory.reconcile()
         _check_ports(planned.specs)
         # Hold the fallback directory of long paths again: reconcile() removes a crashed one.
-        for name in (*_SOCKETS, STATUS_SOCKET):
+        for name in (*SOCKETS, STATUS_SOCKET):
             socket_path(runtime, name)
     except BaseException:
         run_directory.release()

@@ -106,14 +106,14 @@ async def _repair_running(runtime: RuntimeSettings, dry_run: bool) -> list[str]:
 
 
 def _repair_dead(statefile: Statefile, runtime: RuntimeSettings, dry_run: bool) -> list[str]:
-    if dry_run:
-        return [
-            f"no deployment runs in namespace {statefile.namespace!r}: its processes that are left "
-            f"would be killed, and {statefile.path} removed"
-        ]
     directory = RunDirectory(run_dir(runtime), store_dir(runtime), statefile)
-    directory.acquire()
+    directory.acquire()  # an arbiter that runs holds the lock, also if its statefile is damaged
     try:
+        if dry_run:
+            return [
+                f"no deployment runs in namespace {statefile.namespace!r}: its processes that are "
+                f"left would be killed, and {statefile.path} removed"
+            ]
         return directory.reconcile()
     finally:
         directory.release()

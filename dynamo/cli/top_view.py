@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from dynamo.cli.text_table import aligned, cut, printable
 from dynamo.protocols.status import BoxStatus, GpuStatus, ModelStatus, WorkerStatus
 
 __all__ = ["BAD", "PLAIN", "SORT_ORDERS", "WARN", "Line", "TopView", "frame", "sorted_workers"]
@@ -17,22 +18,15 @@ __all__ = ["BAD", "PLAIN", "SORT_ORDERS", "WARN", "Line", "TopView", "frame", "s
 Line = tuple[str, str]
 """Style (see ``dynamo.cli.screen``) and text."""
 
-PLAIN, TITLE, HEAD, CHOSEN, BAD, WARN, DIM = (
-    *("", "title", "head", "chosen", "bad"),
-    *("warn", "dim"),
-)
+PLAIN, TITLE, HEAD, CHOSEN, BAD = ("", "title", "head", "chosen", "bad")
+WARN, DIM = ("warn", "dim")
 _STATE_STYLES = {
     "failed": BAD,
-    "loading": WARN,
-    "draining": WARN,
-    "asleep": DIM,
-    "stopped": DIM,
-    "zero": DIM,
+    **dict.fromkeys(("loading", "draining"), WARN),
+    **dict.fromkeys(("asleep", "stopped", "zero"), DIM),
 }
-_GIB = 1 << 30
-_BAR = 8
-_FEW_REQUESTS = 3
-_KEYS = "↑↓ select   o sort   l logs   d drain   s sleep/wake   p pause/resume planner   q quit"
+_GIB, _BAR, _FEW_REQUESTS = 1 << 30, 8, 3
+_KEYS = "↑↓ select  o sort  l logs  d drain{sleep}  p pause/resume planner  q quit"
 
 SORT_ORDERS: dict[str, Callable[[WorkerStatus], object]] = {
     "name": lambda one: one.name,
@@ -66,12 +60,21 @@ def frame(status: BoxStatus, view: TopView, width: int, height: int = 0) -> list
     """Return the lines of a frame, at most ``height`` of them; 0: as many as there are."""
     foot: list[Line] = []
     if view.keys:
-        foot = [(view.message_style, view.message), (DIM, "q back" if view.log_of else _KEYS)]
+        foot = [(view.message_style, view.message), (DIM, _keys(status, view))]
     room = height - len(foot) if height else 0
-    lines = _log(view, room) if view.log_of else _panes(status, view, room)
+    lines = _log(view, room) if view.log_of else _panes(status, view, room, width)
     if height:
         lines = [*lines[:room], *[(PLAIN, "")] * (room - len(lines))]
-    return [(style, _clean(text)[:width]) for style, text in [*lines, *foot]]
+    return [(style, cut(printable(text), width)) for style, text in [*lines, *foot]]
+
+
+def _keys(status: BoxStatus, view: TopView) -> str:
+    if view.log_of:
+        return "q back"
+    chosen = [one for one in status.workers if one.name == view.selected]
+    wakes = any(one.state == "asleep" for one in chosen)
+    sleeps = any(one.can_sleep for one in chosen)
+    return _KEYS.format(sleep="  s wake" if wakes else "  s sleep" if sleeps else "")
 
 
 def sorted_workers(status: BoxStatus, sort: str) -> list[WorkerStatus]:
@@ -85,7 +88,7 @@ def _log(view: TopView, room: int) -> list[Line]:
     return [(TITLE, f"log of {view.log_of}"), *((PLAIN, line) for line in lines)]
 
 
-def _panes(status: BoxStatus, view: TopView, room: int) -> list[Line]:
+def _panes(status: BoxStatus, view: TopView, room: int, width: int) -> list[Line]:
     """Return all panes; the requests get the room that is left."""
     lines = [_headline(status)]
     lines += [(BAD, one) for one in status.problems]
@@ -94,14 +97,14 @@ def _panes(status: BoxStatus, view: TopView, room: int) -> list[Line]:
             f"no deployment runs in namespace {status.namespace!r}; start one: dynamo serve GRAPH"
         )
         return [*lines, (PLAIN, text)]
-    lines += _gpus(status.gpus)
-    lines += _models(status.models)
+    lines += _gpus(status.gpus, width)
+    lines += _models(status.models, width)
     planner = _planner(status)
     others = len(lines) + len(planner)
     left = room - others - _FEW_REQUESTS - 4 if room else 0
-    lines += _workers(status, view, left)
+    lines += _workers(status, view, left, width)
     lines += planner
-    return lines + _requests(status, room - len(lines) if room else 0)
+    return lines + _requests(status, room - len(lines) if room else 0, width)
 
 
 def _headline(status: BoxStatus) -> Line:
@@ -110,7 +113,7 @@ def _headline(status: BoxStatus) -> Line:
     return TITLE, f"dynamo top   {status.namespace}   frontend {status.frontend}{url}   {clock}"
 
 
-def _gpus(gpus: Sequence[GpuStatus]) -> list[Line]:
+def _gpus(gpus: Sequence[GpuStatus], width: int) -> list[Line]:
     rows = [
         (
             PLAIN,
@@ -128,7 +131,7 @@ def _gpus(gpus: Sequence[GpuStatus]) -> list[Line]:
         for gpu in gpus
     ]
     head = ("GPU", "NAME", "UTIL", "VRAM", "POWER", "TEMP", "WORKERS", "OTHER PROGRAMS")
-    return _table("GPUs", head, rows, "no GPU with an NVIDIA driver")
+    return _table("GPUs", head, rows, "no GPU with an NVIDIA driver", width)
 
 
 def _foreign(gpu: GpuStatus) -> Iterable[str]:
@@ -144,7 +147,7 @@ def _watts(gpu: GpuStatus) -> str:
     return f"{gpu.watts:.0f}{limit} W"
 
 
-def _models(models: Sequence[ModelStatus]) -> list[Line]:
+def _models(models: Sequence[ModelStatus], width: int) -> list[Line]:
     rows = []
     for model in models:
         figures = model.figures
@@ -163,20 +166,21 @@ def _models(models: Sequence[ModelStatus]) -> list[Line]:
                 _share(sum(uses) / len(uses) if uses else None, bar=True),
                 _share(figures.hit_rate),
             ]
-        row.append(model.cause or ("" if model.idle_until_s is None else _idle(model)))
+        row.append(model.cause or _idle(model))
         rows.append((_STATE_STYLES.get(model.state, PLAIN), tuple(row)))
     head = (
         *("MODEL", "STATE", "READY", "TOK/S", "TTFT P50", "P99", "IN FLIGHT"),
         *("QUEUED", "KV USE", "HIT RATE", ""),
     )
-    return _table("models", head, rows, "no model")
+    return _table("models", head, rows, "no model", width)
 
 
 def _idle(model: ModelStatus) -> str:
-    return f"gives up its GPUs in {model.idle_until_s:.0f} s without requests"
+    left_s = model.idle_until_s
+    return "" if left_s is None else f"gives up its GPUs in {left_s:.0f} s without requests"
 
 
-def _workers(status: BoxStatus, view: TopView, room: int) -> list[Line]:
+def _workers(status: BoxStatus, view: TopView, room: int, width: int) -> list[Line]:
     """Return at least three workers around the selected one, as many as ``room`` allows."""
     workers = sorted_workers(status, view.sort)
     names = [one.name for one in workers]
@@ -212,7 +216,7 @@ def _workers(status: BoxStatus, view: TopView, room: int) -> list[Line]:
     title = f"workers by {view.sort}"
     if len(rows) < len(workers):
         title += f" ({first + 1} to {first + len(rows)} of {len(workers)})"
-    return _table(title, head, rows, "no worker")
+    return _table(title, head, rows, "no worker", width)
 
 
 def _planner(status: BoxStatus) -> list[Line]:
@@ -225,7 +229,7 @@ def _planner(status: BoxStatus) -> list[Line]:
     return [head, *((PLAIN, f"  {text}") for text in planner.decisions)]
 
 
-def _requests(status: BoxStatus, room: int) -> list[Line]:
+def _requests(status: BoxStatus, room: int, width: int) -> list[Line]:
     names = {one.worker: one.name for one in status.workers}
     requests = status.requests[: max(0, room - 2)] if room else status.requests
     rows = [
@@ -250,20 +254,21 @@ def _requests(status: BoxStatus, room: int) -> list[Line]:
         *("TIME", "MODEL", "TTFT", "DURATION", "IN", "OUT", "WORKER"),
         *("BLOCKS", "OUTCOME", "ID"),
     )
-    return _table("last requests", head, rows, "none yet")
+    return _table("last requests", head, rows, "none yet", width)
 
 
 def _table(
-    title: str, head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], none: str
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[str]]],
+    none: str,
+    width: int,
 ) -> list[Line]:
     if not rows:
         return [(TITLE, f"{title}: {none}")]
-    widths = [max(map(len, column)) for column in zip(head, *(row for _, row in rows), strict=True)]
-    lines = [(TITLE, title)] if title else []
-    for style, row in [(HEAD, head), *rows]:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append((style, "  " + "  ".join(cells).rstrip()))
-    return lines
+    texts = aligned([head, *(row for _, row in rows)], width - 2)
+    styles = [HEAD, *(style for style, _ in rows)]
+    return [(TITLE, title), *((s, f"  {text}") for s, text in zip(styles, texts, strict=True))]
 
 
 def _share(value: float | None, bar: bool = False) -> str:
@@ -290,8 +295,3 @@ def _duration(seconds: float | None) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
-
-
-def _clean(text: str) -> str:
-    """Replace control characters: names and output of programs must not move the cursor."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

@@ -47,7 +47,7 @@ def page_url(box: BoxStatus) -> str:
         )
     if box.frontend == "none":
         raise Unavailable("the deployment has no frontend; add one to its graph: dynamo reload")
-    if box.frontend == "down":
+    if box.frontend in ("down", "loading"):
         suspect = min(box.others, key=lambda one: one.state == "ready", default=None)
         remedy = f"dynamo logs {suspect.name}" if suspect else "dynamo ps"
         where = box.url or "its address"

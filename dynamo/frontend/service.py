@@ -137,12 +137,24 @@ class Frontend:
         guard_ui_routes(routes, self._settings)
         return page
 
+    def _limit_connections(self) -> None:
+        """Accept no more clients than there may be open files."""
+        wanted = self._settings.max_connections + _SPARE_FILES
+        files = allow_open_files(wanted)
+        if files < wanted:
+            clients = max(files - _SPARE_FILES, files // 2)
+            self._server.limits = dataclasses.replace(self._server.limits, connections=clients)
+            log.warning(
+                "open files are limited to %d: at most %d clients at once, more get 503; raise it: "
+                "ulimit -n %d", files, clients, wanted,
+            )  # fmt: skip
+
     async def start(self) -> tuple[str, int]:
         """Bind, load the models whose workers are registered, listen; return the bound address.
 
         Raises ConfigError if the address can't be bound.
         """
-        allow_open_files(self._settings.max_connections + _SPARE_FILES)
+        self._limit_connections()
         settings = self._settings
         try:
             bound = await self._server.bind(

@@ -138,7 +138,7 @@ class HeadReader:
             try:
                 self._access_check(head)
             except HttpStatusError as refusal:
-                refusal.path = head.path
+                refusal.path, refusal.bodiless = head.path, head.method == "HEAD"
                 raise
         return head
 

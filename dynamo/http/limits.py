@@ -31,9 +31,10 @@ class HttpLimits:
     backlog: int = 2048
 
 
-def allow_open_files(count: int) -> None:
-    """Raise the soft limit on open files, as far as the hard one allows."""
+def allow_open_files(count: int) -> int:
+    """Raise the soft limit on open files, as far as the hard one allows; return up to ``count``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted

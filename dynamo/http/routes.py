@@ -79,6 +79,12 @@ class Routes:
             return
         route = methods.get(exchange.method)
         if route is None:
+            if exchange.headers.get("upgrade", "").lower() == "websocket":
+                # RFC 9110 15.5.22: the protocol to use. After another status Codex repeats its
+                # attempt for 6 s before it sends a POST.
+                upgrade = [("connection", "upgrade"), ("upgrade", "HTTP/1.1")]
+                exchange.respond(426, b"", "", upgrade)
+                return
             exchange.respond(405, b"", "", [("allow", ", ".join(methods))])
             return
         if exchange.method == "POST":

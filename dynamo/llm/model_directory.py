@@ -45,6 +45,15 @@ _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
+class _TokenizerFile(msgspec.Struct):
+    """What every tokenizer.json has."""
+
+    model: msgspec.Raw
+
+
+_decode_tokenizer = msgspec.json.Decoder(_TokenizerFile).decode
+
+
 class ModelDirectory:
     """``path`` is a local directory; a file that is absent counts as an empty object.
 
@@ -78,13 +87,19 @@ class ModelDirectory:
         return self.path / "tokenizer.json"
 
     def require_worker_files(self) -> None:
-        """Raise ConfigError if config.json or tokenizer.json is missing."""
+        """Raise ConfigError if config.json or tokenizer.json is missing or cut."""
         missing = [name for name in _WORKER_FILES if not (self.path / name).is_file()]
         if missing:
             raise ConfigError(
                 f"the model path {str(self.path)!r} has no {' and no '.join(missing)}; "
                 "download the model again, complete"
             )
+        try:
+            _decode_tokenizer(self.tokenizer_path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{self.tokenizer_path} is not a tokenizer: {error}; copy it again"
+            ) from None
 
     @cached_property
     def context_length(self) -> int | None:

@@ -99,9 +99,10 @@ class HubModel:
                 has_safetensors = any(name.endswith(_SAFETENSORS) for name in names)
                 copies = _PICKLED if has_safetensors else ()
                 return self._snapshot(None, (*_OTHER_FORMATS, *copies), local)
-            except HfHubHTTPError:
+            except (HfHubHTTPError, ValueError):
                 raise
-            except OSError as error:
+            # Here the Hub's errors of connections are those of its HTTP library, no OSError.
+            except Exception as error:  # noqa: BLE001
                 log.warning("Hugging Face cannot be reached (%s); looking in the cache", error)
         path = self._snapshot(None, (*_OTHER_FORMATS, *_PICKLED), True)
         if not any(path.glob(f"*{_SAFETENSORS}")):

@@ -14,10 +14,11 @@ from pathlib import Path
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
 
-__all__ = ["ResolvedModel", "is_hub_id", "resolve_model"]
+__all__ = ["ResolvedModel", "is_hub_id", "local_gguf", "resolve_model"]
 
 _PREFIX = "hf://"
 _GGUF = ".gguf"
+_MAGIC = b"GGUF"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _ID = re.compile(rf"{_NAME}/{_NAME}")
 _OLD_ID = re.compile(_NAME)
@@ -79,7 +80,7 @@ def resolve_model(
     if path.is_dir():
         return ResolvedModel(path.resolve(), ModelDirectory(path).name)
     if path.is_file():
-        return _local_file(path)
+        return ResolvedModel(local_gguf(path), path.stem)
     found = _split(str(source))
     if found is None:
         raise ConfigError(
@@ -102,12 +103,23 @@ def is_hub_id(source: str) -> bool:
     return not Path(source).expanduser().exists() and _split(source) is not None
 
 
-def _local_file(path: Path) -> ResolvedModel:
+def local_gguf(path: Path) -> Path:
+    """Return the absolute path of the GGUF file ``path``. Raises ConfigError if it is none."""
     if path.suffix != _GGUF:
         raise ConfigError(
             f"the model {str(path)!r} is a file, but not a GGUF file; give the directory it is in"
         )
-    return ResolvedModel(path.resolve(), path.stem)
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_MAGIC))
+    except OSError as error:
+        raise ConfigError(f"the model {str(path)!r} cannot be read: {error.strerror}") from None
+    if start != _MAGIC:  # a cut download, or the pointer of Git LFS instead of the file
+        raise ConfigError(
+            f"{path} is not a GGUF file: it begins with {start!r}, not {_MAGIC!r}; "
+            "download it again"
+        )
+    return path.resolve()
 
 
 def _split(source: str) -> tuple[str, str | None] | None:

@@ -13,6 +13,8 @@ from typing import TextIO
 
 import orjson
 
+from dynamo.config import environ
+
 __all__ = ["JsonFormatter", "LineFormatter", "RepeatFilter", "one_line", "setup_logging"]
 
 _LEVELS = {
@@ -48,7 +50,7 @@ def setup_logging(
     target = sys.stderr if stream is None else stream
     handler = logging.StreamHandler(target)
     handler.addFilter(RepeatFilter())
-    colour = not jsonl and target.isatty()
+    colour = not jsonl and target.isatty() and not environ().get("NO_COLOR")
     handler.setFormatter(JsonFormatter(service) if jsonl else LineFormatter(colour))
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -86,12 +86,12 @@ class PlannerMetrics:
     def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
         """See :class:`LoopObserver`."""
         model, settings = record.model, self._settings
-        for pool in record.pools:
-            self._set(model, f"predicted_num_{pool.pool}_replicas", pool.wanted)
         targets = {"sla_target_ttft_ms": settings.ttft_ms, "sla_target_itl_ms": settings.itl_ms}
         for name, value in {**targets, **observed(seen), **made.forecast}.items():
             if name in _BY_NAME:
                 self._set(model, name, value)
+        for pool in record.pools:  # after the forecast, which ignores the budget and the load
+            self._set(model, f"predicted_num_{pool.pool}_replicas", pool.wanted)
         load, throughput = (
             load_state(settings.mode, record, seen),
             throughput_state(settings.mode, seen),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from dynamo.planner.policies.load import kv_load
 __all__ = ["TensorboardLog", "default_log_dir", "pull_scalars"]
 
 _FLUSH_S = 5
+_FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d{1,10})\.")
 log = logging.getLogger(__name__)
 
 
@@ -32,12 +34,13 @@ def default_log_dir() -> Path:
 class TensorboardLog:
     """A run of tensorboard for each model, in a directory of its name below ``directory``.
 
-    The step is the number of seconds since the planner started.
+    The step is the number of seconds since the first planner started there: one that is started
+    again continues the curves.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._started_s = time.monotonic()
+        self._started_s = time.monotonic() - _age_s(directory)
         self._writers: dict[str, SummaryWriter] = {}
 
     def close(self) -> None:
@@ -84,6 +87,13 @@ class TensorboardLog:
             log.info("tensorboard --logdir=%s shows model %s", self.directory, model)
             writer = self._writers[model] = SummaryWriter(str(directory), flush_secs=_FLUSH_S)
         return writer
+
+
+def _age_s(directory: Path) -> float:
+    """Return how long ago the first log file below ``directory`` was made, by its name."""
+    found = (_FILE_NAME.match(path.name) for path in directory.glob("*/*"))
+    made_at_s = min((int(one[1]) for one in found if one), default=None)
+    return 0.0 if made_at_s is None else max(0.0, time.time() - made_at_s)
 
 
 def pull_scalars(pull: Pull, pools: Pools) -> dict[str, float]:

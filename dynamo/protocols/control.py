@@ -70,7 +70,8 @@ class EndpointRecord(msgspec.Struct, tag_field="type", tag="Endpoint", kw_only=T
     """``v1/instances/<ns>/<component>/<endpoint>/<instance hex>``: one live instance.
 
     ``transport`` is ``{"uds": path}`` or ``{"tcp": "host:port"}``. ``unhealthy`` says why the
-    worker's own health checks fail; clients avoid the instance then.
+    worker's own health checks fail; clients avoid the instance then. ``stalled``: its engine has
+    stopped computing, so clients move its running requests, too.
     """
 
     namespace: str
@@ -82,6 +83,7 @@ class EndpointRecord(msgspec.Struct, tag_field="type", tag="Endpoint", kw_only=T
     device_type: str = "cpu"
     request_plane_codec: str = "msgpack"
     unhealthy: str | msgspec.UnsetType = msgspec.UNSET
+    stalled: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class EventChannelRecord(msgspec.Struct, tag_field="type", tag="EventChannel", kw_only=True):

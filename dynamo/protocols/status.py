@@ -131,12 +131,16 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class FrontendStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``GET /v1/status``. ``requests`` are the newest records, newest first."""
+    """The answer of ``GET /v1/status``. ``requests`` are the newest records, newest first.
+
+    ``rejected`` says by worker id, in hexadecimal, why a registered one gets no requests.
+    """
 
     draining: bool = False
     uptime_s: float = 0.0
     models: tuple[ModelFigures, ...] = ()
     requests: tuple[RequestRecord, ...] = ()
+    rejected: dict[str, str] = {}
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -145,7 +149,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``name`` is its component and watcher, as in the statefile (``dynamo_Worker_1``). ``state`` is
     one of loading, ready, draining, asleep, failed, stopped. ``progress`` is 0 to 1 while it loads.
     ``cause`` says why it is not ready, ``remedy`` is a command. ``in_flight`` and ``kv_use`` come
-    from frontends.
+    from frontends. ``can_sleep``: it is ready and ``dynamo sleep`` can free its GPU memory.
     """
 
     name: str
@@ -162,6 +166,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     last_exit: str = ""
     cause: str = ""
     remedy: str = ""
+    can_sleep: bool = False
     in_flight: int | None = None
     kv_use: float | None = None
     uptime_s: float | None = None
@@ -255,9 +260,9 @@ class PlannerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A deployment and its machine at ``at_s``. ``state`` is running or stopped (no deployment).
 
-    ``frontend`` is ``ready``, ``draining``, ``down`` or ``none`` (not in the graph), ``url`` its
-    address; figures are missing while it is down. ``problems`` are sentences that name a cause and
-    a command; anything failed has one.
+    ``frontend`` is ``ready``, ``draining``, ``loading``, ``down`` or ``none`` (not in the graph),
+    ``url`` its address; figures are missing while it is down. ``problems`` are sentences that name
+    a cause and a command; anything failed has one.
     """
 
     namespace: str

@@ -32,11 +32,6 @@ class DecisionSnapshot(NamedTuple):
     error: DynamoError | None = None
     free_copy: int | None = None
 
-    @property
-    def overlaps(self) -> array[int]:
-        """Leading blocks on the device."""
-        return self.cached_blocks.device
-
     def breakdown(self, slot: int, requests: int) -> CostBreakdown:
         """Return the terms of the cost of ``slot`` with ``requests`` running there. O(slots).
 

@@ -150,41 +150,16 @@ class KvPicker:
     ) -> DecisionInputs | None:
         """See :meth:`dynamo.router.picker.Picker.inputs`."""
         # Nothing has run since the decision, so the columns are still its own.
-        if self._decided is None:
+        decided, captures = self._decided, self._captures
+        if decided is None:
             return None
-        params, slots, slot, prompt, offer = self._decided
-        captures = self._captures
+        _, slots, slot, prompt, _ = decided
         if not captures.left and not wanted and not captures.renew(prompt.begun_s):
             owner, cost = self.worker_pool.owners[slot], self._chosen_cost
             return DecisionTotals("kv", self._index_state, owner, len(slots), cost)
         captures.left -= not wanted
-        pool, cached = self.worker_pool, self._cached_blocks
-        constraints = None
-        if routing is not None or failed or slots is not pool.candidates:
-            session = self.eligibility.sessions is not None
-            constraints = constraints_of(routing, pool, slots, session, failed)
-        requests: tuple[int, ...] = ()
-        if params.request_weight:  # before this request, which is booked by now
-            requests = tuple(self.active.load(one)[2] - (one == slot) for one in slots)
-        found = KvInputs(
-            self._index_state,
-            params,
-            pool.owners,
-            slots,
-            slot,
-            prompt.isl_tokens,
-            prompt.best_overlap,
-            cached.device.tobytes(),
-            self._prefill.tobytes(),
-            self._decode.tobytes(),
-            self._costs.tobytes(),
-            cached.lower_columns() if cached.tiered or cached.shared else None,
-            requests,
-            offer.target if offer is not None and offer.free else None,
-            tuple(self.recovering) if self.recovering else (),
-            constraints,
-        )
-        return found if len(pool.owners) <= MAX_CANDIDATES else found.narrowed(wanted)
+        found = self._capture(decided, routing, failed)
+        return found if len(found.owners) <= MAX_CANDIDATES else found.narrowed(wanted)
 
     def snapshot(
         self,
@@ -409,6 +384,38 @@ class KvPicker:
 
     def _booked_prefill(self, slot: int) -> int:
         return self.active.load(slot)[0]
+
+    def _capture(
+        self, decided: _Decided, routing: Routing | None, failed: Collection[int]
+    ) -> KvInputs:
+        """Copy the columns of the decision."""
+        params, slots, slot, prompt, offer = decided
+        pool, cached = self.worker_pool, self._cached_blocks
+        constraints = None
+        if routing is not None or failed or slots is not pool.candidates:
+            session = self.eligibility.sessions is not None
+            constraints = constraints_of(routing, pool, slots, session, failed)
+        requests: tuple[int, ...] = ()
+        if params.request_weight:  # before this request, which is booked by now
+            requests = tuple(self.active.load(one)[2] - (one == slot) for one in slots)
+        return KvInputs(
+            self._index_state,
+            params,
+            pool.owners,
+            slots,
+            slot,
+            prompt.isl_tokens,
+            prompt.best_overlap,
+            cached.device.tobytes(),
+            self._prefill.tobytes(),
+            self._decode.tobytes(),
+            self._costs.tobytes(),
+            cached.lower_columns() if cached.tiered or cached.shared else None,
+            requests,
+            offer.target if offer is not None and offer.free else None,
+            tuple(self.recovering) if self.recovering else (),
+            constraints,
+        )
 
     def _resize(self) -> None:
         """Make the columns long enough for all slots that the index has ever assigned."""

@@ -80,8 +80,8 @@ class Availability:
         """Take the instance out. An outage that ``answer`` reports ends by itself."""
         found = self._outages.get(instance_id)
         if source == "answer":
-            if found is not None and "connection" in found:
-                return  # the error of a stream on that connection: the same outage
+            if found is not None and ("connection" in found or "record" in found):
+                return  # the error of a stream on that worker: the same outage
             self._arm(instance_id)
         if found is not None and source in found and found[source].reason == reason:
             return

@@ -18,6 +18,7 @@ from dynamo.errors import (
     InstanceGone,
     InvalidArgument,
     NoInstances,
+    WorkerSilent,
 )
 from dynamo.observability.metrics import Registry
 from dynamo.observability.tracing import Tracing
@@ -109,6 +110,7 @@ class Client:
         self._instances: dict[int, _Instance] = {}
         self._ids: dict[str, int] = {}
         self.availability = Availability(path, runtime.metrics, runtime.system.inhibited_duration_s)
+        self.availability.listeners.append(self._on_outage)
         self._listeners: list[OnInstances] = []
         self._changed = asyncio.Event()
         self._turn = 0
@@ -326,6 +328,17 @@ class Client:
             self.availability.begin(instance_id, "record", "unhealthy", record.unhealthy)
         else:
             self.availability.end(instance_id, "record")
+        self._move_stalled()
+
+    def _on_outage(self, instance_id: int, out: bool) -> None:
+        if not out:  # later: routers must be told of the instance first
+            self._loop.call_soon(self._move_stalled)
+
+    def _move_stalled(self) -> None:
+        """Move the requests of engines that have stopped computing, as soon as there are others."""
+        for instance in tuple(self._instances.values()):
+            if instance.record.stalled is True:
+                instance.move_streams()
 
     def _notify_all(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for callback in tuple(self._listeners):
@@ -390,6 +403,16 @@ class _Instance:
         """See :class:`StreamOwner`."""
         client = self._client
         return client.has_fallback or len(client._instances) > len(client.availability)
+
+    def move_streams(self) -> None:
+        """Fail the requests of an engine that computes nothing, if another instance takes them."""
+        connection = self.connection
+        if connection is None:
+            return
+        text = f"the worker at {self.address} computes nothing: {self.record.unhealthy}"
+        for stream in tuple(connection.streams.values()):
+            if stream.owner is self and self.may_move():
+                stream.give_up(WorkerSilent(text))
 
     def _is_live(self) -> bool:
         return self._client._instances.get(self.record.instance_id) is self

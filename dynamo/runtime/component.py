@@ -184,9 +184,12 @@ class Endpoint:
         serving = await self.runtime.start_serving()
         await serving.publish(self.path)
 
-    async def set_health(self, problem: str) -> None:
-        """Have clients avoid this instance because of ``problem``; "": no longer."""
-        await self.runtime.serving.set_health(self.path, problem)
+    async def set_health(self, problem: str, stalled: bool = False) -> None:
+        """Have clients avoid this instance because of ``problem``; "": no longer.
+
+        ``stalled``: they also move its running requests to other instances.
+        """
+        await self.runtime.serving.set_health(self.path, problem, stalled)
 
     def __str__(self) -> str:
         return ".".join(self.path)

@@ -73,7 +73,10 @@ def private_dir(path: Path) -> Path:
 
 def state_dir(settings: RuntimeSettings) -> Path:
     """Return the root of statefiles and run directories, created if need be."""
-    return private_dir(state_path(settings))
+    try:
+        return private_dir(state_path(settings))
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}; DYN_LOCAL_STATE_DIR names another one") from error
 
 
 def state_path(settings: RuntimeSettings) -> Path:

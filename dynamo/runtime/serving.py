@@ -66,7 +66,7 @@ class Serving:
         self._transport: dict[str, str] | None = None
         self._served: set[EndpointPath] = set()
         self._published: set[EndpointPath] = set()
-        self._unhealthy: dict[EndpointPath, str] = {}
+        self._unhealthy: dict[EndpointPath, tuple[str, bool]] = {}
         export_uptime(metrics, instance_id, self.health)
 
     def is_serving(self) -> bool:
@@ -133,14 +133,17 @@ class Serving:
         [(kind, where)] = self._transport.items()
         return f"{kind}:{where}"
 
-    async def set_health(self, path: EndpointPath, problem: str) -> None:
-        """Have clients avoid the instance because of ``problem``; "": no longer."""
-        self._unhealthy[path] = problem
+    async def set_health(self, path: EndpointPath, problem: str, stalled: bool = False) -> None:
+        """Have clients avoid the instance because of ``problem``; "": no longer.
+
+        ``stalled``: its engine has stopped computing, so they also move its running requests.
+        """
+        self._unhealthy[path] = problem, stalled
         if path in self._published and self.lease is not None and not self._shutting_down:
             await self._put_record(path, self.lease)
 
     async def _put_record(self, path: EndpointPath, lease: Lease) -> None:
-        problem = self._unhealthy.get(path, "")
+        problem, stalled = self._unhealthy.get(path, ("", False))
         record = EndpointRecord(
             namespace=path[0],
             component=path[1],
@@ -149,6 +152,7 @@ class Serving:
             lease_id=lease.id,
             transport=self._transport or {},
             unhealthy=problem or msgspec.UNSET,
+            stalled=bool(problem and stalled) or msgspec.UNSET,
         )
         await self._discovery.put(self._key(path), msgspec.json.encode(record), lease.id)
         self.health.set(path[2], not problem)

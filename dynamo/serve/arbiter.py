@@ -272,8 +272,10 @@ class SupervisingArbiter(RollingArbiter):
         when = f"in {delay_s:g} s" if delay_s else "now"
         ended = describe_exit(process.exit_status)
         last = self._events.last_line(watcher.name)
+        hint = "; the kernel does that when memory runs out, see: journalctl -k"
         self._announcer.announce(
             f"{watcher.name} (pid {process.pid}) {ended}; restarting it {when}"
+            + (hint if process.exit_status == -signal.SIGKILL else "")
             + (f"; last output: {last}" if last else ""),
             logging.WARNING,
         )

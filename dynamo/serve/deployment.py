@@ -98,6 +98,7 @@ class Deployment:
             self._rolling,
             self._announcer,
             self._replan,
+            self._record.states,
             self._planned,
         )
 
@@ -182,7 +183,7 @@ class Deployment:
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """Report a failed watcher with its last output; stop if no frontend or worker is left."""
-        tail = b"\n".join(self._factory.output(watcher.name).tail).decode(errors="replace")
+        tail = "\n".join(self._factory.output(watcher.name).tail())
         what = watcher.name if watcher.given_up else f"a process of {watcher.name}"
         lines = [f"gave up {what}: {reason}"]
         if tail:

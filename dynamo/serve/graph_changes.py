@@ -11,9 +11,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dynamo.serve.gpus import Allocator, Inventory
-from dynamo.serve.watchers import WatcherSpec, with_gpus
+from dynamo.serve.programs import MODEL_PROGRAMS, PLANNER
+from dynamo.serve.statefile import ASLEEP, DRAINING
+from dynamo.serve.watchers import WatcherSpec, added_env, with_gpus
 
-__all__ = ["GraphChanges", "added_workers", "allocator_beside", "compare", "follow"]
+__all__ = [
+    "GraphChanges",
+    "added_workers",
+    "allocator_beside",
+    "compare",
+    "follow",
+    "without_awakening",
+    "without_removed",
+]
 
 _NOT_COMPARED = ("CUDA_VISIBLE_DEVICES", "DYNAMO_SERVICE_CONFIG")
 """The GPUs that were assigned, and the whole graph, which changes with every service."""
@@ -107,11 +117,48 @@ def follow(added: Mapping[str, str], wanted: Collection[WatcherSpec]) -> list[Wa
             specs[base],
             name=name,
             index=int(name.rpartition("_")[2]),
-            env={**specs[base].env, "DYN_WATCHER_NAME": name},
+            env=added_env(specs[base], name),
         )
         for name, base in added.items()
         if base in specs and name not in specs
     ]
+
+
+def without_removed(
+    wanted: Sequence[WatcherSpec],
+    started: Collection[WatcherSpec],
+    running: Mapping[str, WatcherSpec],
+) -> list[WatcherSpec]:
+    """Leave out workers that were ``started`` from the last graph and are not ``running`` now.
+
+    A service whose workers were all removed stays at zero. With a planner, which decides how many
+    workers there are, every removed worker stays removed.
+    """
+    left = {spec.name for spec in started} - running.keys()
+    zero = {spec.service for spec in started} - {spec.service for spec in running.values()}
+    planned = any(spec.program == PLANNER for spec in wanted)
+    return [
+        spec
+        for spec in wanted
+        if spec.program not in MODEL_PROGRAMS
+        or not (spec.service in zero or (planned and spec.name in left))
+    ]
+
+
+def without_awakening(changes: GraphChanges, states: Mapping[str, str]) -> GraphChanges:
+    """Start no process in place of a worker that sleeps or drains, by its state in the statefile.
+
+    One that sleeps is removed: woken, its process would serve the old definition.
+    """
+    changed = {spec.name: spec for spec in changes.changed}
+    asleep = [name for name in changed if states.get(name) == ASLEEP]
+    draining = [changed[name] for name in changed if states.get(name) == DRAINING]
+    return replace(
+        changes,
+        changed=[s for s in changes.changed if s.name not in asleep and s not in draining],
+        kept=[*changes.kept, *draining],
+        removed=[*changes.removed, *asleep],
+    )
 
 
 def allocator_beside(gpu_ids: Sequence[str], holders: Collection[WatcherSpec]) -> Allocator:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncinotify import Mask
 
 from dynamo.errors import ConfigError
+from dynamo.protocols.card import decode_card
 from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.layout import (
     BadRecord,
@@ -59,21 +61,34 @@ class Leases:
 
     def with_model(self) -> set[int]:
         """Return the sessions whose processes have a model card registered now."""
+        found = {session for session, _ in self._registered()}
+        self.served |= found
+        return found
+
+    def models(self) -> set[str]:
+        """Return the names of the models that are registered now, adapters included."""
+        found: set[str] = set()
+        for _, record in self._registered():
+            with contextlib.suppress(ValueError):  # reported by the frontend
+                card = decode_card(record)
+                if card.worker_type != "Prefill" and "Prefill" not in card.model_type:
+                    found.add(card.display_name)
+        return found
+
+    def _registered(self) -> Iterator[tuple[int, bytes]]:
+        """Yield each model card with the session of its process."""
         sessions = self._sessions()
-        found: set[int] = set()
         try:
             listed = names(self._cards)
         except OSError:
-            return found  # the store was removed
+            return  # the store was removed
         for name in listed:
             try:
-                lease = decode_stored(read_file(self._cards / name) or b"").lease_id
+                stored = decode_stored(read_file(self._cards / name) or b"")
             except (BadRecord, OSError):
                 continue  # reported by the processes that use the store
-            if lease in sessions:
-                found.add(sessions[lease])
-        self.served |= found
-        return found
+            if stored.lease_id in sessions:
+                yield sessions[stored.lease_id], stored.value
 
     def on_demand(self) -> set[str]:
         """Return the services whose workers a planner starts on demand, as it has announced."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from dynamo.serve.last_output import telling_line
+
 __all__ = ["Announcer", "LogFile", "OutputPipe", "ServiceOutput"]
 
 _READ_BYTES = 65536
 _LINE_BYTES = 65536
-_TAIL_LINES = 20
+_TAIL_LINES = 200
+_SHOWN_LINES = 20
 _BAR_EVERY_S = 1.0
-_SHORT_LINE = 200
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 log = logging.getLogger(__name__)
 
 
@@ -79,27 +79,34 @@ class LogFile:
 
 
 class ServiceOutput:
-    """Sends a watcher's output to its log file and the terminal; ``tail`` has the latest lines."""
+    """Sends a watcher's output to its log file and the terminal, and keeps the latest lines."""
 
     def __init__(self, watcher: str, log_file: LogFile, announcer: Announcer) -> None:
         self.watcher = watcher
-        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self._log_file = log_file
         self._announcer = announcer
 
     def __call__(self, line: bytes) -> None:
         """Handle one line."""
-        self.tail.append(line)
+        self._tail.append(line)
         self._log_file.write(line)
         self._announcer.output(self.watcher, line)
 
     def last_line(self) -> str:
-        """Return the latest line that is not empty, at most 200 characters of it, in one colour."""
-        for line in reversed(self.tail):
-            text = _ESCAPES.sub("", line.decode(errors="replace")).rpartition("\r")[2].strip()
-            if text:
-                return text[:_SHORT_LINE]
-        return ""
+        """Return the latest line that is not empty, or the cause it refers to; shortened."""
+        return telling_line(self._lines())
+
+    def tail(self) -> list[str]:
+        """Return the latest 20 lines, after the cause that the last one refers to, if any."""
+        lines = self._lines()
+        shown = lines[-_SHOWN_LINES:]
+        cause = telling_line(lines)
+        known = not cause or any(cause in line for line in shown)
+        return shown if known else [cause, "…", *shown]
+
+    def _lines(self) -> list[str]:
+        return [line.decode(errors="replace") for line in self._tail]
 
     def close(self) -> None:
         """Close the log file."""

@@ -58,14 +58,15 @@ def check_free(address: FrontendAddress) -> None:
                 raise ConfigError(f"cannot listen on {address.url}: {reason}") from None
 
 
-async def wait_until_ready(
+async def wait_until_ready(  # noqa: PLR0913 - a function for each thing that it waits for
     address: FrontendAddress,
     expected: Callable[[], int],
     is_ours: Callable[[], bool] = lambda: True,
     missing: Callable[[], Collection[str]] = tuple,
     on_partial: Callable[[FrontendHealth, Collection[str]], None] = lambda health, names: None,
+    models: Callable[[], Collection[str]] = tuple,
 ) -> FrontendHealth:
-    """Return once the frontend is healthy and, with ``expected()`` workers, lists a model.
+    """Return once the frontend is healthy and lists ``models()``, a model with any workers.
 
     ``is_ours`` distinguishes our frontend from another program on its port. ``missing()`` names the
     workers whose models are not registered yet: waits for all of them, and calls ``on_partial``
@@ -84,7 +85,8 @@ async def wait_until_ready(
             # The frontend sees the last worker a moment after it is registered.
             complete_s = now_s if names or complete_s is None else complete_s
             overdue = now_s - complete_s > _ALL_WORKERS_WITHIN_S
-            if not names and (overdue or health.instances >= expected()):
+            listed = health.instances >= expected() and set(health.models).issuperset(models())
+            if not names and (overdue or listed):
                 return health
             if names and not reported and now_s - first_s > _ALL_WORKERS_WITHIN_S:
                 reported = True

@@ -136,8 +136,9 @@ class StatefileWriter:
         self._statefile.create(document_of(self._plan))
 
     def plan(self, plan: DeploymentPlan) -> None:
-        """Write the configuration of a changed graph with the next change."""
+        """Write the commands of a changed graph, those of services without workers too."""
         self._plan = plan
+        self.changed()
 
     def start(self, tasks: Tasks) -> None:
         """Write every change until ``tasks`` closes."""
@@ -148,24 +149,22 @@ class StatefileWriter:
         self._dirty.set()
 
     def is_draining(self, name: str) -> bool:
-        """Whether the component's ``state`` says that an exit is its end: it drains, or sleeps.
-
-        A worker that sleeps has no GPU to start again on.
-        """
-        return self._state(name) in (DRAINING, ASLEEP)
+        """Whether an exit is the end of a component: it drains, or sleeps and has no GPU."""
+        return self.states().get(name) in (DRAINING, ASLEEP)
 
     def is_asleep(self, name: str) -> bool:
         """Whether the component's ``state`` says that its engine sleeps."""
-        return self._state(name) == ASLEEP
+        return self.states().get(name) == ASLEEP
 
-    def _state(self, name: str) -> str:
+    def states(self) -> dict[str, str]:
+        """Return the ``state`` of each component."""
         try:
-            document = self._statefile.read()
+            document = self._statefile.read() or {}
         except StatefileError as error:
             log.warning("%s", error)
-            return ""
-        entry = (document or {}).get("components", {}).get(name)
-        return str(entry.get("state")) if isinstance(entry, dict) else ""
+            return {}
+        entries = document.get("components", {}).items()
+        return {name: str(one.get("state")) for name, one in entries if isinstance(one, dict)}
 
     def take_gpus(self, name: str) -> str:
         """Make a worker that slept hold its GPUs: its next process is awake. Return "", or which

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from dynamo.protocols.card import ModelCard, decode_card
+from dynamo.protocols.control import ENGINE_CONTROL
 from dynamo.runtime.discovery.layout import (
     BadRecord,
     decode_lease,
@@ -22,12 +24,16 @@ __all__ = ["RegisteredWorker", "registered_workers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredWorker:
-    """What the process ``pid`` has registered: its leases, and its model once it can serve."""
+    """What the process ``pid`` has registered: its leases, and its model once it can serve.
+
+    ``can_sleep``: its engine has a sleep mode.
+    """
 
     pid: int
     leases: tuple[int, ...]
     worker_id: int | None = None
     model: str | None = None
+    can_sleep: bool = False
 
 
 def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
@@ -38,9 +44,9 @@ def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
     leases: dict[int, list[int]] = {}
     for lease, session in _leases(store):
         leases.setdefault(session, []).append(lease)
-    cards = dict(_cards(store))
+    cards, sleepers = dict(_cards(store)), set(_sleepers(store))
     return {
-        session: _registered(session, tuple(sorted(found)), cards)
+        session: _registered(session, tuple(sorted(found)), cards, sleepers)
         for session, found in leases.items()
     }
 
@@ -67,8 +73,18 @@ def _cards(store: Path) -> Iterator[tuple[int, ModelCard]]:
             yield stored.lease_id, card
 
 
+def _sleepers(store: Path) -> Iterator[int]:
+    """Yield the leases of engines that take commands to sleep."""
+    part = quote(f"/{ENGINE_CONTROL}/", safe="")
+    for _, data in _files(store / "v1/instances", part):
+        try:
+            yield decode_stored(data).lease_id
+        except ValueError:
+            continue  # reported by the processes that call it
+
+
 def _registered(
-    pid: int, leases: tuple[int, ...], cards: Mapping[int, ModelCard]
+    pid: int, leases: tuple[int, ...], cards: Mapping[int, ModelCard], sleepers: Container[int]
 ) -> RegisteredWorker:
     card = next((cards[lease] for lease in leases if lease in cards), None)
     return RegisteredWorker(
@@ -76,12 +92,14 @@ def _registered(
         leases=leases,
         worker_id=card.instance_id if card else None,
         model=card.display_name if card else None,
+        can_sleep=any(lease in sleepers for lease in leases),
     )
 
 
-def _files(directory: Path) -> Iterator[tuple[str, bytes]]:
+def _files(directory: Path, part: str = "") -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of the files whose names contain ``part``."""
     try:
-        listed = names(directory)
+        listed = [name for name in names(directory) if part in name]
     except OSError:
         return  # the store was removed
     for name in listed:

@@ -19,9 +19,10 @@ from dynamo.serve.graph_changes import (
     allocator_beside,
     compare,
     follow,
+    without_awakening,
+    without_removed,
 )
 from dynamo.serve.output import Announcer
-from dynamo.serve.programs import MODEL_PROGRAMS, PLANNER
 from dynamo.serve.readiness import check_free
 from dynamo.serve.rolling import RollingRestart
 from dynamo.serve.supervised import SupervisedWatcher
@@ -42,7 +43,11 @@ log = logging.getLogger(__name__)
 
 
 class GraphReload:
-    """Reloads the graph of one deployment. ``on_plan`` is called with a plan that is applied."""
+    """Reloads the graph of one deployment.
+
+    ``states`` returns the state of each worker in the statefile. ``on_plan`` is called with a plan
+    that is applied.
+    """
 
     def __init__(  # noqa: PLR0913 - the parts of a deployment
         self,
@@ -51,6 +56,7 @@ class GraphReload:
         rolling: RollingRestart,
         announcer: Announcer,
         replan: Replan,
+        states: Callable[[], Mapping[str, str]],
         on_plan: Callable[[DeploymentPlan], None],
     ) -> None:
         self._arbiter = arbiter
@@ -58,6 +64,7 @@ class GraphReload:
         self._rolling = rolling
         self._announcer = announcer
         self._replan = replan
+        self._states = states
         self._on_plan = on_plan
         self._source: tuple[str, Sequence[str]] = ("", ())
 
@@ -98,11 +105,9 @@ class GraphReload:
         last = self._factory.plan
         added = added_workers(running, (*last.specs, *last.templates))
         wanted = [*plan.specs, *follow(added, (*plan.specs, *plan.templates))]
-        if any(spec.program == PLANNER for spec in plan.specs):
-            # The planner decides how many workers there are: what it removed stays removed.
-            left = {spec.name for spec in last.specs} - present
-            wanted = [s for s in wanted if s.name not in left or s.program not in MODEL_PROGRAMS]
-        return compare(running, wanted, {*added, *(spec.name for spec in last.specs)})
+        wanted = without_removed(wanted, [s for s in last.specs if s.name in specs], running)
+        found = compare(running, wanted, {*added, *(spec.name for spec in last.specs)})
+        return without_awakening(found, self._states())
 
     def _check_room(self, plan: DeploymentPlan, changes: GraphChanges) -> None:
         """Raise ConfigError if the watchers of the changed graph do not fit on the GPUs."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from dynamo.config import environ
 from dynamo.serve.arbiter import SupervisingArbiter
@@ -81,7 +82,7 @@ class StartupReport:
             else:
                 partly = partial(self._announce_part, address)
                 found = await wait_until_ready(
-                    address, self._workers, is_ours, self._loading, partly
+                    address, self._workers, is_ours, self._loading, partly, self._leases.models
                 )
             urls.append(f"{address.url}/v1")
         models = ", ".join(found.models) or "none yet"
@@ -156,19 +157,27 @@ class StartupReport:
     async def _remind(self) -> None:
         while True:
             await asyncio.sleep(_REMIND_EVERY_S)
+            if self._arbiter.stopping:
+                return
             waited_s = time.monotonic() - self._started_s
             lines = [f"not ready after {waited_s:.0f} s; {self._state()}; still waiting"]
-            lines += [self._describe(name) for name in self._loading()]
+            loading = self._loading()
+            lines += [self._describe(name) for name in loading or self._frontends()]
             self._announcer.announce("\n  ".join(lines))
 
     def _state(self) -> str:
         up = sum(len(processes) for processes in self._arbiter.alive().values())
         return f"{up} of {len(self._plan.specs)} processes are running"
 
+    def _frontends(self) -> list[str]:
+        """The frontends: with all models registered, it is they that do not list them."""
+        return [spec.name for spec in self._plan.specs if spec.is_frontend]
+
     def _describe(self, name: str) -> str:
-        """Describe a worker that does not serve yet, with its last output."""
+        """Describe a process that does not serve yet, with its last output."""
         running = self._arbiter.alive().get(name)
-        state = "loading" if running else "not running"
+        waits = "loading" if name not in self._frontends() else "lists no model yet"
+        state = waits if running else "not running"
         last = self._last_line(name)
         return f"{name}: {state}" + (f"; last output: {last}" if last else "; no output yet")
 
@@ -186,6 +195,6 @@ class StartupReport:
         self._announcer.announce(
             f"{what}{failures}   ({took_s:.1f} s)\n"
             f"  stop: Ctrl-C   logs: {self._logs}\n"
-            f"  control: circusctl --endpoint {self._plan.endpoint} status",
+            f"  control: circusctl --endpoint {quote(self._plan.endpoint)} status",
             logging.WARNING if failures else logging.INFO,
         )

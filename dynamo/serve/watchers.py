@@ -21,6 +21,7 @@ __all__ = [
     "DRAIN_TIMEOUTS",
     "DeploymentPlan",
     "WatcherSpec",
+    "added_env",
     "drain_env",
     "place",
     "plan",
@@ -30,6 +31,7 @@ __all__ = [
 
 _FIRST_TO_STOP = (FRONTEND, PLANNER)
 _GPUS = "CUDA_VISIBLE_DEVICES"
+_PORT = "DYN_SYSTEM_PORT"
 DRAIN_TIMEOUTS = (
     "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
     "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
@@ -127,7 +129,7 @@ def plan(
                 )
             taken[name.lower()] = service.name
             timeout_s = _graceful(service, graceful_timeout_s)
-            own = {"DYN_WATCHER_NAME": name, **service.envs}
+            own = {"DYN_WATCHER_NAME": name, **_with_own_port(service.envs, index)}
             specs.append(
                 WatcherSpec(
                     name=name,
@@ -153,13 +155,14 @@ def plan_added(
     """Plan the watcher ``name``, added to a running deployment of the ``planned`` ones.
 
     A watcher named ``{planned}`` or ``{planned}_{number}`` is a worker of the same service: it gets
-    its directory, timeout, and environment except the GPUs. Any other gets directory and timeout of
-    the first planned one, and the variables common to all. ``env`` overrides, and names the GPUs.
+    its directory, timeout, and environment except the GPUs and the port. Any other gets directory
+    and timeout of the first planned one, and the variables common to all. ``env`` overrides, and
+    names the GPUs.
     """
     specs = list(planned)
     base = next((s for s in specs if re.fullmatch(re.escape(s.name) + r"(_\d+)?", name)), None)
     module = argv[2] if len(argv) > 2 and argv[1] == "-m" else ""
-    inherited = {k: v for k, v in base.env.items() if k != _GPUS} if base else _shared_env(specs)
+    inherited = _without_gpus(added_env(base, name)) if base else _shared_env(specs)
     given = env.get(_GPUS)
     gpus = tuple(gpu for gpu in given.split(",") if gpu) if given else ()
     shares = base is not None and 0 < base.gpu < 1 and len(gpus) == 1
@@ -175,6 +178,30 @@ def plan_added(
         is_frontend=module == FRONTEND,
         options=base.options if base and base.argv == tuple(argv) else {},
     )
+
+
+def added_env(base: WatcherSpec, name: str) -> dict[str, str]:
+    """Return the environment of the watcher ``name``: ``{base}``, or an added ``{base}_{number}``.
+
+    The GPUs are those of ``base``.
+    """
+    number = name.removeprefix(base.name).removeprefix("_")
+    return {**_with_own_port(base.env, int(number or 0)), "DYN_WATCHER_NAME": name}
+
+
+def _without_gpus(env: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in env.items() if key != _GPUS}
+
+
+def _with_own_port(env: Mapping[str, str], index: int) -> dict[str, str]:
+    """Return ``env`` with the port of the status server raised by the ``index`` of the worker.
+
+    The workers of a service then have successive ports. 0 and -1 are no ports.
+    """
+    port = env.get(_PORT, "")
+    if not index or not port.isdecimal() or port == "0":
+        return dict(env)
+    return {**env, _PORT: str(int(port) + index)}
 
 
 def _shared_env(specs: Sequence[WatcherSpec]) -> dict[str, str]:

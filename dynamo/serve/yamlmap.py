@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any, NamedTuple
 
 import yaml
 
 from dynamo.errors import ConfigError
 
-__all__ = ["MAX_EXPANDED_CHARS", "MAX_TEXT_BYTES", "Path", "YamlDocument", "parse_yaml"]
+__all__ = [
+    "MAX_EXPANDED_CHARS",
+    "MAX_TEXT_BYTES",
+    "Path",
+    "YamlDocument",
+    "parse_yaml",
+    "read_text",
+]
 
 MAX_TEXT_BYTES = 256 * 1024
 MAX_EXPANDED_CHARS = 1_000_000
@@ -25,6 +33,20 @@ class YamlDocument(NamedTuple):
 
     values: dict[str, Any]
     origins: dict[Path, str]
+
+
+def read_text(path: pathlib.Path) -> str:
+    """Return the text of a file, at most one character more than :func:`parse_yaml` accepts.
+
+    Raises ConfigError.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from None
 
 
 def parse_yaml(text: str, source: str) -> YamlDocument:

@@ -81,6 +81,7 @@ def _engine_config(arguments: VllmArguments, plan: VllmPlan) -> Any:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(INSTALL)
     begun = time.monotonic()
+    log.info("importing vLLM, which takes a while")
     # As vLLM's own server: a child that starts afresh, not a copy of this process.
     preset("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from dynamo.vllm.engine_args import engine_config

@@ -67,6 +67,7 @@ class SchedulerStatsLogger(StatLoggerBase):  # type: ignore[misc]
 
     def record(self, scheduler_stats: Any, *rest: Any, **more: Any) -> None:
         """Forward one step's statistics."""
+        self._engine.steps += 1
         if scheduler_stats is not None and self._engine.on_stats is not None:
             self._engine.on_stats(
                 self._rank,
@@ -84,6 +85,7 @@ class AsyncLLMEngine:
 
     def __init__(self, config: Any, params: ParamsBuilder) -> None:
         self.on_stats: StepStats | None = None
+        self.steps = 0
         self._params = params
         self._tasks = Tasks("vllm requests")
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -120,6 +122,10 @@ class AsyncLLMEngine:
         task = self._running.pop(request_id, None)
         if task is not None:
             task.cancel()
+
+    def progress(self) -> tuple[int, int]:
+        """See ``Engine``."""
+        return len(self._running), self.steps
 
     def metrics(self) -> str:
         """See ``Engine``. Empty: the worker has vLLM's scheduler statistics only."""

@@ -70,6 +70,7 @@ class CoreEngine:
         self._plain = PlainTokens()
         client.decoder = StepDecoder(client.decoder, self._plain)
         self._tasks = Tasks("vllm engine")
+        self._messages = 0
 
     @classmethod
     def start(cls, config: Any, params: ParamsBuilder, addresses: Sequence[str]) -> CoreEngine:
@@ -121,6 +122,10 @@ class CoreEngine:
             self._post(request_id)
             if not self._sinks:
                 self._report_idle()
+
+    def progress(self) -> tuple[int, int]:
+        """See ``Engine``."""
+        return len(self._sinks), self._messages
 
     def metrics(self) -> str:
         """See ``Engine``."""
@@ -269,6 +274,7 @@ class CoreEngine:
         client, sinks = self._client, self._sinks
         while True:
             outputs = await client.get_output_async()
+            self._messages += 1
             tokens, self._plain.count, prefills = self._plain.count, 0, []
             for output in outputs.outputs:
                 tokens += len(output.new_token_ids)

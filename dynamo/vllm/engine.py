@@ -117,6 +117,9 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None:
         """Stop the request and free its blocks; its sink is not called again."""
 
+    def progress(self) -> tuple[int, int]:
+        """Return the number of requests in the engine, and that of its messages so far."""
+
     def metrics(self) -> str:
         """Return vLLM's metrics in Prometheus's format."""
 

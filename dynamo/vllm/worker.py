@@ -26,6 +26,7 @@ from dynamo.worker.engine_control import EngineControl
 from dynamo.worker.health_payload import health_check_payload
 from dynamo.worker.process_watch import ProcessWatch
 from dynamo.worker.publish import LoadSender, connect_load
+from dynamo.worker.stall_watch import StallWatch
 
 __all__ = ["VllmPlan", "VllmWorker", "make_plan"]
 
@@ -106,7 +107,8 @@ class VllmWorker:
         plan = self.plan
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._run_engine())
-            watch = group.create_task(ProcessWatch(self.endpoint.set_health).run())
+            processes = ProcessWatch(self.endpoint.set_health, StallWatch(self.engine))
+            watch = group.create_task(processes.run())
             self._relay_events()
             await connect_load(self.endpoint, self.load)
             for name, path in plan.loras.items():

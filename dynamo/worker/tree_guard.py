@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["Process", "TreeGuard", "descendants", "process_state"]
+__all__ = ["Process", "TreeGuard", "cpu_ticks", "descendants", "process_state"]
 
-_STATE, _PPID, _START = 0, 1, 19
+_STATE, _PPID, _UTIME, _STIME, _START = 0, 1, 11, 12, 19
 """Places in /proc/PID/stat, counted after the command name."""
 
 Process = tuple[int, int]
@@ -81,6 +81,17 @@ def process_state(process: Process) -> str:
     if fields is None or int(fields[_START]) != process[1]:
         return ""
     return fields[_STATE]
+
+
+def cpu_ticks(root: int) -> tuple[int, bool]:
+    """Return the CPU time of the processes below ``root``, and whether one could use it now."""
+    ticks, runnable = 0, False
+    for pid, _ in descendants(root):
+        fields = _stat(pid)
+        if fields is not None:
+            ticks += int(fields[_UTIME]) + int(fields[_STIME])
+            runnable = runnable or fields[_STATE] == "R"
+    return ticks, runnable
 
 
 def _stat(pid: int) -> list[str] | None:

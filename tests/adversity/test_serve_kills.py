@@ -45,7 +45,7 @@ def arbiter_of(serving: Serving) -> int | None:
 
 
 def wait_for_arbiter(serving: Serving) -> int:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (pid := arbiter_of(serving)) is None:
         assert time.monotonic() < deadline
     return pid
@@ -98,7 +98,7 @@ def test_kill_9_of_workers_again_and_again(serving: Serving, seed: int) -> None:
         children = psutil.Process(old).children()
         time.sleep(dice.uniform(0.0, 0.3))
         os.kill(old, signal.SIGKILL)
-        _, alive = psutil.wait_procs(children, timeout=5)
+        _, alive = psutil.wait_procs(children, timeout=20)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         serving.wait_for_pids(service, unlike=old)
     assert serving.stop() == 0
@@ -114,7 +114,7 @@ def test_a_death_and_a_stop_at_once(serving: Serving, gap_s: float) -> None:
     os.kill(worker, signal.SIGKILL)
     time.sleep(gap_s)
     serving.process.send_signal(signal.SIGTERM)
-    assert serving.wait(10) == 0
+    assert serving.wait() == 0
     serving.assert_clean()
 
 
@@ -122,7 +122,7 @@ def test_a_death_and_a_stop_at_once(serving: Serving, gap_s: float) -> None:
 def test_kills_during_the_stop(serving: Serving, seed: int) -> None:
     """The arbiter or the guard dies while the workers finish their work."""
     dice = random.Random(400 + seed)
-    serving.start(GRAPH.replace("drain: 0.05", "drain: 1"), wait="started")
+    serving.start(GRAPH.replace("drain: 0.05", "drain: 10"), wait="started")
     for _ in range(3):
         serving.wait_for("started")
     arbiter = serving.arbiter_pid

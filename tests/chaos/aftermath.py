@@ -92,7 +92,7 @@ def pages(world: World) -> Iterator[tuple[str, str, int]]:
 async def scrape(port: int) -> Samples:
     """Read a page of metrics; empty if there is none."""
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             client = await get("127.0.0.1", port, f"127.0.0.1:{port}", "/metrics", 1 << 24)
     except (OSError, ResponseError):
         return []

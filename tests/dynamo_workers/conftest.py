@@ -56,7 +56,7 @@ async def serve(make_runtime: MakeRuntime) -> AsyncIterator[Serve]:
         endpoint = make_runtime().endpoint(path)
         tasks.append(asyncio.ensure_future(endpoint.serve_endpoint(handler)))
         client = await endpoint.client()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await client.wait_for_instances()
         return client
 

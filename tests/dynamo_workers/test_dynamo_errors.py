@@ -36,7 +36,7 @@ class StatusError(Exception):
 
 
 async def collect(client: Client, request: Any = None, **options: Any) -> list[Any]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         stream = await client.generate(request, **options)
         return [item.data() async for item in stream]
 
@@ -161,12 +161,12 @@ async def test_a_shut_down_engine_leaves_routing_until_it_registers_again(serve:
     back.clear()
     with pytest.raises(ValueError, match="Unavailable: down"):
         await collect(client)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await gone.wait()
     assert client.instance_ids() == []
     endpoint = client._runtime.endpoint("ns.backend.generate")  # type: ignore[attr-defined]
     await endpoint.register_endpoint_instance()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await back.wait()
     assert await collect(client) == ["well"]
 

@@ -99,7 +99,7 @@ async def test_a_shutdown_from_another_thread_ends_the_service(make_runtime: Mak
     endpoint = runtime.endpoint("ns.backend.generate")
     served = asyncio.ensure_future(endpoint.serve_endpoint(never))
     client = await endpoint.client()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await client.wait_for_instances()
         threading.Thread(target=runtime.shutdown).start()
         await served

@@ -59,7 +59,7 @@ async def test_an_instance_is_found_by_its_runtime_data(make_runtime: MakeRuntim
     client = await make_runtime().endpoint(PATH).client()
     early = asyncio.ensure_future(client.wait_for_instance_by_runtime_data(KEY, "a", 5.0))
     leader = await register(make_runtime())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert await early == leader.connection_id()
         found = await client.wait_for_instance_by_runtime_data(KEY, "a", timeout_s=5.0)
     assert found == leader.connection_id()
@@ -298,7 +298,7 @@ async def test_a_routed_request_has_every_key_and_so_have_its_items(
     served = asyncio.ensure_future(worker.endpoint(PATH).serve_endpoint(generate))
     endpoint = runtime.endpoint(PATH)
     client = await endpoint.client()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await client.wait_for_instances()
         thresholds = LoadThresholdConfig(active_decode_blocks_threshold=1.0)
         config = KvRouterConfig(use_kv_events=False)

@@ -40,7 +40,7 @@ async def test_a_stop_by_the_caller_reaches_the_handler(serve: Serve) -> None:
     client = await serve(handler.generate)
     context = Context()
     received = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         async for item in await client.generate("x", context=context):
             received.append(item.data())
             if len(received) == 3:
@@ -68,7 +68,7 @@ async def test_a_handler_can_end_in_its_own_way_after_its_caller_left(serve: Ser
             ended.set()
 
     client = await serve(generate)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         for request in ("checks", "ignores"):
             stream = await client.generate(request)
             await stream.__anext__()
@@ -89,7 +89,7 @@ async def test_a_context_stopped_before_the_call_gives_no_items(
         context.stop_generating()
     call = client.generate("x", context=context)
     context.stop_generating()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert [item async for item in await call] == []
         await handler.ended.wait()
     assert handler.states == [(True, False)]
@@ -256,7 +256,7 @@ async def test_unary_calls(make_runtime: MakeRuntime) -> None:
     for endpoint, handler in ((inner, answer), (outer, relay)):
         runtime.tasks.spawn(serve_unary_endpoint(endpoint, handler))
     client = await outer.client()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await client.wait_for_instances()
         await (await inner.client()).wait_for_instances()
         answered = await UnaryClient(client).complete("x", context=Context("r-9"))

@@ -1,6 +1,6 @@
 """The ``anthropic`` Python client, unchanged, against mockers behind the real frontend.
 
-claude_code.json has a request of Claude Code, written from public descriptions of its requests.
+claude_code.json has the shape of the requests of Claude Code 2.1.197, in other words.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def test_errors(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="`gamble`: not supported"):
         create(extra_body={"gamble": 1})
     long: Any = [{"role": "user", "content": "word " * 200_000}]
-    with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: "):
         create(messages=long)
     with pytest.raises(anthropic.RequestTooLargeError, match="Request body exceeds"):
         create(system="x" * (10 << 20))

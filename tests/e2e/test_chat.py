@@ -168,7 +168,15 @@ def test_ctrl_c_at_the_prompt_asks_once(shared_deployment: Deployment) -> None:
 
 def ask(env: dict[str, str], text: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dynamo", "chat", *words]
-    return subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command,
+        env=env,
+        input=text,
+        capture_output=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+        timeout=60,
+    )
 
 
 def test_a_pipe_gets_the_answer_alone(shared_deployment: Deployment) -> None:
@@ -184,6 +192,7 @@ def test_errors_name_cause_and_remedy(shared_deployment: Deployment) -> None:
     for words, text, status, reason in (
         ((*url, "--model", "nope"), "hi", 2, "does not serve 'nope'; name one of: tiny"),
         (url, "", 2, "no message on stdin"),
+        (url, "a\udcff", 2, "text"),
         (("--url", f"http://127.0.0.1:{free_port()}"), "hi", 1, "cannot connect"),
         (("--namespace", "none"), "hi", 2, "no frontend runs in namespace 'none'"),
     ):

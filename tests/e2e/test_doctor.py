@@ -46,7 +46,7 @@ def errors(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_this_machine_in_two_seconds(serving: Serving) -> None:
     start_s = time.monotonic()
     _, found = doctor(serving)
-    assert time.monotonic() - start_s < 10  # two on an idle machine
+    assert time.monotonic() - start_s < 30  # two on an idle machine
     assert {"gpu", "engines", "nofile", "memlock", "nproc", "shm", "hugepages", "logs"} <= {
         one["check"] for one in found
     }

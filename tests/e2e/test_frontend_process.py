@@ -84,7 +84,7 @@ def test_sigterm_drains(started: Deployment) -> None:
     health.request("GET", "/live")
     assert health.getresponse().read()
     started.front.send_signal(signal.SIGTERM)  # type: ignore[attr-defined]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while started.request("GET", "/health")[0] != 503:
         assert time.monotonic() < deadline
     assert json.loads(started.request("GET", "/health")[2])["status"] == "draining"
@@ -124,7 +124,7 @@ def test_a_second_signal_does_not_wait(deployment: Deployment) -> None:
     stream = Streaming(deployment, 8000)
     assert stream.event() is not None
     front.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while deployment.request("GET", "/health")[0] != 503:
         assert time.monotonic() < deadline
     time.sleep(0.6)  # a second signal sooner counts as a copy of the first
@@ -193,7 +193,7 @@ def test_a_worker_dies_and_another_starts(started: Deployment) -> None:
     started.worker.kill()  # type: ignore[attr-defined]
     killed_at = time.monotonic()
     events = stream.rest()
-    assert time.monotonic() - killed_at < 1
+    assert time.monotonic() - killed_at < 5  # its lease would last longer
     assert events[-2] == {
         "error": {
             "message": "Service temporarily unavailable",

@@ -26,6 +26,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.planner.connector import DRAINING, READY
 from dynamo.planner.local.connector import open_connector
+from dynamo.serve.statefile import FileLock
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
 MODEL = QUICKSTART.parent / "model"
@@ -327,15 +328,20 @@ def test_repair_after_the_arbiter_was_killed(serving: Serving, tmp_path: Path) -
     serving.start("B: {run: SLEEPER}\n")
     env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
     document = serving.document()
-    for pid in (document["arbiter"]["guard_pid"], document["arbiter"]["pid"]):
-        os.kill(pid, signal.SIGKILL)
-    serving.until(lambda: not psutil.pid_exists(document["arbiter"]["pid"]))
 
     def state(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "dynamo", "state", *words]
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
+    for pid in (document["arbiter"]["guard_pid"], document["arbiter"]["pid"]):
+        os.kill(pid, signal.SIGKILL)
+    serving.until(lambda: not psutil.pid_exists(document["arbiter"]["pid"]))
     assert "dead; see: dynamo state repair" in state("show").stdout
+    lock = FileLock(serving.statefile.with_suffix("") / "serve.lock")
+    assert lock.try_acquire()  # as an arbiter that runs beside a damaged statefile
+    refused = state("repair", "--dry-run")
+    assert refused.returncode == 1 and "is already served by process" in refused.stderr
+    lock.release()
     assert f"{serving.statefile} removed" in state("repair", "--dry-run").stdout
     assert "ended without clean-up" in state("repair").stdout
     assert not serving.statefile.exists()

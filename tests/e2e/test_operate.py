@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from deployment import MODEL, free_port
+from deployment import MODEL, Deployment, free_port
 from load_kit import Load
 from pty_screen import PtyScreen
 from serving import ROOT, Serving
@@ -235,9 +235,11 @@ def test_top_and_its_keys(box: Box) -> None:
 
 def _press_keys(box: Box, top: PtyScreen) -> None:
     top.press("\x1b[B")  # down, from Worker to Worker_1
+    top.wait_for("s sleep")
     top.press("s")
     top.wait_for("Worker_1: asleep; GPU 1 is free")
     top.wait_for(r"_Worker_1 +asleep")
+    top.wait_for("s wake")
     assert box.states() == {"Worker": "running", "Worker_1": "asleep"}
     top.press("s")
     top.wait_for("Worker_1: awake")
@@ -276,6 +278,55 @@ def test_top_restores_the_terminal(tmp_path: Path, signum: int, status: int) -> 
         assert top.ended() == status
     finally:
         top.close()
+
+
+def test_a_worker_of_ones_own_is_drained(serving: Serving) -> None:
+    """Its program is not one of ours, but it has registered a model."""
+    command = ["python", str(ROOT / "examples/worker_hello.py"), str(MODEL)]
+    frontend = f"Frontend: {{run: dynamo.frontend, http-port: {free_port()}}}\n"
+    path = serving.graph(
+        f"{frontend}Own: {{run: {json.dumps(command)}}}\nOther: {{run: SLEEPER}}\n"
+    )
+    serving.start(path, wait="ready: http://.*model: hello")
+    settings = RuntimeSettings(namespace=serving.namespace, state_dir=str(serving.state_dir))
+    control = BoxControl(settings)
+    try:
+        with pytest.raises(InvalidArgument, match=r"only dynamo restart applies .*are Own"):
+            control.drain("Other")
+        with pytest.raises(DynamoError, match="its engine has no sleep mode"):
+            control.sleep("Own")
+        control.drain("Own")
+        assert control.wait(20)
+        assert control.outcomes[-1].text.endswith("_Own: drained")
+        with pytest.raises(InvalidArgument, match="Own has no process now; try: dynamo reload"):
+            control.drain("Own")
+    finally:
+        control.close()
+    assert serving.document()["components"][f"{serving.namespace}_Own"]["processes"] == []
+    assert serving.stop() == 0
+
+
+def test_a_worker_outside_of_a_deployment(deployment: Deployment) -> None:
+    process = deployment.mocker("--enable-sleep-mode", "--wake-time", "0")
+    deployment.frontend()
+    deployment.wait_for_workers(1)
+
+    def dynamo(*words: str) -> str:
+        command = [sys.executable, "-m", "dynamo", *words]
+        done = subprocess.run(
+            command, env=deployment.env, capture_output=True, text=True, timeout=60, check=False
+        )
+        return done.stdout + done.stderr
+
+    health = json.loads(deployment.request("GET", "/health")[2])
+    worker = f"{health['instances'][0]['instance_id']:x}"
+    assert f"asleep; wake it with: dynamo wake {worker}" in dynamo("sleep", worker)
+    deployment.wait_for_workers(0)
+    assert "awake" in dynamo("wake", worker)
+    deployment.wait_for_workers(1)
+    assert dynamo("drain", worker).endswith(f"worker {worker}: drained\n")
+    assert process.wait(10) == 0
+    assert "no deployment runs" in dynamo("drain", worker)
 
 
 def test_a_failed_worker_is_started_again(serving: Serving) -> None:

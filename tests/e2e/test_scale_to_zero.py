@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from deployment import free_port
 from load_kit import Load
 from serving import ROOT, Serving
 
+GRAPH = ROOT / "examples/two_models.yaml"
 IDLE_S = 2
 
 
@@ -32,8 +35,10 @@ class Zero(Serving):
         self.url = f"http://127.0.0.1:{self.port}/v1"
 
     def run(self, *flags: str) -> None:
-        self.start(
-            ROOT / "examples/two_models.yaml",
+        self.start(GRAPH, *self.overrides(), "--gpus=1", *flags)
+
+    def overrides(self) -> list[str]:
+        return [
             f"--Frontend.http-port={self.port}",
             f"--Planner.idle-timeout={IDLE_S}",
             "--Planner.min-residency=2",
@@ -41,9 +46,15 @@ class Zero(Serving):
             "--Batch.enable-sleep-mode=true",
             "--Batch.wake-time=0.2",
             f"--Planner.log-dir={self.tmp_path}",
-            "--gpus=1",
-            *flags,
+        ]
+
+    def reload(self, *overrides: str) -> str:
+        command = [sys.executable, "-m", "dynamo", "reload", str(GRAPH), *self.overrides()]
+        done = subprocess.run(
+            [*command, *overrides], env=self.env, capture_output=True, text=True, timeout=60
         )
+        assert done.returncode == 0, [done, self.text()]
+        return done.stdout
 
     def holders(self) -> dict[str, list[Any]]:
         """The GPUs in the statefile, by watcher."""
@@ -119,6 +130,20 @@ def test_a_worker_that_slept_is_not_started_on_the_gpu_of_another(site: Zero) ->
     load.close()
     assert not load.failures
     assert site.complete("batch").status_code == 200  # the planner starts another one
+
+
+def test_a_reload_leaves_idle_models_at_zero(site: Zero) -> None:
+    site.until_zero()
+    assert "asleep" in {one["state"] for one in site.document()["components"].values()}
+    changed = ("--Batch.speedup-ratio=7", "--Chat.speedup-ratio=7")
+    assert "0 added, 0 restarted, 1 removed" in site.reload(*changed)
+    assert not site.workers() and not site.holders()
+    site.until(lambda: "7" in site.document()["components"]["two-models_Chat"]["argv"])
+    for model in ("chat", "batch"):
+        assert site.complete(model).status_code == 200
+        assert any(model in (line := w.cmdline()) and "7" in line for w in site.workers())
+        site.until_zero()
+    assert "nothing to change" in site.reload(*changed)
 
 
 def test_many_first_requests_are_all_answered(site: Zero) -> None:

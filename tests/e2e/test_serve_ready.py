@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -55,24 +56,31 @@ server.serve_forever()
 """
 
 
-def test_another_program_that_takes_the_port_during_the_start(serving: Serving) -> None:
-    """A healthy answer counts only if a process of the deployment listens."""
-    port, hold = free_port(), serving.tmp_path / "hold"
+def held_back(serving: Serving) -> tuple[Path, str]:
+    """Return a file and the ``ServiceArgs`` of a service that does not start without it."""
+    hold = serving.tmp_path / "hold"
     hold.mkdir()
-    (hold / "sitecustomize.py").write_text(  # delays the frontend until the other program listens
+    (hold / "sitecustomize.py").write_text(
         f"import os, time\nwhile not os.path.exists({str(hold / 'go')!r}): time.sleep(0.01)\n"
     )
     path = ":".join([str(hold), *filter(None, [serving.env.get("PYTHONPATH")])])
+    return hold / "go", f"{{envs: {{PYTHONPATH: {path!r}}}}}"
+
+
+def test_another_program_that_takes_the_port_during_the_start(serving: Serving) -> None:
+    """A healthy answer counts only if a process of the deployment listens."""
+    port = free_port()
+    go, held = held_back(serving)  # the frontend, until the other program listens
     graph = (
-        f"Frontend: {{run: dynamo.frontend, http-port: {port}, "
-        f"ServiceArgs: {{envs: {{PYTHONPATH: {path!r}}}}}}}\nA: {{run: SLEEPER}}\n"
+        f"Frontend: {{run: dynamo.frontend, http-port: {port}, ServiceArgs: {held}}}\n"
+        "A: {run: SLEEPER}\n"
     )
     serving.start(graph, wait="starting 2 processes", DYN_SERVE_RESTART_BURST="3")
     words = [sys.executable, "-c", OTHER_SERVER, str(port)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as intruder:
         try:
             assert intruder.stdout is not None and intruder.stdout.readline() == b"listening\n"
-            (hold / "go").touch()
+            go.touch()
             assert serving.wait(40) == 1
         finally:
             intruder.kill()
@@ -102,15 +110,17 @@ MODEL = QUICKSTART.parent / "model"
 def test_ready_waits_for_every_model(serving: Serving) -> None:
     """A model that loads slowly is named; "ready" comes when all workers serve."""
     port = free_port()
+    go, held = held_back(serving)
+    names = f"workers: 1; still waiting for {serving.namespace}_Slow"
     serving.start(
         f"Frontend: {{run: dynamo.frontend, http-port: {port}}}\n"
         f"Fast: {{run: dynamo.mocker, model-path: {MODEL}}}\n"
-        f"Slow: {{run: dynamo.mocker, model-path: {MODEL}, startup-time: 5}}\n",
-        wait="ready: ",
+        f"Slow: {{run: dynamo.mocker, model-path: {MODEL}, ServiceArgs: {held}}}\n",
+        wait=re.escape(f"serving: http://127.0.0.1:{port}/v1   model: model   {names}"),
     )
-    names = f"workers: 1; still waiting for {serving.namespace}_Slow"
-    assert f"serving: http://127.0.0.1:{port}/v1   model: model   {names}" in serving.text()
-    assert "workers: 2" in serving.lines[-1]
+    assert "ready: " not in serving.text()
+    go.touch()
+    assert "workers: 2" in serving.wait_for("ready: ")
     assert serving.stop() == 0
     serving.assert_clean()
 

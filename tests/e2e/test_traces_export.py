@@ -131,15 +131,22 @@ def test_the_trace_of_a_disaggregated_request(deployment: Deployment, collector:
     assert collector.services == {"dynamo", "worker-prefill", "worker-decode"}
 
 
-def test_a_new_trace_and_a_failed_request(deployment: Deployment, collector: Collector) -> None:
+def test_new_traces_and_failed_requests(deployment: Deployment, collector: Collector) -> None:
     start(deployment, collector.url)
     chat(deployment, traceparent="nonsense")
     body = {"model": "tiny", "prompt": "a", "nvext": {"backend_instance_id": 1}}
     assert deployment.request("POST", "/v1/completions", body)[0] == 400
+    body = {"model": "none", "prompt": "a"}
+    assert deployment.request("POST", "/v1/completions", body)[0] == 404
+    deployment.processes[0].kill()
+    deployment.wait_for_workers(0)
+    body = {"model": "tiny", "prompt": "a"}
+    assert deployment.request("POST", "/v1/completions", body)[0] == 503
     with collector.arrived:
-        roots = [("ok", 0), ("validation", 2)]
+        # The status ERROR (2) is for failures of the server.
+        roots = [("not_found", 0), ("ok", 0), ("unavailable", 2), ("validation", 0)]
         assert collector.arrived.wait_for(lambda: _roots(collector) == roots, 30), collector.spans
-    assert len({one.trace_id for one in collector.spans}) == 2
+    assert len({one.trace_id for one in collector.spans}) == 4
 
 
 def _roots(collector: Collector) -> list[tuple[str, int]]:

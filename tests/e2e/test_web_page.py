@@ -122,8 +122,10 @@ def test_the_page_shows_the_deployment_and_chats(site: Site) -> None:
     page.wait_for_selector("#request-rows td.note .candidates .chosen")
 
     page.click("#tab-connect")
+    page.wait_for_selector("#snippets >> text=CLAUDE_CODE_MAX_CONTEXT_TOKENS=131072")
     settings = page.inner_text("#snippets")
     assert f"http://127.0.0.1:{site.port}/v1" in settings and 'model="tiny"' in settings
+    assert "model_context_window = 131072\nmodel_auto_compact_token_limit = 111411" in settings
     assert not site.errors
     context.close()
 
@@ -177,7 +179,8 @@ def test_a_killed_worker_is_shown_until_it_serves_again(site: Site) -> None:
     os.kill(old, signal.SIGKILL)
     wait_for_state(page, site, "Worker_1", "loading", "failed")
     wait_for_state(page, site, "Worker_1", "ready")
-    assert str(old) not in page.inner_text(row_of(site, "Worker_1")) and not site.errors
+    shown = page.inner_text(f"{row_of(site, 'Worker_1')} td[data-label=PID]")
+    assert shown.isdigit() and int(shown) != old and not site.errors
     context.close()
 
 

@@ -1,7 +1,9 @@
-"""kill -9 of a vLLM worker in the middle of greedy answers: another one writes the rest."""
+"""A vLLM engine stops, or its worker is killed, in the middle of greedy answers: another one
+writes the rest."""
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import threading
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from answers_kit import COMPLETIONS, completion
-from servers_kit import EngineDeployment, closing, in_parallel
+from servers_kit import EngineDeployment, closing, in_parallel, title, tree
 
 BODIES: tuple[dict[str, Any], ...] = (
     {},
@@ -19,7 +21,7 @@ BODIES: tuple[dict[str, Any], ...] = (
     {"logprobs": 1},
     {"min_tokens": 90, "max_tokens": 100, "ignore_eos": False},
 )
-"""Requests that run at the same time on the worker that is killed."""
+"""Requests that run at the same time on the worker that fails."""
 
 
 def instance_ids(made: EngineDeployment) -> set[int]:
@@ -48,19 +50,19 @@ def test_the_rest_is_that_of_an_undisturbed_answer(tmp_path: Path, tiny_model: P
         (first,) = instance_ids(made)
         made.worker(tiny_model, "tiny")
         made.until(lambda: len(instance_ids(made)) == 2, "a second worker", timeout_s=120)
-        barrier = threading.Barrier(len(BODIES), doomed.kill)
+        (core,) = (one for one in tree(doomed.pid) if "EngineCore" in title(one))
 
-        def ask(given: dict[str, Any], killed: bool) -> tuple[str, Any, Any]:
+        def ask(given: dict[str, Any], fault: threading.Barrier | None) -> tuple[str, Any, Any]:
             fields = {"max_tokens": 160, "ignore_eos": True, "stream": True, "model": "tiny"}
             body = completion("Tell me more about the river", **(fields | given))
             body |= {"stream_options": {"include_usage": True}}
-            if killed:
+            if fault is not None:
                 body["nvext"] = {"backend_instance_id": first}
             text, reason = "", None
             usage: dict[str, Any] = {}
             for number, event in enumerate(events(made, body)):
-                if killed and number == 25:
-                    barrier.wait(60)
+                if fault is not None and number == 25:
+                    fault.wait(60)
                 assert "error" not in event, event
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
@@ -69,10 +71,20 @@ def test_the_rest_is_that_of_an_undisturbed_answer(tmp_path: Path, tiny_model: P
             usage = {key: usage[key] for key in ("prompt_tokens", "completion_tokens")}
             return text, reason, usage
 
-        expected = [ask(given, False) for given in BODIES]
-        found = in_parallel(lambda given: ask(given, True), BODIES)
-        assert found == expected
-        name = "dynamo_frontend_model_migration_total"
-        assert made.sample(name, migration_type="ongoing_request") == len(BODIES)
+        expected = [ask(given, None) for given in BODIES]
+        for number, fault in enumerate((core.suspend, doomed.kill), 1):
+            barrier = threading.Barrier(len(BODIES), fault)
+            found = in_parallel(functools.partial(ask, fault=barrier), BODIES)
+            assert found == expected
+            name = "dynamo_frontend_model_migration_total"
+            assert made.sample(name, migration_type="ongoing_request") == number * len(BODIES)
+            if fault == core.suspend:
+                core.resume()
+                made.until(lambda: is_back(made), "the engine is back")
         assert doomed.wait(30) == -9
         made.processes.remove(doomed)
+
+
+def is_back(made: EngineDeployment) -> bool:
+    """Whether all instances are in routing."""
+    return b'"unavailable"' not in made.request("GET", "/health")[2]

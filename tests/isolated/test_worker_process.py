@@ -211,7 +211,7 @@ async def test_a_draining_worker_finishes_its_streams(
     else:
         lease = client.records()[0].lease_id
         (scripts.root / f"state/dynamo/store/leases/{lease:x}").unlink()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await gone.wait()
     assert client.instance_ids() == []
     assert [item["number"] async for item in stream] == list(range(1, 20))
@@ -256,7 +256,7 @@ async def test_a_second_signal_ends_the_streams(
 async def test_a_killed_worker_is_removed_at_once(
     scripts: Scripts, runtime: DistributedRuntime
 ) -> None:
-    workers = [scripts.start(WORKER, "uvloop") for _ in range(3)]
+    workers = [scripts.start(WORKER, "uvloop", ETCD_LEASE_TTL="60") for _ in range(3)]
     ids = {int((await line(worker)).split()[1]): worker for worker in workers}
     client = await connect(runtime)
     removed_at: dict[int, float] = {}
@@ -279,11 +279,11 @@ async def test_a_killed_worker_is_removed_at_once(
     with pytest.raises(Disconnected):
         async for _ in stream:
             pass
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while victim not in removed_at:
             changed.clear()
             await changed.wait()
-    assert removed_at[victim] - killed_at < 1.0
+    assert removed_at[victim] - killed_at < 10, "before its lease expires"
     assert set(client.instance_ids()) == set(ids) - {victim}
     for _ in range(20):
         assert len([item async for item in await client.random({"count": 2})]) == 2

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from boxes import Nats, free_ports, needs_nats
+from boxes import Nats, needs_nats
+from deployment import free_port
 
 from dynamo.config.nats import NatsSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -63,10 +64,13 @@ class Listener:
     async def joined(self, publisher: NatsPublisher) -> None:
         """Publish until the last event arrives, then clear the record."""
         async with asyncio.timeout(PATIENCE_S):
-            last = -1
-            while not self.events or self.events[-1][1] != last:
-                last = publisher.publish(b"hello?")
+            last = publisher.publish(b"hello?")
+            while not self.events:
                 await asyncio.sleep(0.01)
+                last = publisher.publish(b"hello?")
+            while self.events[-1][1] != last:
+                self.changed.clear()
+                await self.changed.wait()
         self.events.clear()
         self.gaps.clear()
 
@@ -263,7 +267,7 @@ async def test_authentication(tmp_path: Path, how: str) -> None:
 
 
 async def test_unreachable_nats_at_start_is_a_config_error() -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     url = f"nats://127.0.0.1:{port}"
     plane = NatsPlane(NatsSettings(servers=url, start_timeout_s=0.6))
     with pytest.raises(ConfigError, match=rf"cannot use NATS at {url}.*NATS_SERVER"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -28,6 +27,7 @@ from dynamo.box.actions.ports import (
     Registrations,
 )
 from dynamo.box.actions.registered import FileRegistrations
+from dynamo.box.output_tail import last_line
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
@@ -41,8 +41,6 @@ __all__ = ["LocalAccess", "open_access", "reserve"]
 
 _COMMAND_TIMEOUT_S = 30.0
 _GRACEFUL_TIMEOUT_S = 30.0
-_LOG_TAIL_BYTES = 4096
-_LINE_CHARACTERS = 300
 
 
 @dataclass(kw_only=True)
@@ -137,13 +135,7 @@ class LocalAccess:
 
     def last_line(self, name: str) -> str:
         """Return the last line that the watcher wrote, "" without one."""
-        try:
-            with (self.logs / f"{name}.log").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return lines[-1][-_LINE_CHARACTERS:] if lines else ""
+        return last_line(self.logs / f"{name}.log")
 
 
 def reserve(document: Document, name: str) -> None:

@@ -41,7 +41,7 @@ async def remove_worker(access: LocalAccess, service: ServiceEntries, entry: Ent
 async def remove_entry(access: LocalAccess, service: ServiceEntries, entry: Entry) -> None:
     """Remove a worker with all its processes. Raises as :func:`remove_worker`."""
     try:
-        mark_draining(access, service.name, entry.name)
+        mark_draining(access, entry.name)
         await finish_removal(access, entry, service.is_prefill)
     except (CircusError, StatefileError) as error:
         raise ActionFailed(f"{entry.name}: not removed: {error.message}") from error
@@ -74,8 +74,8 @@ async def _finish(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
     await wait_until_gone(access, entry.name, graceful_s)
 
 
-def mark_draining(access: LocalAccess, service: str, name: str) -> ServiceEntries:
-    """Mark a worker as draining, so that it is not restarted; return its service.
+def mark_draining(access: LocalAccess, name: str) -> None:
+    """Mark a worker as draining, so that it is not restarted.
 
     Raises ActionFailed if it is gone, or another process changes it.
     """
@@ -87,7 +87,7 @@ def mark_draining(access: LocalAccess, service: str, name: str) -> ServiceEntrie
             entry[HOLDS_GPUS] = False
         entry["state"] = DRAINING
 
-    return access.service(access.statefile.update(change), service)
+    access.statefile.update(change)
 
 
 async def _decrease(access: LocalAccess, entry: Entry) -> None:

@@ -151,7 +151,8 @@ def check_wakeable(document: Document, name: str) -> None:
         holders = [one for one, (gpus, _) in held_gpus(document).items() if {*gpus} & {*mine}]
         raise ActionFailed(
             f"{name}: GPU {', '.join(mine)} is in use by {', '.join(holders)}; free it with: "
-            f"dynamo sleep {holders[0]} (or: dynamo drain {holders[0]})"
+            f"dynamo drain {holders[0]} (or, if its engine has a sleep mode: dynamo sleep "
+            f"{holders[0]})"
         )
 
 

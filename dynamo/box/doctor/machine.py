@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from shlex import quote
 
 from dynamo.box.doctor.facts import (
     ClockFacts,
@@ -129,7 +130,8 @@ def check_disks(facts: DiskFacts) -> Iterator[Finding]:
             severity="error",
             summary=f"cannot write {state.path}",
             cause="statefile, sockets and logs are written there",
-            remedy=f'sudo chown "$USER" {state.path}  # or: export DYN_LOCAL_STATE_DIR=…',
+            remedy=f'sudo chown "$USER" {quote(str(state.path))}'
+            "  # or: export DYN_LOCAL_STATE_DIR=…",
         )
     if state.kind in _NETWORK:
         yield Finding(
@@ -160,7 +162,7 @@ def _check_space(
         summary=shown,
         cause=f"at least {_size(wanted_bytes)} should be free; a full disk ends downloads and "
         "loses logs",
-        remedy=f"du -xhd1 {found.path} | sort -h  # or: export {move}",
+        remedy=f"du -xhd1 {quote(str(found.path))} | sort -h  # or: export {move}",
     )
 
 

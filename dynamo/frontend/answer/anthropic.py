@@ -5,6 +5,7 @@ A message is a list of blocks: thinking, text, tool_use. Events open one block a
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -34,6 +35,10 @@ _ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+_TOO_LONG = re.compile(
+    r"This model's maximum context length is (\d+) tokens\. However, [^\d]*(\d+) tokens"
+)
+"""A prompt that is too long. Agents compact the conversation when they read Anthropic's text."""
 _TEXT_HEAD = (
     b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
     b'"delta":{"type":"%b_delta","%b":'
@@ -53,11 +58,18 @@ def error_object(status: int, error: DynamoError) -> dict[str, Any]:
     if isinstance(error, Overloaded):
         return _error("overloaded_error", public_message(error))
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    found = _error(kind, public_message(error))
+    found = _error(kind, _in_its_words(public_message(error)))
     if isinstance(error, ThreadUnsupported):
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         found["error"]["details"] = details
     return found
+
+
+def _in_its_words(message: str) -> str:
+    found = _TOO_LONG.match(message)
+    if found is None:
+        return message
+    return f"prompt is too long: {found[2]} tokens > {found[1]} maximum"
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dynamo.frontend.api.headers import new_request_id
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.prompt.anthropic import parse_count, parse_messages
+from dynamo.frontend.prompt.messages import ToolImage
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.requests.errors import ErrorShape
@@ -47,10 +48,16 @@ def _add_id(body: bytes, request_id: str) -> bytes:
 
 
 def _check_images(preprocessor: Preprocessor, request: MessagesChatRequest) -> None:
-    """Refuse images in the words of this API. Its messages with images alone have parts."""
+    """Refuse images in the words of this API, except those that tools have returned."""
     if preprocessor.images is not None:
         return
-    if any(type(message.get("content")) is list for message in request.messages):
+    contents = (message.get("content") for message in request.messages)
+    if any(
+        type(part) is not ToolImage and part["type"] != "text"
+        for content in contents
+        if type(content) is list
+        for part in content
+    ):
         raise InvalidArgument("messages: this model takes no images; leave `image` blocks out")
 
 

@@ -24,7 +24,7 @@ from dynamo.frontend.api.relay_lookup import (
     models_with_route,
     route_label,
 )
-from dynamo.frontend.models.inputs import TEXT_INPUT
+from dynamo.frontend.models.inputs import TEXT_INPUT, missing_route
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
@@ -201,10 +201,7 @@ class RelayRoutes:
         if entry is None:
             raise ModelNotFound(f"Model not found: {shorten(asked.model)}")
         if path not in entry.paths:
-            known = ", ".join(sorted(entry.paths)) or "those of models that take tokens"
-            raise ModelNotFound(
-                f"Route not found: model `{entry.name}` has no {shorten(path)}, it has {known}"
-            )
+            raise missing_route(entry.name, path, entry.paths, entry.types)
         self._check(entry)
         return entry
 

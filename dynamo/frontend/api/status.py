@@ -69,6 +69,7 @@ class StatusRoutes:
                 *(self._cold(name) for name in sorted(cold)),
             ),
             requests=tuple(self._recent.newest(_REQUESTS)),
+            rejected=self._models.rejections(),
         )
 
     def _cold(self, name: str) -> ModelFigures:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from dynamo.config.router import RouterSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, ModelNotFound, shorten
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.relayed_body import CHAT, COMPLETIONS, EMBEDDINGS
 from dynamo.http.patterns import RoutePatterns
@@ -25,6 +25,7 @@ __all__ = [
     "TEXT_INPUT",
     "is_relayed",
     "load_preprocessor",
+    "missing_route",
     "paths_of",
     "patterns_of",
     "router_settings",
@@ -38,6 +39,20 @@ _TYPE_PATHS = {"Chat": CHAT, "Completions": COMPLETIONS, "Embedding": EMBEDDINGS
 _PATH = re.compile(r"/v1(/[A-Za-z0-9][A-Za-z0-9_.~-]*)+|/(de)?tokenize")
 _MAX_PATHS = 128
 log = logging.getLogger(__name__)
+
+
+def missing_route(
+    model: str, path: str, paths: Collection[str], types: Collection[str]
+) -> ModelNotFound:
+    """Return the error of a request for a route that ``model`` does not have.
+
+    It has ``paths``, or as a model that takes tokens those of ``types``.
+    """
+    has = sorted(paths or {_TYPE_PATHS.get(one, one) for one in types})
+    return ModelNotFound(
+        f"Route not found: model `{model}` has no {shorten(_TYPE_PATHS.get(path, path))}, "
+        f"it has {', '.join(has)}"
+    )
 
 
 def is_relayed(card: ModelCard) -> bool:

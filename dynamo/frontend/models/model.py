@@ -46,7 +46,7 @@ class ModelEntry:
     prefill workers. ``served``: a request can be answered now, according to the cards. ``types``
     are the APIs of a model that takes tokens, ``paths`` those of a relayed one, and ``patterns``
     its routes whose requests do not name the model in the body. ``on_worker`` is called when
-    requests can be sent to a new worker.
+    requests can be sent to a new worker. ``problem`` says why it could not be loaded.
     """
 
     preprocessor: Preprocessor
@@ -78,6 +78,7 @@ class ModelEntry:
         self.ready = False
         self.served = False
         self.loading = False
+        self.problem = ""
         self.on_worker: Callable[[], None] | None = None
         self._all_metrics = metrics
         self._admitted: AdmittedWorkers | None = None

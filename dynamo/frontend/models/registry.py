@@ -17,7 +17,7 @@ from functools import partial
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
-from dynamo.frontend.models.inputs import INPUTS, router_settings
+from dynamo.frontend.models.inputs import INPUTS, missing_route, router_settings
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.on_demand import OnDemandModels
 from dynamo.frontend.requests.cold_start import Refusals
@@ -69,6 +69,7 @@ class Models:
         self._names: dict[str, ModelEntry] = {}
         self._owners: dict[str, ModelEntry] = {}
         self._rejected: dict[str, ModelCard] = {}
+        self._problems: dict[str, tuple[ModelCard, str]] = {}
         self._loads: set[asyncio.Task[None]] = set()
         self._prefill = PrefillCards(self._entries, self._reject)
         self._watch: Watch | None = None
@@ -100,10 +101,12 @@ class Models:
         first model is known any may come: clients repeat a request after 503, not after 404.
         """
         entry = self._names.get(name)
-        if entry is None or model_type not in entry.types:
+        if entry is None:
             if not self._names:
                 raise NoInstances
             raise ModelNotFound(f"Model not found: {shorten(name)}")
+        if model_type not in entry.types:
+            raise missing_route(name, model_type, entry.paths, entry.types)
         if not entry.served:
             raise NoInstances
         return entry
@@ -157,6 +160,14 @@ class Models:
         model = name if entry is None else entry.name
         return self.on_demand.hold(exchange, endpoint, model, registry)
 
+    def rejections(self) -> dict[str, str]:
+        """Why registered workers get no requests, by their ids in hexadecimal."""
+        found = list(self._problems.values())
+        for entry in self._entries.values():
+            if entry.problem:
+                found += [(card, entry.problem) for card in entry.workers.values()]
+        return {f"{card.instance_id:x}": text for card, text in found if card.lora_name is None}
+
     def context_lengths(self) -> list[int | None]:
         """Tokens of prompt and answer together, of every model that is loaded."""
         return [entry.context_length for entry in self._entries.values() if entry.ready]
@@ -196,6 +207,7 @@ class Models:
         self._metrics.tokenizer_cache(hits, misses)
 
     def _on_event(self, event: KeyEvent) -> None:
+        self._problems.pop(event.key, None)
         if event.kind == "delete" or event.value is None:
             self._remove(event.key)
             return
@@ -212,16 +224,16 @@ class Models:
             return
         self._prefill.remove(event.key)
         if card.model_input not in INPUTS:
-            text = f"{event.key} takes {card.model_input}, this frontend sends {', '.join(INPUTS)}"
-            self._reject(card.display_name, "model_input", text)
+            text = f"it takes {card.model_input}, this frontend sends {', '.join(INPUTS)}"
+            self._reject_card(event.key, card, "model_input", text)
         elif self._forces_another_block_size(card):
             forced, own = self._router.kv_cache_block_size, card.kv_cache_block_size
             text = (
-                f"{event.key} has KV blocks of {own} tokens, this frontend hashes blocks of "
-                f"{forced}: give it --kv-cache-block-size {own}, or leave that flag out, or start "
-                f"the worker with blocks of {forced} tokens"
+                f"it has KV blocks of {own} tokens, this frontend hashes blocks of {forced}: give "
+                f"the frontend --kv-cache-block-size {own}, or leave that flag out, or start the "
+                f"worker with blocks of {forced} tokens"
             )
-            self._reject(card.display_name, "block_size", text)
+            self._reject_card(event.key, card, "block_size", text)
         else:
             self._add(event.key, card)
 
@@ -233,11 +245,12 @@ class Models:
         reason = entry.agrees_with(card) if entry is not None else ""
         if entry is not None and reason:
             if entry.workers:
-                text = f"{key}: other workers of {name} have another {reason}; it gets no requests"
+                text = f"other workers of {name} have another {reason}"
                 if reason == "block_size":
                     sizes = entry.card.kv_cache_block_size, card.kv_cache_block_size
-                    text += "; they have KV blocks of {} tokens, it has {}".format(*sizes)
-                self._reject(name, reason, text)
+                    text += ": KV blocks of {} tokens, it has {}".format(*sizes)
+                text += "; another model needs another name"
+                self._reject_card(key, card, reason, text)
                 self._rejected[key] = card
                 return
             self._drop(entry)
@@ -278,6 +291,7 @@ class Models:
         for key, card in waiting:
             if key in self._rejected:
                 del self._rejected[key]
+                self._problems.pop(key, None)
                 self._add(key, card)
 
     def _drop(self, entry: ModelEntry) -> None:
@@ -289,6 +303,7 @@ class Models:
     async def _load(self, entry: ModelEntry) -> None:
         try:
             await entry.load(self._runtime, self._router)
+            entry.problem = ""
             entry.dispatch.report_to(self.saturation)
             entry.dispatch.hold = partial(self.on_demand.hold_dispatch, entry.name)
             entry.on_worker = partial(self.on_demand.release, entry.name)
@@ -296,7 +311,12 @@ class Models:
             if entry.picker.worker_pool.members:
                 entry.on_worker()
         except DynamoError as error:
+            entry.problem = error.message
             self._reject(entry.name, "load", error.message)
+
+    def _reject_card(self, key: str, card: ModelCard, reason: str, text: str) -> None:
+        self._problems[key] = card, text
+        self._reject(card.display_name, reason, f"{key} gets no requests: {text}")
 
     def _reject(self, model: str, reason: str, text: str) -> None:
         log.error("model card rejected (%s): %s", reason, text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from dynamo.protocols.openai import NvExt
 __all__ = ["ThreadUnsupported", "parse_count", "parse_messages"]
 
 Body = TypeVar("Body", bound=PromptBody)
+Message = dict[str, Any]
 
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Chat templates know low, medium and high."""
@@ -112,10 +113,9 @@ def _chat_request(given: PromptBody, strip_preamble: bool) -> MessagesChatReques
     ):
         if len(values) > limit:
             raise InvalidArgument(f"{name}: at most {limit} entries, got {len(values)}")
-    messages = chat_messages(given.messages)
-    first = system_message(given.system, strip_preamble)
-    if first is not None:
-        messages.insert(0, first)
+    messages = _with_system(
+        system_message(given.system, strip_preamble), chat_messages(given.messages)
+    )
     request = MessagesChatRequest(model=given.model, messages=messages)
     if messages[-1]["role"] == "assistant":  # the answer goes on from this text
         request.continue_final_message, request.add_generation_prompt = True, False
@@ -131,6 +131,19 @@ def _chat_request(given: PromptBody, strip_preamble: bool) -> MessagesChatReques
     effort = None if given.output_config is None else given.output_config.effort
     request.reasoning_effort = None if effort is None else _EFFORTS.get(effort, effort)
     return request
+
+
+def _with_system(first: Message | None, messages: list[Message]) -> list[Message]:
+    """``messages`` behind the text of ``system``, which one of the role system continues."""
+    if not messages:
+        raise InvalidArgument("messages: none has content; send a text or another block")
+    if first is None:
+        return messages
+    later = messages[0]
+    if later["role"] == "system" and isinstance(later["content"], str):
+        first = {**first, "content": f"{first['content']}\n\n{later['content']}"}
+        messages = messages[1:]
+    return [first, *messages]
 
 
 def _choose_tool(request: MessagesChatRequest, choice: ToolChoice) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.prompt.messages import ToolImage
 
 __all__ = ["chat_messages", "chat_tools", "system_message"]
 
@@ -60,6 +61,7 @@ def system_message(system: str | Sequence[Block] | None, strip_preamble: bool) -
 def chat_messages(messages: Sequence[Message]) -> list[Message]:
     """The messages of a chat request. Turns of one role in a row are one turn.
 
+    A system message after others is part of the user's turn: many templates fail on a second one.
     Raises InvalidArgument.
     """
     found: list[Message] = []
@@ -74,6 +76,8 @@ def chat_messages(messages: Sequence[Message]) -> list[Message]:
         unknown = message.keys() - {"role", "content"}
         if unknown:
             raise _unsupported(where, unknown)
+        if role == "system" and (turn is not None and turn.role != "system"):
+            role = "user"
         if turn is None or turn.role != role:
             if turn is not None:
                 turn.finish()
@@ -163,7 +167,7 @@ class _Turn:
                 parts += _parts(inner, each)
         elif content is not None:
             raise InvalidArgument(f"{where}.content: must be a string or an array of blocks")
-        images = [part for part in parts if part["type"] != "text"]
+        images = [ToolImage(part) for part in parts if part["type"] != "text"]
         text = _content([part for part in parts if part["type"] == "text"])
         if block.get("is_error") is True:
             text = f"Error: {text}"

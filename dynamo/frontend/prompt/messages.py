@@ -15,13 +15,30 @@ import msgspec
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.validation import check_json
 
-__all__ = ["IMAGE", "CallForm", "ContentForm", "message_text", "template_messages"]
+__all__ = [
+    "IMAGE",
+    "CallForm",
+    "ContentForm",
+    "ToolImage",
+    "alternating",
+    "message_text",
+    "template_messages",
+]
 
 Message = Mapping[str, Any]
 
 IMAGE: Message = {"type": "image"}
 """The part that :mod:`dynamo.frontend.prompt.images` puts in place of an image, this very object.
 """
+
+
+_UNSEEN: Message = {"type": "text", "text": "(An image, which this model cannot see.)"}
+"""In place of an image that a tool has returned to a model that takes no images. An agent sends the
+result again with each later request, so that an error would end its session."""
+
+
+class ToolImage(dict[str, Any]):
+    """The part of an image that a tool has returned, in a message of the user."""
 
 
 class ContentForm(enum.Enum):
@@ -62,6 +79,39 @@ def template_messages(
     ]
 
 
+def alternating(messages: Sequence[Message], joins_results: bool) -> list[Message]:
+    """``messages`` without two of the user in a row, for templates that fail on them.
+
+    With ``joins_results`` a message of the user that follows a tool's is part of that. O(messages).
+    """
+    runs: list[tuple[Message, list[Any]]] = []
+    last = None
+    for message in messages:
+        role = message.get("role")
+        if role == "user" and (last == "user" or (joins_results and last == "tool")):
+            runs[-1][1].append(message.get("content"))
+            continue
+        runs.append((message, [message.get("content")]))
+        last = role
+    return [
+        first if len(contents) == 1 else {**first, "content": _joined(contents)}
+        for first, contents in runs
+    ]
+
+
+def _joined(contents: list[Any]) -> Any:
+    """One content; a text if all are texts."""
+    if all(isinstance(each, str) for each in contents):
+        return "\n\n".join(contents)
+    parts: list[Any] = []
+    for each in contents:
+        if isinstance(each, str):
+            parts.append({"type": "text", "text": each})
+        elif isinstance(each, list):
+            parts += each
+    return parts
+
+
 def message_text(position: int, message: Message) -> str:
     """The text of one message, with a line for each part."""
     content = message.get("content")
@@ -73,7 +123,11 @@ def message_text(position: int, message: Message) -> str:
 def _convert(position: int, message: Message, form: ContentForm, call_form: CallForm) -> Message:
     changed = dict(message)
     content = message.get("content")
-    text = message_text(position, message)
+    if isinstance(content, list):
+        tools = message.get("role") == "tool"
+        content = [_UNSEEN if _is_tools_image(part, tools) else part for part in content]
+        changed["content"] = content
+    text = message_text(position, changed)
     if form is ContentForm.PARTS and not isinstance(content, list):
         changed["content"] = [{"type": "text", "text": text}] if text else []
     elif form is ContentForm.TEXT or not isinstance(content, list):
@@ -89,6 +143,10 @@ def _convert(position: int, message: Message, form: ContentForm, call_form: Call
     elif "tool_calls" in changed:
         del changed["tool_calls"]  # null and [] mean none, but templates test for the key
     return changed
+
+
+def _is_tools_image(part: Mapping[str, Any], tools: bool) -> bool:
+    return type(part) is ToolImage or (tools and part.get("type") == "image_url")
 
 
 def _part_text(position: int, number: int, part: Mapping[str, Any]) -> str:

@@ -21,19 +21,17 @@ Message = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_CALL = ("call_id", "id", "status", "type")
+_ITEM = frozenset(("id", "internal_chat_message_metadata_passthrough", "status", "type"))
+"""Of every item. Codex adds the second where it takes this server for OpenAI's."""
+_CALL = _ITEM | {"call_id", "name"}
 _MEMBERS = {
-    "message": frozenset(("content", "id", "phase", "role", "status", "type")),
-    "function_call": frozenset(
-        ("arguments", "call_id", "id", "name", "namespace", "status", "type")
-    ),
-    "custom_tool_call": frozenset(
-        ("call_id", "id", "input", "name", "namespace", "status", "type")
-    ),
-    "function_call_output": frozenset(("call_id", "id", "name", "output", "status", "type")),
-    "custom_tool_call_output": frozenset(("call_id", "id", "name", "output", "status", "type")),
-    ADDITIONAL_TOOLS: frozenset(("id", "role", "tools", "type")),
-    "reasoning": frozenset(("content", "encrypted_content", "id", "status", "summary", "type")),
+    "message": _ITEM | {"content", "phase", "role"},
+    "function_call": _CALL | {"arguments", "namespace"},
+    "custom_tool_call": _CALL | {"input", "namespace"},
+    "function_call_output": _CALL | {"output"},
+    "custom_tool_call_output": _CALL | {"output"},
+    ADDITIONAL_TOOLS: _ITEM | {"role", "tools"},
+    "reasoning": _ITEM | {"content", "encrypted_content", "summary"},
     "input_text": frozenset(("text", "type")),
     "output_text": frozenset(("annotations", "logprobs", "text", "type")),
     "text": frozenset(("text", "type")),

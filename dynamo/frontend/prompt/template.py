@@ -11,7 +11,13 @@ from typing import Any
 import jinja2
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
-from dynamo.frontend.prompt.messages import IMAGE, CallForm, ContentForm, template_messages
+from dynamo.frontend.prompt.messages import (
+    IMAGE,
+    CallForm,
+    ContentForm,
+    alternating,
+    template_messages,
+)
 from dynamo.frontend.prompt.template_environment import RenderContext, TemplateEnvironment
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.openai import ChatCompletionRequest
@@ -33,6 +39,15 @@ _RENDER_ERRORS = (
 _SHOWN = 1000
 _PROBE = "\x02probe\x03"
 _CALL_FORMS = [CallForm(text, null) for null in (False, True) for text in (False, True)]
+
+
+_QUESTION: list[Message] = [{"role": "user", "content": "q"}]
+_CALL = {"id": "callcall1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_RESULT: list[Message] = [
+    *_QUESTION,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "callcall1", "name": "f", "content": "r"},
+]
 
 
 class ChatTemplate:
@@ -62,6 +77,9 @@ class ChatTemplate:
         form = next(filter(self._prints_call, _CALL_FORMS), _CALL_FORMS[0])
         thinking = form._replace(thinking=True)
         self._call_form = thinking if self._prints_call(thinking) else form
+        self._alternates = self._joins_results = False
+        self._joins_results = self._fails_after(_RESULT)
+        self._alternates = self._joins_results or self._fails_after(_QUESTION)
 
     @functools.cached_property
     def prints_images(self) -> bool:
@@ -92,6 +110,8 @@ class ChatTemplate:
         ``continue_final_message`` leaves the last message open, for the model to continue.
         ``variables`` are more names for the template (chat_template_kwargs). O(messages).
         """
+        if self._alternates:
+            messages = alternating(messages, self._joins_results)
         ready = messages
         for message in messages:
             if (
@@ -150,6 +170,21 @@ class ChatTemplate:
             return "probe" in self._render(messages, None, True)
         except InvalidArgument:
             return False
+
+    def _fails_after(self, messages: list[Message]) -> bool:
+        """Whether ``messages`` can be rendered, but not with one more of the user behind them.
+
+        The templates of Mistral and Gemma fail so; agents send such messages.
+        """
+        try:
+            self.render(messages)
+        except InvalidArgument:
+            return False
+        try:
+            self.render([*messages, *_QUESTION])
+        except InvalidArgument:
+            return True
+        return False
 
     def _prints(self, content: Any) -> bool:
         try:

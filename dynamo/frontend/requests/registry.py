@@ -22,7 +22,9 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.requests.recent import EndedRequest
 from dynamo.frontend.requests.request import ActiveRequest, Recorder
+from dynamo.frontend.requests.trace import trace_refused
 from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
 from dynamo.observability.tracing import Tracing
@@ -148,7 +150,7 @@ class RequestRegistry:
         found = labels(error)
         self.metrics.failures[found.failure_class, found.reason].value += 1
         self.metrics.outcomes(model).failed(endpoint, request_type, found.error_type)
-        self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
+        self._record_refused(exchange, endpoint, model, found.error_type)
         shown, shape = explained(error, model), self.error_shape(endpoint, exchange)
         if exchange.started:  # with comments, while it waited
             exchange.end(shape.event(shown))
@@ -170,7 +172,13 @@ class RequestRegistry:
         self.metrics.failures[found.failure_class, found.reason].value += 1
         kind = "stream" if streams else "unary"
         self.metrics.outcomes(model).failed(endpoint, kind, found.error_type)
-        self.metrics.recent.refuse(endpoint, model, found.error_type, exchange)
+        self._record_refused(exchange, endpoint, model, found.error_type)
+
+    def _record_refused(self, exchange: Exchange, endpoint: str, model: str, outcome: str) -> None:
+        recent = self.metrics.recent
+        recent.refuse(endpoint, model, outcome, exchange)
+        if self.tracing is not None:
+            trace_refused(self.tracing, exchange, EndedRequest(*recent.refused[-1]))
 
     # -- active requests
 

@@ -6,10 +6,11 @@ from dynamo.frontend.requests.recent import EndedRequest
 from dynamo.http import Exchange
 from dynamo.observability.tracing import OpenSpan, PassedTrace, Tracing
 
-__all__ = ["begin_trace", "end_trace"]
+__all__ = ["begin_trace", "end_trace", "trace_refused"]
 
 _NAME = "http-request"
-_NO_ERROR = ("ok", "cancelled")
+_NO_ERROR = ("ok", "cancelled", "validation", "not_found")
+"""Outcomes without the status ERROR: OpenTelemetry blames a server for its own failures alone."""
 
 
 def begin_trace(tracing: Tracing | None, exchange: Exchange) -> OpenSpan:
@@ -45,3 +46,10 @@ def end_trace(span: OpenSpan, ended: EndedRequest) -> None:
         attributes["dynamo.ttft_seconds"] = ended.ttft_s
     error = "" if ended.outcome in _NO_ERROR else ended.outcome
     span.end(ended.ended_s, attributes, error)
+
+
+def trace_refused(tracing: Tracing, exchange: Exchange, ended: EndedRequest) -> None:
+    """Export the span of a request that has not reached its model."""
+    span = begin_trace(tracing, exchange)
+    if span.recording:
+        end_trace(span, ended)

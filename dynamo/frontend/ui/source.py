@@ -31,8 +31,8 @@ __all__ = ["BoxSource", "UiSource", "with_own_figures"]
 
 log = logging.getLogger(__name__)
 _ALONE = (
-    "this frontend was not started by dynamo serve: its own figures are shown, and the buttons "
-    "have nothing to act on; start a deployment: dynamo serve GRAPH"
+    "this frontend was not started by dynamo serve: its own figures are shown, and of the buttons "
+    "only Drain has something to act on; start a deployment: dynamo serve GRAPH"
 )
 
 

@@ -32,7 +32,6 @@ class Maintenance:
         self._picker = picker
         self._indexer = indexer
         self._expiry_s = expiry_s
-        self._useless = useless
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._silent: set[int] = set()
         self._unusable: set[int] = set()

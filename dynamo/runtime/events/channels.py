@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -41,13 +42,17 @@ OnPublisher = Callable[[int, bool], None]
 ZMQ, NATS = "Zmq", "Nats"
 """The kinds of transport in a record."""
 
+SOCKET_CHECK_S = 1.0
 _decode = record_decoder(EventChannelRecord)
 _ADDRESS = re.compile(r"ipc:///[^\0]{1,106}|tcp://[^\0]{1,255}:[0-9]{1,5}")
 log = logging.getLogger(__name__)
 
 
 class Publishers:
-    """The publishers of this process, one per channel."""
+    """The publishers of this process, one per channel.
+
+    A UNIX socket whose file was removed is bound again within ``SOCKET_CHECK_S``.
+    """
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class Publishers:
         self._serving = serving
         self._instance_id = instance_id
         self._made: dict[Channel, EventPublisher] = {}
+        self._socket_check: asyncio.TimerHandle | None = None
 
     async def get(self, channel: Channel) -> EventPublisher:
         """Return the publisher of ``channel``, registered under the lease of this process."""
@@ -78,6 +84,8 @@ class Publishers:
 
     def close(self) -> None:
         """Close all publishers."""
+        if self._socket_check is not None:
+            self._socket_check.cancel()
         for publisher in self._made.values():
             publisher.close()
         self._made.clear()
@@ -88,8 +96,17 @@ class Publishers:
             publisher = self._nats.publisher(channel, self._instance_id)
         else:
             publisher = ZmqPublisher(channel[2], self._instance_id, self._address())
+            if self._socket_check is None:
+                self._check_sockets()
         self._made[channel] = publisher
         return publisher
+
+    def _check_sockets(self) -> None:
+        for publisher in self._made.values():
+            if isinstance(publisher, ZmqPublisher):
+                publisher.restore_file()
+        loop = asyncio.get_running_loop()
+        self._socket_check = loop.call_later(SOCKET_CHECK_S, self._check_sockets)
 
     def _address(self) -> str:
         if self._settings.request_plane == "uds":

@@ -7,6 +7,7 @@ packed envelope. Both ends exchange heartbeats, so that a silently broken TCP li
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 from pathlib import Path
 
@@ -27,6 +28,7 @@ HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 4000
 _U64 = struct.Struct(">Q")
 _DONTWAIT = int(zmq.DONTWAIT)
+log = logging.getLogger(__name__)
 
 
 class ZmqPublisher:
@@ -54,6 +56,9 @@ class ZmqPublisher:
             self._socket.close()
             raise
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        is_file = self.address.startswith("ipc://")
+        self._path = Path(self.address.removeprefix("ipc://")) if is_file else None
+        self._unreachable = False
 
     def publish(self, payload: bytes) -> int:
         """See EventPublisher. RuntimeError when closed."""
@@ -71,8 +76,27 @@ class ZmqPublisher:
         if self._socket.closed:
             return
         self._socket.close(linger=0)
-        if self.address.startswith("ipc://"):
-            Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def restore_file(self) -> None:
+        """Bind an ipc socket again if its file was removed. Subscribers stay connected.
+
+        The old binding stays, too: ending it could unlink the new file.
+        """
+        if self._path is None or self._socket.closed or _exists(self._path):
+            return
+        try:
+            with owner_only():
+                self._socket.bind(self.address)
+        except zmq.ZMQError as error:
+            level = logging.DEBUG if self._unreachable else logging.ERROR
+            text = "the event socket %s was removed, new subscribers cannot connect: %s"
+            log.log(level, text, self._path, error)
+            self._unreachable = True
+        else:
+            log.warning("the event socket %s was removed, bound again", self._path)
+            self._unreachable = False
 
     def _send(self, frames: tuple[bytes, ...]) -> None:
         """Send one event; count a full subscriber queue.
@@ -187,6 +211,14 @@ def subscribing_socket(topic: str) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
     return socket
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
 
 
 def _socket(kind: int) -> zmq.Socket[bytes]:

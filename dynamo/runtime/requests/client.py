@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 from dynamo.config.option import from_env
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import CannotConnect, ConnectTimeout, Disconnected, DynamoError
-from dynamo.runtime.addresses import parse_address
+from dynamo.runtime.addresses import RequestAddress, parse_address
 from dynamo.runtime.context import Context
 from dynamo.runtime.requests.client_connection import ClientConnection, ClientStream, StreamSink
 from dynamo.runtime.requests.peer import OnPeer, Peer
@@ -121,27 +119,21 @@ class RequestClient:
         target = parse_address(address)
         loop = asyncio.get_running_loop()
         connection = ClientConnection(self.settings, loop, address, self)
-
-        def protocol() -> ClientConnection:
-            return connection
-
-        dial: Coroutine[Any, Any, Any]
-        if target.path is not None:
-            dial = loop.create_unix_connection(protocol, target.path)
-        else:
-            dial = loop.create_connection(protocol, target.host, target.port)
-        self._tasks.spawn(self._dial(connection, dial), name=f"connect {address}")
+        self._tasks.spawn(self._dial(connection, target), name=f"connect {address}")
         self._connections[address] = connection
         peer = self._peers.get(address)
         if peer is not None and peer.reason is not None:
             connection.probe()
         return connection
 
-    async def _dial(self, connection: ClientConnection, dial: Coroutine[Any, Any, Any]) -> None:
-        timeout_s = self.settings.connect_timeout_s
+    async def _dial(self, connection: ClientConnection, target: RequestAddress) -> None:
+        loop, timeout_s = asyncio.get_running_loop(), self.settings.connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await dial
+                if target.path is not None:
+                    await loop.create_unix_connection(lambda: connection, target.path)
+                else:
+                    await loop.create_connection(lambda: connection, target.host, target.port)
         except TimeoutError:
             text = f"no connection to {connection.address} within {timeout_s:g} s"
             connection.lose(ConnectTimeout(text))

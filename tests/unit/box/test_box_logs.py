@@ -91,7 +91,7 @@ async def test_follow(tmp_path: Path, reader: LogReader) -> None:
     write(tmp_path, "ns_A", "old")
     reader.last(0)
     lines = follow(reader)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         waiting = asyncio.ensure_future(anext(lines))
         await asyncio.sleep(0)
         write(tmp_path, "ns_B", "new")

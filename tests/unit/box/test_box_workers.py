@@ -47,12 +47,27 @@ def test_a_lease_alone_is_not_enough() -> None:
     assert one(found).state == "loading"
 
 
+@pytest.mark.parametrize(
+    ("can_sleep", "pids", "shown"),
+    [(False, [11], False), (True, [11], True), (True, [11, 12], False)],
+)
+def test_whether_a_worker_can_sleep(can_sleep: bool, pids: list[int], shown: bool) -> None:
+    mine = RegisteredWorker(pid=11, leases=(11,), worker_id=11, model="tiny", can_sleep=can_sleep)
+    processes = [{"pid": pid, "start_ticks": 1} for pid in pids]
+    found = document(entry("d_W", MOCKER, processes=processes))
+    assert one(seen(found, registered={11: mine})).can_sleep is shown
+    asleep = document(entry("d_W", MOCKER, 11, state="asleep"))
+    assert not one(seen(asleep, registered={11: mine})).can_sleep  # it does already
+
+
 def test_a_worker_that_is_restarted() -> None:
     watcher = {"status": "active", "restarts": 2, "last_exit": "was killed by SIGKILL"}
     status = one(seen(document(entry("d_W", MOCKER, watcher=watcher)), last_output=last("x")))
     assert (status.state, status.restarts) == ("loading", 2)
     assert status.cause == "was killed by SIGKILL, restarting; last output: x"
     assert status.remedy == "dynamo logs d_W"
+    again = one(seen(document(entry("d_W", MOCKER, 11, watcher=watcher)), last_output=last("x")))
+    assert again.cause == "was killed by SIGKILL, started again; last output: x"
 
 
 def test_a_worker_that_was_given_up() -> None:
@@ -114,6 +129,14 @@ def test_a_frontend_is_as_it_answers() -> None:
         status = one(seen(found, *([11] if leased else []), frontends=(frontend,)))
         assert status.state == expected, (state, leased)
     assert "does not answer" in status.cause and status.remedy == "dynamo restart d_F"
+
+
+def test_a_registered_worker_that_the_frontend_rejects() -> None:
+    status = FrontendStatus(rejected={"b": "its template is broken"})
+    frontend = FrontendSighting(name="d_F", url="http://x", state="ready", status=status)
+    found = one(seen(document(entry("d_W", MOCKER, 11)), 11, frontends=(frontend,)))
+    assert found.state == "failed" and found.remedy == "dynamo restart d_W"
+    assert found.cause == "the frontend gives it no requests: its template is broken"
 
 
 def test_figures_and_gpu_memory_of_a_worker() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import shlex
 import signal
@@ -36,6 +37,15 @@ def test_every_verb_exists_and_has_help(verb: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as stop:
         cli.main([verb, "--help"])
     assert stop.value.code == 0 and f"usage: dynamo {verb}" in capsys.readouterr().out
+
+
+def test_a_locale_of_ascii_alone_shows_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(["--help"]) == 0
+    print("Größe")
+    out.flush()
+    assert out.buffer.getvalue().endswith(b"Gr??e\n")  # type: ignore[attr-defined]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shlex
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 
@@ -75,6 +77,20 @@ def test_a_user_without_a_home_gets_directories(
     assert "Environment=DYN_LOCAL_STATE_DIR=/var/lib/llm\n" in text
     assert main([str(graph), "--run-as", "no-such-user", "--print"]) == 2
     assert "useradd --system no-such-user" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can try the access of another user")
+def test_a_user_who_may_not_read_the_graph_is_refused(
+    graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph.parent.chmod(0o700)
+    other = pwd.getpwuid(1).pw_name  # of Debian's base system
+    words = [str(graph), "--directory", str(tmp_path / "units"), "--run-as", other]
+    assert main(words) == 2 and not (tmp_path / "units").exists()
+    found = re.search("may not enter, run or read (.*), which", capsys.readouterr().err)
+    assert found is not None
+    assert not Path(found[1]).stat().st_mode & stat.S_IXOTH
+    assert main([*words, "--print"]) == 0
 
 
 def test_a_users_own_manager_gets_no_root_settings(

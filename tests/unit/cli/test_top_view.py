@@ -7,6 +7,7 @@ import time
 import msgspec
 import pytest
 
+from dynamo.cli.text_table import cells, cut
 from dynamo.cli.top_view import SORT_ORDERS, TopView, frame, sorted_workers
 from dynamo.protocols.status import (
     BoxStatus,
@@ -142,12 +143,49 @@ def test_a_frame_fits(width: int, height: int) -> None:
         assert lines[-1][1].startswith("↑↓ select")
 
 
+def test_long_and_wide_names_leave_room_for_the_state() -> None:
+    status = box()
+    long = "organisation/a-model-with-a-long-name-日本語日本語日本語日本語"
+    renamed = [msgspec.structs.replace(one, model=long) for one in status.models]
+    status = msgspec.structs.replace(status, models=tuple(renamed))
+    narrow = [line for line in text(status, width=80).split("\n") if "organisatio…" in line]
+    assert "organisatio…  ready" in narrow[0] and "organisatio…  loading 43%" in narrow[1]
+    wide = text(status, width=300).split("\n")
+    [head] = [line for line in wide if "MODEL  " in line and "STATE" in line and "QUEUED" in line]
+    [row] = [line for line in wide if "ready        1/2" in line]
+    assert cells(row[: row.index("ready")]) == head.index("STATE")
+
+
+@pytest.mark.parametrize(
+    ("shown", "width", "left"),
+    [
+        ("abc", 3, "abc"),
+        ("abcd", 3, "ab…"),
+        ("日本語", 5, "日本…"),
+        ("日本語", 4, "日…"),
+        ("e\u0301", 1, "e\u0301"),
+    ],
+)
+def test_text_is_cut_by_its_width_on_a_terminal(shown: str, width: int, left: str) -> None:
+    assert cut(shown, width, "…") == left and cells(left) <= width
+
+
 def test_the_selected_worker_is_shown() -> None:
     status = box(100)
     for number in (0, 1, 50, 98, 99):
         lines = frame(status, TopView(selected=f"ns_W_{number}"), 150, 40)
         [chosen] = [line for style, line in lines if style == "chosen"]
         assert chosen.split()[0] == f"ns_W_{number}"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [({}, ""), ({"can_sleep": True}, "s sleep  "), ({"state": "asleep"}, "s wake  ")],
+)
+def test_sleep_is_offered_if_the_engine_can(given: dict[str, object], shown: str) -> None:
+    status = msgspec.structs.replace(box(), workers=(worker(1, **given),))
+    keys = frame(status, TopView(selected="ns_W_1"), 150, 40)[-1][1]
+    assert f"d drain  {shown}p pause" in keys
 
 
 @pytest.mark.parametrize("order", SORT_ORDERS)

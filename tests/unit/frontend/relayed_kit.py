@@ -111,6 +111,7 @@ class RelaySite(Site):
             relayed=True,
             served=True,
             paths=paths_of([self.far_card]),
+            types=frozenset(),
             patterns=patterns_of([self.far_card]),
             workers={"7": self.far_card},
             has_preprocessor=False,
@@ -118,7 +119,7 @@ class RelaySite(Site):
         )
         self.far.metrics = self.metrics.model("far")
         self.entry.relayed, self.entry.name, self.entry.paths = False, "tiny", frozenset()
-        self.entry.patterns = RoutePatterns()
+        self.entry.patterns, self.entry.types = RoutePatterns(), frozenset(("Chat", "Completions"))
         self.worker_pool = SimpleNamespace(members=dict.fromkeys(self.workers))
         routes = Routes()
         of: Any = (self.active, self, self.tasks)

@@ -128,7 +128,7 @@ async def test_a_task_ends_with_its_exchange() -> None:
             assert bench.transport.out.startswith(b"HTTP/1.1 504 ")
         else:
             bench.connection.connection_lost(None)
-        await asyncio.wait_for(cancelled.wait(), 5)
+        await asyncio.wait_for(cancelled.wait(), 20)
 
 
 async def test_thresholds_say_whether_they_are_in_force(caplog: pytest.LogCaptureFixture) -> None:

@@ -222,6 +222,30 @@ def test_images(tmp_path: Path) -> None:
     assert sent.stop_conditions.max_tokens == 5
 
 
+def test_images_of_tools(tmp_path: Path) -> None:
+    """Claude Code sends them again with each later request: an error would end its session."""
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    used = {"type": "tool_use", "id": "t", "name": "Read", "input": {}}
+    image = {"type": "image", "source": source}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [image]}
+    asked: list[Any] = [
+        {"role": "user", "content": "Look"},
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+    ]
+    body = {"model": "m", "max_tokens": 5, "messages": asked}
+    request = parse_messages(json.dumps(body).encode())
+    model = parsed()
+    prompt = model.tokenizer.decode(prepare_message(model, request).prompts[0].token_ids)
+    assert "(An image, which this model cannot see.)\nWell?" in prompt
+    eyes = Preprocessor(card(source_path=str(write_eyes(tmp_path / "eyes"))))
+    (sent,) = prepare_message(eyes, request).requests
+    assert sent.multi_modal_data == {"image_url": [{"Url": "data:image/png;base64,AAAA"}]}
+    asked[2]["content"] = [result, image]
+    with pytest.raises(InvalidArgument, match="messages: this model takes no images"):
+        prepare_message(model, parse_messages(json.dumps(body).encode()))
+
+
 def test_errors() -> None:
     for status, kind in (
         (400, "invalid_request_error"),

@@ -63,8 +63,19 @@ def test_system() -> None:
     kept = parse_count(raw, strip_preamble=False).messages[0]["content"]
     assert kept.startswith("x-anthropic-billing-header")
     assert parse(system="").messages == [USER]
-    later = turns(USER, {"role": "system", "content": "now"}, USER)
-    assert [one["role"] for one in later] == ["user", "system", "user"]
+
+
+def test_later_system_messages_are_the_users() -> None:
+    """Claude Code sends one behind the first message; many templates fail on it."""
+    late = {"role": "system", "content": "now"}
+    said = {"role": "assistant", "content": "ok"}
+    assert turns({"role": "user", "content": "Hi"}, late, said, late) == [
+        {"role": "user", "content": "Hi\nnow"}, said, {"role": "user", "content": "now"}
+    ]  # fmt: skip
+    assert parse(system="be", messages=[late, USER]).messages == [
+        {"role": "system", "content": "be\n\nnow"}, USER
+    ]  # fmt: skip
+    assert parse(messages=[late, late, USER]).messages[0]["content"] == "now\nnow"
 
 
 def test_turns_of_one_role_are_one_turn() -> None:
@@ -201,6 +212,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user(result(1, [use(1)]))]}, r"content\[0\].type: `tool_use` cannot be here"),
     ({"messages": [user({"type": "image", "source": {"type": "file"}})]}, "must be base64 or url"),
     ({"messages": [user({"type": "document", "source": PIXEL})]}, "send the text of the document"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages: none has content"),
     ({"system": [{"type": "image", "source": PIXEL}]}, r"system\[0\].type: must be text"),
     ({"tools": [TOOL, SERVER_TOOL]}, r"tools\[1\].type: `web_search_20250305` is a tool of"),
     ({"tools": [{"name": "f"}]}, r"tools\[0\].input_schema: must be a JSON schema"),

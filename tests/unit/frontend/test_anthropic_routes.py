@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -95,6 +96,18 @@ async def test_a_request_that_no_worker_takes(
     assert site.status == status and site.answer["type"] == "error"
     assert site.answer["error"]["type"] == kind and header(site, "retry-after") == "1"
     assert site.answer["request_id"] == header(site, "request-id")
+    site.settled()
+
+
+async def test_a_prompt_that_is_too_long(site: Site) -> None:
+    """Claude Code compacts the conversation when it reads this."""
+    length = len(ids(site, "hello " * 5000))
+    ask(site, messages=[{"role": "user", "content": "hello " * 5000}])
+    assert site.status == 400 and site.answer["error"]["type"] == "invalid_request_error"
+    text = site.answer["error"]["message"]
+    assert re.fullmatch(r"prompt is too long: \d+ tokens > \d+ maximum", text)
+    tokens, limit = map(int, re.findall(r"\d+", text))
+    assert limit < length <= tokens
     site.settled()
 
 

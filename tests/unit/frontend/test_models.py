@@ -189,10 +189,15 @@ async def test_a_worker_that_tokenizes_differently_gets_nothing(
         other = await box.worker(checksum="c2")
         await until(lambda: box.rejected("tiny", "checksum") == 1)
     assert "another checksum" in caplog.text
+    assert box.models.rejections() == {
+        f"{other.id:x}": "other workers of tiny have another checksum; another model needs "
+        "another name"
+    }
     await until(lambda: len(box.models.instances()) == 2)
     assert box.routable() == {good.id}
     await good.runtime.close()
     await until(lambda: box.routable() == {other.id})  # now it is the model
+    assert not box.models.rejections()
 
 
 async def test_one_name_at_two_endpoints(box: Box) -> None:
@@ -216,6 +221,10 @@ async def test_cards_that_can_not_be_used(box: Box, tmp_path: Path) -> None:
     for name in ("text", "pre"):
         with pytest.raises(ModelNotFound):
             box.models.find(name, "Chat")
+    assert sorted(text.partition(" ")[0] for text in box.models.rejections().values()) == [
+        "it",
+        "the",
+    ]
     with pytest.raises(NoInstances):
         box.models.find("none", "Chat")
 
@@ -227,6 +236,9 @@ async def test_a_model_that_could_not_be_loaded_is_tried_again(box: Box, tmp_pat
     shutil.copytree(MODEL_DIR, place)
     second = await box.worker(source_path=str(place))
     await until(lambda: second.id in box.routable() and len(box.routable()) == 2)
+    assert not box.models.rejections()
+    with pytest.raises(ModelNotFound, match="`tiny` has no /v1/embeddings, it has /v1/chat/com"):
+        box.models.find("tiny", "Embedding")
 
 
 async def test_types_and_aliases(box: Box) -> None:

@@ -465,14 +465,17 @@ async def test_a_worker_that_left_and_never_answers_is_given_up() -> None:
     box.join(PREFILL, SPARE, max_num_batched_tokens=1)
     pinned = box.send(routing=Routing(prefill_worker_id=PREFILL))
     box.part(PREFILL)
-    await asyncio.sleep(0.005)
-    assert box.prefillers.streams[0].killed
-    assert len(box.decoders.streams) == 1, "its pin has gone, too"
+    async with asyncio.timeout(20):
+        while not box.decoders.streams:  # noqa: ASYNC110 - its pin has gone, too
+            await asyncio.sleep(0.001)
+    assert box.prefillers.streams[0].killed and len(box.decoders.streams) == 1
     unpinned = box.send()
     box.part(SPARE)
     box.join(PREFILL)
-    await asyncio.sleep(0.005)
-    assert box.value("requeues_total") == 1 and box.prefillers.streams[-1].worker_id == PREFILL
+    async with asyncio.timeout(20):
+        while box.prefillers.streams[-1].worker_id != PREFILL:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert box.value("requeues_total") == 1
     unpinned.leave()
     pinned.leave()
     assert box.nothing_left()

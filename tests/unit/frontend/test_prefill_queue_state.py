@@ -32,7 +32,7 @@ class Subscriber:
         return [state.size for _, state in self.received]
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(self.received) < count:
                 self._more.clear()
                 await self._more.wait()

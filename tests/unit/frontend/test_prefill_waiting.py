@@ -67,7 +67,7 @@ async def test_while_all_prefill_workers_are_busy_requests_wait() -> None:
     looked = asyncio.Event()
     box.router.on_change = looked.set
     report(box, SPARE, 10)
-    await asyncio.wait_for(looked.wait(), 5)
+    await asyncio.wait_for(looked.wait(), 20)
     assert box.prefillers.streams[0].worker_id == SPARE
     box.prefillers.streams[0].answer({})
     caller.engine_request.release()
@@ -276,7 +276,7 @@ async def test_patience_has_an_end() -> None:
     sent(box, request)
     assert len(box.router.queue) == 1
     box.router.on_change = looked.set
-    await asyncio.wait_for(looked.wait(), 5)
+    await asyncio.wait_for(looked.wait(), 20)
     assert box.prefillers.streams[-1].worker_id == SPARE
     box = Box(prefill_slots=1, kv_events=False, prefill_patience_s=0.0)
     box.join(PREFILL, SPARE)

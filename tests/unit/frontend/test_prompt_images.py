@@ -13,6 +13,8 @@ from text_kit import card, chat_body, example_preprocessor
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.answer.generation import ChatStream
 from dynamo.frontend.prompt.images import ImageExpansions
+from dynamo.frontend.prompt.messages import IMAGE as PLACE
+from dynamo.frontend.prompt.messages import ContentForm, template_messages
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat
 from dynamo.llm.hashing import compute_block_hash_for_seq, short_hash
@@ -142,6 +144,18 @@ def test_models_of_text_alone(eyes: Path) -> None:
             "Validation: messages[0].content[1]: this model takes text, got a part of type "
             "`image_url`"
         )
+
+
+def test_images_of_tools_for_models_of_text_alone() -> None:
+    """An agent sends them again with each later request: an error would end its session."""
+    result = {"role": "tool", "tool_call_id": "t", "content": [image_part(png(8, 8))]}
+    text = "(An image, which this model cannot see.)"
+    for form in (ContentForm.TEXT, ContentForm.EITHER, ContentForm.PARTS):
+        (message,) = template_messages([result], form)
+        plain = form is ContentForm.TEXT
+        assert message["content"] == (text if plain else [{"type": "text", "text": text}])
+    (seen,) = template_messages([{**result, "content": [PLACE]}], ContentForm.PARTS)
+    assert seen["content"] == [PLACE]
 
 
 def test_the_router_tells_images_apart(eyes: Path) -> None:

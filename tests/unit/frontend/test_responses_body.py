@@ -34,7 +34,7 @@ def call(name: str, arguments: str, call_id: str) -> dict[str, Any]:
 
 
 def test_what_codex_sends() -> None:
-    """The shape of its requests, by the public issues of servers for it and its own."""
+    """The shape of the requests of Codex 0.169.0, in other words."""
     request = converted(**CODEX)
     first, place, user, looked, *rest = request.messages
     rules = "<permissions instructions>Ask before you write.</permissions instructions>"
@@ -111,8 +111,9 @@ def test_one_system_message() -> None:
     system = {"role": "system", "content": "b"}
     parts = {"role": "system", "content": [{"type": "text", "text": "c"}]}
     user = {"role": "user", "content": "d"}
-    assert arranged("a", [system, user, system]) == [
-        {"role": "system", "content": "a\n\nb"}, user, {"role": "user", "content": "b"}
+    said = {"role": "assistant", "content": "e"}
+    assert arranged("a", [system, user, said, system]) == [
+        {"role": "system", "content": "a\n\nb"}, user, said, {"role": "user", "content": "b"}
     ]  # fmt: skip
     assert arranged("a", [parts, user])[0]["content"] == [
         {"type": "text", "text": "a"}, *parts["content"]

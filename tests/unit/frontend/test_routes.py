@@ -60,6 +60,17 @@ def test_wrong_methods() -> None:
     assert (status, headers["allow"], body) == (405, "POST", "")
 
 
+def test_no_websocket() -> None:
+    """Codex tries one where it takes this server for OpenAI's, and after a 426 sends a POST."""
+    bench = Bench(handler=table())
+    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    sent = bench.feed(f"GET /p HTTP/1.1\r\nHost: a\r\n{upgrade}\r\n".encode())
+    head = sent.decode().lower().split("\r\n")
+    assert head[0].startswith("http/1.1 426 ")
+    assert {"connection: upgrade", "upgrade: http/1.1", "content-length: 0"} <= set(head)
+    assert b" 200 " in bench.feed(b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n")  # it goes on
+
+
 @pytest.mark.parametrize("good", ["application/json", "Application/JSON; charset=utf-8"])
 def test_json_is_taken(good: str) -> None:
     assert ask("POST", "/p", good)[0] == 200

@@ -46,6 +46,18 @@ async def test_it_does_not_wait_for_a_load_for_ever(
         assert "models are still loading after 0.05 s" in caplog.text
 
 
+async def test_clients_leave_open_files_for_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "allow_open_files", lambda count: 1)
+    async with frontend(tmp_path) as one:
+        host, port = await one.start()
+        assert "open files are limited to 1: at most 0 clients at once" in caplog.text
+        reader, writer = await asyncio.open_connection(host, port)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
+        writer.close()
+
+
 async def test_a_stop_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with frontend(tmp_path) as one:
         monkeypatch.setattr(one.models, "loaded", asyncio.Event().wait)

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from text_kit import EXAMPLE
 
 from dynamo.errors import ConfigError, InvalidArgument
-from dynamo.frontend.prompt.messages import ContentForm
+from dynamo.frontend.prompt.messages import IMAGE, ContentForm, alternating
 from dynamo.frontend.prompt.template import ChatTemplate, load_template
 from dynamo.frontend.prompt.template_environment import TemplateEnvironment
 
@@ -32,6 +32,15 @@ EITHER = (
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"a": "<é>"}}}
 
 
+STRICT = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('must alternate') }}"
+    "{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+"""As the templates of Mistral check it."""
+
+
 def template(source: str, **specials: str) -> ChatTemplate:
     return ChatTemplate({"default": source}, specials, "here")
 
@@ -40,6 +49,32 @@ def example() -> ChatTemplate:
     found = load_template(EXAMPLE)
     assert found is not None
     return found
+
+
+def test_turns_that_must_alternate() -> None:
+    """Agents send two messages of the user in a row, and one behind the result of a tool."""
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "callcall1", "type": "function", "function": function}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "callcall1", "content": "r"}
+    said = {"role": "assistant", "content": "a"}
+    late = [{"role": "user", "content": "b"}, {"role": "user", "content": "c"}]
+    given: list[Any] = [*USER, *late, called, result, *late, said, *USER]
+    assert template(STRICT).render(given) == (
+        "[user]Hi\n\nb\n\nc[assistant][tool]r\n\nb\n\nc[assistant]a[user]Hi"
+    )
+    assert template(LOOP).render(given) == (
+        "[user]Hi[user]b[user]c[assistant][tool]r[user]b[user]c[assistant]a[user]Hi"
+    )
+    with pytest.raises(InvalidArgument, match="must alternate"):
+        template(STRICT).render([said])
+
+
+def test_turns_of_parts_alternate() -> None:
+    shown = {"role": "user", "content": [IMAGE]}
+    found = alternating([*USER, shown, {"role": "assistant", "content": "a"}], False)
+    assert found[0] == {"role": "user", "content": [{"type": "text", "text": "Hi"}, IMAGE]}
+    assert len(found) == 2
 
 
 def test_example_chat() -> None:

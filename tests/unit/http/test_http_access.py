@@ -78,7 +78,7 @@ class Site:
 
     async def until(self, key: str, status: int) -> None:
         """Wait until requests with ``key`` get ``status``."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while (await self.ask(f"X-Api-Key: {key}"))[0] != status:  # noqa: ASYNC110 - see name
                 await asyncio.sleep(0.01)
 
@@ -112,6 +112,16 @@ async def test_keys_open_and_credentials_go_no_further(site: Site, file: KeyFile
             assert seen["headers"] == {"host": "a"}
     counts = {key.name: key.requests for key in site.keys.entries.values()}
     assert counts == {"alice": 8, "root": 0}
+
+
+async def test_a_refused_head_has_no_body(site: Site) -> None:
+    """Claude Code begins with a HEAD without its key. RFC 9110 9.3.2."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    writer.write(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n")
+    head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 401 ") and b"content-length: " in head and not rest
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_an_api_with_error_bodies_of_its_own(site: Site) -> None:
@@ -236,7 +246,7 @@ async def test_a_broken_file_keeps_the_keys(
         path.unlink()
         if damage == "directory":
             path.mkdir()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while "keeping what was loaded before" not in caplog.text:  # noqa: ASYNC110 - a log line
             await asyncio.sleep(0.01)
     expected = {
@@ -251,7 +261,7 @@ async def test_a_broken_file_keeps_the_keys(
     if damage == "mode":
         path.chmod(0o600)
         caplog.set_level("INFO")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while "reloaded" not in caplog.text:  # noqa: ASYNC110 - a log line
                 await asyncio.sleep(0.01)
 

@@ -73,7 +73,7 @@ class Site:
         return await asyncio.open_connection("127.0.0.1", self.port, ssl=context, limit=1 << 24)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not condition():  # noqa: ASYNC110 - the server has no event for these
                 await asyncio.sleep(0.01)
 
@@ -162,7 +162,7 @@ async def test_a_slow_reader_stops_the_writer_and_starts_it_again(site: Site) ->
         sent += 1
         await asyncio.sleep(0)
     writer.transport.resume_reading()  # type: ignore[attr-defined]
-    await asyncio.wait_for(drained.wait(), 5)
+    await asyncio.wait_for(drained.wait(), 20)
     exchange.end()
     assert (await reader.readuntil(b"0\r\n\r\n")).count(b"#") == sent * 65536
     await shut(writer)
@@ -178,7 +178,7 @@ async def test_a_client_that_leaves_is_noticed(site: Site) -> None:
         if cut:
             writer.transport.abort()
         await shut(writer)
-        await asyncio.wait_for(gone.wait(), 2)
+        await asyncio.wait_for(gone.wait(), 20)
 
 
 async def test_a_request_in_pieces(site: Site) -> None:
@@ -300,7 +300,7 @@ async def test_damaged_records_end_the_request(site: Site) -> None:
     other = socket.socket(fileno=os.dup(raw.fileno()))
     other.send(b"\x17\x03\x03\x00\x20" + b"x" * 32)
     other.close()
-    await asyncio.wait_for(gone.wait(), 2)
+    await asyncio.wait_for(gone.wait(), 20)
     exchange.write(b"ignored")
     exchange.end()
     await shut(writer)

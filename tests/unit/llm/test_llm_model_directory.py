@@ -48,6 +48,14 @@ def test_missing_files_are_named(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json; download the model again"):
         ModelDirectory(model).require_worker_files()
+
+
+@pytest.mark.parametrize("text", ["", '{"version": "1.0", "model": {"vocab"', '{"version": "1.0"}'])
+def test_a_tokenizer_that_is_cut(model: Path, text: str) -> None:
+    (model / "config.json").write_text("{}")
+    (model / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer: .*; copy it again"):
+        ModelDirectory(model).require_worker_files()
     (model / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not a JSON object.*copy it again"):
         ModelDirectory(model)

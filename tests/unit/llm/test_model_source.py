@@ -66,6 +66,14 @@ def test_a_directory_is_used_as_it_is(tmp_path: Path) -> None:
     assert (found.path, found.name, found.is_gguf) == (tmp_path / "tiny", "tiny", False)
 
 
+@pytest.mark.parametrize("start", [b"", b"version https://git-lfs.github.com/spec/v1\n"])
+def test_a_file_that_only_is_named_like_a_gguf_file(tmp_path: Path, start: bytes) -> None:
+    path = tmp_path / "pointer.gguf"
+    path.write_bytes(start)
+    with pytest.raises(ConfigError, match=r"is not a GGUF file: it begins with .* download it"):
+        resolve_model(path)
+
+
 def test_a_gguf_file_needs_a_tokenizer_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "tiny.Q8_0.gguf"
     path.write_bytes(b"GGUF")
@@ -117,8 +125,10 @@ def test_offline_without_a_cached_model_is_an_error(tmp_path: Path) -> None:
         f"ConfigError no such directory, and not (complete) in the Hugging Face cache: the model "
         f"'{NAME}' ({tmp_path}/hub); download it with 'hf download {NAME}' or unset HF_HUB_OFFLINE"
     )
-    text, _ = resolve(tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
-    assert "not (complete) in the Hugging Face cache" in text and "127.0.0.1:9 failed: " in text
+    for options in ("", "weights=True"):
+        text, _ = resolve(tmp_path, options=options, HF_ENDPOINT="http://127.0.0.1:9")
+        assert "not (complete) in the Hugging Face cache" in text
+        assert "127.0.0.1:9 failed: " in text
 
 
 def test_only_the_files_of_prompts_are_downloaded(tmp_path: Path, hub_of: HubOf) -> None:
@@ -139,6 +149,8 @@ def test_the_weights_come_in_one_format_with_progress(tmp_path: Path, hub_of: Hu
     assert f"downloading {NAME}: 100 % of 0.00 GB" in log
     again, _ = resolve(tmp_path, options="weights=True", HF_HUB_OFFLINE="1")
     assert again == text
+    again, log = resolve(tmp_path, options="weights=True", HF_ENDPOINT="http://127.0.0.1:9")
+    assert again == text and "looking in the cache" in log
 
 
 def test_pickled_weights_are_downloaded_if_there_are_no_others(

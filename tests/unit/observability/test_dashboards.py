@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from boxes import binary, needs
 from metric_specs import declarations, kind_of
 from promql import Use, uses
 
@@ -22,9 +22,9 @@ from dynamo.planner import metrics as planner
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy/grafana"
 SPECS = {spec.name: spec for spec in [*declarations(), *planner._GAUGES]}
-ADDED = {"job", "instance", "le"}  # by Prometheus
+ADDED = {"job", "instance", "le", "namespace"}  # by Prometheus and its configuration
 FOREIGN = {
-    "up": {"job", "instance"},
+    "up": {"job", "instance", "namespace"},
     "process_cpu_seconds_total": {"job", "instance"},
 }
 WORKERS = {  # the mocker and vLLM workers add the name of their model to these
@@ -152,6 +152,8 @@ def test_the_prometheus_config_has_the_jobs_that_queries_name() -> None:
     for file in config["rule_files"]:
         assert (FOLDER / file).exists()
     for job in config["scrape_configs"]:
+        followed = [file for one in job.get("file_sd_configs", ()) for file in one["files"]]
+        assert not [file for file in followed if (FOLDER / file).exists()]  # not a dashboard
         assert set(job) <= {"job_name", "static_configs", "file_sd_configs"}
 
 
@@ -168,11 +170,28 @@ def test_dashboards_of_dynamo_show_data(row: list[str]) -> None:
         assert f"`{metric}`" in (ROOT / "docs/observability.md").read_text()
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_promtool_accepts_config_and_rules() -> None:
-    command = ["promtool", "check", "config", str(FOLDER / "prometheus.yml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+@needs("promtool", "prometheus")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("check", "config", str(FOLDER / "prometheus.yml")),
+        ("test", "rules", str(Path(__file__).with_name("alerts_test.yml"))),
+    ],
+    ids=lambda words: words[0],
+)
+def test_promtool_accepts_config_and_rules(words: tuple[str, ...]) -> None:
+    promtool = binary("promtool")
+    assert promtool is not None
+    done = subprocess.run([promtool, *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_has_a_case_that_fires() -> None:
+    cases = yaml.safe_load(Path(__file__).with_name("alerts_test.yml").read_text())["tests"]
+    rows = [row for case in cases for row in case["alert_rule_test"]]
+    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
+    fired = {row["alertname"] for row in rows if row.get("exp_alerts")}
+    assert fired == {rule["alert"] for rule in rules}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ MADE = ScalingDecision(
         "predicted_output_sequence_tokens": 140.0,
         "estimated_ttft_ms": 300.0,
         "estimated_itl_ms": 30.0,
+        "predicted_num_decode_replicas": 9.0,  # beyond the budget
     },
 )
 RECORD = DecisionRecord.of(MADE, SEEN, at_s=1.0, model="tiny", mode="load+sla")
@@ -166,6 +168,19 @@ def test_tensorboard_has_forecasts_and_actions(tmp_path: Path) -> None:
     ]
     assert "added dynamo_Worker_3 to Worker in 2.5 s" in texts
     assert any("decode 3 -> 4: KV load 0.95 > 0.9" in text for text in texts)
+
+
+def test_a_restart_continues_the_curves(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "events.txt").touch()
+    for age_s in (700, 0):
+        board = TensorboardLog(tmp_path)
+        board.pulled("tiny", PULL, POOLS)
+        board.close()
+        made = max((tmp_path / "tiny").iterdir())
+        made.rename(made.with_name(f"events.out.tfevents.{int(time.time()) - age_s}.host"))
+    steps = [event.step for event in scalars(tmp_path / "tiny").Scalars("num_gpu")]
+    assert steps == [0, pytest.approx(700, abs=30)]
 
 
 def test_figures_without_a_value_are_left_out(tmp_path: Path) -> None:

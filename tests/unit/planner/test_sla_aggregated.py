@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import read_capacity
 from dynamo.planner.capacity.profile_files import (
+    Curve,
     DecodePoints,
     PrefillPoints,
     WorkerProfile,
@@ -44,7 +44,7 @@ def profile(model: ServiceModel) -> WorkerProfile:
     """Return what `dynamo profile` would measure of a worker: equal lengths, one phase a time."""
     isl = np.geomspace(250, 64_000, 9).round()
     ttft_s = np.array([model.prefill_s(int(tokens)) for tokens in isl])
-    grid: Any = np.meshgrid(np.linspace(0.02, 0.9, 10), isl)
+    grid: list[Curve] = [*np.meshgrid(np.linspace(0.02, 0.9, 10), isl)]
     usage, context = (axis.ravel() for axis in grid)
     running = np.maximum(usage * model.kv_tokens / context, 1.0)
     itl_s = np.array(

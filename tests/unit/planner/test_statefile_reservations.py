@@ -89,7 +89,9 @@ def test_names_of_workers_and_models(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="start one with: dynamo load half"):
         find_processes(found, "dynamo_Half_2", watchers)
     with pytest.raises(InvalidArgument, match=r"only dynamo restart .*; the workers are A \("):
-        find_workers(found, "B", watchers)
+        find_workers(found, "B", watchers, lambda entry: None)
+    [(service, worker)] = find_workers(found, "B", watchers, lambda entry: "own")
+    assert (service.name, service.model, worker.name) == ("B", "own", "dynamo_B")
     assert [one.name for one in find_model(found, "half", lambda entry: None)] == ["Half"]
     [named] = find_model(found, "x", lambda entry: "x" if entry.name == "dynamo_A" else None)
     assert named.name == "A"

@@ -168,7 +168,7 @@ async def test_an_inhibition_ends_by_itself_and_with_the_instance() -> None:
     assert events == []
     await put(runtime, 1, {"uds": "/a"})
     client.inhibit(1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await over.wait()
     assert events == [True, False] and not client.is_inhibited(1)
     client.inhibit(1)
@@ -193,7 +193,7 @@ async def test_a_removal_is_reported_before_the_inhibition_ends(
 async def test_waiting_ends_with_the_first_instance(
     runtime: DistributedRuntime, client: Client
 ) -> None:
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         waiting = group.create_task(client.wait_for_instances())
         await asyncio.sleep(0)
         assert not waiting.done()

@@ -179,7 +179,7 @@ async def test_the_same_checks_for_etcd(caplog: pytest.LogCaptureFixture) -> Non
     views = KeyCache(opened=False)
     events: list[KeyEvent] = []
     views.watch("v1/", events.append)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         following = group.create_task(EtcdWatcher(link, views).follow())  # type: ignore[arg-type]
         await link.told.wait()
         following.cancel()

@@ -145,7 +145,7 @@ class Histories(RuleBasedStateMachine):
         wanted = {key: value for key, (value, _) in self.expected.items()}
         seen: list[Any] = []
         try:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(20):
                 while seen != [wanted] * 4:
                     await asyncio.sleep(0)
                     seen = [await store.list("v1/") for store in self.stores]

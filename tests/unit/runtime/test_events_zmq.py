@@ -47,12 +47,15 @@ class Listener:
                 await self.changed.wait()
 
     async def joined(self, publisher: ZmqPublisher) -> None:
-        """Publish until something arrives, then clear the record."""
+        """Publish until the last event arrives, then clear the record."""
         async with asyncio.timeout(TIMEOUT_S):
+            last = publisher.publish(b"hello?")
             while not self.events:
-                publisher.publish(b"hello?")
                 await asyncio.sleep(0.005)
-            await asyncio.sleep(0.02)
+                last = publisher.publish(b"hello?")
+            while self.events[-1][1] != last:
+                self.changed.clear()
+                await self.changed.wait()
         self.events.clear()
         self.gaps.clear()
 
@@ -199,8 +202,8 @@ async def test_a_full_queue_drops_events_of_one_subscriber_and_is_counted(
             await quick.have(100)
     assert quick.gaps == [] and publisher.dropped > 0
     stalled.subscriber._schedule_drain()
-    await stalled.have(1000)
     asyncio.get_running_loop().add_reader(stalled.subscriber._descriptor, stalled.subscriber._drain)
+    await stalled.have(1000)
     async with asyncio.timeout(TIMEOUT_S):
         while not stalled.gaps:
             publisher.publish(b"again")
@@ -353,6 +356,33 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", script], timeout=20, check=False)
     assert done.returncode == 0
+
+
+async def test_a_removed_socket_is_bound_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    publisher = ZmqPublisher(TOPIC, 7, ipc(directory))
+    early, late = Listener(), Listener()
+    early.subscriber.connect(publisher.address)
+    await early.joined(publisher)
+    publisher.restore_file()
+    assert not caplog.text
+    directory.rename(tmp_path / "away")
+    for _ in range(2):
+        publisher.restore_file()
+    assert caplog.text.count("new subscribers cannot connect") == 1
+    directory.mkdir()
+    publisher.restore_file()
+    assert caplog.text.count("was removed, bound again") == 1
+    late.subscriber.connect(publisher.address)
+    await late.joined(publisher)
+    await early.have(1)
+    assert not early.gaps
+    for closing in (early.subscriber, late.subscriber, publisher):
+        closing.close()
+    assert not list(directory.iterdir())
 
 
 async def test_a_socket_is_for_its_owner_only(tmp_path: Path) -> None:

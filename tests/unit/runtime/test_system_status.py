@@ -35,7 +35,7 @@ class Parts:
     async def ask(self, data: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
         writer.write(data)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             answer = await reader.read()
         writer.close()
         await writer.wait_closed()
@@ -152,7 +152,7 @@ async def test_engine_routes(make: Make) -> None:
 async def test_a_connection_is_kept_for_the_next_request(make: Make) -> None:
     parts = await make()
     reader, writer = await asyncio.open_connection("127.0.0.1", parts.server.port)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         for _ in range(3):
             writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             head = await reader.readuntil(b"\r\n\r\n")

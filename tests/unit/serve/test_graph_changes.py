@@ -14,6 +14,8 @@ from dynamo.serve.graph_changes import (
     allocator_beside,
     compare,
     follow,
+    without_awakening,
+    without_removed,
 )
 from dynamo.serve.watchers import WatcherSpec, drain_env, plan, plan_added, with_gpus
 
@@ -84,6 +86,50 @@ def test_a_watcher_added_by_command_stays_until_the_graph_names_it() -> None:
     assert three.lines() == [] and three.kept[2].gpus == ("5",)
     none = compare(running, specs("B: {run: [python, b.py]}"), planned)
     assert none.removed == ["dynamo_A", "dynamo_A_1"]
+
+
+MODELS = "M: {run: dynamo.mocker, x: 1, ServiceArgs: {workers: 2}}\nB: {run: [python, b.py]}\n"
+
+
+@pytest.mark.parametrize(
+    ("running", "more", "wanted"),
+    [
+        ("dynamo_M dynamo_B", "", "dynamo_M dynamo_M_1 dynamo_B"),
+        ("dynamo_M_7 dynamo_B", "", "dynamo_M dynamo_M_1 dynamo_B"),  # one was added by command
+        ("dynamo_B", "", "dynamo_B"),
+        ("", "N: {run: dynamo.mocker}", "dynamo_B dynamo_N"),
+        ("dynamo_M dynamo_B", "P: {run: dynamo.planner}", "dynamo_M dynamo_B dynamo_P"),
+    ],
+)
+def test_removed_workers_stay_removed(running: str, more: str, wanted: str) -> None:
+    """Those of a service without workers; with a planner all."""
+    started = specs(MODELS)
+    present = {n: replace(started[0 if "M" in n else 2], name=n) for n in running.split()}
+    assert names(without_removed(specs(MODELS + more), started, present)) == wanted.split()
+
+
+def test_a_worker_that_sleeps_or_drains_is_not_started() -> None:
+    found = changes(MODELS, MODELS.replace("x: 1", "x: 2"))
+    spared = without_awakening(found, {"dynamo_M": "asleep", "dynamo_M_1": "draining"})
+    assert spared.lines() == ["remove   dynamo_M"]
+    assert names([*spared.kept]) == ["dynamo_B", "dynamo_M_1"]
+    assert without_awakening(found, {"dynamo_M": "running"}) == found
+    same = changes(MODELS, MODELS)
+    assert without_awakening(same, {"dynamo_M": "asleep"}) == same
+
+
+def test_the_status_servers_of_a_service_have_successive_ports() -> None:
+    """Whether the graph names a worker, the planner adds it, or a reload replaces it."""
+    text = "A: {run: m, ServiceArgs: {workers: 2, envs: {DYN_SYSTEM_PORT: '9100'}}}"
+    planned = specs(text)
+    running = {spec.name: spec for spec in planned}
+    running["dynamo_A_3"] = plan_added("dynamo_A_3", planned[0].argv, {}, planned)
+    assert [one.env["DYN_SYSTEM_PORT"] for one in running.values()] == ["9100", "9101", "9103"]
+    wanted = specs(text.replace("9100", "9200"))
+    followed = follow(added_workers(running, planned), wanted)
+    assert followed[0].env["DYN_SYSTEM_PORT"] == "9203"
+    free = specs(text.replace("9100", "0"))
+    assert [one.env["DYN_SYSTEM_PORT"] for one in free] == ["0", "0"]
 
 
 def test_gpus_beside_those_that_are_held() -> None:

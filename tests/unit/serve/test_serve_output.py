@@ -9,6 +9,8 @@ import shutil
 import stat
 from pathlib import Path
 
+from dynamo.box.output_tail import last_line
+from dynamo.serve.last_output import cause_in, telling_line
 from dynamo.serve.output import LogFile, OutputPipe, ServiceOutput
 
 
@@ -27,7 +29,7 @@ async def test_lines_arrive_complete_and_the_rest_at_the_end() -> None:
     os.write(writer, b"one\r\ntw")
     os.write(writer, b"o\n\nrest")
     os.close(writer)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await last.wait()
     assert lines == [b"one", b"two", b"", b"rest"]
     pipe.close()
@@ -120,4 +122,46 @@ def test_the_tail_is_kept(tmp_path: Path) -> None:
     for number in range(100):
         output(b"%d" % number)
     output.close()
-    assert len(shown) == 100 and len(output.tail) == 20 and output.tail[-1] == b"99"
+    assert len(shown) == 100 and len(output.tail()) == 20 and output.tail()[-1] == "99"
+    assert output.last_line() == "99"
+
+
+VLLM = [
+    "(Worker pid=4) ERROR 11-22 21:20:58 [executor.py:953]     raise RuntimeError(",
+    "(Worker pid=4) ERROR 11-22 21:20:58 [executor.py:953] RuntimeError: Cannot find any weights",
+    *["(EngineCore pid=3) INFO shutdown"] * 30,
+    "(EngineCore pid=3) Exception: WorkerProc initialization failed. See trace for root cause.",
+    "the vLLM engine did not start: Engine core initialization failed. See root cause above.",
+]
+LLAMA = [
+    "I srv load_model: loading model",
+    "E gguf_init: invalid magic characters: 'XXXX'",
+    "E srv: failed to load model",
+    "E srv: exiting due to model loading error",
+]
+
+
+def test_the_cause_of_a_failure_is_found() -> None:
+    assert telling_line(VLLM) == cause_in(VLLM) == "RuntimeError: Cannot find any weights"
+    assert telling_line(LLAMA) == LLAMA[-1] and cause_in(LLAMA) == LLAMA[1]
+    assert telling_line(VLLM[-1:]) == VLLM[-1]
+    assert cause_in(["Traceback:", "torch.OutOfMemoryError: CUDA out of memory", "bye"]) == (
+        "torch.OutOfMemoryError: CUDA out of memory"
+    )
+    assert cause_in(["one", "two", ""]) == "two" and cause_in([]) == telling_line([]) == ""
+
+
+def test_the_tail_begins_with_a_cause_beyond_it(tmp_path: Path) -> None:
+    class Shown:
+        def announce(self, text: str, level: int = logging.INFO) -> None: ...
+
+        def output(self, watcher: str, line: bytes) -> None: ...
+
+    output = ServiceOutput("w", LogFile(tmp_path / "w.log", 10**6), Shown())
+    assert output.tail() == []
+    for line in VLLM:
+        output(line.encode())
+    output.close()
+    assert output.tail()[:2] == ["RuntimeError: Cannot find any weights", "…"]
+    assert output.tail()[-1] == VLLM[-1] and len(output.tail()) == 22
+    assert last_line(tmp_path / "w.log") == output.last_line() == output.tail()[0]

@@ -60,6 +60,21 @@ async def test_ready_when_all_workers_are_registered(chunked: bool) -> None:
         assert await wait_until_ready(address, lambda: 2) == FrontendHealth(("tiny",), 2)
 
 
+async def test_every_registered_model_is_listed() -> None:
+    looks = 0
+
+    def answer(path: str) -> tuple[int, object]:
+        nonlocal looks
+        looks += 1
+        models = ["tiny", "large"] if looks > 2 else ["tiny"]
+        return 200, {"instances": [{"endpoint": "generate"}] * 2, "models": models}
+
+    server, address = await serve(answer)
+    async with server, asyncio.timeout(10):
+        found = await wait_until_ready(address, lambda: 2, models=lambda: ["large", "tiny"])
+    assert found.models == ("tiny", "large")
+
+
 async def test_a_frontend_alone_needs_no_model() -> None:
     server, address = await serve(lambda path: (200, {"models": [], "instances": []}))
     async with server, asyncio.timeout(10):

@@ -25,6 +25,8 @@ MODEL = Path(__file__).resolve().parents[3] / "examples/model"
 class Announcements:
     """An announcer and an arbiter with the watchers ``names``."""
 
+    stopping = False
+
     def __init__(self, *names: str) -> None:
         self.texts: list[str] = []
         self.said = asyncio.Event()

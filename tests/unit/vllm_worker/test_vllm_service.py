@@ -112,6 +112,9 @@ class ScriptedEngine:
                 self.changed.clear()
                 await self.changed.wait()
 
+    def progress(self) -> tuple[int, int]:
+        return len(self.sinks) - len(self.aborted), 0
+
     def metrics(self) -> str:
         return ""
 

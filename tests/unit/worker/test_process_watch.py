@@ -21,16 +21,16 @@ class Reports:
     """What the watch reported; the first report is refused if ``refuses``."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[str] = asyncio.Queue()
+        self.queue: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         self.refuses = False
 
-    async def __call__(self, problem: str) -> None:
+    async def __call__(self, problem: str, stalled: bool) -> None:
         if self.refuses:
             self.refuses = False
             raise EngineFailure("no discovery")
-        self.queue.put_nowait(problem)
+        self.queue.put_nowait((problem, stalled))
 
-    async def next(self) -> str:
+    async def next(self) -> tuple[str, bool]:
         async with asyncio.timeout(10):
             return await self.queue.get()
 
@@ -47,7 +47,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 async def reports(child: subprocess.Popen[bytes]) -> AsyncIterator[Reports]:
     found = Reports()
-    task = asyncio.get_running_loop().create_task(ProcessWatch(found, POLL_S).run())
+    task = asyncio.get_running_loop().create_task(ProcessWatch(found, poll_s=POLL_S).run())
     yield found
     task.cancel()
     await asyncio.wait([task])
@@ -61,9 +61,11 @@ async def test_a_stopped_process_is_reported_until_it_continues(
     assert reports.queue.empty()
     for _ in range(2):
         os.kill(child.pid, signal.SIGSTOP)
-        assert await reports.next() == f"the engine's process {child.pid} is stopped"
+        problem = f"the engine's process {child.pid} is stopped"
+        assert await reports.next() == (problem, False)
+        assert await reports.next() == (problem, True)  # now its requests may move
         os.kill(child.pid, signal.SIGCONT)
-        assert await reports.next() == ""
+        assert await reports.next() == ("", False)
 
 
 async def test_a_stopped_process_that_ends_is_no_problem(
@@ -72,6 +74,8 @@ async def test_a_stopped_process_that_ends_is_no_problem(
     """The engine's client reports the death."""
     await asyncio.sleep(2 * POLL_S)
     os.kill(child.pid, signal.SIGSTOP)
-    assert await reports.next() != ""
+    assert (await reports.next())[0] != ""
     child.kill()
-    assert await reports.next() == ""
+    while (found := await reports.next())[0] != "":
+        pass
+    assert found == ("", False)

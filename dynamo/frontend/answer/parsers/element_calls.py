@@ -81,16 +81,9 @@ class ElementCallParser(CallSteps):
 
     def _between(self) -> bool:
         """In a section of calls, between them."""
-        space = self._take_space()
-        if self._opening:
-            self._opening += space
-        if self._in_section.may_begin(self._text):
+        marker = self._next_marker(self._in_section, _END_CALL)
+        if marker is None:
             return False
-        marker = self._in_section.leading(self._text)
-        if marker == _END_CALL and not self._opening:
-            self._take(len(marker))
-        else:
-            self._opening += self._take(len(marker))
         self._step = self._name if marker == _INVOKE else self._outside
         return True
 

@@ -235,3 +235,19 @@ class CallSteps(TextSteps):
         self._message.add_content(self._take(count))
         self._opening = self._take(len(marker))
         return marker
+
+    def _next_marker(self, markers: Markers, end: str) -> str | None:
+        """Take space and the marker behind it, "" without one; None if more text is needed.
+
+        An ``end`` behind a call is dropped.
+        """
+        space = self._take_space()
+        if self._opening:
+            self._opening += space
+        if markers.may_begin(self._text):
+            return None
+        marker = markers.leading(self._text)
+        taken = self._take(len(marker))
+        if marker != end or self._opening:
+            self._opening += taken
+        return marker

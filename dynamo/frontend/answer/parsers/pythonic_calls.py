@@ -26,14 +26,13 @@ class PythonicCallParser(TextSteps):
     keywords alone and tools of the request, is content.
     """
 
-    __slots__ = ("_arguments", "_called", "_expression", "_known", "_message", "_name", "_opening")
+    __slots__ = ("_arguments", "_expression", "_known", "_message", "_name", "_opening")
 
     def __init__(self, message: AnswerMessage, known: frozenset[str]) -> None:
         super().__init__(self._beginning)
         self._message = message
         self._known = known
         self._opening = ""  # text that is content if no call follows
-        self._called = False
         self._name = ""  # of a function whose first argument is to come
         self._arguments = 0
         self._expression = _Expression()
@@ -126,7 +125,6 @@ class PythonicCallParser(TextSteps):
         if self._name:
             self._message.begin_call(self._name)
             self._name = self._opening = ""
-            self._called = True
 
     def _end_call(self) -> None:
         self._message.add_arguments("}" if self._arguments else "{}")

@@ -78,18 +78,10 @@ class SectionCallParser(CallSteps):
 
     def _between(self) -> bool:
         """In a section, between calls."""
-        space = self._take_space()
-        if self._opening:
-            self._opening += space
-        if self._in_section.may_begin(self._text):
-            return False
         _, end_section, call = self._shape.markers
-        marker = self._in_section.leading(self._text)
-        if marker == end_section and not self._opening:
-            self._take(len(marker))
-            marker = ""
-        else:
-            self._opening += self._take(len(marker))
+        marker = self._next_marker(self._in_section, end_section)
+        if marker is None:
+            return False
         self._step = self._header if marker == call else self._outside
         return True
 

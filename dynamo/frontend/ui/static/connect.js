@@ -2,21 +2,26 @@
 
 import { byId, copy, make, setText } from "./dom.js";
 import { fillSelect } from "./logs.js";
+import { getJson } from "./server.js";
 
 const shell = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 const quoted = JSON.stringify; // also TOML's basic strings and Python's literals
 
 const CLIENTS = [
-  ["Claude Code", "in a shell", ({ root, model, key }) => [
+  ["Claude Code", "in a shell", ({ root, model, key, context }) => [
     `export ANTHROPIC_BASE_URL=${shell(root)}`,
     `export ANTHROPIC_AUTH_TOKEN=${shell(key)}`,
     `export ANTHROPIC_MODEL=${shell(model)}`,
     `export ANTHROPIC_DEFAULT_HAIKU_MODEL=${shell(model)}`,
-    "claude",
+    `export CLAUDE_CODE_SUBAGENT_MODEL=${shell(model)}`,
+    ...(context ? [`export CLAUDE_CODE_MAX_CONTEXT_TOKENS=${context}`] : []),
+    "export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1",
+    "claude --disallowedTools WebSearch",
   ]],
-  ["Codex", "~/.codex/config.toml", ({ base, model, keys }) => [
+  ["Codex", "~/.codex/config.toml", ({ base, model, keys, context }) => [
     `model = ${quoted(model)}`,
     'model_provider = "dynamo"',
+    ...(context ? [`model_context_window = ${context}`, `model_auto_compact_token_limit = ${Math.floor(context * 0.85)}`] : []),
     "",
     "[model_providers.dynamo]",
     'name = "Dynamo"',
@@ -56,6 +61,8 @@ export function install() {
   const base = `${root}/v1`;
   const select = byId("connect-model");
   let keys = false;
+  let reading = false;
+  let contexts = new Map(); // model → tokens
   const blocks = CLIENTS.map(([name, where, lines]) => {
     const pre = make("pre", { tabIndex: 0, "aria-label": `Settings for ${name}` });
     const button = make("button", { type: "button", "aria-label": `Copy the settings for ${name}` }, "Copy");
@@ -66,8 +73,21 @@ export function install() {
   });
 
   function draw() {
-    const given = { root, base, model: select.value || "MODEL", key: keys ? "YOUR_KEY" : "dynamo", keys };
+    const model = select.value || "MODEL";
+    const given = { root, base, model, key: keys ? "YOUR_KEY" : "dynamo", keys, context: contexts.get(model) };
     for (const [pre, lines] of blocks) setText(pre, lines(given).join("\n"));
+  }
+
+  async function readContexts() {
+    reading = true;
+    try {
+      contexts = new Map((await getJson("v1/models")).data.map((one) => [one.id, one.context_window]));
+      draw();
+    } catch {
+      // Tried again with the next sample; until then the settings do without.
+    } finally {
+      reading = false;
+    }
   }
 
   setText(byId("connect-url"), base);
@@ -82,5 +102,6 @@ export function install() {
     ].join(" "));
     fillSelect(select, models);
     draw();
+    if (!reading && models.some((model) => !contexts.has(model))) readContexts(); // one that loads is not listed yet
   };
 }

@@ -68,13 +68,19 @@ const MODELS = [
 ];
 
 const BY_STATE = {
-  ready: ["sleep", "drain", "restart"],
+  ready: ["drain", "restart"],
   asleep: ["wake", "drain"],
   loading: ["restart"],
   draining: [],
   failed: ["restart"],
   stopped: ["restart"],
 };
+
+// A worker without a service is one of a frontend without a deployment.
+function workerActions(row) {
+  if (!row.service) return ["drain"];
+  return [...(row.can_sleep ? ["sleep"] : []), ...(BY_STATE[row.state] ?? [])];
+}
 
 function workerColumns(openLogs) {
   return [
@@ -91,7 +97,7 @@ function workerColumns(openLogs) {
     {
       label: "Actions",
       class: "acts",
-      fill: (cell, row) => actions(cell, row.name, BY_STATE[row.state] ?? [], [logsButton(row.name, openLogs)]),
+      fill: (cell, row) => actions(cell, row.name, workerActions(row), [logsButton(row.name, openLogs)]),
     },
   ];
 }

@@ -104,6 +104,7 @@ byId("key-form").addEventListener("submit", (event) => {
 const WORDS = {
   ready: ["ready", "running"],
   draining: ["draining", "frontend draining"],
+  loading: ["loading", "frontend starts"],
   down: ["failed", "frontend down"],
   none: ["stopped", "no frontend"],
 };
