@@ -122,7 +122,7 @@ class PlannerSettings:
         "kalman",
         "--load-predictor",
         choices=("constant", "arima", "kalman", "prophet"),
-        help="how the traffic of the next interval is forecast",
+        help="how the traffic is forecast",
     )
     load_prediction_window_size: int = option(
         50, "--load-prediction-window-size", minimum=1, help="intervals that the forecast looks at"

@@ -28,7 +28,7 @@ _MEMORIES_S = {
 _PRIOR_BURST, _PRIOR_S = 1.5, 20.0
 """First guess of the burst factor, and the seconds of waiting for which it counts."""
 
-_BURST_RANGE = (0.3, 8.0)
+_BURST_RANGE = (0.3, 16.0)
 _PRIOR_ITL_MS, _ITL_BURST_RANGE = 100.0, (0.7, 4.0)
 """For how much of it the first guess of the factor of the ITL, 1, counts: ms times seconds."""
 

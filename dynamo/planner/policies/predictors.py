@@ -25,8 +25,9 @@ __all__ = ["MIN_VALUES", "Predictor", "make_predictor"]
 MIN_VALUES = 5
 """Values that a model needs."""
 
-_CAUTION = 0.5
-"""Standard deviations that are added to a rate to prepare for: the further ahead, the more."""
+_CAUTION = 1.0
+"""Standard deviations that are added to a rate to prepare for: the further ahead, the more. With
+one, 5 in 6 rates are below it; the next decision is a whole interval later."""
 
 _MOST_GROWTH = 2.0
 
@@ -55,7 +56,7 @@ class Predictor(ABC):
     def highest(self, steps: int) -> float:
         """Return the highest value to prepare for in the next ``steps`` intervals.
 
-        That is the highest prediction, half a standard deviation added. Nothing is extrapolated
+        That is the highest prediction, a standard deviation added. Nothing is extrapolated
         further than half of the values, nor above twice the highest one.
         """
         known = max(1, len(self.values) // 2 - 1)
