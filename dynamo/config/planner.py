@@ -161,7 +161,18 @@ class PlannerSettings:
     )
 
     def __post_init__(self) -> None:
-        """Reject another backend, and a load that would both add and remove a worker."""
+        """Reject another backend, and values that contradict each other."""
+        if self.min_gpu_budget > self.max_gpu_budget:
+            raise ConfigError(
+                f"--min-gpu-budget {self.min_gpu_budget} is above --max-gpu-budget "
+                f"{self.max_gpu_budget}: lower the first or raise the other"
+            )
+        if self.metric_pulling_interval_s > self.adjustment_interval_s:
+            raise ConfigError(
+                f"--metric-pulling-interval {self.metric_pulling_interval_s:g} is above "
+                f"--adjustment-interval {self.adjustment_interval_s:g}, so a decision would have "
+                "no metrics: lower the first or raise the other"
+            )
         for name in ("decode_kv", "prefill_queue"):
             up, down = (getattr(self, f"{name}_scale_{way}_threshold") for way in ("up", "down"))
             if down > up:
@@ -172,9 +183,8 @@ class PlannerSettings:
                 )
         if self.environment == "kubernetes":
             raise ConfigError(
-                "--environment kubernetes: this planner scales one box. Of the backends in the "
-                "table of planner.txt it has local; kubernetes is NVIDIA Dynamo's own. "
-                "Use --environment local"
+                "--environment kubernetes: this planner scales one box, so of the backends in "
+                "Dynamo's table (local, kubernetes) it has local only. Use --environment local"
             )
 
 

@@ -268,7 +268,8 @@ class ScalingLoop:
         if self._stopped.is_set() or self._paused:  # in the meantime
             state.applied(made, [pool.pool for pool in made.pools])
             return
-        state.wanted = {pool.pool: pool.wanted for pool in made.pools}
+        # Only what it adds: a worker that a person removes later must not come back at once.
+        state.wanted = {one.pool: one.wanted for one in record.pools if one.wanted > one.before}
         self._execute(state, made, seen, record)
 
     def _execute(

@@ -29,7 +29,7 @@ _LONGEST_PAUSE_S = 60.0
 class ModelState:
     """``model`` as the connector lists it now, and the ``pulls`` since the last decision.
 
-    ``wanted`` has the workers that the last decision of its policy wants, by pool. Before
+    ``wanted`` has the workers of the pools that the last decision of its policy enlarges. Before
     ``retry_s`` its waiting requests start nothing: the last change has failed.
 
     A policy that ``needs_traffic`` is not asked while a frontend's metrics are missing: the traffic

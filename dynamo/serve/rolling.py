@@ -1,8 +1,8 @@
 """Replaces the processes of watchers one watcher after another, so that requests are served.
 
 The new process starts beside the old one and takes over once it serves, if that can be observed
-and there is room: no port and no GPU that both need. Otherwise the old one stops first, and the
-next watcher is not touched before the new process serves.
+and there is room: no port, no GPU and no lock that both need. Otherwise the old one stops first,
+and the next watcher is not touched before the new process serves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dynamo.errors import ConfigError
 from dynamo.serve.graph_changes import allocator_beside
 from dynamo.serve.output import Announcer
+from dynamo.serve.programs import PLANNER
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.supervised_process import SupervisedProcess, describe_exit
 from dynamo.serve.watcher_factory import WatcherFactory
@@ -129,6 +130,8 @@ class RollingRestart:
         if level == MODEL and all(self._registered(pid) < MODEL for pid in watcher.processes):
             return None
         if spec.is_frontend and not watcher.listener.is_shared:
+            return None
+        if spec.program == PLANNER:  # one planner holds the lock of its deployment
             return None
         return self._assigned(spec)
 

@@ -1,4 +1,4 @@
-"""The planner in a running deployment: a step of the load, and a planner that is killed."""
+"""The planner in a running deployment: a step of the load, a kill, a reload."""
 
 from __future__ import annotations
 
@@ -91,6 +91,12 @@ def test_a_step_of_the_load_and_back(serving: Serving) -> None:
     assert set(directions) == {1, -1}
     reversals = sum(a != b for a, b in itertools.pairwise(directions))
     assert reversals == 1, changes(serving)
+    [planner] = serving.pids("Planner")
+    command = [sys.executable, "-m", "dynamo", "reload", "--Planner.max-gpu-budget=3"]
+    env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert "0 added, 1 restarted, 0 removed, 2 unchanged" in done.stdout, done
+    assert serving.pids("Planner") != [planner]
     assert serving.stop() == 0
     serving.assert_clean()
     assert not explain(serving)["running"]

@@ -45,7 +45,7 @@ def test_a_locale_of_ascii_alone_shows_question_marks(monkeypatch: pytest.Monkey
     assert cli.main(["--help"]) == 0
     print("Größe")
     out.flush()
-    assert out.buffer.getvalue().endswith(b"Gr??e\n")  # type: ignore[attr-defined]
+    assert out.buffer.getvalue().endswith(b"Gr??e\n")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

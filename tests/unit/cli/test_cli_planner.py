@@ -82,7 +82,9 @@ def test_the_planner_needs_a_deployment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--environment", "kubernetes"], "planner.txt"),
+        (["--environment", "kubernetes"], "Use --environment local"),
+        (["--min-gpu-budget", "9"], "is above --max-gpu-budget 8"),
+        (["--metric-pulling-interval", "31"], "is above --adjustment-interval 30"),
         (["--environment", "virtual"], "must be one of local, kubernetes"),
         (["--mode", "fast"], "must be one of load, sla, load+sla"),
         (["--min-endpoint", "-1"], "must be >= 0"),

@@ -194,5 +194,5 @@ def test_one_planner_scales_a_graph(tmp_path: Path) -> None:
 
 def test_the_planner_of_kubernetes_is_not_this_one(tmp_path: Path) -> None:
     text = problems(tmp_path, "A: {run: dynamo.planner, environment: kubernetes}")
-    assert "A: --environment kubernetes: this planner scales one box." in text
-    assert "planner.txt" in text
+    assert "A: --environment kubernetes: this planner scales one box, so" in text
+    assert "Use --environment local" in text

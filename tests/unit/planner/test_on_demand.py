@@ -134,6 +134,18 @@ async def test_the_policy_does_not_remove_the_last_worker() -> None:
     assert {seen.max_gpus for seen in policy.seen} == {1}
 
 
+async def test_a_worker_that_a_person_removes_does_not_come_back_at_once() -> None:
+    connector, frontends = FakeConnector(service("A", 2, "a")), Frontends()
+    policy = Wanted(lambda seen: seen.decode.workers)
+    async with running(connector, frontends, policy, capacity=4) as record:
+        frontends.demands["a"] = ModelDemand(idle_s=0)
+        await until(lambda: record.decisions)
+        worker = next(iter((await connector.services())["A"].workers))
+        connector._drop("A", worker.name)
+        await until(lambda: policy.seen and policy.seen[-1].decode.workers == 1)
+    assert connector.calls == []
+
+
 async def test_two_models_swap_their_gpu() -> None:
     connector, frontends = two(1, 0), Frontends()
     async with running(connector, frontends, Wanted(1)):
