@@ -46,7 +46,10 @@ async def load_model(
         if pool and not awake:
             found.append(await _load_service(access, engines, pool[0], statuses))
     if not found:
-        raise ActionFailed(f"{', '.join(serving)} serves or loads it already")
+        raise ActionFailed(
+            f"{', '.join(serving)} serves or loads it already; "
+            "workers of the graph that were drained start with: dynamo reload"
+        )
     return found
 
 

@@ -5,6 +5,7 @@ Imports huggingface_hub, which takes 0.2 s: imported only for a model that is no
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 import time
@@ -34,6 +35,7 @@ _OTHER_FORMATS = (
 _SAFETENSORS = ".safetensors"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _LINE_EVERY_S = 5.0
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 log = logging.getLogger(__name__)
 
 
@@ -102,7 +104,9 @@ class HubModel:
             except (HfHubHTTPError, ValueError):
                 raise
             # Here the Hub's errors of connections are those of its HTTP library, no OSError.
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
+                if _is_of_disk(error):
+                    raise
                 log.warning("Hugging Face cannot be reached (%s); looking in the cache", error)
         path = self._snapshot(None, (*_OTHER_FORMATS, *_PICKLED), True)
         if not any(path.glob(f"*{_SAFETENSORS}")):
@@ -111,6 +115,11 @@ class HubModel:
 
     def _error(self, error: Exception, local: bool) -> ConfigError:
         where = f"the model {self._given!r}"
+        if _is_of_disk(error):
+            return ConfigError(
+                f"{where} cannot be stored in {constants.HF_HUB_CACHE}: {error}; "
+                "free space there, or set HF_HOME to a directory on another disk"
+            )
         if isinstance(error, GatedRepoError):
             return ConfigError(
                 f"{where} is gated on Hugging Face: accept its licence there, then set HF_TOKEN"
@@ -134,6 +143,10 @@ class HubModel:
             f"{absent} ({constants.HF_HUB_CACHE}); downloading it from {constants.ENDPOINT} "
             f"failed: {_reason(error):.200}"
         )
+
+
+def _is_of_disk(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 
 def _reason(error: BaseException) -> str:

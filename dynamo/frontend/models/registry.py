@@ -249,7 +249,7 @@ class Models:
                 text = f"other workers of {name} have another {reason}"
                 if reason == "block_size":
                     sizes = entry.card.kv_cache_block_size, card.kv_cache_block_size
-                    text += ": KV blocks of {} tokens, it has {}".format(*sizes)
+                    text += ": they have KV blocks of {} tokens, it has {}".format(*sizes)
                 text += "; another model needs another name"
                 self._reject_card(key, card, reason, text)
                 self._rejected[key] = card

@@ -81,6 +81,13 @@ def check_chat(request: ChatCompletionRequest) -> ChatCompletionRequest:
         )
     if request.tool_choice is not None or request.function_call is not None:
         check_tool_choice(request)
+    if (
+        request.modalities
+        or request.functions
+        or (request.audio is not None)
+        or (request.web_search_options is not None)
+    ):
+        _check_unserved(request)
     _check_common(request, request.max_completion_tokens or request.max_tokens)
     return request
 
@@ -193,6 +200,23 @@ def _check_stop(stop: str | list[str]) -> None:
                 f"Validation: a 'stop' string takes at most {MAX_STOP_CHARACTERS} characters, "
                 f"got {len(string)}: {shorten(repr(string))}"
             )
+
+
+def _check_unserved(request: ChatCompletionRequest) -> None:
+    """Refuse what changes the answer, and no worker can do."""
+    other = [one for one in request.modalities or () if one != "text"]
+    if other:
+        raise InvalidArgument(
+            f"Validation: 'modalities' may be text, got {', '.join(map(shorten, other[:3]))}"
+        )
+    remedies = {
+        "audio": "leave it out: answers are text",
+        "functions": "describe them in 'tools'",
+        "web_search_options": "leave it out, or offer a search in 'tools'",
+    }
+    name = next((one for one in remedies if getattr(request, one) not in (None, [])), None)
+    if name is not None:
+        raise InvalidArgument(f"Validation: '{name}' is not supported; {remedies[name]}")
 
 
 def _check_best_of(best_of: int, n: int) -> None:

@@ -161,6 +161,21 @@ def test_completion_logprobs_and_suffix() -> None:
     assert parse_completion(completion_body(suffix=None, logprobs=5, echo=True)).echo
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("modalities", ["text", "audio"], "may be text, got audio"),
+        ("audio", {"voice": "a"}, "answers are text"),
+        ("functions", [{"name": "f"}], "describe them in 'tools'"),
+        ("web_search_options", {}, "offer a search in 'tools'"),
+    ],
+)
+def test_what_no_worker_can_do_is_refused(field: str, value: object, remedy: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"'{field}' .*{remedy}"):
+        parse_chat(chat_body(**{field: value}))
+    parse_chat(chat_body(modalities=["text"], functions=[], audio=None, web_search_options=None))
+
+
 def test_content_may_be_null_or_parts() -> None:
     parts = [{"type": "text", "text": "a"}]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -153,6 +153,13 @@ def test_the_weights_come_in_one_format_with_progress(tmp_path: Path, hub_of: Hu
     assert again == text and "looking in the cache" in log
 
 
+def test_a_disk_that_takes_no_weights_is_named(tmp_path: Path, hub_of: HubOf) -> None:
+    limited = "weights=__import__('resource').setrlimit(1, (1_000_000, 1_000_000)) is None"
+    text, log = resolve(tmp_path, options=limited, HF_ENDPOINT=hub_of().url)
+    assert text.startswith(f"ConfigError the model '{NAME}' cannot be stored in {tmp_path}/hub: ")
+    assert "cannot be reached" not in log
+
+
 def test_pickled_weights_are_downloaded_if_there_are_no_others(
     tmp_path: Path, hub_of: HubOf
 ) -> None:
