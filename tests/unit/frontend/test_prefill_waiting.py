@@ -159,19 +159,21 @@ async def test_a_pin_beats_the_conditions() -> None:
     assert len(box.prefillers.streams) == 1 and box.counted("local_total") == {}
 
 
-async def test_a_bug_in_the_choice_ends_its_request_and_not_the_line() -> None:
+async def test_a_bug_in_the_choice_ends_its_request_and_not_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     box = Box(prefill_slots=1)
     box.join(PREFILL)
     box.send()
     doomed, last = box.send(), box.send()
-    pick = box.prefill.pick
+    pick = KvPicker.pick
 
-    def failing(request_id: str | None, *args: Any, **more: Any) -> Any:
+    def failing(picker: KvPicker, request_id: str | None, *args: Any, **more: Any) -> Any:
         if request_id == doomed.engine_request.id:
             raise ZeroDivisionError
-        return pick(request_id, *args, **more)
+        return pick(picker, request_id, *args, **more)
 
-    box.prefill.pick = failing  # type: ignore[method-assign]
+    monkeypatch.setattr(KvPicker, "pick", failing)
     box.prefillers.streams[0].answer({})
     assert type(doomed.error) is DynamoError and last.error is None
     assert first_tokens(box) == [1, 3]

@@ -210,7 +210,7 @@ async def test_a_worker_that_is_gone_when_it_is_its_turn(site: Queued) -> None:
     site.settled()
 
 
-async def test_silence_while_queued_is_not_the_engines() -> None:
+async def test_silence_while_queued_is_not_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Queued(backend_stream_timeout_s=0.6, sse_keep_alive_ms=20)
     site.chat()
     waiting = site.another(stream=True)
@@ -223,9 +223,13 @@ async def test_silence_while_queued_is_not_the_engines() -> None:
     site.finish(0)
     await later()
     ended = asyncio.Event()
-    assert site.queue is not None
-    free = site.kv.free
-    site.kv.free = lambda *request: (free(*request), ended.set())  # type: ignore
+    free = KvPicker.free
+
+    def freed(picker: KvPicker, *request: Any) -> None:
+        free(picker, *request)
+        ended.set()
+
+    monkeypatch.setattr(KvPicker, "free", freed)
     await asyncio.wait_for(ended.wait(), 20)  # now it is: the second engine says nothing
     await turn()
     assert site.streams[1].killed == 1 and b'"code":503' in site.bench.transport.out
@@ -330,12 +334,17 @@ async def test_tokens_are_load_as_they_come() -> None:
 
 
 @pytest.mark.parametrize("tracked", [False, True])
-async def test_each_token_is_reported_once(tracked: bool) -> None:
+async def test_each_token_is_reported_once(tracked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Queued({"queue_threshold": None, "track_output_blocks": tracked})
     reported: list[int] = []
-    free = site.kv.free
-    site.kv.add_output_tokens = lambda name, count: reported.append(count)  # type: ignore
-    site.kv.free = lambda name, count: (free(name), reported.append(count))  # type: ignore
+    free = KvPicker.free
+
+    def freed(picker: KvPicker, request_id: str, count: int) -> None:
+        free(picker, request_id)
+        reported.append(count)
+
+    monkeypatch.setattr(KvPicker, "free", freed)
+    site.kv.add_output_tokens = lambda request_id, count: reported.append(count)
     site.chat(stop=["zz"])
     texts = ("a b", "c", " zz")
     for text in texts:
