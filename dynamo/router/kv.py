@@ -63,40 +63,6 @@ class KvPicker:
     slots × log prompt).
     """
 
-    # More than 29 attributes would make each look-up of Python 3.11 slow without slots.
-    __slots__ = (
-        "_cached_blocks",
-        "_captures",
-        "_chosen_cost",
-        "_clock",
-        "_copies",
-        "_costs",
-        "_decided",
-        "_decode",
-        "_hasher",
-        "_index_state",
-        "_metrics",
-        "_params",
-        "_prefill",
-        "_uniform",
-        "active",
-        "add_output_tokens",
-        "block_size",
-        "eligibility",
-        "index",
-        "local_requests",
-        "on_first_served",
-        "optimistic",
-        "predicted",
-        "predicts",
-        "recovering",
-        "reused_tokens",
-        "served",
-        "tracks_output",
-        "weighs_overlap",
-        "worker_pool",
-    )
-
     def __init__(  # noqa: PLR0913 - the last four are for tests and replays
         self,
         settings: RouterSettings,

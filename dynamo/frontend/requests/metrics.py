@@ -229,40 +229,6 @@ class FrontendMetrics:
     ``recent`` has the requests that ended last.
     """
 
-    # More than 29 attributes would make each look-up of Python 3.11 slow without slots.
-    __slots__ = (
-        "_models",
-        "_unknown",
-        "cards_rejected",
-        "detokenize_ms",
-        "detokenize_tokens",
-        "detokenize_us",
-        "disconnected",
-        "dispatch_stage",
-        "dispatching",
-        "failures",
-        "http_connections",
-        "http_refused",
-        "loop_delay",
-        "loop_stalls",
-        "plane_inflight",
-        "plane_queue",
-        "plane_roundtrip",
-        "plane_send",
-        "prefix",
-        "preprocess_stage",
-        "preprocessing",
-        "recent",
-        "registry",
-        "roundtrip_stage",
-        "route_stage",
-        "routing",
-        "template",
-        "tokenize",
-        "tokenize_ms",
-        "workers",
-    )
-
     def __init__(self, registry: Registry, prefix: str = DEFAULT_FRONTEND_PREFIX) -> None:
         self.registry = registry
         self.prefix = prefix

@@ -1,6 +1,7 @@
 """The requests that ended last, for ``/v1/requests``, ``dynamo explain``, ``top`` and ``/ui``.
 
-A :class:`RequestRecord` is made when it is read.
+A request that ends costs one tuple of values that exist anyway; a :class:`RequestRecord` is made
+when it is read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import msgspec
 from dynamo.errors import InvalidArgument, ModelNotFound, shorten
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.api.headers import request_id
-from dynamo.frontend.requests.record_ring import RecordRing
 from dynamo.http import Exchange
 from dynamo.protocols.status import RequestRecord, RouteReceipt
 from dynamo.router.picker import Decision
@@ -137,9 +137,9 @@ class RecentRequests:
     """
 
     def __init__(self, routed: int = _ROUTED, refused: int = _REFUSED) -> None:
-        self.records = RecordRing(routed)
+        self.records: deque[tuple[Any, ...]] = deque(maxlen=routed)
         self.refused: deque[tuple[Any, ...]] = deque(maxlen=refused)
-        self.add = self.records.add  # called for each request: no layer
+        self.add = self.records.append  # called for each request: no layer
 
     def refuse(self, endpoint: str, model: str, outcome: str, exchange: Exchange) -> None:
         """Keep a request that has not reached its model."""
@@ -158,10 +158,6 @@ class RecentRequests:
         made = EndedRequest._make
         both = (map(_complete, reversed(self.refused)), reversed(self.records))
         return map(made, heapq.merge(*both, key=_ended_s, reverse=True))
-
-    def last_routed(self) -> EndedRequest:
-        """The last one that reached its model; there must be one."""
-        return EndedRequest(*next(reversed(self.records)))
 
     def last(self) -> EndedRequest:
         """The request that ended last. Raises ModelNotFound (404) without one."""
@@ -182,7 +178,7 @@ class RecentRequests:
             found = [one for one in self.ended() if part and _matches(one.info[1], part)]
         if not found:
             raise ModelNotFound(
-                f"No request {shown}: the last {self.records.size} are kept, and one "
+                f"No request {shown}: the last {self.records.maxlen} are kept, and one "
                 "that is still running is not among them"
             )
         if len({one.info[1] for one in found}) > 1:

@@ -30,7 +30,7 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import Prefilled
+from dynamo.frontend.requests.recent import EndedRequest, Prefilled
 from dynamo.frontend.requests.request_metrics import RequestMetrics, RequestOutput
 from dynamo.frontend.requests.route_header import ROUTE_HEADER, route_header
 from dynamo.frontend.requests.trace import begin_trace, end_trace
@@ -363,7 +363,7 @@ class ActiveRequest:
             output = RequestOutput(usage, engine_requests, self.detokenize_s)
         metrics.ended(failure, output, self.info, engine_requests)
         if self.trace is not None and self.trace.recording:
-            end_trace(self.trace, self._shared.metrics.recent.last_routed())
+            end_trace(self.trace, EndedRequest(*self._shared.metrics.recent.records[-1]))
         for recording in self._shared.recordings:
             recording.ended(self)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector

@@ -11,14 +11,11 @@ from http_bench import Bench
 from test_request import Site, ids
 
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, ModelNotFound, Overloaded
-from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.api.recent import RecentRoutes
 from dynamo.frontend.requests.recent import EndedRequest, Prefilled, RecentRequests
 from dynamo.http.routes import Routes
 from dynamo.protocols.engine import CompletionUsage, PromptTokensDetails
 from dynamo.protocols.status import RequestRecord
-from dynamo.router.picker import Decision
-from dynamo.router.receipt import DecisionTotals
 
 UUID = "01234567-89ab-4cde-8f01-{:012x}"
 
@@ -113,58 +110,6 @@ def test_the_ring_is_bounded_and_ordered() -> None:
     assert [one.model for one in recent.newest(2)] == ["b", "a"]
     assert [one.model for one in recent.newest(9, "b")] == ["b", "b"]
     assert recent.newest(9, "c")[0].client_id == "y" * 128
-
-
-TOTALS = DecisionTotals("kv", "exact", (2**64 - 1, 3), 2, 1.5)
-COMMON: dict[str, Any] = {
-    "prepared_s": 1.25,
-    "sent_s": 1.5,
-    "first_token_s": 2.0,
-    "last_token_s": 2.5,
-    "prompt_tokens": 40,
-    "overlap_blocks": 2,
-    "prompt_blocks": 5,
-    "usage": Usage(40, 3, 32),
-    "decision": Decision(2**64 - 1, 3, 1, 2),
-    "inputs": TOTALS,
-}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"usage": Usage(2**64, 3, None)},
-        {"usage": Usage(40, 3, None), "inputs": DecisionTotals("random", "none", (9, 0), 2)},
-        {"inputs": None},
-        {"usage": None, "decision": None, "inputs": None},
-        {"migrations": 1},
-        {"prefilled": Prefilled(9, 0, 3, 5, 4.0, 6.0), "prefill_inputs": TOTALS},
-    ],
-)
-def test_what_is_kept_comes_back(changes: dict[str, Any]) -> None:
-    decision = Decision(*changes["inputs"].owner) if changes.get("inputs") else COMMON["decision"]
-    kept = request(7, 3.0, **{**COMMON, "decision": decision, **changes})
-    recent = RecentRequests(routed=2)
-    for number, one in enumerate((kept, kept, request(1), kept), 1):
-        recent.add(one)
-        assert recent.last_routed() == one and len(list(recent.ended())) == min(number, 2)
-    assert recent.last_routed().explained() == EndedRequest(*kept).explained()
-
-
-def test_an_id_and_a_model_of_any_length_are_kept() -> None:
-    recent = RecentRequests(routed=5000)
-    kept: list[tuple[Any, ...]] = [
-        EndedRequest((f"end{number}", "é" * 20 + str(number), "mine"), "m" * 900, "ok", 1.0, 2.0)
-        for number in range(3)
-    ]
-    kept += [
-        request(number, 3.0, f"model {number}", **COMMON)  # more than there are numbers for
-        for number in range(4200)
-    ]
-    for one in kept:
-        recent.add(one)
-    assert list(recent.ended()) == kept[::-1]
 
 
 def test_find() -> None:
