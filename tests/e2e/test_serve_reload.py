@@ -192,6 +192,7 @@ def test_changed_flags_and_replicas(serving: Serving) -> None:
 
 def test_a_graph_with_an_error_changes_nothing(serving: Serving) -> None:
     port = start(serving)
+    serving.until(lambda: all(one["lease"] for one in serving.document()["components"].values()))
     before = serving.document()
     path = graph(serving, port, workers=3, more="  no-such-option: 1\n")
     done = reload(serving, path, "--namespace", serving.namespace)
