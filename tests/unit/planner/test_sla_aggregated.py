@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
+from planner_arena import profile
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import read_capacity
-from dynamo.planner.capacity.profile_files import (
-    Curve,
-    DecodePoints,
-    PrefillPoints,
-    WorkerProfile,
-    write_profile,
-)
+from dynamo.planner.capacity.profile_files import write_profile
 from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.base import DECODE
 from dynamo.planner.policies.combined import CombinedPolicy
@@ -23,7 +17,7 @@ from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sla import SlaPolicy
 from dynamo.planner.replay.patterns import generate, sine
-from dynamo.planner.replay.service_model import ServiceModel, service_model
+from dynamo.planner.replay.service_model import service_model
 from dynamo.planner.replay.setup import ReplaySetup
 from dynamo.planner.replay.simulation import simulate
 
@@ -38,31 +32,6 @@ TRAFFIC = Traffic(
     itl_ms=20.0,
     request_s=4.6,
 )
-
-
-def profile(model: ServiceModel) -> WorkerProfile:
-    """Return what `dynamo profile` would measure of a worker: equal lengths, one phase a time."""
-    isl = np.geomspace(250, 64_000, 9).round()
-    ttft_s = np.array([model.prefill_s(int(tokens)) for tokens in isl])
-    grid: list[Curve] = [*np.meshgrid(np.linspace(0.02, 0.9, 10), isl)]
-    usage, context = (axis.ravel() for axis in grid)
-    running = np.maximum(usage * model.kv_tokens / context, 1.0)
-    itl_s = np.array(
-        [
-            model.time.iteration_s(0, 0.0, round(count), share)
-            for count, share in zip(running, usage, strict=True)
-        ]
-    )
-    return WorkerProfile(
-        prefill=PrefillPoints(isl=isl, ttft_ms=1000 * ttft_s, tokens_per_s=isl / ttft_s),
-        decode=DecodePoints(
-            kv_usage=usage,
-            context=context,
-            itl_ms=1000 * itl_s,
-            tokens_per_s=running / itl_s,
-            max_kv_tokens=model.kv_tokens,
-        ),
-    )
 
 
 @pytest.fixture(scope="module")
