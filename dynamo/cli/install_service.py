@@ -97,7 +97,7 @@ def _account(name: str | None) -> pwd.struct_passwd:
 
 
 def _check_access(unit: SystemdUnit) -> None:
-    """Reject a user who may not run dynamo or read the graph, if root asks. Raises ConfigError.
+    """Reject a user without access to dynamo or the graph, if root asks. Raises ConfigError.
 
     systemd would only report status 203/EXEC.
     """

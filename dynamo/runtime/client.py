@@ -332,7 +332,7 @@ class Client:
             self._move_stalled()
 
     def _on_outage(self, instance_id: int, out: bool) -> None:
-        if not out:  # later: routers must be told of the instance first
+        if not out:  # later: routers get the notice of the instance first
             self._loop.call_soon(self._move_stalled)
 
     def _move_stalled(self) -> None:

@@ -29,7 +29,7 @@ def named_event(name: str, data: dict[str, Any]) -> bytes:
 
 
 class EventStream(ChatStream):
-    """One choice as events. A subclass implements ``opening``, ``failed`` and three methods.
+    """One choice as events. A subclass implements ``opening`` and the four abstract methods.
 
     ``_finish_reason`` is OpenAI's (stop, length, tool_calls, content_filter), None before the end
     and where an engine gave none. ``usage()`` has the counts so far. ``_model``, ``_response_id``
