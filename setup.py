@@ -4,19 +4,22 @@
 optimisation) or ``sanitize`` (debug plus AddressSanitizer and UndefinedBehaviorSanitizer).
 Each mode has its own build directory, because cythonize does not notice changed directives.
 A Cython performance hint fails the build: it means a hot loop takes the GIL or boxes a value.
+``DYNAMO_PROGRESS`` names a file that gets a line for each step: pip shows no output of a build.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 MODES: dict[str, dict[str, list[str]]] = {
     "release": {"compile": ["-O3", "-DNDEBUG"], "link": []},
@@ -53,8 +56,26 @@ extensions = [
 ]
 
 
+def show(step: str) -> None:
+    """Write a line to the file ``DYNAMO_PROGRESS``, if it is set and can be written."""
+    with suppress(KeyError, OSError), Path(os.environ["DYNAMO_PROGRESS"]).open("a") as progress:
+        progress.write(f"scripts: {step}\n")
+
+
+class ShownBuild(build_ext):
+    """Shows which extension is compiled."""
+
+    _numbers = itertools.count(1)
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile one extension, beside others in other threads."""
+        show(f"compiling {ext.name} ({next(self._numbers)} of {len(self.extensions)})")
+        super().build_extension(ext)
+
+
 def compile_strictly() -> list[Extension]:
     """Cythonize; fail on performance hints, and forget the output so that the next build does."""
+    show(f"translating {len(extensions)} extensions to C++")
     log = io.StringIO()
     with redirect_stderr(log):
         modules = cythonize(
@@ -87,5 +108,6 @@ jobs = min(4, os.cpu_count() or 1)
 
 setup(
     ext_modules=compile_strictly(),
+    cmdclass={"build_ext": ShownBuild},
     options={"build": {"build_base": f"build/{mode}"}, "build_ext": {"parallel": jobs}},
 )

@@ -6,6 +6,7 @@ error frame of the request plane, the exit status of a command. Spec 5.4, 7.11, 
 
 from __future__ import annotations
 
+import os
 from http import HTTPStatus
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ __all__ = [
     "DeadlineExceeded",
     "Disconnected",
     "DynamoError",
+    "EngineDied",
     "EngineFailure",
     "EngineShutdown",
     "HandlerCancelled",
@@ -29,6 +31,7 @@ __all__ = [
     "InvalidRequest",
     "MigrationExhausted",
     "ModelNotFound",
+    "ModelUnreachable",
     "NoInstances",
     "Overloaded",
     "RouterQueueLimitExceeded",
@@ -40,6 +43,7 @@ __all__ = [
     "WorkerLeaving",
     "WorkerSilent",
     "WorkerUnavailable",
+    "WorkersLost",
     "from_code",
     "shorten",
 ]
@@ -54,7 +58,8 @@ class DynamoError(Exception):
     ``code`` is the stable name on the wire, ``status`` the HTTP status, ``kind`` the ``type`` field
     of the HTTP error body. ``retryable``: the same request may succeed on another worker.
     ``unsent``: no handler has received the request, so a retry cannot run it twice. ``relayed``:
-    raised by another process and received over the request plane.
+    raised by another process and received over the request plane. ``exit_status`` is that of a
+    program that cannot start because of it.
     """
 
     code: ClassVar[str] = "internal"
@@ -63,6 +68,7 @@ class DynamoError(Exception):
     retryable: ClassVar[bool] = False
     unsent: ClassVar[bool] = False
     relayed: bool = False
+    exit_status: ClassVar[int] = 2
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
@@ -77,6 +83,13 @@ class ConfigError(DynamoError):
     """A flag, variable or file is wrong; the message gives its name, its value and the remedy."""
 
     code = "config"
+
+
+class ModelUnreachable(ConfigError):
+    """A model cannot be downloaded now: the network, or its server. A later try may succeed."""
+
+    code = "model_unreachable"
+    exit_status = os.EX_TEMPFAIL
 
 
 class StatefileError(DynamoError):
@@ -200,6 +213,12 @@ class EngineShutdown(WorkerUnavailable):
     code = "engine_shutdown"
 
 
+class EngineDied(EngineShutdown):
+    """The worker's engine died with the request."""
+
+    code = "engine_died"
+
+
 class WorkerLeaving(EngineShutdown):
     """The worker is shutting down and rejects new requests."""
 
@@ -254,6 +273,19 @@ class EngineFailure(DynamoError):
     """The engine raised; the message is the engine's."""
 
     code = "engine_failure"
+
+
+class WorkersLost(DynamoError):
+    """Two workers died, or stopped answering, before the first token of the request."""
+
+    code = "workers_lost"
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(
+            message
+            or "Two workers died or stopped answering before the first token of this request; "
+            "it is not sent to another one"
+        )
 
 
 class HttpFailure(DynamoError):

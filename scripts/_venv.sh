@@ -10,33 +10,102 @@ venv_ready() {
     mkdir -p "$root/.venv"
     (
         flock 9
-        if [ ! -x "$root/.venv/bin/python" ]; then
-            _venv_create "$root" || exit 1
-        fi
         # The stamp of the larger install also covers the smaller one.
         now="$(_venv_fingerprint "$root")"
         stamp="$root/.venv/.installed${extra:+-$extra}"
         if [ "$(cat "$stamp" 2>/dev/null)" != "$now" ] &&
             ! { [ -z "$extra" ] && [ "$(cat "$root/.venv/.installed-test" 2>/dev/null)" = "$now" ]; }; then
+            _venv_create "$root" || exit 1
             spec="$root${extra:+[$extra]}"
-            echo "scripts: installing into .venv (a minute the first time)" >&2
-            "$root/.venv/bin/python" -m pip install -q --disable-pip-version-check -e "$spec" >&2 || exit 1
+            echo "scripts: installing into .venv; compiling costs 90 s of CPU time, once" >&2
+            # pip shows no output of a build: setup.py writes its progress to our terminal.
+            DYNAMO_PROGRESS="/proc/$BASHPID/fd/2" "$root/.venv/bin/python" -m pip install -q \
+                --disable-pip-version-check -e "$spec" >&2 || exit 1
             _venv_fingerprint "$root" >"$stamp" # computed again: the extensions exist now
         fi
-    ) 9>"$root/.venv/.lock" || return
+    ) 9<"$root/.venv" || return
     # shellcheck disable=SC1091
     . "$root/.venv/bin/activate"
 }
 
+# Check what a build needs, and create .venv if it is missing, incomplete or of an older Python.
 _venv_create() {
-    local python="${PYTHON:-python3}"
-    if ! "$python" -m venv "$1/.venv" >/dev/null 2>&1; then
-        # Debian and Ubuntu package ensurepip and the headers for extensions separately.
-        echo "scripts: installing python3-venv, python3-dev and g++" >&2
-        [ "$(id -u)" = 0 ] && sudo=() || sudo=(sudo)
-        "${sudo[@]}" apt-get update -qq >&2 || return
-        "${sudo[@]}" apt-get install -qq -y python3-venv python3-dev g++ >&2 || return
-        "$python" -m venv --clear "$1/.venv"
+    local python="$1/.venv/bin/python"
+    # venv writes activate last, after it has installed pip.
+    if [ ! -e "$1/.venv/bin/activate" ] || [ "$(_venv_version "$python")" != new ]; then
+        [ ! -e "$python" ] ||
+            echo "scripts: .venv is incomplete or not of Python 3.11 or newer: making it again" >&2
+        python="$(_venv_python)" || return
+        _venv_check "$python" ensurepip && "$python" -m venv --clear "$1/.venv"
+    else
+        _venv_check "$python"
+    fi
+}
+
+# Print the Python to use: $PYTHON, else the first one that is new enough.
+_venv_python() {
+    local name
+    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if [ "$(_venv_version "$name")" = new ]; then
+            echo "$name"
+            return
+        fi
+    done
+    name="${PYTHON:-python3}"
+    _venv_advise "Python 3.11 or newer is needed; $name is $("$name" -V 2>&1 | tail -1)" \
+        python3.11 python3.11-venv python3.11-dev
+    echo "  PYTHON=python3.11 $0" >&2
+    return 1
+}
+
+_venv_version() {
+    "$1" -c 'import sys; print("new" if sys.version_info >= (3, 11) else "old")' 2>/dev/null
+}
+
+# Check that Python $1 can compile extensions and, with $2, create environments.
+_venv_check() {
+    local lacking=() packages=() name="python3" compiler headers ensurepip
+    { read -r compiler; read -r headers; read -r ensurepip; } < <("$1" -c '
+import importlib.util, os, sysconfig
+print((os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0])
+print(os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))
+print(importlib.util.find_spec("ensurepip") is not None)')
+    case "$1" in */.venv/*) ;; *) name="$(basename "$1")" ;; esac
+    command -v "$compiler" >/dev/null || { lacking+=("the C++ compiler $compiler") && packages+=(g++); }
+    [ "$headers" = True ] || { lacking+=("Python.h") && packages+=("$name-dev"); }
+    [ -z "${2:-}" ] || [ "$ensurepip" = True ] || { lacking+=("ensurepip") && packages+=("$name-venv"); }
+    [ "${#lacking[@]}" = 0 ] && return
+    if [ -z "${3:-}" ] && _venv_install "${packages[@]}"; then
+        _venv_check "$1" "${2:-}" installed # once: what is missing still is not in the packages
+        return
+    fi
+    _venv_advise "missing: $(printf '%s, ' "${lacking[@]}" | sed 's/, $//')" "${packages[@]}"
+    echo "  $0" >&2
+    return 1
+}
+
+# Install the Debian packages that follow, where this needs no password.
+_venv_install() {
+    local sudo=()
+    command -v apt-get >/dev/null || return
+    if [ "$(id -u)" != 0 ]; then
+        sudo=(sudo -n)
+        "${sudo[@]}" true 2>/dev/null || return
+    fi
+    echo "scripts: installing $*" >&2
+    "${sudo[@]}" apt-get install -qq -y "$@" >/dev/null 2>&1 && return
+    "${sudo[@]}" apt-get update -qq >&2 && "${sudo[@]}" apt-get install -qq -y "$@" >&2
+}
+
+# Print the problem $1 and the command that installs the Debian packages that follow.
+_venv_advise() {
+    local problem="$1"
+    shift
+    echo "scripts: $problem" >&2
+    if command -v apt-get >/dev/null; then
+        echo "  sudo apt-get install -y $*" >&2
+    else
+        echo "  install what Debian has as: $*" >&2
     fi
 }
 

@@ -26,6 +26,9 @@ if len(tempfile.gettempdir()) > LONGEST_TEMPORARY_DIRECTORY and os.access("/tmp"
 
 # A busy machine is slow; no test of hypothesis is about time.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "long", settings.get_profile("suite"), max_examples=1000, stateful_step_count=100
+)
 settings.load_profile("suite")
 
 

@@ -14,10 +14,11 @@ from dynamo.http.write_batch import Flushable, WriteBatch
 class MockTransport(asyncio.Transport):
     """Records what was written and called."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, peer: str = "127.0.0.1") -> None:
+        super().__init__({"peername": (peer, 1)})
         self.out = b""
         self.writes = 0
+        self.unsent_bytes = 0
         self.closed = self.eof = self.aborted = self.paused = False
 
     def write(self, data: Any) -> None:
@@ -27,6 +28,9 @@ class MockTransport(asyncio.Transport):
 
     def write_eof(self) -> None:
         self.eof = True
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent_bytes
 
     def can_write_eof(self) -> bool:
         return True
@@ -63,10 +67,11 @@ class Bench:
         self.server = HttpServer(
             handler or self.handle, HttpLimits(**limits), self.refused.append, AtOnce()
         )
+        self.server.is_reserved = "/live".__eq__
         self.transport, self.connection = self.connect()
 
-    def connect(self) -> tuple[MockTransport, HttpConnection]:
-        transport, connection = MockTransport(), HttpConnection(self.server)
+    def connect(self, peer: str = "127.0.0.1") -> tuple[MockTransport, HttpConnection]:
+        transport, connection = MockTransport(peer), HttpConnection(self.server)
         connection.connection_made(transport)
         return transport, connection
 

@@ -1,4 +1,4 @@
-"""Time a scrape of a frontend in kv mode with 64 workers per model, in both formats.
+"""Time a scrape of a frontend in kv mode in both formats, and its longest part.
 
 python benchmarks/micro/bench_exposition.py
 """
@@ -6,8 +6,10 @@ python benchmarks/micro/bench_exposition.py
 from __future__ import annotations
 
 import sys
+import time
 import timeit
 from functools import partial
+from itertools import pairwise
 
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
@@ -17,12 +19,11 @@ from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.worker_pool import Member
 
-WORKERS = 64
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 
-def registry(models: int) -> Registry:
-    """The metrics of ``models``, each with its own workers."""
+def registry(models: int, workers: int) -> Registry:
+    """The metrics of ``models``, each with its own ``workers``."""
     made = Registry()
     frontend = FrontendMetrics(made)
     for number in range(models):
@@ -32,7 +33,7 @@ def registry(models: int) -> Registry:
         DecisionMetrics(made, labels)
         QueueMetrics(made, name)
         rows, load = WorkerMetrics(made, labels), ActiveLoad(16)
-        for worker in range(WORKERS):
+        for worker in range(workers):
             worker_id = 1000 * number + worker
             rows.added(Member(worker_id, RuntimeConfig(), "cuda", {0: worker}), load)
             frontend.workers[worker_id, 0, "decode"].ttft.value = 0.1234
@@ -40,15 +41,29 @@ def registry(models: int) -> Registry:
 
 
 def main() -> None:
-    """One row per number of models."""
-    for models in (1, 4, 16):
-        made = registry(models)
+    """One row per number of models and workers of each."""
+    for models, workers in ((1, 64), (4, 64), (16, 64), (64, 2)):
+        made = registry(models, workers)
         lines = len(made.render().splitlines())
         text, openmetrics = (
             min(timeit.repeat(partial(made.exposition, accept), number=1, repeat=15)) * 1e3
             for accept in ("", OPENMETRICS)
         )
-        sys.stdout.write(f"{lines:7} lines: text {text:.1f} ms, OpenMetrics {openmetrics:.1f} ms\n")
+        sys.stdout.write(
+            f"{models:2} models with {workers:2} workers, {lines:7} lines: text {text:.1f} ms, "
+            f"OpenMetrics {openmetrics:.1f} ms, longest part {longest_part_ms(made):.1f} ms\n"
+        )
+
+
+def longest_part_ms(made: Registry) -> float:
+    """The longest part of a scrape as text: the least of several scrapes."""
+    found = []
+    for _ in range(15):
+        parts, _ = made.slices("")
+        times = [time.perf_counter()]
+        times += [time.perf_counter() for _ in parts]
+        found.append(max(b - a for a, b in pairwise(times)))
+    return min(found) * 1e3
 
 
 if __name__ == "__main__":

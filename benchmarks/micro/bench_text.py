@@ -17,10 +17,13 @@ import orjson
 import tokenizers
 
 from dynamo.frontend.answer.generation import ChatStream
-from dynamo.frontend.prompt.preprocessor import Preprocessor
+from dynamo.frontend.answer.logprobs import ChatLogprobs
+from dynamo.frontend.answer.parsed import ParsedChatStream
+from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
+from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.frontend.prompt.validation import parse_chat
 from dynamo.protocols import codec
-from dynamo.protocols.card import ModelCard
+from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
 from dynamo.protocols.openai import ChatCompletionRequest
 
@@ -37,6 +40,7 @@ def main() -> None:
     requests(preprocessor)
     tokenizing(preprocessor)
     streaming(preprocessor)
+    formats()
 
 
 def requests(preprocessor: Preprocessor) -> None:
@@ -73,6 +77,9 @@ def streaming(preprocessor: Preprocessor) -> None:
     token = EngineOutput(token_ids=[1500])
     usage = CompletionUsage(80, 1, 81, PromptTokensDetails(64))
     last = EngineOutput(token_ids=[1500], finish_reason="length", completion_usage=usage)
+    top = [{"token_id": 1200 + rank, "logprob": -1.0 * rank} for rank in range(5)]
+    scored = EngineOutput(token_ids=[1500], log_probs=[-0.1], top_logprobs=[top])
+    collector = ChatLogprobs(preprocessor.tokenizer, len(top))
     raw = codec.encode(token)
     decode = codec.decoder(EngineOutput).decode
 
@@ -99,13 +106,44 @@ def streaming(preprocessor: Preprocessor) -> None:
         answer.choices[0].push(last)
         return answer.unary()
 
+    def likeliest(_: EngineOutput) -> object:
+        collector.add(scored, 1)
+        return collector.drain()
+
     many = [token] * 2000
     _row("decode one engine output", decode, [raw] * 2000)
     _row("detokenize and write one token as SSE", lambda _: write(stream), many)
     _row("  with stop strings", lambda _: write(stopping), many)
     _row("  five tokens in one chunk", five, many)
+    _row("the five likeliest of one token", likeliest, many)
     _row("make a stream", lambda _: make(), many)
     _row("make a stream, one token, unary body", unary, many)
+
+
+def formats() -> None:
+    """Requests whose answers are parsed: prepare one, and make its stream."""
+    function = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}
+    tools = [{"type": "function", "function": function}]
+    for name, config, fields in (
+        ("reasoning", RuntimeConfig(reasoning_parser="qwen3"), {}),
+        ("reasoning, n=4", RuntimeConfig(reasoning_parser="qwen3"), {"n": 4}),
+        ("one tool", RuntimeConfig(tool_call_parser="hermes"), {"tools": tools}),
+    ):
+        card = ModelCard("m", "m", str(MODEL), "n", "c", "e", 1, runtime_config=config)
+        preprocessor = Preprocessor(card)
+        request = parse_chat(_body(60, 0, **fields))
+        prepared = preprocessor.chat(request)
+
+        def make(
+            _: int,
+            request: ChatCompletionRequest = request,
+            prepared: Prepared = prepared,
+            tokenizer: Tokenizer = preprocessor.tokenizer,
+        ) -> ChatStream:
+            return ParsedChatStream(request, prepared, tokenizer, "chatcmpl-" + "0" * 36, 1)
+
+        _row(f"prepare, {name}", preprocessor.chat, [request] * 500)
+        _row(f"make a stream, {name}", make, [0] * 500)
 
 
 def _row(name: str, call: Callable[[Any], object], given: list[Any], once: bool = False) -> None:

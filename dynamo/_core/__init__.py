@@ -29,9 +29,21 @@ __all__ = [
     "get_reasoning_parser_names",
     "get_tool_parser_names",
     "log_message",
+    "resolve_routing_image_token_id",
 ]
 
+__version__ = "1.6.1"
+"""The version of NVIDIA Dynamo whose Python interface this package has."""
+
 AsyncResponseStream = Responses
+
+
+def resolve_routing_image_token_id(model_id: str, model_dir: str) -> int | None:
+    """Return None, as Dynamo does for models of text: blocks of images have a hash of their own.
+
+    A worker that gets None publishes the KV events of its engine as they are.
+    """
+    return None
 
 
 def get_tool_parser_names() -> list[str]:

@@ -22,6 +22,7 @@ cdef struct Route:
     uint32_t connection
     uint32_t stream
     int64_t tokens
+    uint64_t left_in  # the last message in which an output of the request was left
 
 cdef struct Output:
     Cursor start
@@ -52,11 +53,18 @@ cdef class TokenRouter:
 
     ``kind`` is the frame kind of a response item, ``prefix`` an encoded item up to its token id.
     Connections are numbers that the caller chooses.
+
+    Outputs that are left in a message are read later than its frames are written. So the tokens of
+    a request are left, too, until that message was read: messages with outputs left have numbers,
+    from 1, and the caller counts those that it has read.
     """
 
     cdef unordered_map[string, Route] _routes
     cdef string _prefix
     cdef unsigned char _kind
+    cdef uint64_t _number
+    cdef uint64_t _read
+    cdef uint64_t _left_in  # as in Route, of all requests
 
     def __cinit__(self, int kind, bytes prefix not None):
         self._kind = <unsigned char> kind
@@ -65,9 +73,12 @@ cdef class TokenRouter:
     def __len__(self):
         return self._routes.size()
 
-    def add(self, str request_id not None, uint32_t connection, uint32_t stream):
-        """Pass the plain tokens of ``request_id`` on to ``stream`` of ``connection``. O(1)."""
-        cdef Route route = Route(connection, stream, 0)
+    def add(self, str request_id not None, uint32_t connection, uint32_t stream, uint64_t left_in):
+        """Pass the plain tokens of ``request_id`` on to ``stream`` of ``connection``. O(1).
+
+        Message ``left_in`` is the last that may have outputs of it which are not read yet.
+        """
+        cdef Route route = Route(connection, stream, 0, left_in)
         self._routes[request_id.encode()] = route
 
     def remove(self, str request_id not None):
@@ -80,19 +91,26 @@ cdef class TokenRouter:
         self._routes.erase(found)
         return tokens
 
-    def split(self, bytes message not None):
+    def leave(self, uint64_t number):
+        """Message ``number`` is not split: it may have outputs of any request. O(1)."""
+        self._left_in = number
+
+    def split(self, bytes message not None, uint64_t number, uint64_t read):
         """Return ``(frames, rest)`` of an encoded EngineCoreOutputs.
 
         ``frames`` is a list of ``(connection, count, frames)`` in the order of their first token.
         ``rest`` is the message without the outputs in ``frames``; malformed ones are returned
-        whole. O(len(message)).
+        whole. ``number`` is that of the message if outputs are left in it, and ``read`` that of the
+        last one that was read. O(len(message)).
         """
+        self._number, self._read = number, read
         cdef vector[Output] outputs
         cdef Cursor start = <Cursor> PyBytes_AS_STRING(message)
         cdef Cursor end = start + PyBytes_GET_SIZE(message)
         cdef Cursor header = NULL
         cdef Cursor tail = self._parse(start, end, &header, &outputs)
         if tail == NULL:
+            self._left_in = number
             return [], message
         cdef vector[string] frames
         cdef vector[uint32_t] connections
@@ -169,11 +187,16 @@ cdef class TokenRouter:
             at = _skip(at, end)
             if at == NULL:
                 return NULL
-        if plain and token <= 0xFFFFFFFF:
-            found = self._routes.find(string(text, <size_t> size))
-            if found != self._routes.end():
-                output.route = &dereference(found).second
-                output.token = <uint32_t> token
+        found = self._routes.find(string(text, <size_t> size))
+        if found == self._routes.end():
+            return at
+        cdef Route* route = &dereference(found).second
+        plain = plain and token <= 0xFFFFFFFF
+        if plain and route.left_in <= self._read and self._left_in <= self._read:
+            output.route = route
+            output.token = <uint32_t> token
+        else:
+            route.left_in = self._number
         return at
 
     cdef int _append(self, string& frames, Output output) except -1:

@@ -30,7 +30,10 @@ _GROUPS = (RuntimeSettings, AttachSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 after a graceful shutdown, 1 after a failure, 2: bad settings."""
+    """Return the exit status: 0 after a graceful shutdown, 1 after a failure, 2: bad settings.
+
+    75 (EX_TEMPFAIL): the model cannot be downloaded now.
+    """
     runtime, settings = load("python -m dynamo.attach", __doc__, _GROUPS, argv)
     try:
         logs, system = from_env(LogSettings), from_env(SystemSettings)
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = make_plan(runtime, system.namespace_worker_suffix, settings)
     except DynamoError as error:
         print(f"python -m dynamo.attach: error: {error.message}", file=sys.stderr)
-        return 2
+        return error.exit_status
     allow_open_files(_OPEN_FILES)
     return run_workers(_serve(runtime, system, plan), log)
 

@@ -126,5 +126,7 @@ class PooledConnection(HttpClient):
             request, self._request, self._ended = self._request, None, False
             if request is not None:
                 if self._failure is None:
+                    # The last part may have paused reading: for its request, not for the next one.
+                    self.resume()
                     self._on_free(self)
                 request.complete(self._failure, self._received)

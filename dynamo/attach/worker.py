@@ -56,7 +56,7 @@ def make_plan(
         model = resolve_model(settings.model_path).directory()
         model.require_worker_files()
     suffix = f"-{worker_suffix}" if worker_suffix else ""
-    endpoint = settings.endpoint or f"{runtime.namespace}{suffix}.backend.generate"
+    endpoint = settings.endpoint_or(f"{runtime.namespace}{suffix}.backend.generate")
     return AttachPlan(settings, target, words, model, endpoint)
 
 

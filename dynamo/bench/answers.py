@@ -106,8 +106,8 @@ def _read(outcome: Outcome, data: bytes) -> AnswerChunk | None:
         outcome.error = f"in stream: {_message(answer.error) or _shown(data)}"
         return None
     if answer.usage is not None:
-        outcome.prompt_tokens = answer.usage.prompt_tokens or 0
-        outcome.output_tokens = answer.usage.completion_tokens or 0
+        outcome.prompt_tokens = answer.usage.prompt_tokens
+        outcome.output_tokens = answer.usage.completion_tokens
         if answer.usage.prompt_tokens_details is not None:
             outcome.cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
     ids = answer.nvext.get("worker_id") if isinstance(answer.nvext, dict) else None

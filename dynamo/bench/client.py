@@ -111,6 +111,7 @@ class LoadConnection(HttpClient):
                 self._ended = self._ended or finished
         if not tokens:
             return
+        outcome.pieces += tokens
         if outcome.first_token_s is None:
             outcome.first_token_s = self._last_token_s = now_s
             tokens -= 1

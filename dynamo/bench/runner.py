@@ -16,7 +16,7 @@ from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
-from dynamo.http.client import ResponseError
+from dynamo.http.client import ResponseError, cause
 from dynamo.http.target import Target
 from dynamo.protocols.openai import ModelList
 
@@ -140,7 +140,7 @@ class Runner:
         except TimeoutError:
             reason = "timeout"
         except (OSError, UnicodeError) as error:
-            reason = f"cannot connect: {_cause(error)}"
+            reason = f"cannot connect: {cause(error)}"
         else:
             return None
         return Outcome(started_s=started_s, finished_s=time.perf_counter(), error=reason)
@@ -193,13 +193,18 @@ async def first_model(target: Target) -> str:
 
 
 async def calibrate(runner: Runner, prompts: Prompts) -> float:
-    """Return the tokens per word of this model, from the usage of two prompts of known length."""
-    counts = []
+    """Return the tokens per word of this model, from the usage of two prompts of known length.
+
+    It is 1 if the endpoint sends no usage.
+    """
+    counts: list[int] = []
     for words in CALIBRATION_WORDS:
         planned = PlannedRequest(None, ((-2, words),), 1)
         outcome = await runner.send(runner.body(planned))
         if outcome.error is not None and not outcome.prompt_tokens:
             raise DynamoError(f"the calibration request failed: {outcome.error}")
+        if outcome.prompt_tokens is None:
+            return 1.0
         counts.append(outcome.prompt_tokens)
     few, many = CALIBRATION_WORDS
     if counts[1] <= counts[0]:
@@ -218,14 +223,10 @@ async def _connect(target: Target) -> LoadConnection:
             await connection.open()
     except (OSError, UnicodeError) as error:  # TimeoutError is one
         raise CannotConnect(
-            f"cannot connect to {target.authority} ({_cause(error)}); "
+            f"cannot connect to {target.authority} ({cause(error)}); "
             "start the endpoint, or point --url at it"
         ) from None
     return connection
-
-
-def _cause(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or "timeout"
 
 
 async def _sleep_until(when_s: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,7 +19,8 @@ class Outcome:
     """The result of one request. Times in seconds; ``gaps_s`` are inter-token latencies.
 
     ``started_s`` is the start of its clock: the scheduled time (open loop), else just before the
-    connect. ``sent_s`` is the time of sending, after the connect.
+    connect. ``sent_s`` is the time of sending, after the connect. ``pieces`` of output arrived in
+    the stream; the tokens are those of the usage, None without one.
     """
 
     started_s: float = 0.0
@@ -28,12 +29,18 @@ class Outcome:
     first_token_s: float | None = None
     finished_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    output_tokens: int = 0
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    pieces: int = 0
     cached_tokens: int | None = None
     worker_id: int | None = None
     error: str | None = None
     status: int = 0
+
+    @property
+    def generated(self) -> int | None:
+        """Output tokens: of the usage, else the pieces of the stream; None when not streamed."""
+        return self.pieces or None if self.output_tokens is None else self.output_tokens
 
     @property
     def latency_s(self) -> float:
@@ -69,17 +76,20 @@ class Summary(msgspec.Struct, omit_defaults=True):
     """The figures of one run. Times in milliseconds, rates per second of wall clock.
 
     ``ttft_ms`` and ``latency_ms`` start at ``measured_from``. ``schedule_lag_ms`` is the part of
-    them before a request of an open loop was started; it includes failed requests.
+    them before a request of an open loop was started; it includes failed requests. ``counted`` says
+    that an answer without usage was among them: each piece of its stream counts as an output token,
+    and sums that remain unknown are null.
     """
 
     requests: int
     completed: int
     duration_s: float
     requests_per_s: float
-    output_tokens_per_s: float
-    total_tokens_per_s: float
-    prompt_tokens: int
-    output_tokens: int
+    output_tokens_per_s: float | None
+    total_tokens_per_s: float | None
+    prompt_tokens: int | None
+    output_tokens: int | None
+    counted: bool = False
     measured_from: str = ""
     schedule_lag_ms: Spread | None = None
     ttft_ms: Spread | None = None
@@ -126,17 +136,19 @@ def summarize(
     done = [outcome for outcome in outcomes if outcome.error is None]
     lags = [o.schedule_lag_s for o in outcomes if o.schedule_lag_s is not None]
     wall_s = max(duration_s, 1e-9)
-    prompt = sum(outcome.prompt_tokens for outcome in done)
-    output = sum(outcome.output_tokens for outcome in done)
+    prompt = _sum(outcome.prompt_tokens for outcome in done)
+    output = _sum(outcome.generated for outcome in done)
+    both = None if prompt is None or output is None else prompt + output
     summary = Summary(
         requests=len(outcomes),
         completed=len(done),
         duration_s=duration_s,
         requests_per_s=len(done) / wall_s,
-        output_tokens_per_s=output / wall_s,
-        total_tokens_per_s=(prompt + output) / wall_s,
+        output_tokens_per_s=None if output is None else output / wall_s,
+        total_tokens_per_s=None if both is None else both / wall_s,
         prompt_tokens=prompt,
         output_tokens=output,
+        counted=any(outcome.output_tokens is None for outcome in done),
         measured_from="the scheduled time" if lags else "before the connection is made",
         schedule_lag_ms=_spread(lags),
         ttft_ms=_spread([o.ttft_s for o in done if o.ttft_s is not None]),
@@ -145,7 +157,7 @@ def summarize(
         errors=dict(Counter(o.error for o in outcomes if o.error is not None).most_common()),
     )
     cached = [o.cached_tokens for o in done if o.cached_tokens is not None]
-    if cached:
+    if cached and prompt is not None:
         summary.cached_tokens = sum(cached)
         summary.hit_rate = sum(cached) / max(1, prompt)
     _balance(summary, done)
@@ -162,9 +174,9 @@ def _balance(summary: Summary, done: Sequence[Outcome]) -> None:
     work: Counter[int] = Counter()
     for outcome in done:
         if outcome.worker_id is not None:
-            computed = outcome.prompt_tokens - (outcome.cached_tokens or 0)
+            computed = (outcome.prompt_tokens or 0) - (outcome.cached_tokens or 0)
             served[outcome.worker_id] += 1
-            work[outcome.worker_id] += computed + outcome.output_tokens
+            work[outcome.worker_id] += computed + (outcome.generated or 0)
     if not served:
         return
     summary.workers = {f"{worker:x}": count for worker, count in sorted(served.items())}
@@ -172,6 +184,16 @@ def _balance(summary: Summary, done: Sequence[Outcome]) -> None:
     summary.imbalance = summary.busiest_share * len(served)
     summary.busiest_work_share = max(work.values()) / max(1, work.total())
     summary.work_imbalance = summary.busiest_work_share * len(work)
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """Return the sum; None if one of ``counts`` is unknown."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
 
 
 def _spread(seconds: list[float]) -> Spread | None:

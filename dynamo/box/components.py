@@ -8,10 +8,9 @@ from typing import Any
 
 from dynamo.runtime.discovery.process import host_id
 from dynamo.serve.entries import Entry, read_entries
-from dynamo.serve.gpu_holders import gpu_ids, held_gpus
 from dynamo.serve.process_table import same_process
 from dynamo.serve.registered import RegisteredWorker
-from dynamo.serve.reservations import is_reserved
+from dynamo.serve.reservations import is_reserved, ledger_of
 from dynamo.serve.statefile import Document
 
 __all__ = ["ComponentStatus", "StateReport", "arbiter_is_alive", "component_statuses"]
@@ -48,17 +47,14 @@ class StateReport:
     @classmethod
     def of(cls, document: Document, registered: Mapping[int, RegisteredWorker]) -> StateReport:
         """Return the report of ``document``."""
-        held = held_gpus(document)
+        ledger = ledger_of(document)
         arbiter = document.get("arbiter")
         return cls(
             namespace=document["namespace"],
             arbiter_pid=arbiter.get("pid") if isinstance(arbiter, dict) else None,
             arbiter_alive=arbiter_is_alive(document),
             circus_endpoint=document["circus_endpoint"],
-            gpus={
-                gpu: tuple(name for name, (gpus, _) in held.items() if gpu in gpus)
-                for gpu in gpu_ids(document)
-            },
+            gpus={gpu: tuple(ledger.holders((gpu,))) for gpu in ledger.ids},
             components=component_statuses(document, registered),
         )
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from dynamo.box.components import arbiter_is_alive
 from dynamo.config import environ, from_env
-from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.runtime import RuntimeSettings, check_namespace
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.runtime.paths import check_namespace, state_path
-from dynamo.serve.statefile import Statefile
+from dynamo.runtime.paths import state_path
+from dynamo.serve.statefile import Document, Statefile
 
-__all__ = ["chosen_runtime"]
+__all__ = ["chosen_runtime", "main_pid", "running_deployment"]
 
 
 def chosen_runtime(namespace: str | None) -> RuntimeSettings:
@@ -40,11 +40,26 @@ def chosen_runtime(namespace: str | None) -> RuntimeSettings:
     return replace(runtime, namespace=found[0]) if found else runtime
 
 
+def running_deployment(runtime: RuntimeSettings) -> Document | None:
+    """Return the statefile of the namespace of ``runtime`` if its arbiter runs, else None."""
+    return _read_running(state_path(runtime), runtime.namespace)
+
+
+def main_pid(document: Document) -> int:
+    """Return the process that a user started: the guard of a running deployment."""
+    arbiter = document["arbiter"]
+    return int(arbiter.get("guard_pid") or arbiter["pid"])
+
+
 def _running(directory: Path, namespaces: list[str]) -> Iterator[str]:
     for namespace in namespaces:
-        try:
-            document = Statefile(directory, namespace).read()
-        except StatefileError:
-            continue
-        if document is not None and arbiter_is_alive(document):
+        if _read_running(directory, namespace) is not None:
             yield namespace
+
+
+def _read_running(directory: Path, namespace: str) -> Document | None:
+    try:
+        document = Statefile(directory, namespace).read()
+    except StatefileError:
+        return None
+    return document if document is not None and arbiter_is_alive(document) else None

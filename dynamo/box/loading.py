@@ -7,15 +7,16 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.access import LocalAccess, reserve
 from dynamo.box.actions.patience import retried, wait_until
 from dynamo.box.actions.ports import STOPPED, ActionFailed, CircusBusy, EngineControls
-from dynamo.box.actions.sleeping import check_sleepable, sleeper_to_wake, wake_worker
+from dynamo.box.actions.sleeping import check_sleepable, finish_wake, sleeper_to_wake
 from dynamo.box.actions.starting import WorkerStart
-from dynamo.serve.entries import Entry, ServiceEntries
+from dynamo.serve.entries import Entry, ServiceEntries, read_services, release
 from dynamo.serve.reservations import is_reserved
+from dynamo.serve.statefile import LOAD, WAKE, Document
 
-__all__ = ["ServiceLoad", "Worker", "load_model", "sleepers_and_others", "wait_until_served"]
+__all__ = ["ModelLoad", "ServiceLoad", "Worker", "sleepers_and_others", "wait_until_served"]
 
 _COMMAND_TIMEOUT_S = 30.0
 Worker = tuple[ServiceEntries, Entry]
@@ -23,34 +24,100 @@ Worker = tuple[ServiceEntries, Entry]
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceLoad:
-    """What makes a service serve: ``text`` says it, ``work`` does it and ends when it serves."""
+    """What makes a service serve: ``text`` says it, ``work`` does it and ends when it serves.
 
+    The worker ``name`` is reserved until then.
+    """
+
+    name: str
     text: str
     work: Callable[[], Awaitable[object]]
 
 
-async def load_model(
-    access: LocalAccess, engines: EngineControls, services: Collection[ServiceEntries]
-) -> list[ServiceLoad]:
-    """Prepare a worker for each pool (prefill, decode) of a model that has none.
+class ModelLoad:
+    """Prepares a worker for each pool (prefill, decode) of a model that has none. Use it once."""
 
-    Raises ActionFailed if all have one, or a worker gets no GPU.
-    """
-    statuses = await access.statuses()
-    found: list[ServiceLoad] = []
-    serving: list[str] = []
-    for is_prefill in (True, False):
-        pool = [one for one in services if one.is_prefill == is_prefill]
-        awake = [e.name for one in pool for e in one.entries if _is_awake(access, e, statuses)]
-        serving += awake
-        if pool and not awake:
-            found.append(await _load_service(access, engines, pool[0], statuses))
-    if not found:
-        raise ActionFailed(
-            f"{', '.join(serving)} serves or loads it already; "
-            "workers of the graph that were drained start with: dynamo reload"
-        )
-    return found
+    def __init__(
+        self, access: LocalAccess, engines: EngineControls, services: Collection[ServiceEntries]
+    ) -> None:
+        self._access = access
+        self._engines = engines
+        self._services = services
+        self._starts = {one.name: WorkerStart(access, one.name) for one in services}
+        self._statuses: Mapping[str, str] = {}
+
+    async def prepare(self) -> list[ServiceLoad]:
+        """Reserve all workers in one change of the statefile, so that no other load does too.
+
+        Raises ActionFailed if all pools have one, or a worker gets no GPU: then none is reserved.
+        """
+        access = self._access
+        self._statuses = await access.statuses()
+        for service in self._cold(access.document(), []):
+            if not self._entry_to_use(access.document(), service):
+                await self._starts[service.name].find_room()
+        loads: list[ServiceLoad] = []
+        # Blocks, so that a cancellation cannot arrive between the write and our note of it.
+        access.statefile.update(lambda document: loads.extend(self._reserve(document)))
+        access.active.update(one.name for one in loads)
+        return loads
+
+    def _reserve(self, document: Document) -> list[ServiceLoad]:
+        serving: list[str] = []
+        cold = self._cold(document, serving)
+        if not cold:
+            raise ActionFailed(
+                f"it is served or being loaded already, by {', '.join(serving)}; "
+                "workers of the graph that were drained start with: dynamo reload"
+            )
+        return [self._load(document, service) for service in cold]
+
+    def _cold(self, document: Document, serving: list[str]) -> list[ServiceEntries]:
+        """Return a service of each pool without a worker; append the workers of the others."""
+        now = read_services(document)
+        services = [now.get(one.name, one) for one in self._services]
+        cold = []
+        for is_prefill in (True, False):
+            pool = [one for one in services if one.is_prefill == is_prefill]
+            awake = [entry.name for one in pool for entry in one.entries if self._is_awake(entry)]
+            serving += awake
+            if pool and not awake:
+                cold.append(pool[0])
+        return cold
+
+    def _entry_to_use(self, document: Document, service: ServiceEntries) -> Entry | None:
+        """Return a worker to start again or to wake, if there is one."""
+        for entry in service.entries:
+            stopped = self._statuses.get(entry.name) == STOPPED
+            if stopped and not entry.asleep and not entry.draining:
+                return entry
+        return sleeper_to_wake(document, service, self._access.active)
+
+    def _load(self, document: Document, service: ServiceEntries) -> ServiceLoad:
+        """Reserve a worker of ``service`` in ``document``. Raises ActionFailed."""
+        access, entry = self._access, self._entry_to_use(document, service)
+        if entry is None:
+            start = self._starts[service.name]
+            try:
+                start.reserve(document, self._statuses)
+            except ActionFailed as error:
+                remedy = "free a GPU with: dynamo drain NAME"
+                raise ActionFailed(f"{error.message}; {remedy}") from error
+            return ServiceLoad(name=start.name, text=f"starting {start.name}", work=start.run)
+        reserve(document, entry.name, WAKE if entry.asleep else LOAD)
+        if entry.asleep:
+            wake = partial(finish_wake, access, self._engines, service, entry)
+            return ServiceLoad(name=entry.name, text=f"waking {entry.name}", work=wake)
+        work = partial(_start_again, access, entry.name)
+        return ServiceLoad(name=entry.name, text=f"starting {entry.name} again", work=work)
+
+    def _is_awake(self, entry: Entry) -> bool:
+        """Whether the worker serves, or is about to."""
+        if is_reserved(entry, self._access.active):
+            return not entry.draining
+        if entry.draining or entry.asleep:
+            return False
+        return bool(entry.pids) or self._statuses.get(entry.name, STOPPED) != STOPPED
 
 
 async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None:
@@ -99,40 +166,14 @@ async def sleepers_and_others(
     return sleepers, drained
 
 
-async def _load_service(
-    access: LocalAccess,
-    engines: EngineControls,
-    service: ServiceEntries,
-    statuses: Mapping[str, str],
-) -> ServiceLoad:
-    for entry in service.entries:
-        if statuses.get(entry.name) == STOPPED and not entry.asleep and not entry.draining:
-            work = partial(_start_again, access, entry.name)
-            return ServiceLoad(text=f"starting {entry.name} again", work=work)
-    asleep = sleeper_to_wake(access.document(), service)
-    if asleep is not None:
-        wake = partial(wake_worker, access, engines, service, asleep)
-        return ServiceLoad(text=f"waking {asleep.name}", work=wake)
-    start = WorkerStart(access, service.name)
-    try:
-        await start.prepare()
-    except ActionFailed as error:
-        raise ActionFailed(f"{error.message}; free a GPU with: dynamo drain NAME") from error
-    return ServiceLoad(text=f"starting {start.name}", work=start.run)
-
-
 async def _start_again(access: LocalAccess, name: str) -> None:
     deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
-    await retried(lambda: access.circus.start(name), deadline_s)
-    await wait_until_served(access, [name])
-
-
-def _is_awake(access: LocalAccess, entry: Entry, statuses: Mapping[str, str]) -> bool:
-    """Whether the worker serves, or is about to."""
-    if entry.draining or entry.asleep:
-        return is_reserved(entry, access.active) and not entry.draining
-    kept = statuses.get(entry.name, STOPPED) != STOPPED
-    return kept or is_reserved(entry, access.active)
+    try:
+        await retried(lambda: access.circus.start(name), deadline_s)
+        await wait_until_served(access, [name])
+    finally:
+        access.active.discard(name)
+        access.statefile.update(lambda document: release(document, name))
 
 
 def _entries(access: LocalAccess, names: Iterable[str]) -> list[Entry]:

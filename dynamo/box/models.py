@@ -21,8 +21,11 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
     Then others that frontends list for the same workers.
     """
     models: dict[str, list[WorkerStatus]] = {}
+    decoded: set[str] = set()
     for service in read_services(seen.document).values():
-        models.setdefault(_served_name(service.name, service.model, workers), [])
+        name = _served_name(service.name, service.model, workers)
+        models.setdefault(name, [])
+        decoded |= set() if service.is_prefill else {name}
     for worker in workers:
         if worker.model:
             models.setdefault(worker.model, []).append(worker)
@@ -35,7 +38,10 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
         if shared:
             models[name] = shared
     wanted = _wanted(seen, workers)
-    return tuple(_model(name, found, seen, figures, wanted) for name, found in models.items())
+    return tuple(
+        _model(name, found, _state(found, name in decoded), seen, figures, wanted)
+        for name, found in models.items()
+    )
 
 
 def _served_name(service: str, model: str, workers: Sequence[WorkerStatus]) -> str:
@@ -44,29 +50,37 @@ def _served_name(service: str, model: str, workers: Sequence[WorkerStatus]) -> s
     return next(names, model)
 
 
-def _model(
+def _state(workers: Sequence[WorkerStatus], decoded: bool) -> str:
+    """Return the state of a model; one that is ``decoded`` here needs more than prefill workers."""
+    states = {one.state for one in workers if not (decoded and one.pool == "prefill")}
+    return next((one for one in _ORDER if one in states), "zero")
+
+
+def _model(  # noqa: PLR0913 - what a row is made of
     name: str,
     workers: Sequence[WorkerStatus],
+    state: str,
     seen: BoxSighting,
     figures: Mapping[str, ModelFigures],
     wanted: Mapping[str, int],
 ) -> ModelStatus:
-    states = {worker.state for worker in workers}
-    state = next((one for one in _ORDER if one in states), "zero")
     failed = next((one for one in workers if one.state == "failed"), None)
     first = failed or next((one for one in workers if one.state == state), None)
     found = figures.get(name)
     told = first is not None and (failed is not None or state != "ready")
     vram = [worker.vram_bytes for worker in workers if worker.vram_bytes is not None]
     progress = [one.progress for one in workers if one.progress is not None]
+    cause, remedy = (first.cause, first.remedy) if first is not None and told else ("", "")
+    if not workers and wanted.get(name):
+        cause, remedy = "no worker runs", f"dynamo load {name}"
     return ModelStatus(
         model=name,
         state=state,
         ready=sum(worker.state == "ready" for worker in workers),
         wanted=wanted.get(name, len(workers)),
         progress=min(progress, default=None) if state == "loading" else None,
-        cause=first.cause if first is not None and told else "",
-        remedy=first.remedy if first is not None and told else "",
+        cause=cause,
+        remedy=remedy,
         gpus=tuple(dict.fromkeys(gpu for one in workers if _holds(one) for gpu in one.gpus)),
         vram_bytes=sum(vram) if vram else None,
         idle_until_s=_idle_until_s(_idle_timeout_s(seen, name), found),

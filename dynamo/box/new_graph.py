@@ -54,10 +54,11 @@ class NewGraph:
 
     def text(self) -> str:
         """Return the YAML of :meth:`document`. Raises ConfigError."""
-        text: str = yaml.safe_dump(
-            self.document(), sort_keys=False, allow_unicode=True, width=_WIDE
-        )
-        return re.sub(r"^(?=[A-Z])", "\n", text, flags=re.MULTILINE)
+        return re.sub(r"^(?=[A-Z])", "\n", _yaml(self.document()), flags=re.MULTILINE)
+
+    def service(self, name: str) -> str:
+        """Return the YAML of the workers alone, for another graph. Raises ConfigError."""
+        return _yaml({name: self.document()["Worker"]})
 
     def document(self) -> dict[str, Any]:
         """Return the graph. Raises ConfigError for flags that the engine cannot get."""
@@ -123,6 +124,11 @@ class NewGraph:
         renamed = own != self.served_name
         worker["served-model-name"] = f"{self.served_name}={own}" if renamed else own
         return worker
+
+
+def _yaml(document: Mapping[str, Any]) -> str:
+    text: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=_WIDE)
+    return text
 
 
 def flags_as_keys(words: Sequence[str]) -> dict[str, Any] | None:

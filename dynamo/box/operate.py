@@ -14,7 +14,7 @@ from functools import partial
 
 from dynamo.box.actions.access import LocalAccess, open_access
 from dynamo.box.actions.circus import CircusEndpoint
-from dynamo.box.actions.engine_controls import RemoteEngines
+from dynamo.box.actions.engine_controls import open_engines
 from dynamo.box.actions.patience import retried
 from dynamo.box.actions.ports import ActionFailed
 from dynamo.box.actions.removal import finish_removal, mark_draining
@@ -26,7 +26,7 @@ from dynamo.box.actions.sleeping import (
     wake_worker,
 )
 from dynamo.box.components import arbiter_is_alive
-from dynamo.box.loading import Worker, load_model, sleepers_and_others, wait_until_served
+from dynamo.box.loading import ModelLoad, Worker, sleepers_and_others, wait_until_served
 from dynamo.box.outside import find_outside
 from dynamo.box.planner_call import ask_planner
 from dynamo.box.targets import find_model, find_processes, find_workers, restartable
@@ -34,7 +34,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, InvalidArgument, StatefileError
 from dynamo.protocols.control import PlannerState
-from dynamo.runtime import DistributedRuntime
+from dynamo.serve.reservations import is_reserved
 
 __all__ = ["BoxActions", "Steps"]
 
@@ -81,7 +81,7 @@ class BoxActions:
         async with self._open() as access, contextlib.AsyncExitStack() as stack:
             document = access.document()
             found = find_workers(document, name, await access.statuses(), access.model)
-            workers = [one for one in found if not one[1].draining]
+            workers = [w for w in found if not w[1].draining or not is_reserved(w[1], self._active)]
             if not workers:
                 raise ActionFailed(f"{name} is being drained already")
             note = await self._planner_note(access, workers, "start another one")
@@ -94,10 +94,10 @@ class BoxActions:
     async def sleep(self, name: str) -> Steps:
         """Let workers finish their requests and free the memory of their GPUs."""
         if outside := find_outside(self._runtime, name):
-            async for text in outside.sleep(self._engines()):
+            async for text in outside.sleep(open_engines(self._runtime)):
                 yield text
             return
-        async with self._open() as access, self._engines() as engines:
+        async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
             document, watchers = access.document(), await access.statuses()
             found = find_workers(document, name, watchers, access.model)
@@ -107,23 +107,23 @@ class BoxActions:
             for _, entry in workers:
                 await check_sleepable(engines, entry)
             note = await self._planner_note(access, workers, "wake it")
-            yield f"{_names(workers)} falls asleep when its requests are finished{note}"
+            yield f"putting {_names(workers)} to sleep when the requests are finished{note}"
             await _all(sleep_worker(access, engines, entry) for _, entry in workers)
         yield f"{_names(workers)}: asleep" + _freed(workers)
 
     async def wake(self, name: str) -> Steps:
         """Restore the memory of workers that sleep; they serve again."""
         if outside := find_outside(self._runtime, name):
-            async for text in outside.wake(self._engines()):
+            async for text in outside.wake(open_engines(self._runtime)):
                 yield text
             return
-        async with self._open() as access, self._engines() as engines:
+        async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
             document, watchers = access.document(), await access.statuses()
             found = find_workers(document, name, watchers, access.model)
             workers = [one for one in found if one[1].asleep]
             if not workers:
-                raise ActionFailed(f"{name} does not sleep")
+                raise ActionFailed(f"{name} is not asleep")
             for _, entry in workers:
                 check_wakeable(access.document(), entry.name)
             yield f"waking {_names(workers)}"
@@ -132,17 +132,17 @@ class BoxActions:
 
     async def load(self, model: str) -> Steps:
         """Wake or start a worker in each service of a model that has none."""
-        async with self._open() as access, self._engines() as engines:
+        async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
             services = find_model(access.document(), model, access.model)
-            loads = await load_model(access, engines, services)
+            loads = await ModelLoad(access, engines, services).prepare()
             yield f"loading {model}: " + ", ".join(one.text for one in loads)
             await _all(one.work() for one in loads)
         yield f"{model}: loaded, ready for requests"
 
     async def unload(self, model: str) -> Steps:
         """Free the GPUs of a model: one worker of each service sleeps if it can, others drain."""
-        async with self._open() as access, self._engines() as engines:
+        async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
             document, watchers = access.document(), await access.statuses()
             services = find_model(document, model, access.model)
@@ -152,9 +152,9 @@ class BoxActions:
                 raise ActionFailed(f"{model} holds no GPU: it has no worker that is awake")
             async with contextlib.AsyncExitStack() as stack:
                 self._mark(access, stack, drained)
-                parts = [f"{_names(sleepers)} falls asleep"] if sleepers else []
-                parts += [f"{_names(drained)} drains"] if drained else []
-                yield f"unloading {model}: {', '.join(parts)}"
+                parts = [f"putting {_names(sleepers)} to sleep"] if sleepers else []
+                parts += [f"draining {_names(drained)}"] if drained else []
+                yield f"unloading {model}: {'; '.join(parts)}"
                 work: list[Awaitable[object]] = [
                     finish_removal(access, e, service.is_prefill) for service, e in drained
                 ]
@@ -183,22 +183,14 @@ class BoxActions:
                 )
             yield access
 
-    @contextlib.asynccontextmanager
-    async def _engines(self) -> AsyncIterator[RemoteEngines]:
-        runtime = DistributedRuntime(asyncio.get_running_loop(), self._runtime)
-        try:
-            await runtime.start()
-            yield RemoteEngines(runtime, runtime.system.shutdown_timeout_s)
-        finally:
-            await runtime.close()
-
     def _mark(
         self, access: LocalAccess, stack: contextlib.AsyncExitStack, workers: Iterable[Worker]
     ) -> None:
-        """Mark workers as draining; they are active until ``stack`` ends."""
-        for _, entry in workers:
-            stack.enter_context(access.acting_on(entry.name))
-            mark_draining(access, entry.name)
+        """Mark workers as draining, all or none; they are active until ``stack`` ends."""
+        names = [entry.name for _, entry in workers]
+        for name in names:
+            stack.enter_context(access.acting_on(name))
+        mark_draining(access, names)
 
     async def _set_planner(self, paused: bool) -> None:
         state = await ask_planner(self._runtime, paused)

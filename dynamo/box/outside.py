@@ -69,7 +69,7 @@ class OutsideWorker:
         """Let it finish its requests and free the memory of its GPUs."""
         async with opened as engines:
             await self._check(engines)
-            yield f"{self.name} falls asleep when its requests are finished"
+            yield f"putting {self.name} to sleep when its requests are finished"
             await engines.sleep(self.lease.lease_id)
         yield f"{self.name}: asleep; wake it with: dynamo wake {self.lease.lease_id:x}"
 

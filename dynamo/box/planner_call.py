@@ -11,6 +11,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerPause, PlannerState
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.paths import store_path
 
 __all__ = ["ask_planner", "call_planner"]
 
@@ -24,6 +25,8 @@ async def call_planner(
 
     Raises DynamoError if it does not answer.
     """
+    if settings.discovery_backend == "file" and not store_path(settings).exists():
+        return None  # and nothing is created for a namespace that does not exist
     runtime = DistributedRuntime(asyncio.get_running_loop(), settings)
     try:
         async with asyncio.timeout(timeout_s):

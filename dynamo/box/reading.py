@@ -28,10 +28,9 @@ from dynamo.protocols.status import (
 )
 from dynamo.runtime.paths import state_path, store_path
 from dynamo.serve.entries import Entry, read_entries
-from dynamo.serve.gpu_holders import held_gpus
 from dynamo.serve.process_table import stat
 from dynamo.serve.registered import registered_workers
-from dynamo.serve.reservations import is_reserved
+from dynamo.serve.reservations import ledger_of, owner_lives
 from dynamo.serve.statefile import Document, Statefile
 
 __all__ = ["BoxReader", "report"]
@@ -77,7 +76,7 @@ class BoxReader:
             at_s=time.time(),
             uptimes=_uptimes(document),
             registered=registered_workers(store_path(self._runtime)),
-            reserved=[one.name for one in entries if is_reserved(one, ())],
+            reserved=[one.name for one in entries if _is_changed(one)],
             last_output=partial(self._last_output, _started_at_s(document)),
             frontends=tuple(ask_frontends(document, api_key, own)),
             gpus=_gpus(document, entries),
@@ -122,10 +121,14 @@ def report(runtime: RuntimeSettings, api_key: str | None = None) -> bytes:
     return msgspec.json.encode(BoxReader(runtime).read(api_key))
 
 
+def _is_changed(entry: Entry) -> bool:
+    """Whether a living process changes it, this one too."""
+    return entry.reserved_by is not None and owner_lives(entry.reserved_by)
+
+
 def _gpus(document: Document, entries: Iterable[Entry]) -> tuple[GpuStatus, ...]:
-    held = held_gpus(document)
     assigned: dict[str, tuple[str, ...]] = {}
-    for name, (gpus, _) in held.items():
+    for name, gpus in ledger_of(document).held.items():
         for gpu in gpus:
             assigned[gpu] = (*assigned.get(gpu, ()), name)
     return read_gpus(assigned, {pid: entry.name for entry in entries for pid in entry.pids})

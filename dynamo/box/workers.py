@@ -12,7 +12,7 @@ from dynamo.box.sighting import BoxSighting
 from dynamo.protocols.status import WorkerFigures, WorkerStatus
 from dynamo.serve.entries import Entry, ServiceEntries, read_entries, read_services
 from dynamo.serve.programs import FRONTEND, MODEL_PROGRAMS, PLANNER
-from dynamo.serve.statefile import ABSENT, GIVEN_UP, STOPPED, WATCHER
+from dynamo.serve.statefile import ABSENT, DRAIN, GIVEN_UP, LOAD, SLEEP, STOPPED, WATCHER
 
 __all__ = ["OTHER_PROGRAMS", "program_of", "worker_statuses"]
 
@@ -27,8 +27,7 @@ def worker_statuses(seen: BoxSighting) -> tuple[WorkerStatus, ...]:
     found = []
     for entry in read_entries(seen.document):
         record = seen.document["components"][entry.name]
-        service = services.get(str(record.get("service", "")))
-        process = _Process(seen, entry, record, service)
+        process = _Process(seen, entry, record, services)
         if process.exists:
             found.append(process.status(figures, vram.get(entry.name)))
     return tuple(found)
@@ -48,13 +47,14 @@ class _Process:
         seen: BoxSighting,
         entry: Entry,
         record: Mapping[str, Any],
-        service: ServiceEntries | None,
+        services: Mapping[str, ServiceEntries],
     ) -> None:
         watcher = record.get(WATCHER)
         self.seen = seen
         self.entry = entry
         self.service_name = str(record.get("service", ""))
-        self.service = service
+        self.service = services.get(self.service_name)
+        self.others = [one for one in services.values() if one.name != self.service_name]
         self.watcher: Mapping[str, Any] = watcher if isinstance(watcher, Mapping) else {}
         self.kept = str(self.watcher.get("status", ""))
         self.last_exit = str(self.watcher.get("last_exit") or "")
@@ -63,6 +63,7 @@ class _Process:
         mine = [seen.registered[pid] for pid in self.alive if pid in seen.registered]
         self.leased = bool(mine)
         self.registered = next((one for one in mine if one.model is not None), None)
+        self.interrupted = "" if self.reserved else self._operation()
 
     @property
     def exists(self) -> bool:
@@ -99,6 +100,13 @@ class _Process:
             uptime_s=max((self.seen.uptimes[pid] for pid in self.alive), default=None),
         )
 
+    def _operation(self) -> str:
+        """Return the operation of a process that has exited; "" if it goes on without it."""
+        mark = self.entry.reserved_by
+        begun = "" if mark is None else str(mark.get("operation") or LOAD)
+        goes_on = (begun == LOAD and self.watcher) or (begun == DRAIN and self.registered is None)
+        return "" if goes_on else begun
+
     def _can_sleep(self) -> bool:
         found = self.registered
         return found is not None and found.can_sleep and len(self.alive) == 1
@@ -107,6 +115,8 @@ class _Process:
         entry, stopped = self.entry, self.kept == STOPPED and not self.reserved
         if entry.draining or (stopped and self.alive):
             return "draining"
+        if self.interrupted in (LOAD, SLEEP):
+            return "failed"
         if entry.asleep and self.alive:
             return "loading" if self.reserved else "asleep"
         if self.alive:
@@ -141,12 +151,26 @@ class _Process:
         known = found is not None and found.worker_id is not None
         return self.seen.rejected(f"{found.worker_id:x}") if found and known else ""
 
+    def _agree(self) -> str:
+        """Return the command that makes a rejected worker agree with others of its model."""
+        model = self.registered.model if self.registered else None
+        ids = [o.worker_id for o in self.seen.registered.values() if o.model == model]
+        if all(self.seen.rejected(f"{one:x}") for one in ids if one is not None):
+            return f"dynamo restart {self.entry.name}"  # there are no others: it is its files
+        if self.service is not None and self.service.is_prefill:
+            return "dynamo reload GRAPH  # with the model and flags of the decode workers"
+        if any(one.model == model for one in self.others):
+            return f"dynamo reload GRAPH  # with another served-model-name of {self.service_name}"
+        return f"dynamo restart {self.service_name}  # the others read the changed files, too"
+
     def _cause(self, state: str, last: str) -> tuple[str, str]:
         """Return why the worker is in this state, if that is not plain, and what to do."""
         name = self.entry.name
         output = f"last output: {last}" if last else ""
         if state == "failed" and (rejected := self._rejected()):
-            return f"the frontend gives it no requests: {rejected}", f"dynamo restart {name}"
+            return f"the frontend gives it no requests: {rejected}", self._agree()
+        if self.interrupted:
+            return f"its {self.interrupted} was interrupted", "dynamo state repair"
         if state == "failed" and self.alive:
             return "it listens but does not answer", f"dynamo restart {name}"
         if state == "failed":

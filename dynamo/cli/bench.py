@@ -12,16 +12,16 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from dynamo.bench.runner import Runner, calibrate, first_model
 from dynamo.bench.stats import Outcome, Spread, Summary, parse_goodput, summarize
 from dynamo.bench.trace import read_trace
 from dynamo.bench.workload import PlannedRequest, Prompts, from_trace, synthetic
+from dynamo.cli.frontend_url import find_target
+from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.http.target import parse_url
 from dynamo.observability.logs import one_line
 
 __all__ = ["main"]
@@ -53,7 +53,7 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
         raise ConfigError("--prompt-format tokens needs --endpoint-type completions")
     goodput = parse_goodput(settings.goodput) if settings.goodput else None
     planned = plan(settings)
-    target = parse_url(settings.url, settings.api_key, settings.tls_ca_cert_path)
+    target = find_target(settings)
     if settings.output is not None:
         _try_output(settings.output)
     model = settings.model or await first_model(target)
@@ -126,22 +126,23 @@ def plan(settings: BenchSettings) -> list[PlannedRequest]:
 
 def show(console: Console, summary: Summary, model: str) -> None:
     """Print the result as text."""
-    table = Table(title=f"{_plain(model)}: {summary.completed} of {summary.requests} requests")
-    table.add_column("", no_wrap=True)
-    for name in Spread.__struct_fields__:
-        table.add_column(name, justify="right")
-    rows = (
-        ("TTFT (ms)", summary.ttft_ms),
-        ("ITL (ms)", summary.itl_ms),
-        ("latency (ms)", summary.latency_ms),
-        ("schedule lag (ms)", summary.schedule_lag_ms),
-    )
-    for label, spread in rows:
+    rows = [("ms", *Spread.__struct_fields__)]
+    for label, spread in (
+        ("TTFT", summary.ttft_ms),
+        ("ITL", summary.itl_ms),
+        ("latency", summary.latency_ms),
+        ("schedule lag", summary.schedule_lag_ms),
+    ):
         if spread is not None:
-            table.add_row(label, *(f"{value:,.2f}" for value in msgspec.structs.astuple(spread)))
-    console.print(table)
-    for line in _lines(summary):
-        console.print(line, highlight=False)
+            rows.append((label, *map(_rounded, msgspec.structs.astuple(spread))))
+    title = f"{_plain(model)}: {summary.completed} of {summary.requests} requests"
+    for line in (title, *(figures(rows) if rows[1:] else ()), *_lines(summary)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _rounded(value: float) -> str:
+    """Five digits at least, so that a row fits on 80 columns."""
+    return f"{value:,.0f}" if value >= 10_000 else f"{value:,.2f}"
 
 
 def _plain(text: str) -> str:
@@ -156,9 +157,14 @@ def _lines(summary: Summary) -> Iterator[str]:
     yield counted
     yield (
         f"{summary.duration_s:.2f} s, {summary.requests_per_s:,.2f} requests/s, "
-        f"{summary.output_tokens_per_s:,.0f} output tokens/s, "
-        f"{summary.total_tokens_per_s:,.0f} tokens/s in and out"
+        f"{_rate(summary.output_tokens_per_s)} output tokens/s, "
+        f"{_rate(summary.total_tokens_per_s)} tokens/s in and out"
     )
+    if summary.counted:
+        yield (
+            "the endpoint sends no usage: each piece of a stream counts as an output token, and "
+            "prompts have words instead of tokens"
+        )
     if summary.hit_rate is not None:
         yield f"prefix cache hit rate {summary.hit_rate:.1%} of {summary.prompt_tokens:,} tokens"
     if summary.busiest_share is not None:
@@ -179,6 +185,10 @@ def _lines(summary: Summary) -> Iterator[str]:
         yield f"[red]{count} failed[/]: {_plain(reason)}"
     if rest := sum(count for _, count in failures[_REASONS_SHOWN:]):
         yield f"[red]{rest} failed[/] for other reasons (all: --json)"
+
+
+def _rate(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.0f}"
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def _model(named: str | None, models: Sequence[str], target: Target) -> str:
     """Return the model that is meant. Raises DynamoError with a remedy."""
     shown = ", ".join(models)
     if not models:
-        raise DynamoError(f"{target.url} serves no model now; see the logs of its workers")
+        raise DynamoError(f"{target.url} serves no model now; see dynamo ps, or: dynamo load MODEL")
     if named is None and len(models) > 1:
         raise ConfigError(f"{target.url} serves several models; name one with --model: {shown}")
     if named is not None and named not in models:

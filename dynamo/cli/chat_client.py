@@ -11,10 +11,10 @@ import msgspec
 
 from dynamo.bench.answers import AnswerChunk, AnswerUsage, error_message
 from dynamo.bench.events import EventParser
+from dynamo.cli.frontend_client import call, connect
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
-from dynamo.http.client import HttpClient, ResponseError
+from dynamo.http.client import HttpClient, ResponseError, cause
 from dynamo.http.target import Target
-from dynamo.http.tls import client_context
 from dynamo.protocols.openai import ModelList
 
 __all__ = ["ChatAnswer", "ChatTarget", "list_models", "request_answer"]
@@ -126,7 +126,11 @@ async def request_answer(
     endpoint = target.endpoint
     body = _body(target, messages)
     stream = _AnswerStream(answer, show)
-    await _connect(stream, endpoint)
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            await connect(stream, endpoint)
+    except (OSError, UnicodeError) as error:
+        raise _unreachable(endpoint, error) from None
     try:
         await stream.request(endpoint.head("POST", "/v1/chat/completions", len(body)) + body)
     except ResponseError as error:
@@ -155,30 +159,20 @@ def _body(target: ChatTarget, messages: Sequence[Mapping[str, str]]) -> bytes:
 
 async def list_models(target: Target) -> list[str]:
     """Return the ids of the endpoint's models. Raises DynamoError."""
-    client = HttpClient(_BODY_BYTES)
-    await _connect(client, target)
     try:
-        async with asyncio.timeout(_MODELS_S):
-            await client.request(target.head("GET", "/v1/models", 0))
-        if client.status != 200:
-            text = error_message(bytes(client.body), _ERROR_CHARS)
-            raise DynamoError(f"{target.url} answered {client.status}: {text}")
-        return [one.id for one in msgspec.json.decode(client.body, type=ModelList).data]
-    except (TimeoutError, ResponseError, msgspec.MsgspecError) as error:
-        reason = str(error) or "timeout"
-        raise DynamoError(f"{target.url} is not an OpenAI endpoint: {reason}") from None
-    finally:
-        client.close()
+        answer = await call(target, "GET", "/v1/models", b"", _MODELS_S)
+        if answer.status != 200:
+            text = error_message(bytes(answer.body), _ERROR_CHARS)
+            raise DynamoError(f"{target.url} answered {answer.status}: {text}")
+        return [one.id for one in msgspec.json.decode(answer.body, type=ModelList).data]
+    except (OSError, UnicodeEncodeError) as error:
+        raise _unreachable(target, error) from None
+    except (ResponseError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DynamoError(f"{target.url} is not an OpenAI endpoint: {error}") from None
 
 
-async def _connect(client: HttpClient, target: Target) -> None:
-    context = client_context(target.ca_path) if target.tls else None
-    try:
-        async with asyncio.timeout(_CONNECT_S):
-            await client.connect(target.host, target.port, context)
-    except (OSError, UnicodeError) as error:  # TimeoutError is one
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise CannotConnect(
-            f"cannot connect to {target.authority} ({reason or 'timeout'}); start a deployment "
-            "with dynamo serve, or name an endpoint with --url"
-        ) from None
+def _unreachable(target: Target, error: Exception) -> CannotConnect:
+    return CannotConnect(
+        f"cannot connect to {target.authority} ({cause(error)}); start a deployment "
+        "with dynamo serve, or name an endpoint with --url"
+    )

@@ -7,7 +7,10 @@ import contextlib
 import os
 import re
 import readline
-from collections.abc import Callable
+import signal
+import sys
+import termios
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -104,7 +107,8 @@ class ChatSession:
         screen = _Screen()
         problem = ""
         try:
-            asyncio.run(request_answer(self._target, messages, answer, screen.show))
+            with _keys_not_shown():
+                asyncio.run(request_answer(self._target, messages, answer, screen.show))
         except KeyboardInterrupt:
             self._interrupted, problem = True, "stopped; Ctrl-C again leaves"
         except DynamoError as error:
@@ -181,6 +185,28 @@ class ChatSession:
             readline.append_history_file(typed, self._history)
         except OSError as error:
             print(f"the history was not saved: {error.strerror}")
+
+
+@contextlib.contextmanager
+def _keys_not_shown() -> Iterator[None]:
+    """Keep the keys that are typed off the screen: they are the beginning of the next line."""
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+
+    def end(number: int, _: object) -> None:
+        # An exception could be lost in a callback of the parser.
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        termios.tcsetattr(terminal, termios.TCSANOW, silent)
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Screen:

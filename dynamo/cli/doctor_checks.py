@@ -15,8 +15,9 @@ from dynamo.box.doctor.deployment import (
     check_events,
     check_frontends,
     check_listeners,
+    check_names,
 )
-from dynamo.box.doctor.facts import DiskFacts, Finding, FrontendFacts
+from dynamo.box.doctor.facts import DiskFacts, Finding, FrontendFacts, LimitFacts
 from dynamo.box.doctor.gpus import check_engines, check_gpus
 from dynamo.box.doctor.machine import check_clock, check_disks, check_limits, check_memory
 from dynamo.box.doctor.read_deployment import (
@@ -80,12 +81,16 @@ class Examination:
         needs = self._needs()
         return [
             ("GPUs and engines", self._gpus),
-            ("limits", lambda: check_limits(read_limits(needs.files, needs.transfers_blocks))),
+            ("limits", lambda: check_limits(self._limits(needs))),
             ("memory", lambda: check_memory(read_memory(needs.shards))),
             ("disks", lambda: check_disks(self._disks(needs))),
             ("clock", lambda: check_clock(read_clock())),
             ("deployment", self._deployment),
         ]
+
+    def _limits(self, needs: GraphNeeds) -> LimitFacts:
+        processes = 0 if self.deployed.document else needs.processes
+        return read_limits(needs.files, needs.transfers_blocks, processes)
 
     def _frontends(self) -> list[FrontendGraph]:
         if self.graph is None:  # what a graph without options would have
@@ -132,6 +137,7 @@ class Examination:
             yield from check_listeners(list(read_listeners(self.deployed, frontends)))
             if self.runtime.discovery_backend == "file":
                 workers = read_workers(store_path(self.runtime), document)
+            yield from check_names(workers)
             yield from check_events(workers, router)
         yield from check_block_sizes(workers, router)
 

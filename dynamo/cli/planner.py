@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from dynamo.box.deployments import chosen_runtime
 from dynamo.box.planner_call import call_planner
 from dynamo.config import load
+from dynamo.config.operate import DeploymentSettings
 from dynamo.config.planner import ExplainSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -44,9 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(words: Sequence[str]) -> int:
-    groups = [ExplainSettings, RuntimeSettings]
-    settings, runtime = load("dynamo planner explain", _DESCRIPTION, groups, words)
+    groups = [ExplainSettings, DeploymentSettings]
+    settings, deployment = load("dynamo planner explain", _DESCRIPTION, groups, words)
     try:
+        runtime = chosen_runtime(deployment.namespace)
         decisions = DecisionLog(state_path(runtime) / runtime.namespace / DECISIONS_FILE).read()
         models = asyncio.run(_ask(runtime, settings.timeout_s))
     except (DynamoError, OSError) as error:
@@ -54,7 +57,10 @@ def _explain(words: Sequence[str]) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     shown = decisions[-settings.number :] if settings.number else []
     found = ExplainReport(
-        running=models is not None, models=tuple(models or ()), decisions=tuple(shown)
+        namespace=runtime.namespace,
+        running=models is not None,
+        models=tuple(models or ()),
+        decisions=tuple(shown),
     )
     print(msgspec.json.encode(found).decode() if settings.json else report_text(found))
     return 0 if found.running else 1

@@ -7,10 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from dynamo.bench.trace import read_trace
+from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.planner_replay import ReplaySettings
@@ -30,6 +28,18 @@ EPILOG = """examples:
   dynamo planner replay trace.jsonl --policy load --policy fixed:6 --ttft 2000
   dynamo planner replay --synthetic sine:5-20:150 --policy load --policy hpa:12 --plot replay.png
 """
+
+_COLUMNS = (
+    "policy",
+    "GPU-hours",
+    "attained",
+    "TTFT p99",
+    "ITL p99",
+    "worst minute",
+    "actions",
+    "reversals",
+    "score",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dynamo planner replay: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     if settings.json:
-        print(json.dumps(_figures(found)))
+        print(json.dumps(_document(found)))
     else:
         _print_table(found)
     return 0
@@ -101,33 +111,21 @@ def _setup(settings: ReplaySettings, planner: PlannerSettings) -> ReplaySetup:
     )
 
 
-def _figures(found: Comparison) -> dict[str, object]:
-    figures: dict[str, object] = {"policies": [result.figures() for result in found.results]}
+def _document(found: Comparison) -> dict[str, object]:
+    document: dict[str, object] = {"policies": [result.figures() for result in found.results]}
     if found.baseline is not None:
-        figures["fixed"] = [run.figures() for run in found.baseline.fixed]
-        figures["oracle"] = [run.figures() for run in found.baseline.oracle]
-    return figures
+        document["fixed"] = [run.figures() for run in found.baseline.fixed]
+        document["oracle"] = [run.figures() for run in found.baseline.oracle]
+    return document
 
 
 def _print_table(found: Comparison) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("policy")
-    for heading in (
-        "GPU-hours",
-        "attained",
-        "TTFT p99",
-        "ITL p99",
-        "worst minute",
-        "actions",
-        "reversals",
-        "score",
-    ):
-        table.add_column(heading, justify="right")
-    shown = {result.policy for result in found.results}
-    fixed = found.baseline.fixed if found.baseline else ()
-    for result in (*found.results, *(run for run in fixed if run.policy not in shown)):
-        table.add_row(*_row(result))
-    Console(width=120).print(table)
+    print("\n".join(figures([_COLUMNS, *map(_row, found.results)])))
+    if found.baseline is not None and found.baseline.fixed:
+        names = found.baseline.fixed[0].policy, found.baseline.fixed[-1].policy
+        print(
+            f"score: 0 as the best of {' to '.join(names)}, 1 as the oracle; --json has their runs"
+        )
 
 
 def _row(result: ReplayResult) -> list[str]:

@@ -14,9 +14,9 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.table import Table
 
 from dynamo.cli.graph_plan import read_graph
+from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.profile import ProfileSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -99,24 +99,23 @@ def _line(progress: ProfileProgress) -> str:
 
 
 def _show(console: Console, result: ProfileResult, plots: Sequence[Path]) -> None:
-    prefill = Table(title=f"{escape(result.model)}: prefill")
-    decode = Table(title=f"{escape(result.model)}: decode")
-    for name in ("prompt tokens", "TTFT (ms)", "tokens/s per GPU"):
-        prefill.add_column(name, justify="right")
-    for name in ("requests", "context", "KV load", "ITL (ms)", "tokens/s per GPU"):
-        decode.add_column(name, justify="right")
-    for one in result.prefill:
-        prefill.add_row(f"{one.isl}", f"{one.ttft_ms:.1f}", f"{one.tokens_per_s_per_gpu:.0f}")
-    for point in result.decode:
-        decode.add_row(
+    prefill = [("prompt tokens", "TTFT (ms)", "tokens/s per GPU")] + [
+        (f"{one.isl}", f"{one.ttft_ms:.1f}", f"{one.tokens_per_s_per_gpu:.0f}")
+        for one in result.prefill
+    ]
+    decode = [("requests", "context", "KV load", "ITL (ms)", "tokens/s per GPU")] + [
+        (
             f"{point.concurrency}",
             f"{point.context_tokens:.0f}",
             f"{point.kv_usage:.2f}",
             f"{point.itl_ms:.2f}",
             f"{point.tokens_per_s_per_gpu:.0f}",
         )
-    console.print(prefill, decode)
-    for line in (*_thresholds(result), *_written(result, plots)):
+        for point in result.decode
+    ]
+    model = escape(one_line(result.model))
+    lines = (f"{model}: prefill", *figures(prefill), f"{model}: decode", *figures(decode))
+    for line in (*lines, *_thresholds(result), *_written(result, plots)):
         console.print(line, highlight=False, soft_wrap=True)
 
 

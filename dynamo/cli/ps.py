@@ -95,7 +95,8 @@ def _lines(found: Status) -> Iterator[str]:
     yield f"frontend: {found['frontend']}{where}"
     for one in (*models, *others, *found.get("others", ())):
         if one.get("cause") and one["state"] not in ("ready", "failed"):
-            yield f"{one.get('model') or one['name']} is {one['state']}: {one['cause']}"
+            remedy = f"; try: {one['remedy']}" if one.get("remedy") else ""
+            yield f"{one.get('model') or one['name']} is {one['state']}: {one['cause']}{remedy}"
     yield from problems
 
 

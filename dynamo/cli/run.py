@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
+from dynamo.box.deployments import main_pid, running_deployment
 from dynamo.box.engines import find_engines
 from dynamo.box.new_graph import NewGraph
-from dynamo.cli.graph_plan import prepare
 from dynamo.cli.model_choice import choose, named_model, probe_gpus, running_ollama
-from dynamo.cli.serve import start
+from dynamo.cli.serve import dry_run, start
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.config.setup import RunSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError, DynamoError, StatefileError
+from dynamo.serve.frontend_address import FrontendAddress
 from dynamo.serve.graph import parse_graph
 from dynamo.serve.overrides import Override, split_overrides
+from dynamo.serve.readiness import free_port
+from dynamo.serve.statefile import Document
 
 __all__ = ["main"]
 
@@ -47,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _write(graph, settings.write, overrides)
         if settings.dry_run:
             return _dry_run(graph, overrides)
+        _refuse_second(graph, own, flags)
         print(graph.text())
         _announce(graph)
         return start(_serve_settings(graph.text(), settings), overrides)
@@ -99,11 +106,40 @@ def _dry_run(graph: NewGraph, overrides: Sequence[Override]) -> int:
     text = graph.text()
     parsed = parse_graph(text, _SOURCE, overrides)
     runtime = from_env(RuntimeSettings, namespace=parsed.namespace)
-    planned = prepare(parsed, from_env(ServeSettings, dry_run=True), runtime)
+    _, warnings = dry_run(parsed, from_env(ServeSettings, dry_run=True), runtime)
     print(text, end="")
-    for warning in planned.warnings:
+    for warning in warnings:
         print(f"dynamo run: warning: {warning}", file=sys.stderr)
     return 0
+
+
+def _refuse_second(graph: NewGraph, own: Sequence[str], flags: Sequence[str]) -> None:
+    """Raise StatefileError with the remedies if the namespace of ``graph`` is being served."""
+    document = running_deployment(from_env(RuntimeSettings, namespace=graph.namespace))
+    if document is None:
+        return
+    pid = main_pid(document)
+    words = [*own, "--namespace", _as_namespace(graph.served_name)]
+    port = free_port(FrontendAddress(graph.host, graph.port)) or "PORT"
+    words += ["--port", str(port), *(("--", *flags) if flags else ())]
+    raise StatefileError(
+        f"namespace {graph.namespace!r} is already served by process {pid}. One of:\n"
+        f"- beside it: dynamo run {shlex.join(words)}\n"
+        f"- instead of it: kill {pid}\n"
+        "- in the same API: add this service to its graph file, then: dynamo reload GRAPH\n"
+        "  (without a file: dynamo run ITS_MODEL --write GRAPH)\n"
+        f"{textwrap.indent(graph.service(_free_name(document)).rstrip(), '    ')}"
+    )
+
+
+def _free_name(document: Document) -> str:
+    """Return a name that no service of a running deployment has."""
+    taken = {str(one.get("service")) for one in document["components"].values()}
+    return next(name for number in count(2) if (name := f"Worker{number}") not in taken)
+
+
+def _as_namespace(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:32].strip("-") or "second"
 
 
 def _announce(graph: NewGraph) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import shlex
@@ -12,13 +13,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from dynamo.box.deployments import main_pid, running_deployment
 from dynamo.box.reading import report
 from dynamo.box.status_client import STATUS_SOCKET
 from dynamo.box.status_socket import StatusSocket
 from dynamo.cli.console import Console, ConsoleLog
 from dynamo.cli.graph_plan import SOCKETS, graph_directory, prepare, read_graph
-from dynamo.cli.service_checks import check_engine_flags, check_engines
-from dynamo.config import environ, from_env, load
+from dynamo.cli.service_checks import check_engine_flags, check_engines, override_hint
+from dynamo.config import environ, from_env, load_known
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -33,12 +35,12 @@ from dynamo.serve.frontend_address import frontend_address
 from dynamo.serve.graph import Graph, parse_graph
 from dynamo.serve.guard import hold_signals, run_guarded
 from dynamo.serve.overrides import Override, split_overrides
-from dynamo.serve.readiness import check_free
+from dynamo.serve.readiness import check_free, free_port
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
-__all__ = ["main", "start"]
+__all__ = ["dry_run", "main", "start"]
 
 DESCRIPTION = "Start the services of a graph file, keep them running, end them all on Ctrl-C."
 EPILOG = """overrides: --Service.key=value for every key of the file, for example
@@ -55,7 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     try:
         rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-        (settings,) = load("dynamo serve", DESCRIPTION, [ServeSettings], rest, epilog=EPILOG)
+        (settings,), unknown = load_known(
+            "dynamo serve", DESCRIPTION, [ServeSettings], rest, EPILOG
+        )
+        if unknown:
+            raise ConfigError(_unrecognized(unknown, settings, overrides))
         return start(settings, overrides)
     except BrokenPipeError:
         raise
@@ -70,15 +76,32 @@ def start(settings: ServeSettings, overrides: Sequence[Override]) -> int:
     Raises DynamoError or OSError if it cannot start.
     """
     graph = _read(settings, overrides)
-    if not settings.dry_run:
-        # From here a stop signal waits until the guard can handle it, with clean-up.
-        hold_signals()
     runtime = from_env(RuntimeSettings, namespace=graph.namespace)
-    planned = prepare(graph, settings, runtime)
     if settings.dry_run:
-        return _dry_run(planned, settings, graph)
+        planned, warnings = dry_run(graph, settings, runtime)
+        _show(planned, settings, graph)
+        for warning in warnings:
+            print(f"dynamo serve: warning: {warning}", file=sys.stderr)
+        return 0
+    # From here a stop signal waits until the guard can handle it, with clean-up.
+    hold_signals()
+    planned = prepare(graph, settings, runtime)
     check_engines(graph)
     return _serve(planned, settings, runtime, _replanner(settings, overrides, runtime))
+
+
+def _unrecognized(
+    words: Sequence[str], settings: ServeSettings, overrides: Sequence[Override]
+) -> str:
+    """Return the error of unknown words, with the service that has such an option, if any."""
+    problem = f"unrecognized arguments: {' '.join(words)}"
+    flag = words[0].partition("=")[0]
+    # With `--flag VALUE graph.yaml` the value was taken for the graph.
+    for path in (settings.graph, *words):
+        with contextlib.suppress(DynamoError, OSError):
+            if hint := override_hint(_read(replace(settings, graph=path), overrides), flag):
+                return f"{problem}; {hint}"
+    return f"{problem}\nTry 'dynamo serve --help'."
 
 
 def _reason(error: DynamoError | OSError) -> str:
@@ -106,31 +129,45 @@ def _check_ports(specs: Sequence[WatcherSpec]) -> None:
     """Raise ConfigError if another program listens where a frontend should."""
     for spec in specs:
         if spec.is_frontend:
+            address = frontend_address(spec.options, {**environ(), **spec.env})
             try:
-                check_free(frontend_address(spec.options, {**environ(), **spec.env}))
+                check_free(address)
             except ConfigError as error:
+                port = free_port(address)
                 raise ConfigError(
                     f"{spec.name}: {error.message}; choose another address with "
                     f"--{spec.service}.http-host or --{spec.service}.http-port"
+                    + (f", such as --{spec.service}.http-port={port}" if port else "")
                 ) from None
 
 
-def _dry_run(planned: DeploymentPlan, settings: ServeSettings, graph: Graph) -> int:
+def dry_run(
+    graph: Graph, settings: ServeSettings, runtime: RuntimeSettings
+) -> tuple[DeploymentPlan, list[str]]:
+    """Check all that a start checks, and vLLM's flags, which a start leaves to its workers.
+
+    Returns the plan, and as warnings what would end or disturb a start on this machine now. Raises
+    ConfigError if the graph is wrong on every machine.
+    """
+    planned = prepare(graph, settings, runtime)
     check_engine_flags(graph, graph_directory(graph))
-    _show(planned, settings, graph)
-    _warn(planned, graph)
-    return 0
-
-
-def _warn(planned: DeploymentPlan, graph: Graph) -> None:
-    """Show in a dry run what would end or disturb a start on this machine."""
     warnings = list(planned.warnings)
     try:
         check_engines(graph)
     except ConfigError as error:
         warnings.append(error.message)
-    for warning in warnings:
-        print(f"dynamo serve: warning: {warning}", file=sys.stderr)
+    document = running_deployment(runtime)
+    if document is not None:
+        warnings.append(
+            f"namespace {planned.namespace!r} is already served by process {main_pid(document)}; "
+            "apply this graph to it with dynamo reload, or choose another --namespace"
+        )
+        return planned, warnings
+    try:
+        _check_ports(planned.specs)
+    except ConfigError as error:
+        warnings.append(error.message)
+    return planned, warnings
 
 
 def _show(planned: DeploymentPlan, settings: ServeSettings, graph: Graph) -> None:

@@ -18,12 +18,14 @@ from typing import Any
 
 from dynamo.config import environ
 from dynamo.config.check import check_options, did_you_mean
-from dynamo.config.modules import passes_unknown, settings_groups
+from dynamo.config.modules import passes_unknown, settings_groups, variable_groups
+from dynamo.config.option import fields_of
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.graph import Graph
+from dynamo.serve.programs import MODEL_PROGRAMS
 from dynamo.serve.service import PYTHON, Service
 
-__all__ = ["check_engine_flags", "check_engines", "check_services"]
+__all__ = ["check_engine_flags", "check_engines", "check_services", "override_hint"]
 
 _ENGINES = {"dynamo.vllm": ("vllm", "pip install 'dynamo-appliance[vllm]'")}
 _TOKENIZER_FILES = ("config.json", "tokenizer.json")
@@ -38,8 +40,22 @@ def check_services(graph: Graph, directory: Path, env: Mapping[str, str]) -> Non
     with contextlib.chdir(directory):  # relative paths are relative to where a service runs
         for service in graph.services:
             problems += _problems(service, {**environ(), **env, **service.envs})
+        if sum(service.program in MODEL_PROGRAMS for service in graph.services) > 1:
+            problems += _other_models(graph, env)
     problems += _second_planners(graph)
     _raise(graph, problems)
+
+
+def override_hint(graph: Graph, flag: str) -> str:
+    """Return how to give ``flag``, an option of services of ``graph``; "" if none has it."""
+    owners = [
+        service.name
+        for service in graph.services
+        for group in settings_groups(service.program or "") or ()
+        if any(flag in field.metadata["option"].flags for field in fields_of(group))
+    ]
+    name = flag.lstrip("-")
+    return f"for a service: {' or '.join(f'--{one}.{name}=VALUE' for one in owners)}" * bool(owners)
 
 
 def check_engines(graph: Graph) -> None:
@@ -67,7 +83,7 @@ def check_engine_flags(graph: Graph, directory: Path) -> None:
     services = {s.name: s for s in graph.services if s.program == "dynamo.vllm"}
     if not services or not _exists("vllm"):
         return
-    print("dynamo serve: checking vLLM's flags (imports vLLM)", file=sys.stderr)
+    print("checking vLLM's flags (imports vLLM)", file=sys.stderr)
     done = subprocess.run(
         [sys.executable, "-m", "dynamo.vllm.check"],
         input=json.dumps({name: service.all_words for name, service in services.items()}),
@@ -99,7 +115,7 @@ def _problems(service: Service, env: Mapping[str, str]) -> list[str]:
     groups = settings_groups(program) if program is not None else None
     if program is None or groups is None:
         return problems
-    found = check_options(groups, service.words, env)
+    found = check_options((*groups, *variable_groups(program)), service.words, env)
     if not passes_unknown(program):
         for key, flag in found.unknown:
             subject = f"{_place(service, key)}" + ("" if key == flag else f": --{flag}")
@@ -150,6 +166,47 @@ def _second_planners(graph: Graph) -> Iterator[str]:
             f"{service.origin}: {service.name} and {planners[0].name} would scale the same "
             "services; remove one, or set no-operation: true"
         )
+
+
+def _other_models(graph: Graph, env: Mapping[str, str]) -> Iterator[str]:
+    """Find local models that differ but have one name: a frontend gives requests to one of them."""
+    first: dict[str, tuple[Service, Any]] = {}
+    for service in graph.services:
+        worker = _worker_settings(service, {**environ(), **env, **service.envs})
+        if worker is None or not worker.model_path or not Path(worker.model_path).is_dir():
+            continue
+        name = worker.model_name or Path(worker.model_path).resolve().name
+        other, theirs = first.setdefault(name, (service, worker))
+        if _prompt_files(worker, theirs) != _prompt_files(theirs, worker):
+            yield (
+                f"{service.origin}: {service.name} and {other.name} have different models of one "
+                f"name, {name!r}: {worker.model_path} and {theirs.model_path}; give one of them "
+                "another served-model-name"
+            )
+
+
+def _prompt_files(worker: Any, other: Any) -> str:
+    """Return the checksum of the files that make prompts; "" if ``other`` has the same ones."""
+    path, template = worker.model_path, worker.custom_jinja_template
+    if (path, template) == (other.model_path, other.custom_jinja_template):
+        return ""
+    # Imported here: it takes 0.1 s, and most graphs have one directory for each name.
+    from dynamo.llm.model_directory import ModelDirectory
+
+    try:
+        return ModelDirectory(Path(path)).checksum(Path(template).read_text() if template else None)
+    except OSError:
+        return ""  # reported with the service
+
+
+def _worker_settings(service: Service, env: Mapping[str, str]) -> Any:
+    """Return the WorkerSettings of ``service``; None for other programs and wrong options."""
+    groups = settings_groups(service.program or "") or ()
+    names = [group.__name__ for group in groups]
+    if "WorkerSettings" not in names:
+        return None
+    settings = check_options(groups, service.words, env).settings
+    return settings[names.index("WorkerSettings")] if settings else None
 
 
 def _exists(module: str) -> bool:

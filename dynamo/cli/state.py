@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo.box.actions.access import open_access
+from dynamo.box.actions.engine_controls import open_engines
+from dynamo.box.actions.sleeping import check_sleepers, finish_interrupted
 from dynamo.box.components import ComponentStatus, StateReport, arbiter_is_alive
 from dynamo.box.deployments import chosen_runtime
 from dynamo.config import load
@@ -102,7 +104,12 @@ def _repair(statefile: Statefile, runtime: RuntimeSettings, dry_run: bool) -> li
 
 async def _repair_running(runtime: RuntimeSettings, dry_run: bool) -> list[str]:
     async with open_access(runtime, PlannerSettings()) as access:
-        return await reconcile(access, dry_run)
+        found = await reconcile(access, dry_run)
+        if not dry_run:
+            async with open_engines(runtime) as engines:
+                found += await finish_interrupted(access, engines)
+                found += await check_sleepers(access, engines)
+        return found
 
 
 def _repair_dead(statefile: Statefile, runtime: RuntimeSettings, dry_run: bool) -> list[str]:

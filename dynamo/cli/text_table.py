@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 
-__all__ = ["aligned", "cells", "cut", "printable"]
+__all__ = ["aligned", "cells", "cut", "figures", "printable"]
 
 _GAP = 2
 _SHORTEST = 12
@@ -47,6 +47,17 @@ def aligned(rows: Sequence[Sequence[str]], width: int = 0) -> list[str]:
     if width:
         _shrink(widths, width)
     return [_line(row, widths) for row in rows]
+
+
+def figures(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line per row, with names on the left and figures on the right. Nothing is cut."""
+    widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
+    return [
+        (" " * _GAP).join(
+            (first + " " * (widths[0] - cells(first)), *map(str.rjust, rest, widths[1:]))
+        )
+        for first, *rest in rows
+    ]
 
 
 def _shrink(widths: list[int], width: int) -> None:

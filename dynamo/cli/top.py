@@ -30,7 +30,6 @@ DESCRIPTION = "Show GPUs, models, workers, the planner and the last requests, li
 EPILOG = """Without a terminal it prints one frame and exits, as with --once.
 Exit status: 0, or with --once 1 if no deployment runs."""
 
-_WIDTH = 160
 _IDLE_S = 60.0
 _ANSWERS = 50
 _LOG_LINES = 1000
@@ -54,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print_once(collector: BoxCollector) -> int:
     status = collector.collect()
-    width = shutil.get_terminal_size((_WIDTH, 0)).columns
+    # In a pipe or a file nothing is cut.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for _, text in frame(status, TopView(keys=False), width):
         print(text.rstrip())
     return 0 if status.state == "running" else 1

@@ -6,6 +6,7 @@ less than one.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ _STATE_STYLES = {
     **dict.fromkeys(("loading", "draining"), WARN),
     **dict.fromkeys(("asleep", "stopped", "zero"), DIM),
 }
-_GIB, _BAR, _FEW_REQUESTS = 1 << 30, 8, 3
+_GIB, _BAR, _FEW_REQUESTS, _PROBLEM_LINES = 1 << 30, 8, 3, 5
 _KEYS = "↑↓ select  o sort  l logs  d drain{sleep}  p pause/resume planner  q quit"
 
 SORT_ORDERS: dict[str, Callable[[WorkerStatus], object]] = {
@@ -91,7 +92,7 @@ def _log(view: TopView, room: int) -> list[Line]:
 def _panes(status: BoxStatus, view: TopView, room: int, width: int) -> list[Line]:
     """Return all panes; the requests get the room that is left."""
     lines = [_headline(status)]
-    lines += [(BAD, one) for one in status.problems]
+    lines += [(BAD, line) for one in status.problems for line in _wrapped(one, width)]
     if status.state != "running":
         text = (
             f"no deployment runs in namespace {status.namespace!r}; start one: dynamo serve GRAPH"
@@ -105,6 +106,14 @@ def _panes(status: BoxStatus, view: TopView, room: int, width: int) -> list[Line
     lines += _workers(status, view, left, width)
     lines += planner
     return lines + _requests(status, room - len(lines) if room else 0, width)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return ``text`` in a few lines, with its end, which names the remedy."""
+    lines = textwrap.wrap(printable(text), width, subsequent_indent="  ", break_long_words=False)
+    if len(lines) <= _PROBLEM_LINES:
+        return lines
+    return [lines[0], "  …", *lines[2 - _PROBLEM_LINES :]]
 
 
 def _headline(status: BoxStatus) -> Line:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import sys
-import urllib.error
-import urllib.request
 import webbrowser
 from collections.abc import Sequence
-from http.client import HTTPException
 
 from dynamo.box.collect import BoxCollector
 from dynamo.box.deployments import chosen_runtime
+from dynamo.cli.frontend_client import call
 from dynamo.config import environ, load
 from dynamo.config.web import WebSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
+from dynamo.http.client import ResponseError, cause
+from dynamo.http.target import parse_url
 from dynamo.protocols.status import BoxStatus
 
 __all__ = ["main", "page_url"]
@@ -52,27 +53,24 @@ def page_url(box: BoxStatus) -> str:
         remedy = f"dynamo logs {suspect.name}" if suspect else "dynamo ps"
         where = box.url or "its address"
         raise Unavailable(f"the frontend does not answer at {where}; see why: {remedy}")
-    url = f"{box.url}/ui"
-    _check_served(url)
-    return url
+    _check_served(box.url)
+    return f"{box.url}/ui"
 
 
-def _check_served(url: str) -> None:
-    request = urllib.request.Request(url, method="HEAD")
+def _check_served(base: str) -> None:
+    target = parse_url(base)
+    url = f"{base}/ui"
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=_any_certificate()):
-            return
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 404:
-            raise Unavailable(
-                f"{url} is off: give the frontend --ui (DYN_HTTP_UI=1); by default it is served on "
-                "a loopback address alone, and never with DYN_DISABLE_FRONTEND_ADMIN_API"
-            ) from None
-        raise Unavailable(f"{url} answered {error.code}; see: dynamo ps") from None
-    except (OSError, HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise Unavailable(f"can't reach {url}: {reason}; see: dynamo ps") from None
+        status = asyncio.run(call(target, "GET", "/ui", b"", _TIMEOUT_S, _any_certificate())).status
+    except (OSError, UnicodeError, ResponseError) as error:
+        raise Unavailable(f"can't reach {url}: {cause(error)}; see: dynamo ps") from None
+    if status == 404:
+        raise Unavailable(
+            f"{url} is off: give the frontend --ui (DYN_HTTP_UI=1); by default it is served on "
+            "a loopback address alone, and never with DYN_DISABLE_FRONTEND_ADMIN_API"
+        )
+    if status != 200:
+        raise Unavailable(f"{url} answered {status}; see: dynamo ps")
 
 
 def _any_certificate() -> ssl.SSLContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynamo.config.client import ClientSettings
 from dynamo.config.option import option
 from dynamo.config.trace import trace_format_option
 
@@ -11,26 +12,16 @@ __all__ = ["BenchSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings:
+class BenchSettings(ClientSettings):
     """bench: where to send load, what load, and what to report"""
 
-    url: str = option(
-        "http://127.0.0.1:8000", "--url", env="DYN_BENCH_URL", help="base URL of the endpoint"
+    url: str | None = option(
+        None,
+        "--url",
+        env="DYN_BENCH_URL",
+        help="base URL of the endpoint; default: the frontend of the running deployment",
     )
     model: str | None = option(None, "--model", help="model name; default: the first of /v1/models")
-    api_key: str | None = option(
-        None,
-        "--api-key",
-        env="OPENAI_API_KEY",
-        help="bearer token, if the server requires one",
-    )
-    tls_ca_cert_path: str | None = option(
-        None,
-        "--tls-ca-cert-path",
-        env="DYN_TLS_CA_CERT_PATH",
-        help="PEM file of the authority that signed the server's certificate; default: the "
-        "system's authorities",
-    )
     endpoint_type: str = option(
         "chat",
         "--endpoint-type",

@@ -27,6 +27,11 @@ class MockerSettings:
         help='JSON lines like {"reply": "text", "match": "part of the prompt"}; the first line '
         "that matches is the reply",
     )
+    fatal_seed: int | None = option(
+        None,
+        "--fatal-seed",
+        help="a request with this seed kills the process, as one that crashes an engine does",
+    )
     speedup_ratio: float = option(
         1.0, "--speedup-ratio", minimum=0, help="how much faster than real; 0 = no delay at all"
     )

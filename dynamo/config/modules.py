@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.config.system import LogSettings
+from dynamo.config.system import LogSettings, SystemSettings
 
-__all__ = ["passes_unknown", "settings_groups"]
+__all__ = ["passes_unknown", "settings_groups", "variable_groups"]
 
 _PASS_UNKNOWN = ("dynamo.vllm",)
 
@@ -45,6 +45,15 @@ def settings_groups(module: str) -> tuple[type[Any], ...] | None:
 
         return RuntimeSettings, AttachSettings
     return None
+
+
+def variable_groups(module: str) -> tuple[type[Any], ...]:
+    """Return the groups that ``module`` reads from variables only, besides those of its flags."""
+    if module in ("dynamo.frontend", "dynamo.planner", "dynamo.router"):
+        return (SystemSettings,)
+    from dynamo.config.health import HealthCheckSettings
+
+    return LogSettings, SystemSettings, HealthCheckSettings
 
 
 def passes_unknown(module: str) -> bool:

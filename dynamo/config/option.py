@@ -34,6 +34,7 @@ __all__ = [
 
 T = TypeVar("T")
 _TRUE = frozenset(("true", "1", "yes", "on"))
+_FALSE = frozenset(("false", "0", "no", "off", "none", ""))
 _UNSET = ("", "None")
 
 
@@ -214,13 +215,20 @@ def _convert(name: str, raw: Any, kind: type[Any], nullable: bool, spec: Option)
     if spec.repeat:
         return tuple(raw)
     if kind is bool:
-        return raw if isinstance(raw, bool) else str(raw).strip().lower() in _TRUE
+        return _truth(name, raw)
     if kind in (int, float):
         return _number(name, raw, kind, spec)
     value = spec.aliases.get(raw, raw)
     if spec.choices and value not in spec.choices:
         raise ConfigError(f"{name} must be one of {', '.join(spec.choices)}, got {raw!r}")
     return value
+
+
+def _truth(name: str, raw: Any) -> bool:
+    word = str(raw).strip().lower()
+    if word not in _TRUE and word not in _FALSE:
+        raise ConfigError(f"{name} must be true, 1, yes or on, or false, 0, no or off, got {raw!r}")
+    return word in _TRUE
 
 
 def _number(name: str, raw: Any, kind: Callable[[Any], Any], spec: Option) -> Any:

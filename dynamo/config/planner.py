@@ -31,7 +31,10 @@ class PlannerSettings:
         False, "--no-operation", help="observe and log only; never change the workers"
     )
     log_dir: str | None = option(
-        None, "--log-dir", metavar="DIR", help="tensorboard directory; default: logs/<time>"
+        None,
+        "--log-dir",
+        metavar="DIR",
+        help="tensorboard directory, at most 64 MiB for each model; default: logs/<time>",
     )
     adjustment_interval_s: float = option(
         30.0,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from dynamo.config.option import option
+from dynamo.errors import ConfigError
 
-__all__ = ["RuntimeSettings"]
+__all__ = ["EVENT_PLANES", "NAMESPACE_RULE", "RuntimeSettings", "check_namespace", "is_namespace"]
+
+EVENT_PLANES = ("zmq", "nats")
+NAMESPACE_RULE = "must be letters, digits, '_' or '-', at most 128"
+_NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +62,7 @@ class RuntimeSettings:
         "zmq",
         "--event-plane",
         env="DYN_EVENT_PLANE",
-        choices=("zmq", "nats"),
+        choices=EVENT_PLANES,
         help="KV event transport: between the processes, or over a NATS server (NATS_SERVER)",
     )
     event_plane_host: str | None = option(
@@ -64,9 +70,31 @@ class RuntimeSettings:
         env="DYN_EVENT_PLANE_HOST",
         help="address zmq publishers listen on with tcp; default: DYN_TCP_RPC_HOST",
     )
+    device_type: str | None = option(
+        None,
+        "--device-type",
+        env="DYN_DEVICE_TYPE",
+        choices=("cpu", "cuda", "xpu", "tpu"),
+        help="where the models of this worker run, for --router-mode device-aware-weighted; "
+        "default: what the engine reports, else cuda if CUDA_VISIBLE_DEVICES names a GPU, else cpu",
+    )
     lease_ttl_s: float = option(
         10.0,
         env="ETCD_LEASE_TTL",
         minimum=0.5,
         help="seconds without a renewal after which the lease of a hung process expires",
     )
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
+
+
+def check_namespace(name: str) -> None:
+    """Raise ConfigError if ``name`` is no namespace."""
+    if not is_namespace(name):
+        raise ConfigError(f"namespace {name!r} {NAMESPACE_RULE}")
+
+
+def is_namespace(name: object) -> bool:
+    """Whether ``name`` can be a part of file names, and of endpoint paths, which have dots."""
+    return isinstance(name, str) and _NAMESPACE.fullmatch(name) is not None

@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
+from dynamo.config.runtime import NAMESPACE_RULE, is_namespace
+from dynamo.errors import ConfigError
 
-__all__ = ["LogSettings", "SystemSettings"]
+__all__ = ["LOG_LEVELS", "LogSettings", "SystemSettings"]
+
+_NAMES = ("off", "error", "warn", "info", "debug", "trace")
+LOG_LEVELS = {
+    **dict(zip("012345", _NAMES, strict=True)),
+    **dict(zip(_NAMES, _NAMES, strict=True)),
+    "warning": "warn",
+}
+"""What ``DYN_LOG`` accepts as a level, in any case, and its name in Dynamo."""
+
+_MODULE_MARKS = "_.:["
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +80,11 @@ class SystemSettings:
         help="appended to the namespace of workers, after a hyphen",
     )
 
+    def __post_init__(self) -> None:
+        suffix = self.namespace_worker_suffix
+        if suffix and not is_namespace(f"_-{suffix}"):
+            raise ConfigError(f"DYN_NAMESPACE_WORKER_SUFFIX {NAMESPACE_RULE}, got {suffix!r}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
@@ -77,3 +94,14 @@ class LogSettings:
         "info", env="DYN_LOG", help="log level, with exceptions: info,dynamo.router=debug"
     )
     jsonl: bool = option(False, env="DYN_LOGGING_JSONL", help="write logs as JSON lines")
+
+    def __post_init__(self) -> None:
+        for part in self.level.split(","):
+            module, given, word = part.strip().rpartition("=")
+            # A module by itself, such as `dynamo_runtime`, is valid in Dynamo, too.
+            is_module = not given and any(mark in word for mark in _MODULE_MARKS)
+            if (given or word) and word.lower() not in LOG_LEVELS and not is_module:
+                raise ConfigError(
+                    f"DYN_LOG={self.level!r}: {word!r} is no level; give one of "
+                    f"{', '.join(LOG_LEVELS)}, or {module or 'module'}=LEVEL for a module"
+                )

@@ -40,7 +40,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "chat": ("chat.ChatSettings", "client.ClientSettings"),
     "route": ("route.RouteSettings", "frontend_client.FrontendClientSettings"),
     "explain": ("explain.RequestExplainSettings", "frontend_client.FrontendClientSettings"),
-    "planner explain": ("planner.ExplainSettings", "runtime.RuntimeSettings"),
+    "planner explain": ("planner.ExplainSettings", _DEPLOYMENT),
     "planner replay": ("planner_replay.ReplaySettings", "planner.PlannerSettings"),
     "planner pause": (_DEPLOYMENT,),
     "planner resume": (_DEPLOYMENT,),

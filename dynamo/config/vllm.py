@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
+from dynamo.config.worker import TOOL_CALL_ALIASES, TOOL_CALL_PARSERS
 
 __all__ = ["VllmSettings"]
 
@@ -20,6 +21,19 @@ class VllmSettings:
         choices=("agg", "prefill", "decode"),
         aliases={"aggregated": "agg"},
         help="compute prompts and output, prompts alone, or output alone",
+    )
+    serve_tool_call_parser: str | None = option(
+        None,
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        aliases=TOOL_CALL_ALIASES,
+        metavar="NAME",
+        help="as in vllm serve: the same as --dyn-tool-call-parser",
+    )
+    enable_auto_tool_choice: bool = option(
+        False,
+        "--enable-auto-tool-choice",
+        help="as in vllm serve; without effect: a tool-call parser is enough",
     )
     taints: tuple[str, ...] = option(
         (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"

@@ -70,6 +70,14 @@ TOOL_CALL_ALIASES = {
     "qwen25": "hermes",
     "qwen3": "hermes",
     **_dashed(TOOL_CALL_PARSERS),
+    # vLLM's names
+    "deepseek_v31": "deepseek_v3_1",
+    "deepseek_v32": "deepseek_v3_2",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "openai": "harmony",
+    "phi4_mini_json": "phi4",
+    "qwen3_xml": "qwen3_coder",
 }
 REASONING_ALIASES = {
     "deepseek_v3_2": "deepseek_v3_1",
@@ -80,6 +88,9 @@ REASONING_ALIASES = {
     "nemotron_v3": "nemotron_nano",
     "nemotron-v3": "nemotron_nano",
     **_dashed(REASONING_PARSERS),
+    # vLLM's names
+    "minimax_m2_append_think": "minimax_append_think",
+    "openai_gptoss": "gpt_oss",
 }
 """Other spellings, in flags and in the cards of other workers."""
 
@@ -122,6 +133,10 @@ class EndpointSettings:
         minimum=2,
         help="requests that may wait when --engine-request-limit is reached",
     )
+
+    def endpoint_or(self, default: str) -> str:
+        """Return the endpoint to serve, without the scheme ``dyn://``."""
+        return (self.endpoint or default).removeprefix("dyn://")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
 from dynamo.errors import ConfigError, Unavailable
+from dynamo.frontend.prompt.off_loop import end_without_threads
 from dynamo.frontend.service import Frontend
 from dynamo.observability.logs import setup_logging
 from dynamo.runtime import DistributedRuntime
@@ -23,6 +24,7 @@ from dynamo.runtime.gc_tuning import freeze_heap
 __all__ = ["main"]
 
 log = logging.getLogger("dynamo.frontend")
+_LAST_THREAD_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,16 +52,18 @@ async def _serve(
     runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
     frontend = Frontend(runtime, settings, router)
     undo = frontend.stop_on_signals()
+    status = 1
     try:
         await runtime.start()
         frontend.on_loaded = freeze_heap
-        host, port = await frontend.start()
-        print(f"OpenAI API at {frontend.scheme}://{host}:{port}/v1", flush=True)
+        print(f"OpenAI API at {frontend.url(*await frontend.start())}/v1", flush=True)
         await frontend.run_until_stopped()
+        status = 0
     finally:
         await frontend.close()
         await runtime.close()
         undo()
+        end_without_threads(_LAST_THREAD_S, status)
 
 
 if __name__ == "__main__":

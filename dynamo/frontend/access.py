@@ -18,6 +18,7 @@ __all__ = [
     "frontend_access",
     "guard_operator_routes",
     "guard_ui_routes",
+    "is_reserved",
     "show_key_requests",
     "warn_if_exposed",
 ]
@@ -33,6 +34,7 @@ _OPERATOR_ROUTES = {
     "/v1/requests/": ("GET", "HEAD"),
     "/busy_threshold": ("POST",),
 }
+_RESERVED_PATHS = _OPEN_WITH_UI | _OPERATOR_ROUTES.keys() | OPERATOR_UI_ROUTES.keys()
 _KEY_REQUESTS = counter(
     "dynamo_frontend_api_key_requests_total", "Requests with a valid API key, by its name", "key"
 )
@@ -49,6 +51,11 @@ def frontend_access(settings: FrontendSettings) -> Access | None:
         return None
     is_open = (_OPEN_WITH_UI if settings.serves_ui else _OPEN_PATHS).__contains__
     return Access(keys=keys, tls=tls, is_open=is_open)
+
+
+def is_reserved(path: str) -> bool:
+    """Return whether requests for ``path`` are served above the connection limit."""
+    return path in _RESERVED_PATHS or path.startswith("/v1/requests/")
 
 
 def guard_operator_routes(routes: Routes, settings: FrontendSettings) -> OperatorGuard | None:

@@ -22,6 +22,7 @@ from dynamo.frontend.access import (
     frontend_access,
     guard_operator_routes,
     guard_ui_routes,
+    is_reserved,
     show_key_requests,
     warn_if_exposed,
 )
@@ -56,6 +57,7 @@ from dynamo.observability.loop_delay import LoopDelay
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.summary import ineffective_settings, summarize
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.addresses import bracketed
 from dynamo.runtime.stop_signals import StopSignals
 from dynamo.runtime.tasks import Tasks
 
@@ -111,12 +113,13 @@ class Frontend:
             RecordRoutes(self._requests, self.models, self._tasks).install(routes)
             self._status.install(routes)
             RecentRoutes(metrics.recent).install(routes)
-        InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
+        InfoRoutes(self.models, self._requests, runtime.metrics, self._tasks).install(routes)
         self._ui = self._web_page(routes) if settings.serves_ui else None
         self._requests.guard = guard_operator_routes(routes, settings)
         self.models.on_demand.again = routes
         self._requests.hold = partial(self.models.hold, self._requests)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)
+        self._server.is_reserved = is_reserved
         self._server.error_bodies = _error_body
         if access is not None and access.keys is not None:
             show_key_requests(metrics, access.keys)
@@ -125,10 +128,10 @@ class Frontend:
         self.on_loaded: Callable[[], None] = _ignore
         self.models.on_loaded = self._loaded
 
-    @property
-    def scheme(self) -> str:
-        """``https`` with a certificate, else ``http``."""
-        return "http" if self._settings.tls_cert_path is None else "https"
+    def url(self, host: str, port: int) -> str:
+        """Return the base URL at the address that :meth:`start` returned."""
+        scheme = "http" if self._settings.tls_cert_path is None else "https"
+        return f"{scheme}://{bracketed(host)}:{port}"
 
     def _web_page(self, routes: Routes) -> UiRoutes:
         box = BoxSource(self._runtime, self._settings.api_key_file is not None)
@@ -177,9 +180,9 @@ class Frontend:
             await self._server.listen()
         except OSError as error:  # another process bound the same address and listened first
             raise self._cannot_listen(error) from None
-        log.info("listening on %s://%s:%d", self.scheme, *bound)
+        log.info("listening on %s", self.url(*bound))
         if self._ui is not None:
-            log.info("web page at %s://%s:%d/ui", self.scheme, *bound)
+            log.info("web page at %s/ui", self.url(*bound))
         warn_if_exposed(settings, bound[0])
         if self._runtime.settings.discovery_backend == "file":
             # By its lease `dynamo serve` sees that it listens.

@@ -43,9 +43,18 @@ class Access:
         return [one.watch for one in (self.keys, self.tls) if one is not None]
 
     def check_key(self, head: Head) -> None:
-        """Move the credentials of ``head`` to its ``api_key``. Raises KeyRefused."""
-        if self.keys is not None:
+        """Move the credentials of ``head`` to its ``api_key``. Raises KeyRefused.
+
+        Wrong credentials are ignored on open paths: monitors send the keys of other services.
+        """
+        if self.keys is None:
+            return
+        try:
             head.api_key = self.keys.take(head.headers)
+        except KeyRefused:
+            if not self.is_open(head.path):
+                raise
+        else:
             if head.api_key is None and not self.is_open(head.path):
                 text = "API key is missing; send it as 'Authorization: Bearer KEY'"
                 raise KeyRefused(text, given=False)

@@ -58,7 +58,7 @@ class ApiKeys:
         self._path = path
         self.watch = FileWatch((path,), self._load)
         self.entries: dict[bytes, ApiKey] = {}
-        self._remembered: dict[str, ApiKey] = {}
+        self._remembered: dict[tuple[str, bool], ApiKey] = {}
         self._load()
 
     def take(self, headers: dict[str, str]) -> ApiKey | None:
@@ -71,8 +71,14 @@ class ApiKeys:
         given = plain if bearer is None else bearer
         if given is None:
             return None
-        found = self._remembered.get(given)
-        return self._find(given, bearer is not None) if found is None else found
+        has_scheme = bearer is not None
+        found = self._remembered.get((given, has_scheme))
+        return self._find(given, has_scheme) if found is None else found
+
+    def is_withdrawn(self, key: ApiKey) -> bool:
+        """Return whether ``key`` has been removed from the file, or is no operator's any more."""
+        found = self.entries.get(key.digest)
+        return found is None or (key.operator and not found.operator)
 
     def _find(self, given: str, has_scheme: bool) -> ApiKey:
         key = given
@@ -89,7 +95,7 @@ class ApiKeys:
         if len(given) <= _REMEMBERED_CHARACTERS:
             if len(self._remembered) >= _REMEMBERED:
                 self._remembered.clear()
-            self._remembered[given] = found
+            self._remembered[given, has_scheme] = found
         return found
 
     def _load(self) -> None:

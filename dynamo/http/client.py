@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import ssl
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import httptools
 
-__all__ = ["HttpClient", "OnComplete", "ResponseError", "get", "request_head"]
+__all__ = ["HttpClient", "OnComplete", "ResponseError", "cause", "get", "request_head"]
 
 OnComplete = Callable[[str | None], object]
 """Called once per request: with None after a complete response, else with the reason."""
@@ -17,6 +19,18 @@ OnComplete = Callable[[str | None], object]
 
 class ResponseError(Exception):
     """The response is missing, incomplete, too large or not HTTP."""
+
+
+def cause(error: Exception) -> str:
+    """Return why a connection or a response failed, in the words of the system.
+
+    asyncio's own text of a refused connection is "Connect call failed", with the address.
+    """
+    if isinstance(error, ConnectionError) and error.errno:
+        return os.strerror(error.errno)
+    if isinstance(error, OSError) and error.errno is None and "Errno 111" in str(error):
+        return os.strerror(errno.ECONNREFUSED)  # by each of the addresses of a name
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or "timeout"
 
 
 def request_head(method: str, path: str, authority: str, headers: Iterable[str] = ()) -> bytes:

@@ -19,7 +19,9 @@ from dynamo.http.head import CHUNKED, Head, HeadReader
 from dynamo.http.limits import HttpLimits
 from dynamo.http.write_batch import WriteBatch
 
-__all__ = ["NEVER", "HttpConnection", "ServerContext"]
+__all__ = ["NEVER", "TOO_MANY_CONNECTIONS", "HttpConnection", "ServerContext"]
+
+TOO_MANY_CONNECTIONS = "Too many connections"
 
 log = logging.getLogger(__name__)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -125,7 +127,7 @@ class HttpConnection(asyncio.Protocol):
         if server.admit(self):
             self.deadline = server.clock + server.limits.header_timeout_s
         else:
-            self.refuse(HttpStatusError(503, "Too many connections", retry_after_s=1))
+            self.refuse(HttpStatusError(503, TOO_MANY_CONNECTIONS, retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
         """Handle bytes from the client."""
@@ -179,7 +181,8 @@ class HttpConnection(asyncio.Protocol):
         if self._lingering:
             return
         exchange = self._exchange
-        self.deadline = self._idle_deadline() if exchange is None else exchange.deadline
+        idle_s = self._server.clock + self._server.limits.idle_timeout_s
+        self.deadline = idle_s if exchange is None else exchange.deadline
         if exchange is not None and exchange.on_drain is not None:
             exchange.on_drain()
         self.advance()
@@ -301,6 +304,25 @@ class HttpConnection(asyncio.Protocol):
             self.refuse(HttpStatusError(408, "Request head did not arrive in time"))
         else:
             self._close()
+
+    @property
+    def subscription(self) -> Exchange | None:
+        """The GET whose response has begun and has no end of its own; None without one."""
+        exchange = self._exchange
+        if exchange is None or not exchange.started or exchange.method != "GET":
+            return None
+        return exchange
+
+    @property
+    def waiting(self) -> bool:
+        """Whether each head of a request that has arrived is answered or refused by now."""
+        if self._transport is None or self._exchange is not None or self._head is not None:
+            return False
+        return not (self._out or self._transport.get_write_buffer_size())
+
+    def close_waiting(self) -> None:
+        """Close a connection that waits for a request or has sent only a part of its head."""
+        self._close()
 
     def close_when_idle(self) -> None:
         """Close unless a request is in progress."""
@@ -461,9 +483,6 @@ class HttpConnection(asyncio.Protocol):
         self.deadline = self._server.clock + self._server.limits.stall_timeout_s
         if self._transport is not None:
             self._transport.close()
-
-    def _idle_deadline(self) -> float:
-        return self._server.clock + self._server.limits.idle_timeout_s
 
     def _pause(self) -> None:
         if not self._paused and self._transport is not None:

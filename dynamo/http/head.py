@@ -129,7 +129,7 @@ class HeadReader:
         if data.count(b"\r\n", line_end, -4) > limits.header_count:
             raise HttpStatusError(431, f"Request has more than {limits.header_count} headers")
         method, target, minor = _request_line(data[:line_end])
-        if not target.startswith("/"):
+        if not target.startswith("/") and (method, target) != ("OPTIONS", "*"):
             authority, target = _absolute_form(target)
             self._check_host(authority)  # RFC 9112 3.2.2: it counts, not the Host header
         head = Head(method, target, minor, self._read_headers(data))

@@ -27,9 +27,9 @@ class Routes:
         self._rest_prefix = ""
 
     def get(self, path: str, route: Route) -> None:
-        """Handle GET and HEAD of ``path``; a path that ends in ``/`` matches all longer paths."""
+        """Handle GET and HEAD of ``path``; ``/ui/`` would match all longer ones, ``/`` does not."""
         methods = {"GET": route, "HEAD": route}
-        if path.endswith("/"):
+        if path.endswith("/") and path != "/":
             self._prefixes.append((path, methods))
         else:
             self._exact.setdefault(path, {}).update(methods)
@@ -74,6 +74,9 @@ class Routes:
         if methods is None and exchange.method in self._rest:
             methods = self._rest if exchange.path.startswith(self._rest_prefix) else None
         if not methods:
+            if exchange.path == "*":  # RFC 9110 9.3.7: OPTIONS of the server, only a ping
+                exchange.respond(200, b"", "", [("allow", "GET, HEAD, POST, DELETE, OPTIONS")])
+                return
             text = f"Route not found: {exchange.method} {exchange.path}"
             exchange.refuse(404, text)
             return

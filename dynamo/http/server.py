@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import logging
 import socket
 import time
@@ -11,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from dynamo.http.access import Access
-from dynamo.http.connection import HttpConnection
-from dynamo.http.errors import ErrorBodies
+from dynamo.http.connection import TOO_MANY_CONNECTIONS, HttpConnection
+from dynamo.http.errors import ErrorBodies, HttpStatusError
 from dynamo.http.exchange import Exchange, ResponseHeads
-from dynamo.http.head import HeadReader
+from dynamo.http.head import Head, HeadReader
 from dynamo.http.limits import HttpLimits
 from dynamo.http.tls_connection import TlsConnection
 from dynamo.http.write_batch import WriteBatch
@@ -24,6 +25,9 @@ __all__ = ["HttpServer"]
 log = logging.getLogger(__name__)
 _DECODES_PER_TURN = 8
 _REPLIED_OVER_LIMIT = 256  # connections over the limit that get a 503; more are just closed
+_RESERVED = 64  # connections over the limit that may call reserved paths
+_OTHERS_SHARE = 8  # one of so many connections is for clients at other addresses
+_EXAMINED = 32  # connections examined to find one that can be closed
 
 
 class HttpServer:
@@ -32,7 +36,8 @@ class HttpServer:
     ``handler`` is a plain function, so that a request costs neither task nor queue. ``on_refused``
     is called with the status of each request that was refused before it reached a route. Pass
     ``write_batch`` to share one with the handler. Without ``access``, plain HTTP needs no key.
-    ``error_bodies`` are those of APIs that have their own.
+    ``error_bodies`` are those of APIs that have their own. Requests for paths that ``is_reserved``
+    accepts, and those with an operator's key, are served above the connection limit as well.
     """
 
     def __init__(
@@ -44,10 +49,16 @@ class HttpServer:
         access: Access | None = None,
     ) -> None:
         self.error_bodies: ErrorBodies | None = None
+        self.is_reserved: Callable[[str], bool] = _never
         self.limits = limits or HttpLimits()
-        check = access.check_key if access is not None and access.keys is not None else None
+        self._keys = access.keys if access is not None else None
+        check = access.check_key if access is not None and self._keys is not None else None
         self.reader = HeadReader(self.limits, check)
         self._uncertified = HeadReader(self.limits, access.check_uncertified if access else None)
+        self._check_access = check
+        self._over_limit = HeadReader(self.limits, self._check_reserved)
+        self._readers = (self.reader, self._uncertified, self._over_limit)
+        self._shares = _ClientShares(self._is_new)
         self._tls = access.tls if access else None
         self._watches = access.watches() if access else ()
         self.heads = ResponseHeads()
@@ -104,7 +115,7 @@ class HttpServer:
         bound = [one.getsockname() for one in self._server.sockets]
         local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
         if names is not None and "*" not in names and (names or local):
-            for reader in (self.reader, self._uncertified):
+            for reader in self._readers:
                 reader.serve_only((host, *names), remedy)
         return bound[0][0], bound[0][1]
 
@@ -167,16 +178,27 @@ class HttpServer:
     # -- called by connections
 
     def admit(self, connection: HttpConnection) -> bool:
-        """Register a connection; False above the limit."""
+        """Register a connection; False above the limit.
+
+        A connection over the share of its client, or over the limit, takes the place of one that
+        has waited for a request for a while. Where there is none, it may call the reserved paths,
+        once.
+        """
         self._connections.add(connection)
-        count = len(self._connections)
-        if count > self.limits.connections + _REPLIED_OVER_LIMIT:
+        shares = self._shares
+        if shares.add(connection, self.limits.connections):
+            return True
+        if shares.reserve(connection):
+            connection.reader, connection.closing = self._over_limit, True
+            return True
+        if len(self._connections) - len(shares) > _REPLIED_OVER_LIMIT:
             connection.abort()
-        return count <= self.limits.connections
+        return False
 
     def forget(self, connection: HttpConnection) -> None:
         """Remove a closed connection."""
         self._connections.discard(connection)
+        self._shares.remove(connection)
         if self._all_gone is not None and not self._connections:
             self._all_gone.set()
 
@@ -202,6 +224,19 @@ class HttpServer:
             return connection
         return TlsConnection(self._tls, connection, self._uncertified, self.decode_later)
 
+    def _is_new(self, connection: HttpConnection) -> bool:
+        """Whether a client connected a second or two ago: its request may be on its way."""
+        limits = self.limits
+        age_s = self.clock + limits.header_timeout_s - connection.deadline
+        return 0 <= age_s < 2 * limits.sweep_s
+
+    def _check_reserved(self, head: Head) -> None:
+        if self._check_access is not None:
+            self._check_access(head)
+        operator = head.api_key is not None and head.api_key.operator
+        if not operator and not self.is_reserved(head.path):
+            raise HttpStatusError(503, TOO_MANY_CONNECTIONS, retry_after_s=1)
+
     def _schedule_decoding(self) -> None:
         asyncio.get_running_loop().call_soon(self._decode)
 
@@ -221,10 +256,103 @@ class HttpServer:
             connection.sweep()
         for watch in self._watches:
             if watch.check():
-                self.reader.forget_heads()
-                self._uncertified.forget_heads()
+                for reader in self._readers:
+                    reader.forget_heads()
+                self._end_withdrawn()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.limits.sweep_s, self._sweep)
+
+    def _end_withdrawn(self) -> None:
+        """Close connections that still receive events with a key that is withdrawn by now.
+
+        Answers to a POST continue: they end soon, and rotating keys must not cut them.
+        """
+        for connection in list(self._connections):
+            exchange = connection.subscription
+            key = None if exchange is None else exchange.api_key
+            if key is not None and self._keys is not None and self._keys.is_withdrawn(key):
+                log.info("closed a stream of the withdrawn key %s", key.name)
+                connection.abort()
+
+
+class _ClientShares:
+    """Divides the connections among clients, so that one cannot lock out the others.
+
+    A client is an IPv4 address or an IPv6 network of 64 bits. It may have all connections but one
+    in eight. O(1) below the limits; at the limit O(clients).
+    """
+
+    def __init__(self, is_new: Callable[[HttpConnection], bool]) -> None:
+        self._is_new = is_new
+        self._clients: dict[str, dict[HttpConnection, None]] = {}
+        self._client_of: dict[HttpConnection, str] = {}
+        self._reserved: dict[HttpConnection, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._client_of) + len(self._reserved)
+
+    def add(self, connection: HttpConnection, limit: int) -> bool:
+        """Count a connection, in the place of a waiting one where necessary; False: no place."""
+        client = _client_of(connection.peer)
+        own = self._clients.get(client, {})
+        crowd = None
+        if len(own) >= limit - limit // _OTHERS_SHARE:
+            crowd = own
+        elif len(self._client_of) >= limit:
+            crowd = max(self._clients.values(), key=len)
+        if crowd is not None and not self._close_waiting(crowd, self._is_new):
+            return False
+        self._client_of[connection] = client
+        self._clients.setdefault(client, {})[connection] = None
+        return True
+
+    def reserve(self, connection: HttpConnection) -> bool:
+        """Count a connection in the reserve; False when that is full.
+
+        New ones give way here: a client that connects again and again must not fill the reserve.
+        """
+        if len(self._reserved) >= _RESERVED and not self._close_waiting(self._reserved, _never):
+            return False
+        self._reserved[connection] = None
+        return True
+
+    def remove(self, connection: HttpConnection) -> None:
+        """Stop counting a connection. Idempotent."""
+        self._reserved.pop(connection, None)
+        client = self._client_of.pop(connection, None)
+        if client is not None:
+            own = self._clients[client]
+            del own[connection]
+            if not own:
+                del self._clients[client]
+
+    def _close_waiting(
+        self, crowd: dict[HttpConnection, None], spares: Callable[[HttpConnection], bool]
+    ) -> bool:
+        """Close the waiting connection whose deadline is next, of the first ones of ``crowd``."""
+        examined = list(itertools.islice(crowd, _EXAMINED))
+        waiting = [one for one in examined if one.waiting and not spares(one)]
+        if not waiting:
+            for one in examined:  # the next call examines others
+                crowd[one] = crowd.pop(one)
+            return False
+        chosen = min(waiting, key=lambda one: one.deadline)
+        self.remove(chosen)
+        chosen.close_waiting()
+        return True
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+def _client_of(peer: str | None) -> str:
+    """The client of an address: an IPv6 client chooses the lower 64 bits freely."""
+    if peer is None or ":" not in peer:
+        return peer or ""
+    address = ipaddress.IPv6Address(peer)
+    mapped = address.ipv4_mapped
+    return address.packed[:8].hex() if mapped is None else str(mapped)
 
 
 def _detect_lost_peers(listener: socket.socket, timeout_s: float) -> None:

@@ -162,6 +162,10 @@ class TlsConnection(asyncio.Transport, asyncio.Protocol):
         """Whether the connection is closed or closing."""
         return self._socket.is_closing()
 
+    def get_write_buffer_size(self) -> int:
+        """Return how many bytes the socket has not taken yet."""
+        return self._socket.get_write_buffer_size()
+
     def can_write_eof(self) -> bool:
         """TLS ends its output with a message of its own."""
         return True

@@ -7,9 +7,13 @@ connection leaves in one system call, which costs more than all the rest of a to
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Protocol
 
 __all__ = ["Flushable", "WriteBatch"]
+
+log = logging.getLogger(__name__)
+_FAILED = "writing output failed"
 
 
 class Flushable(Protocol):
@@ -48,12 +52,19 @@ class WriteBatch:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
+        """Flush each; an exception of one must not keep back the output of the others."""
         producers, self._producers = self._producers, []
-        for one in producers:
-            one.flush()
+        for producer in producers:
+            try:
+                producer.flush()
+            except Exception:
+                log.exception(_FAILED)
         # Reset between the loops: a write of a producer needs no other callback, a write of the
         # next turn does.
         self._scheduled = False
         connections, self._connections = self._connections, []
-        for one in connections:
-            one.flush()
+        for connection in connections:
+            try:
+                connection.flush()
+            except Exception:
+                log.exception(_FAILED)

@@ -42,7 +42,6 @@ ABSENT = {
     "VirtualConnectorClient": "the planner changes the statefile instead",
     "VirtualConnectorCoordinator": "the planner changes the statefile instead",
     "make_engine": _FRONTEND,
-    "resolve_routing_image_token_id": "routers here use no image tokens",
     "run_input": _FRONTEND,
     "run_kv_indexer": "there is no standalone indexer; each router has its own",
     "run_mocker_synthetic_trace_replay": _REPLAY,

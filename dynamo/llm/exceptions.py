@@ -26,6 +26,7 @@ __all__ = [
     "HttpError",
     "InvalidArgument",
     "RouterQueueLimitExceeded",
+    "SelectionServiceError",
     "StreamIncomplete",
     "Unknown",
     "WorkerUnavailable",
@@ -39,3 +40,9 @@ class Unknown(DynamoError):
     """A failure of no other class."""
 
     code = "unknown"
+
+
+class SelectionServiceError(DynamoError):
+    """A failure of Dynamo's selection service, which this package does not have."""
+
+    code = "selection_service"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import msgspec
 
 from dynamo.errors import ConfigError
 
-__all__ = ["ModelDirectory"]
+__all__ = ["ModelDirectory", "read_model_file"]
 
 _WORKER_FILES = ("config.json", "tokenizer.json")
 _PROMPT_FILES = (
@@ -45,6 +47,11 @@ _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
+_MAX_BYTES = 16 << 20
+_MAX_TOKENIZER_BYTES = 256 << 20
+"""The largest tokenizer.json of a known model has 35 MB, the largest of the other files 1 MB."""
+
+
 class _TokenizerFile(msgspec.Struct):
     """What every tokenizer.json has."""
 
@@ -62,10 +69,14 @@ class ModelDirectory:
     """
 
     def __init__(self, path: str | Path) -> None:
-        directory = Path(path).expanduser()
-        if not directory.is_dir():
+        try:
+            directory = Path(path).expanduser()
+            found = directory.is_dir()
+        except (OSError, RuntimeError, ValueError):  # too long, an unknown user, a null byte
+            found = False
+        if not found:
             raise ConfigError(
-                f"the model path {str(path)!r} is not a local directory; give the worker's "
+                f"the model path {str(path)!r:.400} is not a local directory; give the worker's "
                 "--model-path a directory, or an id on Hugging Face"
             )
         self.path = directory.resolve()
@@ -95,7 +106,7 @@ class ModelDirectory:
                 "download the model again, complete"
             )
         try:
-            _decode_tokenizer(self.tokenizer_path.read_bytes())
+            _decode_tokenizer(read_model_file(self.tokenizer_path))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{self.tokenizer_path} is not a tokenizer: {error}; copy it again"
@@ -199,7 +210,7 @@ class ModelDirectory:
             path = self.path / name
             if path.is_file():
                 digest.update(f"{name} {path.stat().st_size}\n".encode())
-                digest.update(path.read_bytes())
+                digest.update(read_model_file(path))
         digest.update(json.dumps(more, default=str).encode())
         return digest.hexdigest()
 
@@ -227,18 +238,37 @@ class ModelDirectory:
     def _read(self, name: str) -> dict[str, Any]:
         path = self.path / name
         try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            return msgspec.json.decode(read_model_file(path), type=dict[str, Any])
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not a JSON object: {error}; copy it again") from None
 
 
+def read_model_file(path: Path) -> bytes:
+    """Return the bytes of a regular file. Raises OSError for any other, and for too large a one.
+
+    A pipe or a device would block the reader, or never end.
+    """
+    limit = _MAX_TOKENIZER_BYTES if path.name == "tokenizer.json" else _MAX_BYTES
+    # O_NONBLOCK: opening a named pipe does not wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is not a regular file")
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(f"it is larger than {limit >> 20} MiB")
+    return content
+
+
 def _template_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat template {path} cannot be read: {error}") from None
+        return read_model_file(path).decode()
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the path
+        text = f"chat template {path!s:.400} cannot be read: {error!s:.400}"
+        raise ConfigError(text) from None
 
 
 def _named(source: Any, path: Path) -> dict[str, str]:

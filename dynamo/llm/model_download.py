@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from huggingface_hub.errors import (
 )
 from tqdm.std import tqdm
 
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, ModelUnreachable
 
 __all__ = ["HubModel"]
 
@@ -36,6 +37,7 @@ _SAFETENSORS = ".safetensors"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _LINE_EVERY_S = 5.0
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+_PASSING = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 log = logging.getLogger(__name__)
 
 
@@ -51,12 +53,12 @@ class HubModel:
         """Return the directory with the files that match ``patterns``; None: with the weights.
 
         The Hub is asked for changes; if it cannot be reached, the cached files are used.
-        Raises ConfigError.
+        Raises ConfigError; ModelUnreachable: a later try may succeed.
         """
         local = not download or constants.HF_HUB_OFFLINE
         try:
             path = self._weights(local) if patterns is None else self._snapshot(patterns, (), local)
-        except (OSError, EntryNotFoundError, ValueError) as error:
+        except Exception as error:  # of the Hub's library and of its HTTP library
             raise self._error(error, local) from error
         if not (path / "config.json").is_file():
             raise ConfigError(
@@ -66,7 +68,7 @@ class HubModel:
         return path
 
     def fetch_file(self, file: str, download: bool) -> Path:
-        """Return the path of one file of the repository. Raises ConfigError."""
+        """Return the path of one file of the repository. Raises as :meth:`fetch`."""
         local = not download or constants.HF_HUB_OFFLINE
         try:
             path = hf_hub_download(
@@ -76,7 +78,7 @@ class HubModel:
                 local_files_only=local,
                 tqdm_class=_progress(f"{self._name}/{file}"),
             )
-        except (OSError, EntryNotFoundError, ValueError) as error:
+        except Exception as error:  # of the Hub's library and of its HTTP library
             raise self._error(error, local) from error
         return Path(path)
 
@@ -95,6 +97,7 @@ class HubModel:
 
     def _weights(self, local: bool) -> Path:
         """Return the directory with the weights in one format, safetensors if there are any."""
+        unreachable: Exception | None = None
         if not local:
             try:
                 names = HfApi().list_repo_files(self._name, revision=self._revision)
@@ -108,7 +111,11 @@ class HubModel:
                 if _is_of_disk(error):
                     raise
                 log.warning("Hugging Face cannot be reached (%s); looking in the cache", error)
-        path = self._snapshot(None, (*_OTHER_FORMATS, *_PICKLED), True)
+                unreachable = error
+        try:
+            path = self._snapshot(None, (*_OTHER_FORMATS, *_PICKLED), True)
+        except LocalEntryNotFoundError as absent:
+            raise absent from unreachable or absent.__cause__
         if not any(path.glob(f"*{_SAFETENSORS}")):
             path = self._snapshot(None, _OTHER_FORMATS, True)
         return path
@@ -133,15 +140,16 @@ class HubModel:
             )
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return ConfigError(f"no such file on Hugging Face: {where}; correct its name")
-        absent = f"no such directory, and not (complete) in the Hugging Face cache: {where}"
+        cache = "not (complete) in the Hugging Face cache"
         if local:
             return ConfigError(
-                f"{absent} ({constants.HF_HUB_CACHE}); download it with 'hf download {self._name}' "
-                "or unset HF_HUB_OFFLINE"
+                f"no such directory, and {cache}: {where} ({constants.HF_HUB_CACHE}); "
+                f"download it with 'hf download {self._name}' or unset HF_HUB_OFFLINE"
             )
-        return ConfigError(
-            f"{absent} ({constants.HF_HUB_CACHE}); downloading it from {constants.ENDPOINT} "
-            f"failed: {_reason(error):.200}"
+        kind = ModelUnreachable if _may_pass(error) else ConfigError
+        return kind(
+            f"{where} cannot be downloaded from {constants.ENDPOINT}: {_reason(error):.200}; "
+            f"it is no directory here, and {cache} ({constants.HF_HUB_CACHE})"
         )
 
 
@@ -149,14 +157,29 @@ def _is_of_disk(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 
+def _may_pass(error: Exception) -> bool:
+    """Whether the same download may succeed later."""
+    status = _status(error)
+    if status is not None:
+        return status in _PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    return isinstance(error, OSError) or not isinstance(error, ValueError)
+
+
 def _reason(error: BaseException) -> str:
     """Return the status of the response that caused ``error``; without one, its first line."""
+    status = _status(error)
+    if status is not None:
+        return f"the server replied with status {status}"
+    return str(error.__cause__ or error).partition("\n")[0]
+
+
+def _status(error: BaseException) -> int | None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, HfHubHTTPError) and cause.response is not None:
-            return f"the server replied with status {cause.response.status_code}"
+            return int(cause.response.status_code)
         cause = cause.__cause__ or cause.__context__
-    return str(error.__cause__ or error).partition("\n")[0]
+    return None
 
 
 def _progress(name: str) -> Any:

@@ -74,7 +74,8 @@ def resolve_model(
     files that make prompts are downloaded: configuration, tokenizer, chat template. ``revision``
     is a branch, a tag or a commit on Hugging Face. With ``download`` false only the cache is read.
 
-    Blocking, with progress in the log, or as a bar on a terminal. Raises ConfigError.
+    Blocking, with progress in the log, or as a bar on a terminal. Raises ConfigError; it is
+    ModelUnreachable if the same call may succeed later.
     """
     path = Path(source).expanduser()
     if path.is_dir():

@@ -95,12 +95,12 @@ class ModelRuntimeConfig(RuntimeConfig, omit_defaults=True):
     """Capacity and features of a worker: set attributes, pass it to :func:`register_model`.
 
     The attributes defined here are stored in the card for other programs; frontends of this package
-    do not read them. ValueError for a value of ``kv_transfer_enforcement``,
-    ``kv_transfer_preferred_weight`` or ``tokenizer_backend`` that Dynamo does not have.
+    do not read them. TypeError for ``topology_domains`` that do not map texts to texts. ValueError
+    for a value of ``kv_transfer_enforcement``, ``kv_transfer_preferred_weight`` or
+    ``tokenizer_backend`` that Dynamo does not have.
     """
 
     exclude_tools_when_tool_choice_none: bool = True
-    kv_event_publishing_enabled: bool | None = None
     kv_event_source_mode: str | None = None
     kv_state_endpoint: str | None = None
     kv_transfer_domain: str | None = None
@@ -116,6 +116,8 @@ class ModelRuntimeConfig(RuntimeConfig, omit_defaults=True):
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         if name == "kv_transfer_preferred_weight" and value is not None and not 0 <= value <= 1:
             raise ValueError(f"{name} must be between 0 and 1, got {value}")
+        if name == "topology_domains":
+            _check_texts(name, value)
         super().__setattr__(name, value)
 
     def set_structural_tag(self, structural_tag: dict[str, Any] | None = None) -> None:
@@ -198,3 +200,11 @@ def api_types(text: str) -> ModelType:
 
 
 _API_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions}
+
+
+def _check_texts(name: str, value: Any) -> None:
+    texts = isinstance(value, dict) and all(
+        isinstance(text, str) for pair in value.items() for text in pair
+    )
+    if not texts:
+        raise TypeError(f"{name} must be a dict of str to str, got {value!r:.80}")

@@ -28,7 +28,10 @@ _GROUPS = (RuntimeSettings, WorkerSettings, MockerSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 after a graceful shutdown, 1 after a failure, 2: bad settings."""
+    """Return the exit status: 0 after a graceful shutdown, 1 after a failure, 2: bad settings.
+
+    75 (EX_TEMPFAIL): the model cannot be downloaded now.
+    """
     runtime, worker, mocker = load("python -m dynamo.mocker", __doc__, _GROUPS, argv)
     try:
         logs, system = from_env(LogSettings), from_env(SystemSettings)
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = make_plan(runtime, system.namespace_worker_suffix, worker, mocker, shape)
     except DynamoError as error:
         print(f"python -m dynamo.mocker: error: {error.message}", file=sys.stderr)
-        return 2
+        return error.exit_status
     return run_workers(_serve(runtime, system, plan), log)
 
 

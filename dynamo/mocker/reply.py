@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import StopConditions
 
-__all__ = ["REPLIES", "Reply", "echo_reply", "random_reply", "sequence_reply"]
+__all__ = ["REPLIES", "Reply", "echo_reply", "random_reply", "rest_of", "sequence_reply"]
 
 REPLIES = ("random", "sequence", "echo", "script")
 _VOCABULARY = range(1000, 2000)
 _DRAWN_AT_ONCE = 32
+_HEADER_TOKENS = 8
 _PRIME = 998_244_353
 
 
@@ -51,9 +52,10 @@ def sequence_reply(prompt: Tokens, max_tokens: int, seed: int | None = None) -> 
 def echo_reply(prompt: Tokens, max_tokens: int, stops: StopConditions | None = None) -> Reply:
     """Return the ids of the prompt and "stop", or "length" if ``max_tokens`` cuts them.
 
-    A prompt with end tokens (``stop_token_ids_hidden``) is a conversation: the reply is its last
-    complete turn. As in an engine, the first of the request's ``stop_token_ids`` ends the reply.
-    O(prompt).
+    A prompt with end tokens (``stop_token_ids_hidden``) is a conversation: the reply is the content
+    of its last complete turn. What follows is the start of the reply, which another worker may have
+    sent in part already: the rest is returned then. As in an engine, the first of the request's
+    ``stop_token_ids`` ends the reply. O(prompt).
     """
     stops = stops or StopConditions()
     reply = _last_turn(prompt, stops.stop_token_ids_hidden or ())
@@ -63,8 +65,14 @@ def echo_reply(prompt: Tokens, max_tokens: int, stops: StopConditions | None = N
     return Reply(iter(cut), len(cut), "stop" if len(cut) == len(reply) else "length")
 
 
+def rest_of(reply: Reply, sent: int) -> Reply:
+    """Return ``reply`` after its first ``sent`` ids, but at least its last id."""
+    skipped = min(sent, reply.length - 1)
+    return reply._replace(ids=islice(reply.ids, skipped, None), length=reply.length - skipped)
+
+
 def _last_turn(prompt: Tokens, ends: Collection[int]) -> Tokens:
-    """Return the ids after the last but one end token up to and including the last."""
+    """Return the content of the turn that the last end token ends, that token included."""
     if not any(token in prompt for token in ends):
         return prompt
     last = len(prompt) - 1
@@ -73,7 +81,37 @@ def _last_turn(prompt: Tokens, ends: Collection[int]) -> Tokens:
     first = last
     while first and prompt[first - 1] not in ends:
         first -= 1
-    return prompt[first : last + 1]
+    return _after_header(prompt[first : last + 1], prompt[last + 1 :])
+
+
+def _after_header(turn: Tokens, begun: Tokens) -> Tokens:
+    """Return ``turn`` without the tokens that name its role, and without what ``begun`` has of it.
+
+    ``begun`` is the start of the next turn. Templates write the same tokens around the name of each
+    role, as in ``<|im_start|>user``; without such tokens the turn is returned as it is.
+    """
+    before = _common(turn, begun, (0, 0))
+    header = _common(turn, begun, _equal(turn, begun, before)) if before else None
+    if header is None:
+        return turn
+    return turn[_equal(turn, begun, header)[0] :] or turn[-1:]
+
+
+def _common(turn: Tokens, begun: Tokens, start: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the places behind the first token that both have near ``start``."""
+    near = begun[start[1] : start[1] + _HEADER_TOKENS]
+    for place, token in enumerate(turn[start[0] : start[0] + _HEADER_TOKENS], start[0] + 1):
+        if token in near:
+            return place, start[1] + near.index(token) + 1
+    return None
+
+
+def _equal(turn: Tokens, begun: Tokens, start: tuple[int, int]) -> tuple[int, int]:
+    """Return the places behind the tokens that are the same in both from ``start`` on."""
+    place, begun_place = start
+    while place < len(turn) and begun_place < len(begun) and turn[place] == begun[begun_place]:
+        place, begun_place = place + 1, begun_place + 1
+    return place, begun_place
 
 
 def _sequence(total: int, place: int, seed: int) -> Iterator[int]:

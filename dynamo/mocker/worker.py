@@ -83,7 +83,7 @@ def make_plan(
         model,
         settings.model_name or model.name,
         ModelType.Prefill if shape.prefill_only else api_types(settings.endpoint_types),
-        settings.endpoint or f"{runtime.namespace}{suffix}.{component}.generate",
+        settings.endpoint_or(f"{runtime.namespace}{suffix}.{component}.generate"),
         _script(mocker, model),
     )
 
@@ -118,7 +118,9 @@ class MockerWorker:
         )
         if plan.mocker.enable_sleep_mode:
             self.control.install(runtime)
-        self.service = MockerService(self.ranks, admission, plan.mocker.reply, plan.script)
+        self.service = MockerService(
+            self.ranks, admission, plan.mocker.reply, plan.script, plan.mocker.fatal_seed
+        )
 
     async def serve(self) -> None:
         """Serve until the worker has drained. Raises the error of a rank that fails."""

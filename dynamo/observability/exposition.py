@@ -8,34 +8,66 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
-__all__ = ["AppendedMetrics", "SampleLabels", "encode", "plain_number"]
+__all__ = ["AppendedMetrics", "PageEncoder", "SampleLabels", "plain_number"]
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger(__name__)
+_EOF = b"# EOF\n"
 _ESCAPING = re.compile(r";\s*escaping=[^;,]*")
 _FRACTION = re.compile(r"\.0$", re.MULTILINE)
 _EXPONENT = re.compile(r" (-?\d\S*e[-+]\d+)$", re.MULTILINE)
 
 
-def encode(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, str]:
-    """Body and content type of a scrape with this ``Accept`` header: OpenMetrics or plain text."""
-    try:
-        encoder, content_type = choose_encoder(_ESCAPING.sub("", accept))
-    except TypeError:  # a version that is not made of numbers
-        encoder, content_type = generate_latest, TEXT
-    if content_type.startswith("text/plain"):
-        return _dynamo_text(encoder(registry).decode()).encode(), content_type
-    # Names of Dynamo need no escaping. UTF-8 is the cheapest scheme for OpenMetrics: the others go
-    # through each name character by character, which doubles the time.
-    return encoder(registry, escaping=ALLOWUTF8), content_type  # type: ignore[call-arg]
+class PageEncoder:
+    """Writes a scrape with this ``Accept`` header part by part: OpenMetrics or plain text."""
+
+    def __init__(self, accept: str = "") -> None:
+        try:
+            encoder, content_type = choose_encoder(_ESCAPING.sub("", accept))
+        except TypeError:  # a version that is not made of numbers
+            encoder, content_type = generate_latest, TEXT
+        self.content_type: str = content_type
+        self._encoder: Callable[..., bytes] = encoder
+        self._is_text = content_type.startswith("text/plain")
+
+    def parts(self, metrics: Iterable[Metric]) -> Iterator[bytes]:
+        """The text of each of ``metrics``, which are parts of one metric: its head comes once."""
+        head = b""
+        for part in metrics:
+            yield self._encode(_Parts(part)).removesuffix(_EOF).removeprefix(head)
+            if not head:
+                head = self._encode(_Parts(Metric(part.name, part.documentation, part.type)))
+                head = head.removesuffix(_EOF)
+
+    def last(self, registry: CollectorRegistry) -> bytes:
+        """The text of ``registry``, and of the end of the page."""
+        return self._encode(registry)
+
+    def _encode(self, registry: CollectorRegistry | _Parts) -> bytes:
+        if self._is_text:
+            return _dynamo_text(self._encoder(registry).decode()).encode()
+        # Names of Dynamo need no escaping. UTF-8 is the cheapest scheme for OpenMetrics: the others
+        # go through each name character by character, which doubles the time.
+        return self._encoder(registry, escaping=ALLOWUTF8)
+
+
+class _Parts:
+    """A metric as a registry, for the encoders of ``prometheus_client``."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterator[Metric]:
+        """The metric."""
+        yield self._metric
 
 
 def _dynamo_text(text: str) -> str:

@@ -8,7 +8,7 @@ A metric is declared once, beside the class that counts it::
     started.value += 1
 
 ``prometheus_client`` would spend 1-2 µs on an increment or observation; it renders here, from the
-families that :meth:`Registry.collect` builds at a scrape.
+parts that :meth:`Registry.slices` builds at a scrape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from prometheus_client import CollectorRegistry, GCCollector, Metric, ProcessCol
 from prometheus_client.samples import Sample
 
 from dynamo._fast.histogram import Histogram
-from dynamo.observability.exposition import AppendedMetrics, SampleLabels, encode, plain_number
+from dynamo.observability.exposition import (
+    AppendedMetrics,
+    PageEncoder,
+    SampleLabels,
+    plain_number,
+)
 
 __all__ = [
     "DEFAULT_FRONTEND_PREFIX",
@@ -40,6 +45,7 @@ __all__ = [
 ]
 
 DEFAULT_FRONTEND_PREFIX = "dynamo_frontend"
+_PART = 500  # samples, in about 1 ms
 
 # Buckets of the frontend that the router's histograms share.
 ISL_BUCKETS = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
@@ -157,24 +163,32 @@ class Family(dict[tuple[str, ...], C]):
         self.pop(values, None)
         self._labels.pop(values, None)
 
-    def metric(self) -> Metric:
-        """The family as ``prometheus_client`` has it. O(samples)."""
-        metric = Metric(
-            self.name.removesuffix("_total") if self._type == "counter" else self.name,
-            self.spec.help,
-            self._type,
-        )
+    def metrics(self) -> Iterator[Metric]:
+        """The family as ``prometheus_client`` has it, in parts of some ``_PART`` samples.
+
+        Children may come and go between two parts; the samples of one child are of one time.
+        """
+        part = self._empty()
         for values, child in list(self.items()):
+            if len(part.samples) >= _PART:
+                yield part
+                part = self._empty()
             labels = self._labels.get(values)
             if labels is None:
-                labels = self._labels[values] = self._sample_labels(values)
+                labels = self._sample_labels(values)
+                if values in self:
+                    self._labels[values] = labels
             if isinstance(child, Histogram):
-                metric.samples += _histogram_samples(self.name, labels, child)
+                part.samples += _histogram_samples(self.name, labels, child)
             else:
                 function = child.function if isinstance(child, Gauge) else None
                 value = child.value if function is None else function()
-                metric.samples.append(Sample(self.name, labels[0], value))
-        return metric
+                part.samples.append(Sample(self.name, labels[0], value))
+        yield part
+
+    def _empty(self) -> Metric:
+        name = self.name.removesuffix("_total") if self._type == "counter" else self.name
+        return Metric(name, self.spec.help, self._type)
 
     def _sample_labels(self, values: tuple[str, ...]) -> tuple[SampleLabels, ...]:
         """The labels of each sample of a child: of its buckets, then of its sum or value."""
@@ -210,10 +224,9 @@ class Registry:
         self.before_render: list[Callable[[], None]] = []
         self.appended = AppendedMetrics()
         self._families: dict[str, Family[Counter] | Family[Gauge] | Family[Histogram]] = {}
-        self._collectors = CollectorRegistry()
-        self._collectors.register(self)
-        ProcessCollector(registry=self._collectors)
-        GCCollector(registry=self._collectors)
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        GCCollector(registry=self._process)
 
     def family(self, spec: MetricSpec[C], prefix: str = DEFAULT_FRONTEND_PREFIX) -> Family[C]:
         """The family of ``spec``, made on first use."""
@@ -227,23 +240,36 @@ class Registry:
         """The child of ``spec`` for these label values."""
         return self.family(spec)[values]
 
-    def collect(self) -> Iterator[Metric]:
-        """Every family that has children, for ``prometheus_client``."""
+    def forget(self, label: str, value: str) -> None:
+        """Remove the gauges whose ``label`` has ``value``: what they show exists no more."""
+        for family in self._families.values():
+            if family.spec.kind is Gauge and label in family.spec.labels:
+                place = family.spec.labels.index(label)
+                for values in [one for one in family if one[place] == value]:
+                    family.remove(*values)
+
+    def slices(self, accept: str) -> tuple[Iterator[bytes], str]:
+        """The parts of a scrape with this ``Accept`` header, and its content type.
+
+        Each part takes about 1 ms, so that an event loop can serve others between two. With metrics
+        of an engine the text format answers every scrape: theirs is text.
+        """
+        encoder = PageEncoder("" if self.appended.sources else accept)
+        return self._slices(encoder), encoder.content_type
+
+    def _slices(self, encoder: PageEncoder) -> Iterator[bytes]:
         for bring_up_to_date in self.before_render:
             bring_up_to_date()
         for family in list(self._families.values()):
             if family:
-                yield family.metric()
+                yield from encoder.parts(family.metrics())
+        last = encoder.last(self._process)
+        yield self.appended.after(last) if self.appended.sources else last
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Body and content type of a scrape with this ``Accept`` header. O(samples).
-
-        With metrics of an engine the text format answers every scrape: theirs is text.
-        """
-        if not self.appended.sources:
-            return encode(self._collectors, accept)
-        body, content_type = encode(self._collectors, "")
-        return self.appended.after(body), content_type
+        """Body and content type of a scrape with this ``Accept`` header. O(samples)."""
+        slices, content_type = self.slices(accept)
+        return b"".join(slices), content_type
 
     def register_prometheus_expfmt_callback(self, callback: Callable[[], str]) -> None:
         """Append the text of ``callback()``, in Prometheus's format, to every scrape.

@@ -20,10 +20,10 @@ from dynamo.planner.connector import (
 )
 from dynamo.planner.observation import Pool
 from dynamo.planner.scaled_model import InFlight, gpus_per_worker, pool_of
+from dynamo.serve.gpus import fits
 
 __all__ = ["OnAction", "WorkerAction", "WorkerActions"]
 
-_ROUNDING = 1e-6
 log = logging.getLogger(__name__)
 
 
@@ -147,7 +147,7 @@ class WorkerActions:
             mine = [one for one in services.values() if self._is_scaled(one)]
             limit, wanted = self._settings.max_gpu_budget, gpus_per_worker(service, self._settings)
             held = sum(self._pool(one, admitted=True).gpus for one in mine)
-            if held + wanted > limit + _ROUNDING:
+            if not fits(limit - held, wanted):
                 raise ActionFailed(
                     f"it needs {wanted:g} GPUs, and {held:g} of --max-gpu-budget {limit} are in use"
                 )

@@ -35,7 +35,8 @@ class ScaledService:
     """A service of the graph whose workers the planner may add and remove.
 
     ``pool`` is ``decode`` (aggregated workers, too) or ``prefill``. The template is not a worker:
-    a service without workers has an empty ``workers``.
+    a service without workers has an empty ``workers``. A worker counts ``gpus_per_worker`` in the
+    budget, and gets ``assigned`` GPUs: 0 if none are assigned.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ScaledService:
     pool: str
     gpus_per_worker: float
     workers: tuple[ScaledWorker, ...] = ()
+    assigned: float = 0.0
     minimum: int | None = None
     maximum: int | None = None
     priority: int = 0

@@ -14,6 +14,7 @@ from dynamo.protocols.control import PLANNER
 
 __all__ = ["EXPLAIN", "ExplainReport", "ModelReport", "model_reports", "report_text"]
 
+_DAY_S = 86_400.0
 EXPLAIN = (PLANNER, "explain")
 """Component and endpoint of a running planner, in its namespace."""
 
@@ -37,6 +38,7 @@ class ExplainReport(msgspec.Struct, frozen=True, kw_only=True):
     ``running``: a planner answered.
     """
 
+    namespace: str
     running: bool
     models: tuple[ModelReport, ...] = ()
     decisions: tuple[DecisionRecord, ...] = ()
@@ -64,7 +66,8 @@ def _lines(found: ExplainReport) -> Iterator[str]:
     elif found.running:
         yield "no decision yet"
     for record in found.decisions:
-        when = time.strftime("%H:%M:%S", time.localtime(record.at_s))
+        form = "%H:%M:%S" if time.time() - record.at_s < _DAY_S else "%Y-%m-%d %H:%M:%S"
+        when = time.strftime(form, time.localtime(record.at_s))
         yield f"{when}  model {record.model}, policy {record.mode}: {record.ending()}"
         yield from _pools(record)
     for model in found.models:
@@ -76,7 +79,7 @@ def _lines(found: ExplainReport) -> Iterator[str]:
         yield from _pools(now)
     if not found.running:
         last = ": these are the decisions of the last one" if found.decisions else ""
-        yield f"no planner runs in this namespace{last}"
+        yield f"no planner runs in namespace {found.namespace!r}{last}"
 
 
 def _next(model: ModelReport) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.planner.connector import ScaledService
 from dynamo.planner.model_state import ModelState, Pools
 from dynamo.planner.observation import Pool
 from dynamo.planner.policies.base import PoolDecision, ScalingDecision
-from dynamo.planner.sharing import Sharing, SharingLimits, share
+from dynamo.planner.sharing import GpuRoom, Sharing, SharingLimits, share
 from dynamo.planner.zero import (
     ModelDemand,
     TurnClock,
@@ -21,8 +22,9 @@ from dynamo.planner.zero import (
     warm,
 )
 from dynamo.protocols.control import OnDemandModel
+from dynamo.serve.gpus import fits
 
-__all__ = ["DemandSource", "GpuSharing"]
+__all__ = ["DemandSource", "GpuCapacity", "GpuSharing"]
 
 _PATIENCE = 4
 """Minimum residencies after which a waiting model comes before those of higher priority."""
@@ -38,15 +40,23 @@ class DemandSource(Protocol):
         """Let frontends hold the requests of these models, and of no others."""
 
 
+@dataclass(frozen=True, slots=True)
+class GpuCapacity:
+    """The GPUs that all models together may hold, and what fits on them, where it is known."""
+
+    gpus: float
+    room: GpuRoom | None = None
+
+
 class GpuSharing:
-    """Decides once per tick. ``capacity`` returns the GPUs that all models together may hold."""
+    """Decides once per tick. ``capacity`` reads what there is now."""
 
     def __init__(
         self,
         settings: PlannerSettings,
         namespace: str,
         source: DemandSource,
-        capacity: Callable[[], float],
+        capacity: Callable[[], GpuCapacity],
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
@@ -68,21 +78,19 @@ class GpuSharing:
         )
         now_s = self._clock()
         shared = [
-            shared_model(
-                state.model,
-                pools,
-                self._demand(state, now_s),
-                self._turns.serving_s(name, pools[state.model.decode.pool].ready, now_s),
-                state.wanted,
+            replace(
+                shared_model(
+                    state.model,
+                    pools,
+                    self._source.demand(name),
+                    self._turns.serving_s(name, pools[state.model.decode.pool].ready, now_s),
+                    state.wanted,
+                ),
+                pauses=now_s < state.retry_s,
             )
             for name, (state, pools) in models.items()
         ]
         self._plan = share(shared, self._limits())
-
-    def _demand(self, state: ModelState, now_s: float) -> ModelDemand:
-        """Return the demand of a model; after a failed start, others get the GPUs for a while."""
-        found = self._source.demand(state.model.name)
-        return found if now_s >= state.retry_s else replace(found, waiting=0, oldest_s=0.0)
 
     def decision(self, state: ModelState) -> ScalingDecision:
         """Return what to change in the services of a model now."""
@@ -99,10 +107,16 @@ class GpuSharing:
         """Return the GPUs that the policy of ``model`` may give it."""
         return self._plan.limits.get(model, 0.0)
 
-    @property
-    def capacity(self) -> float:
-        """The GPUs that all models together may hold."""
-        return min(self._settings.max_gpu_budget, self._capacity())
+    def has_room(self, service: ScaledService, delta: int, held: float, needed: float) -> bool:
+        """Whether ``delta`` more workers of ``service`` fit now.
+
+        They need ``needed`` GPUs of the budget, of which all models hold ``held``.
+        """
+        capacity = self._capacity()
+        gpus, room = min(self._settings.max_gpu_budget, capacity.gpus), capacity.room
+        if not fits(gpus - held, needed):
+            return False
+        return room is None or not service.assigned or room.count(service.assigned, (), ()) >= delta
 
     def seen(self, pools: Pools) -> dict[str, Pool]:
         """Return ``pools`` as the policy sees them."""
@@ -113,9 +127,10 @@ class GpuSharing:
         return is_cold(pools)
 
     def _limits(self) -> SharingLimits:
-        settings = self._settings
+        settings, capacity = self._settings, self._capacity()
         return SharingLimits(
-            gpus=self.capacity,
+            gpus=min(settings.max_gpu_budget, capacity.gpus),
+            room=capacity.room,
             idle_timeout_s=settings.idle_timeout_s,
             residency_s=settings.min_residency_s,
             patience_s=_PATIENCE * settings.min_residency_s,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
@@ -26,6 +27,14 @@ __all__ = ["ScalingLoop"]
 
 _EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """Why changes of a decision were not tried, and why others ``failed``, by pool."""
+
+    postponed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 class ScalingLoop:
@@ -222,6 +231,7 @@ class ScalingLoop:
             if not self._models[name].is_busy:
                 log.info("model %s has no services any more", name)
                 del self._models[name]
+                self._observers.forgotten(name)
         for name, model in models.items():
             state = self._models.get(name)
             if state is None or (state.model.prefill is None) != (model.prefill is None):
@@ -268,8 +278,7 @@ class ScalingLoop:
         if self._stopped.is_set() or self._paused:  # in the meantime
             state.applied(made, [pool.pool for pool in made.pools])
             return
-        # Only what it adds: a worker that a person removes later must not come back at once.
-        state.wanted = {one.pool: one.wanted for one in record.pools if one.wanted > one.before}
+        state.wanted = {}
         self._execute(state, made, seen, record)
 
     def _execute(
@@ -297,43 +306,52 @@ class ScalingLoop:
     ) -> None:
         state.pending.append(record)
         started_s = self._clock()
-        errors: dict[str, str] = {}
+        outcome = _Outcome()
         try:
-            await self._carry_out(state, record, errors)
+            await self._carry_out(state, record, outcome)
             await self._refresh()
         finally:
+            errors = {**outcome.postponed, **outcome.failed}
             state.pending.remove(record)
             state.applied(made, errors.keys())
-            state.changed(bool(errors), self._clock())
+            if outcome.failed or not outcome.postponed:
+                state.changed(bool(outcome.failed), self._clock())
             after = {name: pool.workers for name, pool in self._pools(state.model).items()}
             self._observers.finished(record.finished(after, self._clock() - started_s, errors))
             if self._sharing is not None:
                 self.wake()  # another model may wait for the GPUs that are free now
 
     async def _carry_out(
-        self, state: ModelState, record: DecisionRecord, errors: dict[str, str]
+        self, state: ModelState, record: DecisionRecord, outcome: _Outcome
     ) -> None:
         """Start all changes at once; with a blocking policy after its removals, which free GPUs."""
         changes = list(record.pools)
         if state.policy.blocking:
             for change in changes:
                 if change.wanted < change.before:
-                    await self._change(state, change, errors)
+                    await self._change(state, change, outcome)
             changes = [change for change in changes if change.wanted > change.before]
         async with asyncio.TaskGroup() as group:
             for change in changes:
-                group.create_task(self._change(state, change, errors))
+                group.create_task(self._change(state, change, outcome))
 
-    async def _change(self, state: ModelState, change: PoolChange, errors: dict[str, str]) -> None:
+    async def _change(self, state: ModelState, change: PoolChange, outcome: _Outcome) -> None:
         service, delta = state.model.service(change.pool), change.wanted - change.before
         if service is None or not delta:
             return
         problem = self._actions.conflict(service.name, delta)
+        pause_s = state.retry_s - self._clock()
+        if not problem and delta > 0 and pause_s > 0:
+            problem = f"the last change has failed; the next one may begin in {pause_s:.0f} s"
         if not problem and self._waits_for_gpus(service, delta):
             problem = "it waits for GPUs of other models"
-        problem = problem or await self._actions.begin(service, delta)
+            # Only this: what it adds now must not be added again when it is lost, by a person
+            # or because it cannot start.
+            state.wanted[change.pool] = change.wanted
         if problem:
-            errors[change.pool] = problem
+            outcome.postponed[change.pool] = problem
+        elif problem := await self._actions.begin(service, delta):
+            outcome.failed[change.pool] = problem
 
     def _waits_for_gpus(self, service: ScaledService, delta: int) -> bool:
         """Whether other models are to give up GPUs first; the sharing adds the workers then."""
@@ -343,4 +361,4 @@ class ScalingLoop:
             one for state in self._models.values() for one in state.model.services
         )
         needed = delta * self._actions.pool(service).gpus_per_worker
-        return held + needed > self._sharing.capacity
+        return not self._sharing.has_room(service, delta, held, needed)

@@ -105,6 +105,11 @@ class PlannerMetrics:
     def acted(self, action: WorkerAction) -> None:
         """See :class:`LoopObserver`."""
 
+    def forgotten(self, model: str) -> None:
+        """See :class:`LoopObserver`."""
+        self._registry.forget("model", model)
+        self._counted_s.pop(model, None)
+
     def _gauge(self, model: str, name: str) -> Gauge:
         return self._registry.child(_BY_NAME[name], self._namespace, model)
 

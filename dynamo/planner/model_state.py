@@ -29,8 +29,8 @@ _LONGEST_PAUSE_S = 60.0
 class ModelState:
     """``model`` as the connector lists it now, and the ``pulls`` since the last decision.
 
-    ``wanted`` has the workers of the pools that the last decision of its policy enlarges. Before
-    ``retry_s`` its waiting requests start nothing: the last change has failed.
+    ``wanted`` has the workers of the pools that the last decision of its policy enlarges once other
+    models have given up GPUs. Before ``retry_s`` nothing is started: the last change has failed.
 
     A policy that ``needs_traffic`` is not asked while a frontend's metrics are missing: the traffic
     would look as if it had ended.

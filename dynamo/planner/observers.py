@@ -32,6 +32,9 @@ class LoopObserver(Protocol):
     def acted(self, action: WorkerAction) -> None:
         """A worker was added or removed, or could not be."""
 
+    def forgotten(self, model: str) -> None:
+        """The graph no longer has the model."""
+
 
 class Observers:
     """Calls several observers, in order."""
@@ -63,3 +66,8 @@ class Observers:
         """See :class:`LoopObserver`."""
         for observer in self._all:
             observer.acted(action)
+
+    def forgotten(self, model: str) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.forgotten(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING, ScaledService
@@ -51,16 +51,23 @@ def models_of(services: Iterable[ScaledService], only: str | None) -> dict[str, 
     """Return the models, ``only`` this one if given; those with a higher priority first.
 
     One service of a pool is scaled: the one with the highest priority, then the first by name.
+    Prefill workers without a ``min`` of their own follow decode workers to zero.
     """
     pools: dict[str, dict[str, ScaledService]] = {}
     for service in sorted(services, key=lambda one: (-one.priority, one.name)):
         if only is None or service.model == only:
             pools.setdefault(service.model, {}).setdefault(service.pool, service)
     return {
-        name: ScaledModel(name, found[DECODE], found.get(PREFILL))
+        name: ScaledModel(name, found[DECODE], _beside(found[DECODE], found.get(PREFILL)))
         for name, found in pools.items()
         if DECODE in found
     }
+
+
+def _beside(decode: ScaledService, prefill: ScaledService | None) -> ScaledService | None:
+    if prefill is None or prefill.minimum is not None or decode.minimum != 0:
+        return prefill
+    return replace(prefill, minimum=0)
 
 
 def left_out(services: Iterable[ScaledService], models: Iterable[ScaledModel]) -> list[str]:

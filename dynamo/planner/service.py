@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from dynamo.box.actions.access import read_deployment
 from dynamo.box.actions.engine_controls import RemoteEngines
 from dynamo.box.planner_file import PLANNER_FILE
 from dynamo.config.planner import PlannerSettings
@@ -35,7 +36,7 @@ from dynamo.planner.state_file import StateFile
 from dynamo.planner.tensorboard import TensorboardLog, default_log_dir
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file
-from dynamo.runtime.paths import private_dir, run_dir, state_dir
+from dynamo.runtime.paths import private_dir, run_dir, state_dir, state_path
 from dynamo.runtime.stop_signals import StopSignals
 from dynamo.serve.statefile import FileLock, Statefile
 
@@ -51,6 +52,8 @@ async def run_planner(settings: PlannerSettings, runtime_settings: RuntimeSettin
 
     Raises ConfigError without a deployment, or if another planner scales it.
     """
+    # First: a runtime makes the directories of its namespace.
+    read_deployment(Statefile(state_path(runtime_settings), runtime_settings.namespace))
     runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
     try:
         engines = RemoteEngines(runtime, runtime.system.shutdown_timeout_s)
@@ -88,6 +91,9 @@ class DecisionWriter:
             self._failed = True
 
     def acted(self, action: WorkerAction) -> None:
+        """See :class:`LoopObserver`."""
+
+    def forgotten(self, model: str) -> None:
         """See :class:`LoopObserver`."""
 
 

@@ -12,10 +12,16 @@ models, a claim waits at most ``patience_s`` and N turns of a residency, a drain
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from dynamo.serve.gpus import fits
 
 __all__ = [
+    "GpuRoom",
     "ServiceChange",
     "SharedModel",
     "SharedService",
@@ -24,12 +30,25 @@ __all__ = [
     "share",
 ]
 
-_ROUNDING = 1e-6
+_Source: TypeAlias = "tuple[SharedService, str]"
+"""A service that may give up a worker, and the reason."""
+
+
+class GpuRoom(Protocol):
+    """The GPUs one by one: free halves of two GPUs are not a whole one, and a stopped watcher
+    keeps its own."""
+
+    def count(self, gpus: float, beside: Sequence[float], without: Collection[str]) -> int:
+        """Return how many workers of ``gpus`` each fit ``beside`` others of these sizes.
+
+        ``without``: as if these workers held none.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingLimits:
-    """The options of sharing, in seconds; ``gpus`` bounds what all models hold together.
+    """The options of sharing, in seconds; ``gpus`` bounds what all models hold together, and
+    ``room`` what fits on the GPUs, where it is known.
 
     ``idle_timeout_s``: without requests for so long, a model drops to its minimum.
     ``yield_idle_s``: without requests for so long, it gives up workers to a model that needs them.
@@ -38,6 +57,7 @@ class SharingLimits:
     """
 
     gpus: float
+    room: GpuRoom | None = None
     idle_timeout_s: float
     yield_idle_s: float = 2.0
     residency_s: float = 30.0
@@ -46,7 +66,12 @@ class SharingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedService:
-    """One service of a model. ``wanted`` is what its policy wants; None: what it has."""
+    """One service of a model. ``wanted`` is what its policy wants; None: what it has.
+
+    ``assigned`` GPUs are those that a worker gets; 0: none. ``serving`` are the names of its
+    workers, the next to be removed first, ``leaving`` those that drain; ``unplaced`` more are about
+    to get their GPUs.
+    """
 
     name: str
     gpus_per_worker: float
@@ -55,6 +80,10 @@ class SharedService:
     draining: int = 0
     minimum: int = 0
     wanted: int | None = None
+    assigned: float = 0.0
+    serving: Sequence[str] = ()
+    leaving: Sequence[str] = ()
+    unplaced: int = 0
 
     @property
     def workers(self) -> int:
@@ -72,7 +101,8 @@ class SharedModel:
     """One model: its decode service, then its prefill service if it has one.
 
     ``waiting`` requests have no worker, the oldest for ``oldest_s``. There were no requests for
-    ``idle_s``; None if that is unknown. Its first worker has served for ``serving_s``.
+    ``idle_s``; None if that is unknown. Its first worker has served for ``serving_s``. ``pauses``:
+    its last start has failed, and nothing is started for a while.
     """
 
     name: str
@@ -82,6 +112,7 @@ class SharedModel:
     oldest_s: float = 0.0
     idle_s: float | None = None
     serving_s: float = 0.0
+    pauses: bool = False
 
     @property
     def decode(self) -> SharedService:
@@ -90,8 +121,8 @@ class SharedModel:
 
     @property
     def is_cold(self) -> bool:
-        """Whether requests wait and no worker serves or starts."""
-        return self.waiting > 0 and not self.decode.workers
+        """Whether requests wait, no worker serves or starts, and one may be started."""
+        return self.waiting > 0 and not self.decode.workers and not self.pauses
 
     def has_been_idle(self, seconds: float) -> bool:
         """Whether it is known to have had no request for ``seconds``."""
@@ -125,14 +156,75 @@ def share(models: Sequence[SharedModel], limits: SharingLimits) -> Sharing:
         if model.is_cold:
             round_.claim(model, model.decode)
     for model in sorted(models, key=round_.rank):
-        if not model.is_cold:
+        if not model.is_cold and not model.pauses:
             round_.complete(model)
             round_.grow(model)
     return round_.result()
 
 
+class _Gpus:
+    """The GPUs that are ``free``, in the budget and one by one, and those that will be soon."""
+
+    def __init__(self, services: Sequence[SharedService], limits: SharingLimits) -> None:
+        self.free = limits.gpus - sum(service.held for service in services)
+        self._leaving = sum(one.draining * one.gpus_per_worker for one in services)
+        self._room = limits.room
+        self._taken = [one.assigned for one in services for _ in range(one.unplaced)]
+        self._exiting = [name for service in services for name in service.leaving]
+        self._given_up = Counter[str]()
+
+    def have(self, service: SharedService, sources: Sequence[SharedService] | None = None) -> bool:
+        """Whether there are GPUs for one more worker of ``service``.
+
+        Without ``sources`` now, else when a worker of each of them has exited, and all that leave.
+        """
+        free, without = self.free, []
+        if sources is not None:
+            free += self._leaving + sum(one.gpus_per_worker for one in sources)
+            without = [*self._exiting, *self._next(Counter(one.name for one in sources), sources)]
+        return fits(free, service.gpus_per_worker) and self._count(service, without) > 0
+
+    def take(self, service: SharedService) -> None:
+        """Count one more worker of ``service``."""
+        self.free -= service.gpus_per_worker
+        self._taken.append(service.assigned)
+
+    def wait_for(self, service: SharedService, reserve: bool) -> None:
+        """Let a worker of ``service`` have what leaves; ``reserve``: and what is free now."""
+        missing = max(0.0, service.gpus_per_worker - self.free)
+        self._leaving = max(0.0, self._leaving - missing)
+        if reserve:
+            self.free = 0.0
+            self._taken.append(service.assigned)
+
+    def give_up(self, service: SharedService, count: int) -> None:
+        """Count ``count`` workers of ``service`` as leaving."""
+        self._leaving += count * service.gpus_per_worker
+        self._exiting += self._next(Counter({service.name: count}), [service])
+        self._given_up[service.name] += count
+
+    def spare(self, services: Sequence[SharedService]) -> float:
+        """Return the free GPUs that workers of ``services`` can use."""
+        usable = max(self._count(one, ()) * one.gpus_per_worker for one in services)
+        return max(0.0, min(self.free, usable))
+
+    def _count(self, service: SharedService, without: Collection[str]) -> float:
+        """Return how many workers fit on the GPUs; infinitely many where that is not known."""
+        if self._room is None or not service.assigned:
+            return math.inf
+        return self._room.count(service.assigned, self._taken, without)
+
+    def _next(self, counts: Mapping[str, int], services: Iterable[SharedService]) -> list[str]:
+        """Return the names of the next workers to be removed, so many of each service."""
+        names: list[str] = []
+        for service in {one.name: one for one in services}.values():
+            first = self._given_up[service.name]
+            names += service.serving[first : first + counts[service.name]]
+        return names
+
+
 class _Round:
-    """One call of :func:`share`. ``_free`` GPUs are left, ``_leaving`` ones will be soon."""
+    """One call of :func:`share`."""
 
     def __init__(self, models: Sequence[SharedModel], limits: SharingLimits) -> None:
         self._models = models
@@ -140,8 +232,7 @@ class _Round:
         services = [service for model in models for service in model.services]
         self._workers = {service.name: service.workers for service in services}
         self._rules: dict[str, str] = {}
-        self._free = limits.gpus - sum(service.held for service in services)
-        self._leaving = sum(one.draining * one.gpus_per_worker for one in services)
+        self._gpus = _Gpus(services, limits)
 
     def rank(self, model: SharedModel) -> tuple[bool, float, float, str]:
         """The order of claims: those that are out of patience, then by priority and age."""
@@ -159,21 +250,20 @@ class _Round:
 
     def claim(self, model: SharedModel, service: SharedService) -> None:
         """Get the first worker of a model whose requests wait, from others if need be."""
-        if self._start(service, 1, f"{model.waiting} requests wait for a worker"):
+        if self._start(service, f"{model.waiting} requests wait for a worker"):
             return
-        missing = service.gpus_per_worker - self._free
-        enough = self._reclaim(model, missing - self._leaving)
-        if enough or self._is_late(model):
+        late = self._is_late(model)
+        sources = [*self._idle(model), *self._surplus(model, late), *self._last(model, late)]
+        if self._take(sources, service) or late:
             # Reserved: no later claim gets what is free, or is about to be.
-            self._free = 0.0
-            self._leaving = max(0.0, self._leaving - missing)
+            self._gpus.wait_for(service, reserve=True)
 
     def complete(self, model: SharedModel) -> None:
         """Start a prefill worker behind the first decode worker, with GPUs that are free."""
         for service in model.services[1:]:
             used = self._workers[model.decode.name] and not self._is_idle(model)
             if used and not service.workers:
-                self._start(service, 1, "the model has a decode worker and no prefill worker")
+                self._start(service, "the model has a decode worker and no prefill worker")
 
     def grow(self, model: SharedModel) -> None:
         """Add the workers that a policy wants, one at a time, from idle models and those of lower
@@ -183,10 +273,9 @@ class _Round:
         for service in model.services:
             if (service.wanted or 0) <= self._workers[service.name]:
                 continue
-            if not self._start(service, 1, "its policy wants it, and GPUs are free now"):
-                missing = service.gpus_per_worker - self._free
-                self._take(self._spare_of_others(model), missing - self._leaving)
-                self._leaving = max(0.0, self._leaving - missing)
+            if not self._start(service, "its policy wants it, and GPUs are free now"):
+                self._take(self._spare_of_others(model), service)
+                self._gpus.wait_for(service, reserve=False)
 
     def result(self) -> Sharing:
         """Return the changes of this round."""
@@ -205,23 +294,21 @@ class _Round:
             for service in model.services
             if self._workers[service.name] != service.workers
         ]
-        spare = max(0.0, self._free)
         limits = {
             model.name: sum(one.held for one in model.services)
-            + spare
+            + self._gpus.spare(model.services)
             + sum(one.gpus_per_worker for one, _ in self._spare_of_others(model))
             for model in self._models
         }
         return Sharing(changes=changes, limits=limits)
 
-    def _start(self, service: SharedService, count: int, rule: str) -> bool:
-        """Add ``count`` workers if their GPUs are free."""
-        needed = count * service.gpus_per_worker
-        if needed > self._free + _ROUNDING:
+    def _start(self, service: SharedService, rule: str) -> bool:
+        """Add a worker if its GPUs are free."""
+        if not self._gpus.have(service):
             return False
-        self._workers[service.name] += count
+        self._workers[service.name] += 1
         self._rules[service.name] = rule
-        self._free -= needed
+        self._gpus.take(service)
         return True
 
     def _is_given_up(self, model: SharedModel) -> bool:
@@ -233,13 +320,23 @@ class _Round:
     def _is_late(self, model: SharedModel) -> bool:
         return model.is_cold and model.oldest_s >= self._limits.patience_s
 
-    def _reclaim(self, model: SharedModel, missing: float) -> bool:
-        """Have others give up ``missing`` GPUs for ``model``, or nothing if that is not enough."""
-        late = self._is_late(model)
-        sources = [*self._idle(model), *self._surplus(model, late), *self._last(model, late)]
-        if sum(one.gpus_per_worker for one, _ in sources) < missing - _ROUNDING:
-            return False
-        self._take(sources, missing)
+    def _take(self, sources: Sequence[_Source], service: SharedService) -> bool:
+        """Have the first ``sources`` that suffice give up a worker each for one of ``service``.
+
+        If all of them are not enough, none does.
+        """
+        chosen: list[_Source] = []
+        rest = list(sources)
+        while not self._gpus.have(service, [one for one, _ in chosen]):
+            if not rest:
+                return False
+            chosen.append(rest.pop(0))
+        for source in list(chosen):  # that is not needed beside those after it
+            others = [one for one in chosen if one is not source]
+            if self._gpus.have(service, [one for one, _ in others]):
+                chosen = others
+        for one, rule in chosen:
+            self._give_up(one, self._workers[one.name] - 1, rule)
         return True
 
     def _spare_of_others(self, model: SharedModel) -> list[tuple[SharedService, str]]:
@@ -252,18 +349,11 @@ class _Round:
         ]
         return [*idle, *self._surplus(model, late=False, below=True)]
 
-    def _take(self, sources: Iterable[tuple[SharedService, str]], missing: float) -> None:
-        for service, rule in sources:
-            if missing <= _ROUNDING:
-                return
-            self._give_up(service, self._workers[service.name] - 1, rule)
-            missing -= service.gpus_per_worker
-
     def _give_up(self, service: SharedService, workers: int, rule: str) -> None:
         fewer = self._workers[service.name] - workers
         self._workers[service.name] = workers
         self._rules[service.name] = rule
-        self._leaving += fewer * service.gpus_per_worker
+        self._gpus.give_up(service, fewer)
 
     def _idle(self, model: SharedModel) -> Iterator[tuple[SharedService, str]]:
         """Workers of idle models, of the longest idle one first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -19,7 +20,10 @@ from dynamo.serve.statefile import Statefile
 __all__ = ["LiveSources", "MetricSources", "prefill_slots"]
 
 _STALE_INTERVALS = 3
+_SILENT_INTERVALS = 2
+"""Adjustment intervals after which the traffic is counted without a frontend that hangs."""
 _STALE_S = 3.5  # workers and frontends repeat their reports every second
+log = logging.getLogger(__name__)
 
 
 class MetricSources(Protocol):
@@ -51,7 +55,10 @@ class LiveSources:
         stale_s = max(_STALE_S, _STALE_INTERVALS * settings.metric_pulling_interval_s)
         self._reports = WorkerReports(runtime, stale_s, clock)
         self._pages = FrontendPages(statefile)
-        self._traffic = TrafficCounter(time.time(), clock())
+        self._clock = clock
+        self._traffic = TrafficCounter(
+            time.time(), clock(), _SILENT_INTERVALS * settings.adjustment_interval_s
+        )
 
     async def start(self) -> None:
         """Follow the workers' model cards."""
@@ -73,7 +80,11 @@ class LiveSources:
 
     async def read_frontends(self) -> None:
         """See :class:`MetricSources`."""
-        self._traffic.add(*await self._pages.read())
+        before = self._traffic.ignored
+        pages, missing = await self._pages.read()
+        self._traffic.add(pages, missing, self._clock())
+        for url in self._traffic.ignored - before:
+            log.warning("frontend %s still does not answer; traffic is counted without it", url)
 
     def traffic(self, model: str, now_s: float, *, ends: bool) -> Traffic:
         """See :class:`MetricSources`."""

@@ -95,6 +95,12 @@ class StateFile:
     def acted(self, action: WorkerAction) -> None:
         """See :class:`LoopObserver`."""
 
+    def forgotten(self, model: str) -> None:
+        """See :class:`LoopObserver`."""
+        self._models.pop(model, None)
+        self._on_demand.discard(model)
+        self.write()
+
     def write(self) -> None:
         """Write the file if something has changed since; a failure is logged once.
 

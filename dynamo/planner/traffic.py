@@ -31,6 +31,8 @@ _NAMES = (
 _GAUGES = (_QUEUED, _ACTIVE)
 _START_TIME = "process_start_time_seconds"
 _PROCESSES = 64
+_ALL = ""
+"""In place of the addresses that are missing where no frontend answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +72,36 @@ class TrafficCounter:
     """Adds up the counters of all frontends; :meth:`take` returns what an interval had.
 
     A process that started after ``since`` (Unix time) counts from 0. Of an older one only the
-    requests after its first page are traffic. ``now_s`` is the planner's clock.
+    requests after its first page are traffic. ``now_s`` is the planner's clock. A frontend that
+    does not answer for ``patience_s`` is ``ignored`` until it does: the others are all traffic.
     """
 
-    def __init__(self, since: float, now_s: float) -> None:
+    def __init__(self, since: float, now_s: float, patience_s: float) -> None:
+        self.ignored: frozenset[str] = frozenset()
         self._since = since
         self._start_s = now_s
+        self._patience_s = patience_s
+        self._silent_since_s: dict[str, float] = {}
         self._pages: dict[tuple[str, float], FrontendPage] = {}
         self._totals: dict[str, Counts] = {}
         self._gauges: dict[str, Counts] = {}
-        self._missing = True
+        self._missing = frozenset({_ALL})
         self._missed = 0
         self._marks: dict[str, _Mark] = {}
 
-    def add(self, pages: Mapping[str, FrontendPage], missing: Collection[str]) -> None:
+    def add(
+        self, pages: Mapping[str, FrontendPage], missing: Collection[str], now_s: float
+    ) -> None:
         """Add a round of ``pages`` by address; the frontends ``missing`` did not answer."""
-        self._missing = bool(missing) or not pages
-        is_partial = self._missing
+        were_ignored = self.ignored
+        self.ignored = self._silent(missing, now_s)
+        self._missing = frozenset(self._silent_since_s) if pages else frozenset({_ALL})
+        is_partial = bool(self._missing - self.ignored)
         self._gauges = {}
         for address, page in pages.items():
             before = self._replace((address, page.started_at), page)
+            if address in were_ignored:
+                before = None  # what it has counted since then is not this interval's
             is_partial |= before is None
             for model, counts in page.models.items():
                 old = before.get(model, {}) if before is not None else counts
@@ -103,8 +115,7 @@ class TrafficCounter:
         """Return the traffic of ``model`` since the last call, and begin its next interval."""
         traffic = self.peek(model, now_s)
         totals = dict(self._totals.get(model, {}))
-        # Requests of a frontend that is missing now arrive in the next interval's counts.
-        self._marks[model] = _Mark(now_s, totals, self._missed - self._missing)
+        self._marks[model] = _Mark(now_s, totals, self._missed, self._missing)
         return traffic
 
     def peek(self, model: str, now_s: float) -> Traffic:
@@ -126,8 +137,15 @@ class TrafficCounter:
             request_s=_mean(counts, _DURATION),
             queued=round(gauges.get(_QUEUED, 0)),
             inflight=round(gauges.get(_ACTIVE, 0)),
-            known=self._missed == mark.missed,
+            known=self._missed == mark.missed and mark.missing <= self.ignored,
         )
+
+    def _silent(self, missing: Collection[str], now_s: float) -> frozenset[str]:
+        """Return those of ``missing`` that have not answered for too long."""
+        since_s = self._silent_since_s
+        self._silent_since_s = {one: since_s.get(one, now_s) for one in missing}
+        limit_s = now_s - self._patience_s
+        return frozenset(one for one, at_s in self._silent_since_s.items() if at_s <= limit_s)
 
     def _replace(self, key: tuple[str, float], page: FrontendPage) -> Mapping[str, Counts] | None:
         """Store the page; return the counts of the one before, None if they are unknown."""
@@ -142,11 +160,15 @@ class TrafficCounter:
 
 @dataclass(slots=True)
 class _Mark:
-    """The start of an interval: its time, the counts, and the rounds with a missing frontend."""
+    """The start of an interval: its time, the counts, and the rounds with a missing frontend.
+
+    Requests of the frontends ``missing`` then arrive in this interval's counts.
+    """
 
     at_s: float
     totals: Counts = field(default_factory=dict)
     missed: int = 0
+    missing: frozenset[str] = frozenset()
 
 
 def _metric(line: str) -> str:

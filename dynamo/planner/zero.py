@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
 from dynamo.planner.observation import Pool
 from dynamo.planner.policies.base import DECODE, PoolDecision, ScalingDecision
 from dynamo.planner.scaled_model import ScaledModel
@@ -51,8 +52,9 @@ class TurnClock:
 
 
 def is_on_demand(pools: Mapping[str, Pool]) -> bool:
-    """Whether the planner may remove the last worker of the model."""
-    return all(pool.minimum == 0 for pool in pools.values())
+    """Whether the planner may remove the last worker that answers: prefill workers serve nothing
+    without it."""
+    return pools[DECODE].minimum == 0
 
 
 def is_cold(pools: Mapping[str, Pool]) -> bool:
@@ -84,18 +86,7 @@ def shared_model(
 
     ``wanted`` has the workers that its policy wants, by pool.
     """
-    services = [
-        SharedService(
-            name=service.name,
-            gpus_per_worker=pools[service.pool].gpus_per_worker,
-            ready=pools[service.pool].ready,
-            starting=pools[service.pool].starting,
-            draining=pools[service.pool].draining,
-            minimum=pools[service.pool].minimum,
-            wanted=wanted.get(service.pool),
-        )
-        for service in model.services
-    ]
+    services = [_shared(one, pools[one.pool], wanted.get(one.pool)) for one in model.services]
     return SharedModel(
         name=model.name,
         services=services,
@@ -104,6 +95,25 @@ def shared_model(
         oldest_s=demand.oldest_s,
         idle_s=demand.idle_s,
         serving_s=serving_s,
+    )
+
+
+def _shared(service: ScaledService, pool: Pool, wanted: int | None) -> SharedService:
+    serving = [one.name for one in service.workers if one.state in (READY, STARTING)][::-1]
+    leaving = [one.name for one in service.workers if one.state == DRAINING]
+    soon = max(0, pool.draining - len(leaving))  # removals that have just begun
+    return SharedService(
+        name=service.name,
+        gpus_per_worker=pool.gpus_per_worker,
+        ready=pool.ready,
+        starting=pool.starting,
+        draining=pool.draining,
+        minimum=pool.minimum,
+        wanted=wanted,
+        assigned=service.assigned,
+        serving=serving[soon:],
+        leaving=[*leaving, *serving[:soon]],
+        unplaced=max(0, pool.workers - len(serving[soon:])),
     )
 
 

@@ -108,9 +108,7 @@ class StrictMessagesBody(MessagesBody, kw_only=True, forbid_unknown_fields=True)
 class MessagesChatRequest(ChatCompletionRequest, kw_only=True, omit_defaults=True):
     """A request of the Messages API as a chat request.
 
-    ``token_limit`` is its ``max_tokens``, which may exceed the context; ``hides_thinking`` leaves
-    the text of the reasoning out of the answer.
+    ``hides_thinking`` leaves the text of the reasoning out of the answer.
     """
 
-    token_limit: int | None = None
     hides_thinking: bool = False

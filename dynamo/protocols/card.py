@@ -36,7 +36,10 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class RuntimeConfig(msgspec.Struct, omit_defaults=True):
-    """Capacity and abilities of one worker (``ModelRuntimeConfig`` of the public API)."""
+    """Capacity and abilities of one worker (``ModelRuntimeConfig`` of the public API).
+
+    ``kv_event_publishing_enabled`` False: routers predict its cache instead of asking for it.
+    """
 
     total_kv_blocks: Count | None = None
     max_num_seqs: Count | None = None
@@ -46,6 +49,7 @@ class RuntimeConfig(msgspec.Struct, omit_defaults=True):
     data_parallel_size: Ranks = 1
     data_parallel_start_rank: Rank = 0
     enable_local_indexer: bool = True
+    kv_event_publishing_enabled: bool | None = None
     context_length: Tokens | None = None
     enable_eagle: bool = False
     taints: list[str] = []

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Required, TypedDict
 
 import msgspec
 from msgspec import Meta
 
-from dynamo.protocols.codec import Tokens, encode
+from dynamo.errors import EngineFailure, shorten
+from dynamo.protocols.codec import Tokens, decoder, encode
 
 __all__ = [
     "GENERATED_TOKENS",
+    "MAX_OUTPUT_BYTES",
     "TOKEN_PREFIX",
     "CompletionUsage",
     "EngineOutput",
+    "InvalidOutput",
     "MmObject",
     "MmRoutingInfo",
     "OutputOptions",
@@ -22,6 +25,7 @@ __all__ = [
     "Routing",
     "SamplingOptions",
     "StopConditions",
+    "decode_output",
     "with_every_key",
 ]
 
@@ -31,6 +35,12 @@ client but output of a worker that failed. ``max_tokens`` and ``min_tokens`` do 
 
 _TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 _Count = Annotated[int, Meta(ge=0)]
+
+MAX_OUTPUT_BYTES = 1 << 20
+"""Bound on an item of a response without log probabilities: its text is parsed on the loop."""
+
+_MAX_ITEM_TOKENS = 65_536  # 10 ms on the loop
+_MAX_ITEM_LOGPROBS = 1024  # with five alternatives each, 20 ms
 
 TOKEN_PREFIX = encode({"token_ids": [0]})[:-1]
 """An item of a response stream with one token and nothing else, up to the id."""
@@ -155,30 +165,71 @@ class CompletionUsage(msgspec.Struct, omit_defaults=True):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
+if TYPE_CHECKING:
+    _TopLogprob = dict[str, Any]
+else:
+
+    class _TopLogprob(TypedDict, total=False):
+        """A token that could have been at a place of the output, and its log probability."""
+
+        token_id: _TokenId | None
+        token: str | None
+        logprob: Required[float]
+        rank: int | None
+
+
+_TopLogprobs = Annotated[list[list[_TopLogprob]], Meta(max_length=_MAX_ITEM_LOGPROBS)]
+
+
 class EngineOutput(msgspec.Struct, omit_defaults=True):
     """One item of a response stream: new tokens and, in the last item, the reason why it ends.
 
     ``finish_reason`` is one of eos, length, stop, cancelled, content_filter or ``error: text``.
-    Decoding checks that ids are unsigned 32-bit integers and counts are not negative.
+    Decoding checks that ids are unsigned 32-bit integers, counts are not negative, and an item has
+    at most 65,536 tokens, or 1,024 with log probabilities.
 
-    ``top_logprobs`` has one list per token, of objects with ``token_id``, ``logprob`` and ``rank``.
+    ``top_logprobs`` has one list per token.
     ``extra_args["prompt_logprobs"]``, in the first item with tokens, has one entry per token of the
     prompt: null for the first, for the others such a list, with the prompt's own token first.
     ``extra_args["mm_expansions"]``, there too, has for each image the ids that stand for it.
     """
 
-    token_ids: list[_TokenId] = []
+    token_ids: Annotated[list[_TokenId], Meta(max_length=_MAX_ITEM_TOKENS)] = []
     tokens: list[str | None] | None = None
     text: str | None = None
     cum_log_probs: float | None = None
-    log_probs: list[float] | None = None
-    top_logprobs: list[list[dict[str, Any]]] | None = None
+    log_probs: Annotated[list[float], Meta(max_length=_MAX_ITEM_LOGPROBS)] | None = None
+    top_logprobs: _TopLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     index: int | None = None
     completion_usage: CompletionUsage | None = None
     disaggregated_params: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
+
+
+_decode_output = decoder(EngineOutput).decode
+
+
+class InvalidOutput(ValueError):
+    """An item of a response that is no engine output, or too large for one."""
+
+    def at(self, worker_id: int) -> EngineFailure:
+        """Return the error of the request; it names the worker that sent the item."""
+        return EngineFailure(f"worker {worker_id:x} sent an invalid output: {self}")
+
+
+def decode_output(payload: bytes, request: PreprocessedRequest) -> EngineOutput:
+    """Decode an item of the response to ``request``. Raises InvalidOutput."""
+    if len(payload) > MAX_OUTPUT_BYTES:
+        options = request.output_options
+        if options.logprobs is None and options.prompt_logprobs is None:
+            text = f"{len(payload)} bytes exceed {MAX_OUTPUT_BYTES}; send the output in parts"
+            raise InvalidOutput(text)
+    try:
+        return _decode_output(payload)
+    except (ValueError, RecursionError) as error:
+        raise InvalidOutput(shorten(error, 200)) from None
 
 
 def with_every_key(request: Any) -> Any:

@@ -13,9 +13,13 @@ import msgspec
 from msgspec import Meta
 
 __all__ = [
+    "MAX_BAD_WORDS_CHARACTERS",
     "MAX_ECHOED_CHARACTERS",
     "MAX_ECHOED_TOKENS",
+    "MAX_GRAMMAR_CHARACTERS",
     "MAX_PROMPT_LOGPROBS",
+    "MAX_REGEX_CHARACTERS",
+    "MAX_SALT_CHARACTERS",
     "MAX_STOP_CHARACTERS",
     "MAX_STOP_STRINGS",
     "MAX_STOP_TOKEN_IDS",
@@ -40,6 +44,12 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 512
 """Length limit of each stop string."""
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS_CHARACTERS = 32_768
+"""Limit on all bad words together: a worker tokenizes each twice."""
+MAX_REGEX_CHARACTERS = 16_384
+MAX_GRAMMAR_CHARACTERS = 262_144
+"""Limit on a grammar, and on all choices together: the engine compiles them."""
+MAX_SALT_CHARACTERS = 4_096
 MAX_ECHOED_CHARACTERS = 16 << 20
 """Limit on the echoed prompt, over all choices: with ``n`` it is repeated up to 128 times."""
 MAX_ECHOED_TOKENS = 32_768

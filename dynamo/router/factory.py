@@ -6,7 +6,7 @@ from random import Random
 
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
-from dynamo.router.caches.predicted import PredictedCache
+from dynamo.router.caches.predicted import PredictedCache, make_predicted_cache
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.modes import InflightPicker
@@ -29,9 +29,7 @@ def make_predicted(settings: RouterSettings, index: RadixTree | None) -> Predict
     """Return the prediction of caches where events are not followed, else None."""
     if index is None or not settings.predicts:
         return None
-    lru = settings.approximate_cache_policy == "lru"
-    limit = settings.max_index_blocks if lru else settings.max_tree_size
-    return PredictedCache(index, settings.ttl_s, limit, settings.prune_target_ratio, lru)
+    return make_predicted_cache(settings, index)
 
 
 def make_kv_picker(

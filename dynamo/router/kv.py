@@ -22,7 +22,11 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.caches.predicted import PredictedCache, make_optimistic_cache
+from dynamo.router.caches.predicted import (
+    PredictedCache,
+    make_optimistic_cache,
+    make_predicted_cache,
+)
 from dynamo.router.constraints import constraints_of
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, cost_params, overridden
 from dynamo.router.decision_log import log as decision_log
@@ -110,6 +114,8 @@ class KvPicker:
         self._chosen_cost = 0.0
         self._captures = CaptureLimit()
         self.recovering: Collection[int] = ()
+        self._predicts_all = predicted is not None
+        self._settings = settings
         self._index_state = "exact" if predicted is None else "predicted"
         if index is None:
             self._index_state = "none"
@@ -259,18 +265,21 @@ class KvPicker:
         member = self.worker_pool.add(worker_id, config, device_type)
         self._resize()
         self.eligibility.load_changed(worker_id)
+        predicted = self._prediction_of(config)
         for slot in member.slots.values():
-            if self.predicted is not None:
-                self.predicted.add_slot(slot, config.total_kv_blocks)
+            if predicted is not None:
+                predicted.add_slot(slot, config.total_kv_blocks)
             if self.optimistic is not None:
                 self.optimistic.add_slot(slot)
 
     def remove_worker(self, worker_id: int) -> None:
         """Remove a worker, its blocks and the load of its requests."""
-        self.eligibility.forget(worker_id)
-        slots = self.worker_pool.remove(worker_id)
+        # While the index still has the slots: the end of a request may evict its blocks there.
+        slots = self.worker_pool.slots_of(worker_id)
         for request_id in self.active.booked_on(set(slots)):
             self._end(request_id)
+        self.eligibility.forget(worker_id)
+        self.worker_pool.remove(worker_id)
         for slot in slots:
             for owner in (self._copies, self.predicted, self.optimistic):
                 if owner is not None:
@@ -283,6 +292,20 @@ class KvPicker:
         for request_id in stale:
             self.free(request_id)
         return stale
+
+    def _prediction_of(self, config: RuntimeConfig) -> PredictedCache | None:
+        """The prediction of a worker's cache; None where its KV events are followed, or no index.
+
+        Beside workers with events, it is made for the first one without.
+        """
+        if self._predicts_all or self.index is None:
+            return self.predicted
+        if config.kv_event_publishing_enabled is not False:
+            return None
+        if self.predicted is None:
+            self.predicted, self.predicts = make_predicted_cache(self._settings, self.index), True
+            self._hasher = self._hasher._replace(chain=True)
+        return self.predicted
 
     def _weigh(
         self,

@@ -155,10 +155,11 @@ class InflightPicker:
 
     def remove_worker(self, worker_id: int) -> None:
         """Remove a worker and its requests in flight."""
-        self.eligibility.forget(worker_id)
-        slots = set(self.worker_pool.remove(worker_id))
+        slots = set(self.worker_pool.slots_of(worker_id))
         for request_id in [key for key, slot in self._slot_of.items() if slot in slots]:
             self.free(request_id)
+        self.eligibility.forget(worker_id)
+        self.worker_pool.remove(worker_id)
 
     def _prefilled(self, request_id: str, slot: int | None) -> None:
         """Subtract the request's prompt, unless done already; the load of ``slot`` has dropped."""
@@ -167,7 +168,7 @@ class InflightPicker:
             return
         self._prefill[slot] -= tokens
         pool = self.worker_pool
-        if self.eligibility.follows_load and slot < pool.width:  # else the worker was removed
+        if self.eligibility.follows_load and slot < pool.width:  # else the rank was removed
             self.eligibility.load_changed(pool.owners[slot][0])
 
     def _round_robin(self, slots: array[int]) -> int:

@@ -114,15 +114,18 @@ class WorkerPool:
         self._rebuild()
         return member
 
-    def remove(self, worker_id: int) -> list[int]:
-        """Remove the worker and free its slots; return all slots that it ever had."""
-        member = self.members.pop(worker_id, None)
-        if member is None:
-            return []
+    def slots_of(self, worker_id: int) -> list[int]:
+        """Return all slots assigned to the worker, those of removed ranks included."""
+        return list(self._slots.get(worker_id, {}).values())
+
+    def remove(self, worker_id: int) -> None:
+        """Remove the worker and free its slots; nothing may be booked on them any more."""
+        if self.members.pop(worker_id, None) is None:
+            return
+        del self._slots[worker_id]
         self.busy.discard(worker_id)
         self._source.remove_worker(worker_id)
         self._rebuild()
-        return list(self._slots.pop(worker_id).values())
 
     def set_busy(self, worker_id: int, busy: bool) -> None:
         """Mark a worker as over or under its thresholds; unknown workers are ignored."""

@@ -78,6 +78,7 @@ class Responses:
     """``async for`` over one response. Dropping it before the end kills the request.
 
     After its caller stopped ``context``, the iteration ends where the worker ends the request.
+    After a kill it raises Cancelled, and items that had arrived are dropped.
     """
 
     def __init__(
@@ -92,6 +93,9 @@ class Responses:
 
     async def __anext__(self) -> Any:
         """Return the next item. Raises the error of :func:`at_caller`."""
+        if self._context is not None and self._context.is_killed():
+            await self._stream.aclose()  # no effect on the worker, which has the kill already
+            raise at_caller(Cancelled("the request was cancelled"))
         try:
             item = await self._stream.__anext__()
         except Cancelled as error:

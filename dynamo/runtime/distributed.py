@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from dynamo.config import from_env
 from dynamo.config.etcd import EtcdSettings
 from dynamo.config.nats import NatsSettings
-from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.runtime import EVENT_PLANES, RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.config.tracing import TracingSettings
 from dynamo.config.worker import EndpointSettings
@@ -47,7 +47,8 @@ class DistributedRuntime:
     ``DistributedRuntime(loop)`` reads the environment; ``settings`` may also be the name of a
     discovery backend, as in ``DistributedRuntime(loop, "file", "tcp")``. ``enable_nats``
     (deprecated) and ``response_plane`` have no effect: there is one response plane. Connections
-    open on first use. Raises ConfigError.
+    open on first use. The request plane ``nats`` is replaced by ``tcp``. Raises ConfigError, and
+    ValueError for an ``event_plane`` that does not exist.
 
     Use it on one loop; end it with ``await close()``.
     """
@@ -253,6 +254,12 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 def _settings(
     discovery: str | None, request_plane: str | None, event_plane: str | None
 ) -> RuntimeSettings:
+    if isinstance(event_plane, str) and event_plane not in EVENT_PLANES:
+        # A ValueError and not a ConfigError: what Dynamo raises here.
+        names = ", ".join(f"'{name}'" for name in sorted(EVENT_PLANES))
+        raise ValueError(f"Invalid event_plane value '{event_plane}'. Valid values: {names}")
+    if request_plane == "nats":
+        request_plane = _instead_of_nats()
     given: dict[str, Any] = {
         "discovery_backend": discovery,
         "request_plane": request_plane,
@@ -263,6 +270,13 @@ def _settings(
         name: value for name, value in given.items() if isinstance(value, str)
     }
     return from_env(RuntimeSettings, **chosen)
+
+
+@functools.cache
+def _instead_of_nats() -> str:
+    """Return the request plane of programs that name NATS; log a warning once a process."""
+    log.warning("this runtime has no request plane 'nats': requests are sent over tcp")
+    return "tcp"
 
 
 def _discovery(settings: RuntimeSettings) -> Discovery:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from dynamo.observability.logs import dropped_lines
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
 from dynamo.runtime.health import SystemHealth
 from dynamo.runtime.requests import EndpointStats, RequestServer
@@ -14,6 +15,7 @@ __all__ = [
     "POOL_CAPACITY",
     "MetricsLabels",
     "endpoint_stats",
+    "export_dropped_lines",
     "export_pool",
     "export_uptime",
 ]
@@ -41,6 +43,9 @@ _FIRST_RESPONSE = histogram(
     "dynamo_work_handler_time_to_first_response_seconds",
     "Seconds from the request to its first response item",
     (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+)
+_DROPPED_LINES = counter(
+    "dynamo_log_lines_dropped_total", "Lines of output dropped because the pipe was full"
 )
 POOL_CAPACITY = gauge("dynamo_work_handler_pool_capacity", "Requests the engine takes")
 POOL_ACTIVE = gauge("dynamo_work_handler_pool_active_tasks", "Requests being served")
@@ -73,6 +78,16 @@ def endpoint_stats(
 def export_uptime(metrics: Registry, instance_id: int, health: SystemHealth) -> None:
     """Show the seconds since the start."""
     metrics.child(_UPTIME, f"{instance_id:x}").function = lambda: health.uptime_s
+
+
+def export_dropped_lines(metrics: Registry) -> None:
+    """Show how many lines of output this process has dropped."""
+    dropped = metrics.child(_DROPPED_LINES)
+
+    def update() -> None:
+        dropped.value = dropped_lines()
+
+    metrics.before_render.append(update)
 
 
 def export_pool(metrics: Registry, server: RequestServer) -> None:

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from dynamo.config import environ
-from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.runtime import RuntimeSettings, check_namespace
 from dynamo.errors import ConfigError
 from dynamo.runtime.socket_fallback import hold, release
 
 __all__ = [
     "SOCKET_PATH_MAX_BYTES",
-    "check_namespace",
     "fallback_dir",
     "owner_only",
     "planned_socket_path",
@@ -39,7 +37,6 @@ __all__ = [
 SOCKET_PATH_MAX_BYTES = 107
 """Longest AF_UNIX path on Linux: sun_path is 108 bytes with its terminating zero (unix(7))."""
 
-_NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _FALLBACK_RECORD = "sockets.path"
 
 
@@ -85,12 +82,6 @@ def state_path(settings: RuntimeSettings) -> Path:
     given = settings.state_dir
     root = Path(given).expanduser() if given else Path.home() / ".dynamo" / "state"
     return root.absolute()
-
-
-def check_namespace(name: str) -> None:
-    """Raise ConfigError if ``name`` is no namespace; it becomes a part of file names."""
-    if not _NAMESPACE.fullmatch(name):
-        raise ConfigError(f"namespace {name!r} must be letters, digits, '_', '-' or '.'")
 
 
 def run_dir(settings: RuntimeSettings, namespace: str | None = None) -> Path:

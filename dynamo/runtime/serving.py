@@ -13,6 +13,7 @@ import logging
 
 import msgspec
 
+from dynamo.config.option import environ
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.errors import EngineShutdown
@@ -24,6 +25,7 @@ from dynamo.runtime.discovery.stale_sockets import request_socket_name
 from dynamo.runtime.endpoint_metrics import (
     MetricsLabels,
     endpoint_stats,
+    export_dropped_lines,
     export_pool,
     export_uptime,
 )
@@ -55,6 +57,7 @@ class Serving:
         self.health = SystemHealth(system)
         self.lease: Lease | None = None
         self.stopped = asyncio.Event()
+        self.device_type = settings.device_type or _visible_device()
         self._settings = settings
         self._system = system
         self._discovery = discovery
@@ -68,6 +71,12 @@ class Serving:
         self._published: set[EndpointPath] = set()
         self._unhealthy: dict[EndpointPath, tuple[str, bool]] = {}
         export_uptime(metrics, instance_id, self.health)
+        export_dropped_lines(metrics)
+
+    def set_engine_device(self, device_type: str) -> None:
+        """Set the kind of device that the engine reports, before its endpoint is served."""
+        if self._settings.device_type is None:
+            self.device_type = device_type
 
     def is_serving(self) -> bool:
         """Return whether any endpoint is served."""
@@ -151,6 +160,7 @@ class Serving:
             instance_id=self._instance_id,
             lease_id=lease.id,
             transport=self._transport or {},
+            device_type=self.device_type,
             unhealthy=problem or msgspec.UNSET,
             stalled=bool(problem and stalled) or msgspec.UNSET,
         )
@@ -198,8 +208,9 @@ class Serving:
             await self.server.close()
             await self._tasks.close()
 
-    def abort(self) -> None:
-        """Stop waiting for streams; :meth:`close` aborts them."""
+    def abort(self, engine_died: bool = False) -> None:
+        """Stop waiting for streams; :meth:`close` aborts them, because the engine died or not."""
+        self.server.engine_died |= engine_died
         self._shutting_down = True
         for path in tuple(self._served):
             self._forget(path)
@@ -264,3 +275,9 @@ class Serving:
 
     def _key(self, path: EndpointPath) -> str:
         return INSTANCES + instance_key(*path, self._instance_id)
+
+
+def _visible_device() -> str:
+    """``cuda`` if CUDA_VISIBLE_DEVICES names a GPU: CUDA ignores all from an invalid one on."""
+    first = environ().get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    return "cuda" if first and first != "-1" else "cpu"

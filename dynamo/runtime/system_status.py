@@ -60,6 +60,7 @@ class StatusServer:
         if settings.api_key_file is not None:
             access = Access(keys=ApiKeys(settings.api_key_file), is_open=_is_open)
             self._server = HttpServer(self._handle, _LIMITS, access=access)
+        self._server.is_reserved = _is_open
         self._started = True  # before the first await: endpoints are served concurrently
         try:
             _, self.port = await self._server.bind(settings.host, settings.port, names=())

@@ -7,10 +7,11 @@ import functools
 import inspect
 import logging
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, ModelUnreachable
 from dynamo.runtime.distributed import DistributedRuntime, warn_enable_nats
 from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
@@ -32,7 +33,8 @@ def dynamo_worker(
     SIGTERM and SIGINT end the process gracefully with status 0: it leaves discovery, streams in
     flight finish, ``serve_endpoint`` returns. A second SIGINT aborts them. A function that serves
     nothing is cancelled by the first signal. A ConfigError prints one line on stderr and exits with
-    status 1. ``enable_nats`` is deprecated; neither argument has an effect.
+    status 1, or 75 if a later start may succeed. ``enable_nats`` is deprecated; neither argument
+    has an effect.
     """
     if enable_nats is not None:
         warn_enable_nats()
@@ -50,6 +52,9 @@ def dynamo_worker(
                     return await _Main(runtime, function(runtime, *args, **kwargs)).run()
                 finally:
                     await runtime.close()
+            except ModelUnreachable as error:  # `dynamo serve` repeats the start
+                sys.stderr.write(f"error: {error.message}\n")
+                raise SystemExit(error.exit_status) from error
             except ConfigError as error:
                 raise SystemExit(f"error: {error.message}") from error
 
@@ -137,11 +142,11 @@ class _Main(Generic[R]):
 def dynamo_endpoint(
     request_model: Any, response_model: Any
 ) -> Callable[[Callable[..., AsyncIterator[Any]]], Callable[..., AsyncIterator[Any]]]:
-    """Validate requests and items of a handler by pydantic models (older API).
+    """Validate requests of a handler by a pydantic model (older API).
 
     The request may be a mapping, JSON text or a model. A bad request raises ValueError, which the
     caller receives as an invalid request. A type that is not a model, such as ``str``, disables
-    validation.
+    validation. Items are passed on unchanged, whatever ``response_model``; a model as mapping.
     """
 
     def decorate(
@@ -154,10 +159,7 @@ def dynamo_endpoint(
             given = list(args)
             given[position] = _parse(request_model, given[position])
             async for item in function(*given, **kwargs):
-                checked = item
-                if _validates(response_model) and not _is_model(item):
-                    checked = response_model.model_validate(item)
-                yield checked.model_dump() if _is_model(checked) else checked
+                yield item.model_dump() if _is_model(item) else item
 
         return generate
 

@@ -46,10 +46,13 @@ class WatcherEvents(GraphEvents, Protocol):
         """Whether the process ``pid`` registered a model, or is of a program that need not."""
 
     async def conflict(self, watcher: SupervisedWatcher) -> str:
-        """Take the GPUs of a worker that slept; return "", or which others have them now."""
+        """Assign free GPUs if it holds none; return "", or which others have them."""
 
     def last_line(self, name: str) -> str:
         """Return the last line that the watcher ``name`` wrote, shortened; "" without one."""
+
+    def refusal(self, name: str) -> str:
+        """Return the error with which a program refused to start; "" without one."""
 
     def quit_requested(self) -> None:
         """``circusctl quit`` was received."""
@@ -284,6 +287,10 @@ class SupervisingArbiter(RollingArbiter):
         """Whether the process registered a model, or is of a program that need not."""
         return self._events.has_served(watcher, process.pid)
 
+    def refusal(self, watcher: SupervisedWatcher) -> str:
+        """Return the error with which its program has refused to start; "" without one."""
+        return self._events.refusal(watcher.name)
+
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """Handle a watcher that is not restarted any more; the others continue."""
         self._events.gave_up(watcher, reason)
@@ -292,7 +299,7 @@ class SupervisingArbiter(RollingArbiter):
             self._tasks.spawn(watcher.end(), name=f"end {watcher.name}")
 
     async def conflict(self, watcher: SupervisedWatcher) -> str:
-        """Take the GPUs of a worker that slept; return "", or which others have them now."""
+        """Assign free GPUs if it holds none; return "", or which others have them."""
         return await self._events.conflict(watcher)
 
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from dynamo.config.serve import ServeSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, StatefileError
 from dynamo.runtime.stop_order import write_stop_stage
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.arbiter import SupervisingArbiter
@@ -66,10 +66,10 @@ class Deployment:
         logs.mkdir(mode=0o700, exist_ok=True)
         self._factory = WatcherFactory(self._plan, self._settings, logs, self._announcer)
         self._arbiter = self._make_arbiter()
-        self._rolling = RollingRestart(
-            self._factory, lambda: self._arbiter.watchers, self._registered, self._announcer
-        )
         self._record = StatefileWriter(self._run_directory.statefile, self._plan, self._components)
+        self._rolling = RollingRestart(
+            self._factory, self._record, self._registered, self._announcer
+        )
         self._record.create()
         self._leases = Leases(self._run_directory.store, self.changed)
         self._reload = self._make_reload()
@@ -98,7 +98,7 @@ class Deployment:
             self._rolling,
             self._announcer,
             self._replan,
-            self._record.states,
+            self._record,
             self._planned,
         )
 
@@ -159,11 +159,19 @@ class Deployment:
         return self._record.is_draining(watcher.name)
 
     async def conflict(self, watcher: SupervisedWatcher) -> str:
-        """Take the GPUs of a worker that slept; return "", or which others have them now."""
-        has_gpus = bool(self._factory.specs[watcher.name].gpus)
-        if not has_gpus or not self._record.is_asleep(watcher.name):
+        """Assign free GPUs if it holds none; return "", or which others have them."""
+        spec = self._factory.specs[watcher.name]
+        if self._record.holds(spec):
             return ""  # at once: a client that reads the status now must see that it starts
-        return await asyncio.to_thread(self._record.take_gpus, watcher.name)
+        try:
+            found = await self._record.claim(spec)
+        except (ConfigError, StatefileError) as error:
+            return error.message
+        if found.gpus != spec.gpus:
+            gpus = ", ".join(found.gpus)
+            self._announcer.announce(f"{watcher.name}: starting it on GPU {gpus}; others have its")
+            self._factory.configure(watcher, found)
+        return ""
 
     def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
         """Whether the process ``pid`` registered a model, or is of a program that need not."""
@@ -172,6 +180,10 @@ class Deployment:
     def last_line(self, name: str) -> str:
         """Return the last line that the watcher ``name`` wrote, shortened; "" without one."""
         return self._factory.output(name).last_line()
+
+    def refusal(self, name: str) -> str:
+        """Return the error with which the program of ``name`` refused to start; "" without one."""
+        return self._factory.output(name).refusal()
 
     def quit_requested(self) -> None:
         """Stop, on ``circusctl quit``."""

@@ -9,21 +9,23 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dynamo.serve.programs import MODEL_PROGRAMS, watcher_name
-from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, RESERVED_BY, Document
+from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, RESERVED_BY, WATCHER, Document
 
 __all__ = [
     "Entry",
+    "Lives",
     "ServiceEntries",
     "argv_flags",
     "delete_entry",
     "entry_gpus",
     "is_freed",
+    "is_void",
     "new_entry",
     "next_name",
     "read_entries",
@@ -32,6 +34,9 @@ __all__ = [
     "service_config",
     "stated_gpus",
 ]
+
+Lives = Callable[[Mapping[str, Any]], bool]
+"""Whether the process that a ``reserved_by`` names still runs."""
 
 _NAME_FLAGS = ("served-model-name", "model-name")
 _MODEL_FLAGS = ("model", "model-path")
@@ -152,6 +157,13 @@ def delete_entry(document: Document, name: str) -> None:
         entry.pop(HOLDS_GPUS, None)
     else:
         del document["components"][name]
+
+
+def is_void(entry: Mapping[str, Any], lives: Lives) -> bool:
+    """Whether the process that was adding this worker has exited before the arbiter received it."""
+    mark = entry.get(RESERVED_BY)
+    known = WATCHER in entry or entry.get("processes") or entry.get("state") == ASLEEP
+    return isinstance(mark, Mapping) and not known and not lives(mark)
 
 
 def is_freed(document: Document, name: str) -> bool:

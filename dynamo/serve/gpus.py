@@ -10,11 +10,17 @@ from dataclasses import dataclass, field
 
 from dynamo.errors import ConfigError
 
-__all__ = ["NO_DRIVER", "Allocator", "Gpu", "GpuProcess", "Inventory", "inventory_of"]
+__all__ = ["NO_DRIVER", "Allocator", "Gpu", "GpuProcess", "Inventory", "fits", "inventory_of"]
 
 NO_DRIVER = "no NVIDIA driver found"
 
-_EPSILON = 1e-9
+_ROUNDING = 1e-6
+"""What sums of fractions may miss: 15 times 0.2 is more than 3 in binary."""
+
+
+def fits(free: float, needed: float) -> bool:
+    """Whether ``needed`` GPUs are not more than ``free`` ones, up to rounding."""
+    return needed <= free + _ROUNDING
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ class Allocator:
 
     def _shared(self, count: float) -> list[int]:
         slots = range(len(self._left))
-        open_ = [s for s in slots if self._unit[s] == count and self._left[s] >= count - _EPSILON]
+        open_ = [s for s in slots if self._unit[s] == count and fits(self._left[s], count)]
         found = (open_ or [s for s in slots if self._left[s] == 1.0])[:1]
         for slot in found:
             self._take_share(slot, count)
@@ -159,7 +165,7 @@ class Allocator:
         self._unit[slot] = count
         # A rest smaller than the unit cannot be used by anyone: count it as assigned.
         left = self._left[slot] - count
-        self._left[slot] = left if left >= count - _EPSILON else 0.0
+        self._left[slot] = left if fits(left, count) else 0.0
 
     def _shortage(self, name: str, count: float) -> str:
         return (

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from dynamo.config.runtime import NAMESPACE_RULE, is_namespace
 from dynamo.errors import ConfigError
 from dynamo.serve.flags import are_words, as_flags, as_word
 from dynamo.serve.overrides import Override, merge
@@ -22,7 +23,6 @@ from dynamo.serve.yamlmap import YamlDocument, parse_yaml
 __all__ = ["Graph", "parse_graph"]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-_NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -87,8 +87,8 @@ class _Reader:
     def graph(self, namespace: str | None, default_namespace: str) -> Graph:
         given = namespace if namespace is not None else self.values.get("namespace")
         name = default_namespace if given is None else given
-        if not isinstance(name, str) or not _NAMESPACE.fullmatch(name):
-            self.fail(("namespace",), f"must be letters, digits, '_', '-' or '.', got {name!r}")
+        if not is_namespace(name):
+            self.fail(("namespace",), f"{NAMESPACE_RULE}, got {name!r}")
         common = self.mapping(("Common",), self.values.get("Common"))
         names = [key for key in self.values if key not in ("namespace", "Common")]
         services = tuple(self.service(key, common) for key in names)
@@ -107,7 +107,10 @@ class _Reader:
             self.fail(
                 (name,), "is not a service name: a letter, then up to 63 letters, digits, '_'"
             )
-        values = self.mapping((name,), self.values[name], required=True)
+        hint = _hint(name, ("namespace", "Common", *_RESERVED))
+        values = self.mapping((name,), self.values[name], required=True, hint=hint)
+        if hint and "run" not in values:
+            self.fail((name,), f"is no service: it has no run{hint}")
         module, command = self._run(name, values.get("run"))
         # Common keys first; a key of the service itself replaces the common one.
         options = {**self._subscribed(name, values, common)}
@@ -140,12 +143,12 @@ class _Reader:
         )
 
     def mapping(
-        self, path: tuple[str, ...], value: Any, required: bool = False
+        self, path: tuple[str, ...], value: Any, required: bool = False, hint: str = ""
     ) -> Mapping[str, Any]:
         if value is None and not required:
             return {}
         if not isinstance(value, Mapping):
-            self.fail(path, f"must be a mapping, got {value!r}")
+            self.fail(path, f"must be a mapping, got {value!r}{hint}")
         return value
 
     def _run(self, name: str, run: Any) -> tuple[str | None, tuple[str, ...]]:
@@ -178,6 +181,8 @@ class _Reader:
 
     def _flag(self, name: str, key: str, value: Any) -> list[str]:
         path = (name, key)
+        if _plain(key) in _RESERVED_PLAIN:
+            self.fail(path, f"is unknown{_hint(key, _RESERVED)}")
         if not _FLAG.fullmatch(key):
             self.fail(path, "is not a flag: a letter, then letters, digits, '-', '_' or '.'")
         try:
@@ -255,5 +260,13 @@ def _text(value: Any) -> str | None:
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    names = {_plain(name): name for name in known}
+    close = difflib.get_close_matches(_plain(word), list(names), n=1)
+    return f" (did you mean {names[close[0]]}?)" if close else ""
+
+
+def _plain(key: str) -> str:
+    return key.lower().replace("-", "").replace("_", "")
+
+
+_RESERVED_PLAIN = {_plain(key) for key in _RESERVED}

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.programs import MODEL_PROGRAMS, PLANNER
 from dynamo.serve.statefile import ASLEEP, DRAINING
 from dynamo.serve.watchers import WatcherSpec, added_env, with_gpus
@@ -18,7 +17,6 @@ from dynamo.serve.watchers import WatcherSpec, added_env, with_gpus
 __all__ = [
     "GraphChanges",
     "added_workers",
-    "allocator_beside",
     "compare",
     "follow",
     "without_awakening",
@@ -159,14 +157,6 @@ def without_awakening(changes: GraphChanges, states: Mapping[str, str]) -> Graph
         kept=[*changes.kept, *draining],
         removed=[*changes.removed, *asleep],
     )
-
-
-def allocator_beside(gpu_ids: Sequence[str], holders: Collection[WatcherSpec]) -> Allocator:
-    """Return an allocator of what ``holders`` leave of the GPUs of the deployment."""
-    allocator = Allocator(Inventory(ids=tuple(gpu_ids), source="this deployment"))
-    for spec in holders:
-        allocator.hold(spec.name, spec.gpus, spec.gpu)
-    return allocator
 
 
 def _difference(before: WatcherSpec, after: WatcherSpec) -> str:

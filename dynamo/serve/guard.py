@@ -29,6 +29,7 @@ KILL_NOW = signal.SIGUSR1
 _WATCHED = STOP_SIGNALS | {signal.SIGCHLD}
 _KILL_AT_REQUEST = 3
 _SWEEP_TIMEOUT_S = 10.0
+_SIGNALLED = 128
 log = logging.getLogger(__name__)
 
 
@@ -53,6 +54,11 @@ def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
     if child == 0:
         _child(body, clean_up, guard)
     status = _wait(child)
+    if status > _SIGNALLED:  # else it has said itself why it exits
+        number = status - _SIGNALLED
+        name = next((one.name for one in signal.Signals if one == number), number)
+        log.error("dynamo serve: the arbiter (pid %d) was killed by %s; killing what it started",
+                  child, name)  # fmt: skip
     if left := end_descendants(_SWEEP_TIMEOUT_S):
         log.error("cannot kill processes %s: uninterruptible in the kernel", left)
     if status:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["cause_in", "last_line_in", "telling_line"]
+__all__ = ["cause_in", "last_line_in", "refusal_in", "telling_line"]
 
 _LINE_CHARACTERS = 200
+_REFUSAL_LINES = 5
+_REFUSAL_CHARACTERS = 1000
+# Of argparse, and of our programs: "PROG: error: MESSAGE", with a hint on the next line.
+_REFUSAL = re.compile(r"\S+: error: (.+)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _EXCEPTION = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*(?:Error|Exception)(?:: .+|$)")
 # vLLM's main process, of the death of one that it has started.
@@ -39,6 +43,14 @@ def cause_in(lines: Sequence[str]) -> str:
     """
     found = _exception_in(lines) or next((line for line in lines if _FAILURE.search(line)), "")
     return last_line_in([found]) or last_line_in(lines)
+
+
+def refusal_in(lines: Sequence[str]) -> str:
+    """Return the message of a program that has just rejected its settings; "" without one."""
+    for line in reversed(lines[-_REFUSAL_LINES:]):
+        if found := _REFUSAL.search(line):
+            return found[1].strip()[:_REFUSAL_CHARACTERS]
+    return ""
 
 
 def _exception_in(lines: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 from asyncinotify import Mask
 
 from dynamo.errors import ConfigError
-from dynamo.protocols.card import decode_card
+from dynamo.protocols.card import ModelCard, decode_card
+from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.layout import (
     BadRecord,
@@ -28,13 +30,13 @@ __all__ = ["Leases"]
 # A renewal only touches the file, which causes none of these events.
 _MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
 _GONE = int(Mask.IGNORED)
+log = logging.getLogger(__name__)
 
 
 class Leases:
     """The leases in ``store``; calls ``on_change`` when a lease or a model card comes or goes.
 
-    ``served`` has the sessions of all processes that ever registered a model card. Raises
-    ConfigError if the system is out of inotify instances.
+    ``served`` has the sessions of all processes that ever registered a model card.
     """
 
     def __init__(self, store: Path, on_change: Callable[[], None]) -> None:
@@ -48,6 +50,7 @@ class Leases:
         self._inotify = Inotify(on_change)
         self._watching = False
         self._host = host_id()
+        self._known: dict[tuple[str, int], LeaseRecord] = {}
 
     def by_session(self) -> dict[int, int]:
         """Return the lease of each living process of this host, by the process's session id.
@@ -67,13 +70,24 @@ class Leases:
 
     def models(self) -> set[str]:
         """Return the names of the models that are registered now, adapters included."""
-        found: set[str] = set()
-        for _, record in self._registered():
+        return {card.display_name for _, card in self._served()}
+
+    def different(self) -> dict[str, set[int]]:
+        """Return the sessions that serve a model, by its name, where their models differ."""
+        sessions: dict[str, set[int]] = {}
+        files: dict[str, set[str]] = {}
+        for session, card in self._served():
+            sessions.setdefault(card.display_name, set()).add(session)
+            files.setdefault(card.display_name, set()).add(card.checksum)
+        return {name: sessions[name] for name, found in files.items() if len(found) > 1}
+
+    def _served(self) -> Iterator[tuple[int, ModelCard]]:
+        """Yield each model card but those of prefill workers, with the session of its process."""
+        for session, record in self._registered():
             with contextlib.suppress(ValueError):  # reported by the frontend
                 card = decode_card(record)
                 if card.worker_type != "Prefill" and "Prefill" not in card.model_type:
-                    found.add(card.display_name)
-        return found
+                    yield session, card
 
     def _registered(self) -> Iterator[tuple[int, bytes]]:
         """Yield each model card with the session of its process."""
@@ -102,18 +116,26 @@ class Leases:
         """Return the session of each lease of a living process of this host."""
         self._watch()
         found: dict[int, int] = {}
-        try:
-            listed = names(self._directory)
-        except OSError:
-            return found  # the store was removed
-        for name in listed:
-            try:
-                lease = decode_lease(name, read_file(self._directory / name) or b"")
-                if lease.host == self._host and is_running(lease.pid, lease.pid_start):
+        for lease in self._read_leases():
+            if lease.host == self._host and is_running(lease.pid, lease.pid_start):
+                with contextlib.suppress(OSError):  # it has just exited
                     found[lease.lease_id] = os.getsid(lease.pid)
-            except (BadRecord, OSError):
-                continue  # reported by the processes that use the store
         return found
+
+    def _read_leases(self) -> list[LeaseRecord]:
+        """Return all leases. Reads new files only: a shared store may have thousands."""
+        before, self._known = self._known, {}
+        try:
+            with os.scandir(self._directory) as entries:
+                for entry in entries:
+                    key = (entry.name, entry.inode())  # a changed lease is another file
+                    with contextlib.suppress(BadRecord):  # reported by those that use the store
+                        self._known[key] = before.get(key) or decode_lease(
+                            entry.name, read_file(self._directory / entry.name) or b""
+                        )
+        except OSError:
+            log.debug("%s was removed", self._directory)
+        return list(self._known.values())
 
     def close(self) -> None:
         """Stop watching. Idempotent."""

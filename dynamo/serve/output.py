@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import contextlib
+import fcntl
 import logging
 import os
+import termios
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from dynamo.serve.last_output import telling_line
+from dynamo.serve.last_output import refusal_in, telling_line
 
 __all__ = ["Announcer", "LogFile", "OutputPipe", "ServiceOutput"]
 
 _READ_BYTES = 65536
 _LINE_BYTES = 65536
+_PIPE_BYTES = 1 << 18
 _TAIL_LINES = 200
 _SHOWN_LINES = 20
 _BAR_EVERY_S = 1.0
@@ -97,6 +102,10 @@ class ServiceOutput:
         """Return the latest line that is not empty, or the cause it refers to; shortened."""
         return telling_line(self._lines())
 
+    def refusal(self) -> str:
+        """Return the error of a program that has just refused to start; "" without one."""
+        return refusal_in(self._lines())
+
     def tail(self) -> list[str]:
         """Return the latest 20 lines, after the cause that the last one refers to, if any."""
         lines = self._lines()
@@ -118,10 +127,15 @@ class OutputPipe:
 
     A line of more than 64 KiB is split. A progress bar, which is redrawn after a carriage return,
     is a line each second.
+
+    256 KiB fit, four times the default: a child that writes while this process is stopped waits
+    when the pipe is full, or drops lines (see :mod:`dynamo.observability.logs`).
     """
 
     def __init__(self, on_line: Callable[[bytes], None]) -> None:
         self._read_fd, self.write_fd = os.pipe()
+        with contextlib.suppress(OSError):  # beyond the user's share of memory for pipes
+            fcntl.fcntl(self.write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self._read_fd, False)
         self._on_line = on_line
         self._partial = b""
@@ -135,23 +149,30 @@ class OutputPipe:
         self.write_fd = -1
 
     def close(self) -> None:
-        """Read the rest of the pipe and close it. Idempotent."""
-        while self._read_fd >= 0 and self._read_once():
-            pass
+        """Read what is in the pipe and close it. Idempotent.
+
+        Not to its end: a process that the child has started may write for ever.
+        """
+        if self._read_fd >= 0:
+            queued = array.array("i", [0])
+            fcntl.ioctl(self._read_fd, termios.FIONREAD, queued)
+            left = queued[0]
+            while left > 0 and (size := self._read_once(left)):
+                left -= size
         self._end()
 
     def _readable(self) -> None:
         self._read_once()
 
-    def _read_once(self) -> bool:
-        """Read once; return whether there may be more."""
+    def _read_once(self, most: int = _READ_BYTES) -> int:
+        """Read at most 64 KiB; return the number of bytes."""
         try:
-            data = os.read(self._read_fd, _READ_BYTES)
+            data = os.read(self._read_fd, min(most, _READ_BYTES))
         except BlockingIOError:
-            return False
+            return 0
         if not data:
             self._end()
-            return False
+            return 0
         # A read can end inside a line: its start waits for the next read.
         *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
@@ -160,7 +181,7 @@ class OutputPipe:
             self._redrawn()
         if len(self._partial) >= _LINE_BYTES:
             self._flush()
-        return True
+        return len(data)
 
     def _redrawn(self) -> None:
         """Keep the latest state of a progress bar; send it if the last one is a second old."""

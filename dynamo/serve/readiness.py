@@ -20,9 +20,11 @@ from dynamo.serve.frontend_address import FrontendAddress
 __all__ = [
     "FrontendHealth",
     "check_free",
+    "free_port",
     "wait_until_ready",
 ]
 
+_PORTS_TRIED = 50
 _POLL_INTERVAL_S = 0.03
 _RESPONSE_TIMEOUT_S = 5.0
 _RESPONSE_LIMIT_BYTES = 16 << 20
@@ -56,6 +58,15 @@ def check_free(address: FrontendAddress) -> None:
             except OSError as error:
                 reason = os.strerror(error.errno) if error.errno else str(error)
                 raise ConfigError(f"cannot listen on {address.url}: {reason}") from None
+
+
+def free_port(address: FrontendAddress) -> int:
+    """Return a free port above that of ``address`` on its host; 0 if none of the next ones is."""
+    for port in range(address.port + 1, min(address.port + _PORTS_TRIED, 65536)):
+        with contextlib.suppress(ConfigError):
+            check_free(FrontendAddress(address.host, port))
+            return port
+    return 0
 
 
 async def wait_until_ready(  # noqa: PLR0913 - a function for each thing that it waits for

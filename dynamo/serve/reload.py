@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.arbiter import SupervisingArbiter
 from dynamo.serve.commands import error_reply
+from dynamo.serve.gpu_ledger import GpuLedger
 from dynamo.serve.graph_changes import (
     GraphChanges,
     added_workers,
-    allocator_beside,
     compare,
     follow,
     without_awakening,
@@ -24,14 +25,12 @@ from dynamo.serve.graph_changes import (
 )
 from dynamo.serve.output import Announcer
 from dynamo.serve.readiness import check_free
+from dynamo.serve.record import StatefileWriter
 from dynamo.serve.rolling import RollingRestart
+from dynamo.serve.statefile import DRAINING
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.watcher_factory import WatcherFactory, address_of
-from dynamo.serve.watchers import (
-    DeploymentPlan,
-    WatcherSpec,
-    with_gpus,
-)
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
 __all__ = ["GraphReload", "Replan"]
 
@@ -42,11 +41,19 @@ ConfigError and OSError."""
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Left:
+    """What a reload that failed did not do: the next one does it."""
+
+    to_add: Collection[str] = ()
+    to_remove: Sequence[WatcherSpec] = ()
+
+
 class GraphReload:
     """Reloads the graph of one deployment.
 
-    ``states`` returns the state of each worker in the statefile. ``on_plan`` is called with a plan
-    that is applied.
+    GPUs are taken in the ledger of ``record`` first. ``on_plan`` is called with a plan that is
+    applied.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a deployment
@@ -56,7 +63,7 @@ class GraphReload:
         rolling: RollingRestart,
         announcer: Announcer,
         replan: Replan,
-        states: Callable[[], Mapping[str, str]],
+        record: StatefileWriter,
         on_plan: Callable[[DeploymentPlan], None],
     ) -> None:
         self._arbiter = arbiter
@@ -64,9 +71,10 @@ class GraphReload:
         self._rolling = rolling
         self._announcer = announcer
         self._replan = replan
-        self._states = states
+        self._record = record
         self._on_plan = on_plan
         self._source: tuple[str, Sequence[str]] = ("", ())
+        self._left = _Left()
 
     async def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the graph of ``request`` (see ReloadGraph); return the reply."""
@@ -74,7 +82,7 @@ class GraphReload:
         try:
             plan = await asyncio.to_thread(self._replan, *source)
             changes = self._compare(plan)
-            self._check_room(plan, changes)
+            self._check_room(changes, self._record.ledger(plan.gpu_ids))
             self._check_ports(changes)
         except (DynamoError, OSError) as error:
             return {**error_reply(str(error)), "graph_is_wrong": isinstance(error, ConfigError)}
@@ -83,8 +91,12 @@ class GraphReload:
             return reply
         self._announcer.announce(f"reloading the graph: {changes.summary()}")
         self._source = source
-        self._on_plan(plan)
-        problem = await self._apply(changes)
+        before = self._planned()
+        problem = "it was interrupted"
+        try:
+            problem = await self._apply(plan, changes)
+        finally:
+            self._left = self._not_done(before) if problem else _Left()
         if problem:
             self._announcer.announce(f"the graph was reloaded in part: {problem}", logging.ERROR)
             return error_reply(f"reloaded in part: {problem}")
@@ -99,25 +111,41 @@ class GraphReload:
         return str(graph or self._source[0]), [str(word) for word in words or ()]
 
     def _compare(self, plan: DeploymentPlan) -> GraphChanges:
+        running = self._running()
+        planned, specs = self._planned(), self._factory.specs
+        added = added_workers(running, planned)
+        wanted = [*plan.specs, *follow(added, (*plan.specs, *plan.templates))]
+        started = [
+            spec
+            for spec in self._factory.plan.specs
+            if spec.name in specs and spec.name not in self._left.to_add
+        ]
+        wanted = without_removed(wanted, started, running)
+        found = compare(running, wanted, {*added, *(spec.name for spec in planned)})
+        return without_awakening(found, self._record.states())
+
+    def _running(self) -> dict[str, WatcherSpec]:
         present = {watcher.name for watcher in self._arbiter.watchers}
         specs = self._factory.specs
-        running = {name: specs[name] for name in specs if name in present}
-        last = self._factory.plan
-        added = added_workers(running, (*last.specs, *last.templates))
-        wanted = [*plan.specs, *follow(added, (*plan.specs, *plan.templates))]
-        wanted = without_removed(wanted, [s for s in last.specs if s.name in specs], running)
-        found = compare(running, wanted, {*added, *(spec.name for spec in last.specs)})
-        return without_awakening(found, self._states())
+        return {name: specs[name] for name in specs if name in present}
 
-    def _check_room(self, plan: DeploymentPlan, changes: GraphChanges) -> None:
+    def _planned(self) -> list[WatcherSpec]:
+        """Return the watchers of the last graph, and those that it failed to remove."""
+        last = self._factory.plan
+        return [*last.specs, *last.templates, *self._left.to_remove]
+
+    def _not_done(self, before: Sequence[WatcherSpec]) -> _Left:
+        """Return what a change left undone: ``before`` it these watchers were planned."""
+        plan, running = self._factory.plan, self._running()
+        names = {spec.name for spec in (*plan.specs, *plan.templates)}
+        return _Left(
+            to_add=frozenset(spec.name for spec in plan.specs) - running.keys(),
+            to_remove=[spec for spec in before if spec.name not in names],
+        )
+
+    def _check_room(self, changes: GraphChanges, ledger: GpuLedger) -> None:
         """Raise ConfigError if the watchers of the changed graph do not fit on the GPUs."""
-        leaving = {*changes.removed, *(spec.name for spec in changes.changed)}
-        holders = [
-            self._factory.specs[watcher.name]
-            for watcher in self._arbiter.watchers
-            if watcher.name not in leaving
-        ]
-        allocator = allocator_beside(plan.gpu_ids, holders)
+        allocator = ledger.allocator({*changes.removed, *(spec.name for spec in changes.changed)})
         for spec in (*changes.changed, *changes.added):
             if spec.gpus:
                 allocator.assign(spec.name, spec.gpu)
@@ -130,39 +158,46 @@ class GraphReload:
             if address is not None and address not in ours:
                 check_free(address)
 
-    async def _apply(self, changes: GraphChanges) -> str:
+    async def _apply(self, plan: DeploymentPlan, changes: GraphChanges) -> str:
         stopped = [spec for spec in changes.changed if self._is_stopped(spec)]
-        for spec in (*changes.kept, *stopped):
-            self._keep(spec)
         try:
-            waiting = [spec for spec in changes.added if not self._add(spec)]
+            try:
+                for spec in (*changes.kept, *stopped):
+                    await self._keep(spec)
+                waiting = [spec for spec in changes.added if not await self._add(spec)]
+            finally:
+                self._on_plan(plan)  # not earlier: the report of readiness counts the added ones
             problem = await self._start([s.name for s in changes.added if s not in waiting])
             changed = [spec for spec in changes.changed if spec not in stopped]
-            while not problem and (following := self._next(changed)):
+            while not problem and (following := self._next(changed := self._present(changed))):
                 changed.remove(following)
                 watcher = self._watcher(following.name)
                 problem = await self._rolling.replace(watcher, following)
             if problem:
                 return problem
             await self._remove(changes.removed)
-            return await self._finish(changed, waiting)
-        except ConfigError as error:
-            return error.message
+            return await self._finish(self._present(changed), waiting)
+        except (DynamoError, OSError) as error:
+            return str(error)
 
-    def _keep(self, spec: WatcherSpec) -> None:
+    async def _keep(self, spec: WatcherSpec) -> None:
         """Use the new graph for the next start of a watcher that is not touched now."""
-        self._factory.configure(self._watcher(spec.name), spec)
+        if spec.name not in self._running():
+            return
+        watcher, before = self._watcher(spec.name), self._factory.specs[spec.name]
+        if spec.gpus != before.gpus:
+            if watcher.processes:
+                return  # it drains: its processes keep their GPUs, and no others start
+            spec = await self._record.claim(spec)
+        self._factory.configure(watcher, spec)
 
-    def _add(self, spec: WatcherSpec) -> bool:
+    async def _add(self, spec: WatcherSpec) -> bool:
         """Add a watcher; False if its GPUs are not free yet."""
-        if spec.gpus:
-            holders = [self._factory.specs[watcher.name] for watcher in self._arbiter.watchers]
-            allocator = allocator_beside(self._factory.plan.gpu_ids, holders)
-            try:
-                spec = with_gpus(spec, allocator.assign(spec.name, spec.gpu))
-            except ConfigError as error:
-                log.debug("%s: added later: %s", spec.name, error)
-                return False
+        try:
+            spec = await self._record.claim(spec)
+        except ConfigError as error:
+            log.debug("%s: added later: %s", spec.name, error)
+            return False
         self._arbiter.adopt(self._factory.make(spec))
         return True
 
@@ -181,23 +216,33 @@ class GraphReload:
         ordered = sorted(changed, key=lambda spec: -spec.stop_stage)
         return next((s for s in ordered if self._rolling.fits(self._watcher(s.name), s)), None)
 
+    def _present(self, changed: Sequence[WatcherSpec]) -> list[WatcherSpec]:
+        """Leave out those that drain, or have drained and exited, since the reload has begun."""
+        running, states = self._running(), self._record.states()
+        return [s for s in changed if s.name in running and states.get(s.name) != DRAINING]
+
     def _is_stopped(self, spec: WatcherSpec) -> bool:
         """Whether an operator stopped the watcher: then it stays stopped."""
         watcher = self._watcher(spec.name)
         return bool(watcher.is_stopped()) and not watcher.given_up
 
     async def _remove(self, names: Sequence[str]) -> None:
-        await self._arbiter.remove([self._watcher(name) for name in names])
+        running = self._running()
+        await self._arbiter.remove([self._watcher(name) for name in names if name in running])
 
     async def _finish(self, changed: Sequence[WatcherSpec], waiting: Sequence[WatcherSpec]) -> str:
         """Start what had to wait for GPUs of removed or of each other's processes."""
-        for spec in changed:
-            await self._watcher(spec.name).end()
-        for spec in changed:
-            if problem := await self._rolling.replace(self._watcher(spec.name), spec):
+        left = list(changed)
+        for spec in left:
+            if spec.name in self._running():
+                await self._watcher(spec.name).end()
+        while left := self._present(left):
+            following = self._next(left) or left[0]
+            left.remove(following)
+            if problem := await self._rolling.replace(self._watcher(following.name), following):
                 return problem
         for spec in waiting:
-            if not self._add(spec):
+            if not await self._add(spec):
                 return f"{spec.name}: no GPU is free"
         return await self._start([spec.name for spec in waiting])
 

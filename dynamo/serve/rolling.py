@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from dynamo.errors import ConfigError
-from dynamo.serve.graph_changes import allocator_beside
+from dynamo.errors import ConfigError, StatefileError, Unavailable
 from dynamo.serve.output import Announcer
 from dynamo.serve.programs import PLANNER
+from dynamo.serve.record import StatefileWriter
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.supervised_process import SupervisedProcess, describe_exit
 from dynamo.serve.watcher_factory import WatcherFactory
-from dynamo.serve.watchers import WatcherSpec, with_gpus
+from dynamo.serve.watchers import WatcherSpec
 
 __all__ = ["LEASE", "MODEL", "UNKNOWN", "RollingRestart"]
 
@@ -31,18 +31,19 @@ _FIXED_PORTS = ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT")
 
 
 class RollingRestart:
-    """Replaces processes. ``watchers()`` are all of the arbiter, ``registered(pid)`` is one of
-    UNKNOWN, LEASE and MODEL; call :meth:`changed` when either may have changed."""
+    """Replaces processes. GPUs are reserved in ``record`` first, and released when the processes
+    that used them have exited. ``registered(pid)`` is one of UNKNOWN, LEASE and MODEL; call
+    :meth:`changed` when it may have changed."""
 
     def __init__(
         self,
         factory: WatcherFactory,
-        watchers: Callable[[], Sequence[SupervisedWatcher]],
+        record: StatefileWriter,
         registered: Callable[[int], int],
         announcer: Announcer,
     ) -> None:
         self._factory = factory
-        self._watchers = watchers
+        self._record = record
         self._registered = registered
         self._announcer = announcer
         self._change = asyncio.Event()
@@ -54,16 +55,23 @@ class RollingRestart:
     async def restart(self, watchers: Iterable[SupervisedWatcher], stop_first: bool) -> str:
         """Replace the processes of ``watchers``, workers first; start those that are stopped.
 
-        Returns "", or why it ended early: then the watchers after the failed one are untouched.
+        Returns "", or what failed: then the watchers after the failed one are untouched. One that
+        another operation changes is left out.
         """
+        left_out = []
         for watcher in sorted(watchers, key=lambda one: -one.stop_stage):
+            if watcher not in watcher.arbiter.watchers:
+                continue  # it was drained, and has exited in the meantime
+            if refusal := self._record.refusal(watcher.name):
+                left_out.append(f"{watcher.name}: not replaced: {refusal}")
+                continue
             if watcher.is_stopped():
                 await watcher._start()
                 continue
             spec = self._factory.specs[watcher.name]
             if problem := await self.replace(watcher, spec, stop_first):
-                return problem
-        return ""
+                return "; ".join((problem, *left_out))
+        return "; ".join(left_out)
 
     async def replace(
         self, watcher: SupervisedWatcher, spec: WatcherSpec, stop_first: bool = False
@@ -72,15 +80,36 @@ class RollingRestart:
 
         Returns when the new ones serve and the old ones have exited.
         """
-        level = self._level(watcher, spec)
-        beside = None if stop_first else self._beside(watcher, spec, level)
-        if beside is None:
-            problem = await self._stop_then_start(watcher, spec, level)
-        else:
-            problem = await self._start_then_stop(watcher, beside, level)
+        problem = await self._replace(watcher, spec, stop_first)
         if problem:
             self._announcer.announce(problem, logging.ERROR)
         return problem
+
+    async def _replace(
+        self, watcher: SupervisedWatcher, spec: WatcherSpec, stop_first: bool
+    ) -> str:
+        level = self._level(watcher, spec)
+        try:
+            if not stop_first and self._may_overlap(watcher, spec, level):
+                beside = await self._reserved(spec, beside=True)
+                if beside is not None:
+                    return await self._start_then_stop(watcher, beside, level)
+            found = await self._reserved(spec, beside=False)
+            if found is not None:
+                return await self._stop_then_start(watcher, found, level)
+        except (StatefileError, Unavailable, OSError) as error:
+            return f"{watcher.name}: not replaced: {error}"
+        finally:
+            await self._record.replaced(watcher.name)
+        holders = self._record.ledger().holders(self._factory.plan.gpu_ids, without=watcher.name)
+        others = ", ".join(holders)
+        return f"{watcher.name}: not replaced: it needs {spec.gpu:g} GPUs, and {others} have them"
+
+    async def _reserved(self, spec: WatcherSpec, beside: bool) -> WatcherSpec | None:
+        try:
+            return await self._record.replace(spec, beside)
+        except ConfigError:  # no GPU is free
+            return None
 
     async def serving(self, watcher: SupervisedWatcher, level: int | None = None) -> bool:
         """Wait until a process of ``watcher`` serves; False if it is given up or stopped."""
@@ -108,7 +137,12 @@ class RollingRestart:
 
     def fits(self, watcher: SupervisedWatcher, spec: WatcherSpec) -> bool:
         """Whether there are GPUs for ``spec`` once ``watcher`` has stopped."""
-        return self._assigned(spec, without=watcher) is not None
+        if not spec.gpus:
+            return True
+        try:
+            return bool(self._record.ledger().assign(spec.name, spec.gpu, without=(watcher.name,)))
+        except ConfigError:
+            return False
 
     def _level(self, watcher: SupervisedWatcher, spec: WatcherSpec) -> int:
         """Return what a new process must register to count as serving."""
@@ -118,38 +152,20 @@ class RollingRestart:
         before = [self._registered(pid) for pid in watcher.processes]
         return max(before, default=LEASE if own else UNKNOWN)
 
-    def _beside(
-        self, watcher: SupervisedWatcher, spec: WatcherSpec, level: int
-    ) -> WatcherSpec | None:
-        """Return ``spec`` for processes beside the old ones; None if that is impossible."""
+    def _may_overlap(self, watcher: SupervisedWatcher, spec: WatcherSpec, level: int) -> bool:
+        """Whether new processes may run beside the old ones, if there are GPUs for both."""
         ports = (watcher.env.get(name, "") for name in _FIXED_PORTS)
         taken = any(port.isdigit() and int(port) for port in ports)
         if level == UNKNOWN or taken or not watcher.get_active_processes():
-            return None
+            return False
         # One that sleeps or loads serves nothing, and its GPUs may be those of others by now.
         if level == MODEL and all(self._registered(pid) < MODEL for pid in watcher.processes):
-            return None
+            return False
         if spec.is_frontend and not watcher.listener.is_shared:
-            return None
+            return False
         if spec.program == PLANNER:  # one planner holds the lock of its deployment
-            return None
-        return self._assigned(spec)
-
-    def _assigned(
-        self, spec: WatcherSpec, without: SupervisedWatcher | None = None
-    ) -> WatcherSpec | None:
-        """Return ``spec`` on GPUs that no watcher has; None without such."""
-        if not spec.gpu:
-            return spec
-        if not spec.gpus:  # the user places the workers
-            return None if without is None else spec
-        specs = self._factory.specs
-        holders = [specs[one.name] for one in self._watchers() if one is not without]
-        allocator = allocator_beside(self._factory.plan.gpu_ids, holders)
-        try:
-            return with_gpus(spec, allocator.assign(spec.name, spec.gpu))
-        except ConfigError:
-            return None
+            return False
+        return not spec.gpu or bool(spec.gpus)  # else the user places the workers
 
     async def _start_then_stop(
         self, watcher: SupervisedWatcher, spec: WatcherSpec, level: int
@@ -194,11 +210,8 @@ class RollingRestart:
     ) -> str:
         before = self._factory.specs[watcher.name]
         await watcher._stop()
-        found = spec if spec.gpus == before.gpus else self._assigned(spec, without=watcher)
-        if found is None:
-            return f"{watcher.name}: not started: it needs {spec.gpu:g} GPUs, and others have them"
-        on_trial = found is not before  # with another command, a failure leads back to the old one
-        if await self._starts(watcher, found, level, on_trial) or watcher.arbiter.stopping:
+        on_trial = spec is not before  # with another command, a failure leads back to the old one
+        if await self._starts(watcher, spec, level, on_trial) or watcher.arbiter.stopping:
             return ""
         last = self._factory.output(watcher.name).last_line()
         if on_trial:

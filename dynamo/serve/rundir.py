@@ -25,6 +25,7 @@ from dynamo.runtime.discovery.layout import (
     remove_if_lease,
 )
 from dynamo.runtime.discovery.process import host_id, is_running
+from dynamo.runtime.discovery.stale_sockets import socket_owner
 from dynamo.runtime.paths import fallback_dir
 from dynamo.runtime.stop_order import STOP_STAGE
 from dynamo.serve.process_table import ProcessStat, environment, same_process, snapshot
@@ -65,7 +66,8 @@ class RunDirectory:
             pid = (read_file(self._owner.path) or b"?").decode(errors="replace").strip()
             raise StatefileError(
                 f"namespace {self.statefile.namespace!r} is already served by process {pid} "
-                f"(statefile {self.statefile.path}); stop it with: kill {pid}"
+                f"(statefile {self.statefile.path}); change it with dynamo reload GRAPH, choose "
+                f"another --namespace, or stop it with: kill {pid}"
             )
         try:
             self._owner.note(f"{os.getpid()}\n")
@@ -100,6 +102,8 @@ class RunDirectory:
     def clear(self) -> None:
         """Remove statefile, sockets and dead leases; the store too, unless other processes use it.
 
+        The sockets of living workers stay: some may have been started by hand.
+
         Requires the lock, after all processes of the deployment have exited. Idempotent.
         """
         try:
@@ -107,26 +111,29 @@ class RunDirectory:
         except (StatefileError, OSError) as error:
             log.error("cannot remove the statefile: %s; delete it by hand", error)
         (self.path / STOP_STAGE).unlink(missing_ok=True)
-        if self._sweep_store():
-            return  # a manually started worker still uses the store and its sockets
+        living = self._sweep_store()
+        fallback = fallback_dir(self.path)
+        for directory in (self.path, *([fallback] if fallback else [])):
+            for path in list(_sockets(directory)):
+                if not {socket_owner(one) for one in (path, path.parent)} & living:
+                    path.unlink(missing_ok=True)
+        if living:
+            return  # a manually started worker, or another deployment, still uses the store
         if self.store == self.path / "store":
             shutil.rmtree(self.store, ignore_errors=True)
-        fallback = fallback_dir(self.path)
         if fallback is not None:
             shutil.rmtree(fallback, ignore_errors=True)
         (self.path / _FALLBACK_RECORD).unlink(missing_ok=True)
-        for path in list(_sockets(self.path)):
-            path.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Unlock the namespace. Idempotent."""
         self._owner.release(remove=True)
 
-    def _sweep_store(self) -> bool:
-        """Remove leases and keys of dead processes; return whether living ones remain."""
+    def _sweep_store(self) -> set[int]:
+        """Remove leases and keys of dead processes; return the living leases."""
         leases = self.store / "leases"
         host = host_id()
-        living, dead = False, set()
+        living, dead = set[int](), set[int]()
         for name in _names(leases):
             data = read_file(leases / name)
             try:
@@ -141,7 +148,7 @@ class RunDirectory:
                 dead.add(lease.lease_id)
                 (leases / name).unlink(missing_ok=True)
             else:
-                living = True
+                living.add(lease.lease_id)
         for bucket in BUCKETS if dead else ():
             for name in _names(self.store / "v1" / bucket):
                 _remove_key(self.store / "v1" / bucket / name, dead)

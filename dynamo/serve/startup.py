@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -107,7 +107,16 @@ class StartupReport:
             else f"restarted: {watcher.name} ({watcher.deaths} exits)"
             for watcher in self._arbiter.watchers
             if watcher.given_up or watcher.deaths
-        ]
+        ] + list(self._different_models())
+
+    def _different_models(self) -> Iterator[str]:
+        alive = self._arbiter.alive()
+        for model, sessions in self._leases.different().items():
+            names = [name for name, found in alive.items() if sessions & {p.pid for p in found}]
+            yield (
+                f"different models named {model}: {', '.join(names)}, of which some get no "
+                "requests, see: dynamo ps"
+            )
 
     def _loading(self) -> list[str]:
         """The workers whose model is not registered yet; without those that are given up."""

@@ -22,12 +22,17 @@ __all__ = [
     "ABSENT",
     "ACTIVE",
     "ASLEEP",
+    "DRAIN",
     "DRAINING",
     "GIVEN_UP",
     "HOLDS_GPUS",
+    "LOAD",
+    "REPLACING",
     "RESERVED_BY",
     "RUNNING",
+    "SLEEP",
     "STOPPED",
+    "WAKE",
     "WATCHER",
     "FileLock",
     "Statefile",
@@ -46,7 +51,17 @@ HOLDS_GPUS = "holds_gpus"
 """Key of a draining entry, false: its worker slept, and another one may have its GPUs."""
 
 RESERVED_BY = "reserved_by"
-"""Key of an entry whose worker is being added or removed: the process that does it."""
+"""Key of an entry whose worker is being changed: the process that does it, and the operation.
+
+One that has exited leaves the record: the operation is to be finished or undone.
+"""
+
+DRAIN, LOAD, SLEEP, WAKE = "drain", "load", "sleep", "wake"
+"""The ``operation`` of a ``reserved_by``: remove, add or start, put to sleep, wake a worker."""
+
+REPLACING = "replacing"
+"""Key of an entry whose processes the arbiter replaces now: since when, and the GPUs it reserved.
+"""
 
 WATCHER = "watcher"
 """Key of an entry: what the arbiter does with its watcher. Its ``status`` is one of the next."""
@@ -164,7 +179,7 @@ class Statefile:
         with self._locked():
             self._write(document)
 
-    def update(self, change: Callable[[Document], None]) -> Document:
+    def update(self, change: Callable[[Document], object]) -> Document:
         """Apply ``change`` to the document in place and write it back, all under the lock.
 
         Raises StatefileError if it is missing or damaged. If ``change`` raises, nothing is written.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from circus.exc import MessageError
@@ -24,7 +24,7 @@ from circus.watcher import Watcher
 
 from dynamo.serve.listener import FrontendListener
 from dynamo.serve.record import Supervision
-from dynamo.serve.restarts import RestartPolicy, Restarts
+from dynamo.serve.restarts import USAGE_STATUS, RestartPolicy, Restarts
 from dynamo.serve.statefile import ACTIVE, GIVEN_UP, STOPPED
 from dynamo.serve.supervised_process import (
     SupervisedProcess,
@@ -62,6 +62,9 @@ class Supervisor(Protocol):
     def has_served(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> bool:
         """Whether the process registered a model, or is of a program that need not."""
 
+    def refusal(self, watcher: SupervisedWatcher) -> str:
+        """Return the error with which its program has refused to start; "" without one."""
+
     def died(self, watcher: SupervisedWatcher, process: SupervisedProcess, delay_s: float) -> None:
         """A process exited by itself; its restart follows after ``delay_s``."""
 
@@ -72,7 +75,7 @@ class Supervisor(Protocol):
         """A watcher failed and is not restarted."""
 
     async def conflict(self, watcher: SupervisedWatcher) -> str:
-        """Take the GPUs of a worker that slept; return "", or which others have them now."""
+        """Assign free GPUs if it holds none; return "", or which others have them."""
 
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """A process did not exit in time."""
@@ -85,6 +88,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     """One watcher. ``on_line`` gets its output; ``single_because``: why it has one process only."""
 
     arbiter: Supervisor
+    gpus: Mapping[str, float] = {}
+    """Its share of each GPU that is assigned to it, for the processes that start next."""
 
     def __init__(  # noqa: PLR0913 - all but the command by name
         self,
@@ -173,6 +178,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         kept = {k: v for k, v in self.env.items() if k in after.env or k not in before.env}
         self.env = {**kept, **after.env}
         self.singleton = bool(after.gpus)
+        self.gpus = after.shares
 
     def incr(self, nb: int = 1) -> Any:
         """Handle ``circusctl incr``. Raises MessageError, the reply, beyond a limit of one."""
@@ -219,6 +225,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         except (OSError, ValueError) as error:
             self._give_up(f"cannot start it: {error}")
             return False
+        process.gpus = self.gpus
         self.processes[process.pid] = process
         self.arbiter.spawned(self, process)
         self.notify_event("spawn", {"process_pid": process.pid, "time": process.started})
@@ -274,9 +281,12 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         served = self.arbiter.has_served(self, process)
         self.last_exit = describe_exit(status)
         self.restarts += 1
-        verdict = self._restarts.died(loop.time(), lived_s, status, served)
+        verdict = self._restarts.died(
+            loop.time(), lived_s, status, served=served, is_ours=self._is_ours
+        )
         if isinstance(verdict, str):
-            self._give_up(verdict)
+            cause = self.arbiter.refusal(self) if status == USAGE_STATUS else ""
+            self._give_up(f"{cause} (exit status {status})" if cause else verdict)
             return
         self._not_before_s = loop.time() + verdict
         self.arbiter.died(self, process, verdict)
@@ -290,6 +300,11 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         else:
             self.given_up = reason
         self.arbiter.gave_up(self, reason)
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the program is one of this package."""
+        return "".join(self.command_words()[1:3]).startswith("-mdynamo.")
 
     @property
     def supervision(self) -> Supervision:

@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import psutil
@@ -27,6 +27,8 @@ class SupervisedProcess(Process):  # type: ignore[misc]
     exited: asyncio.Event
     exit_status: int | None = None
     start_ticks = 0
+    gpus: Mapping[str, float] = {}
+    """Its share of each GPU that was assigned to its watcher when it started."""
     on_trial = False
     """Whether it is to replace another one once it serves; it is not restarted until then."""
 
@@ -129,6 +131,8 @@ def describe_exit(status: int | None) -> str:
     """Describe an exit: ``exited with status 1``, ``was killed by SIGKILL``."""
     if status is None:
         return "is running"
+    if status == os.EX_TEMPFAIL:
+        return f"exited with status {status}, a temporary failure"
     if status >= 0:
         return f"exited with status {status}"
     try:

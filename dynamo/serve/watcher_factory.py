@@ -93,7 +93,7 @@ class WatcherFactory:
             "singleton": bool(spec.gpus),  # a second process would use the same GPUs
             **{key: value for key, value in options.items() if key not in _OURS},
         }
-        return SupervisedWatcher(
+        watcher = SupervisedWatcher(
             name,
             cmd,
             env={**environ(), "DYN_NAMESPACE": self.plan.namespace, **spec.env},
@@ -104,6 +104,8 @@ class WatcherFactory:
             listener=FrontendListener(address_of(spec)),
             **own,
         )
+        watcher.gpus = spec.shares
+        return watcher
 
 
 def address_of(spec: WatcherSpec) -> FrontendAddress | None:

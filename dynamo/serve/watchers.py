@@ -71,6 +71,11 @@ class WatcherSpec:
         return self.argv[2] if self.argv[1:2] == ("-m",) and len(self.argv) > 2 else ""
 
     @property
+    def shares(self) -> dict[str, float]:
+        """Its share of each of its GPUs: 1 of a whole one."""
+        return dict.fromkeys(self.gpus, self.gpu if 0 < self.gpu < 1 else 1.0)
+
+    @property
     def registers_model(self) -> bool:
         """Whether its processes register a model card in file discovery when they can serve."""
         return self.program in MODEL_PROGRAMS and self.uses_file_discovery

@@ -32,7 +32,10 @@ log = logging.getLogger("dynamo.vllm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 after a graceful shutdown, 1 after a failure, 2: bad settings."""
+    """Return the exit status: 0 after a graceful shutdown, 1 after a failure, 2: bad settings.
+
+    75 (EX_TEMPFAIL): the model cannot be downloaded now.
+    """
     arguments = parse(argv, _epilog(sys.argv[1:] if argv is None else argv))
     try:
         logs, system = from_env(LogSettings), from_env(SystemSettings)
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _engine_config(arguments, plan)
     except DynamoError as error:
         print(f"{PROG}: error: {error.message}", file=sys.stderr)
-        return 2
+        return error.exit_status
     return run_workers(_serve(plan, system, config), log)
 
 
@@ -60,6 +63,7 @@ async def _serve(plan: VllmPlan, system: SystemSettings, config: Any) -> None:
                 engine = await start_engine(build, guard, lifecycle.stopping)
                 if engine is None:
                     return
+                runtime.serving.set_engine_device(config.device_config.device_type)
                 freeze_heap()  # a full collection would traverse vLLM and torch: 0.3 s
                 try:
                     log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,

@@ -6,20 +6,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynamo.config import load_known
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.vllm import VllmSettings
-from dynamo.config.worker import WorkerSettings
+from dynamo.config.worker import REASONING_ALIASES, REASONING_PARSERS, WorkerSettings
 from dynamo.errors import ConfigError
+from dynamo.vllm.model import flag_value
 
 __all__ = ["GROUPS", "INSTALL", "PROG", "VllmArguments", "check", "parse"]
 
 PROG = "python -m dynamo.vllm"
 GROUPS = (RuntimeSettings, WorkerSettings, VllmSettings)
 INSTALL = "vLLM is not installed; install it with: pip install 'dynamo-appliance[vllm]'"
+log = logging.getLogger(__name__)
 _DESCRIPTION = "Serve a model with vLLM behind the router. Flags not listed here are vLLM's own."
 
 
@@ -34,9 +37,30 @@ class VllmArguments:
 
 
 def parse(argv: Sequence[str] | None = None, epilog: str | None = None) -> VllmArguments:
-    """Parse the command line; exit with status 2 for a bad option of ours, 0 after ``--help``."""
+    """Parse the command line; exit with status 2 for a bad option of ours, 0 after ``--help``.
+
+    The flags of ``vllm serve`` for its parsers choose ours, too.
+    """
     (runtime, worker, vllm), rest = load_known(PROG, _DESCRIPTION, GROUPS, argv, epilog)
+    tool = worker.tool_call_parser or vllm.serve_tool_call_parser
+    reasoning = worker.reasoning_parser or _reasoning_parser(rest)
+    worker = replace(worker, tool_call_parser=tool, reasoning_parser=reasoning)
     return VllmArguments(runtime, worker, vllm, tuple(rest))
+
+
+def _reasoning_parser(argv: Sequence[str]) -> str | None:
+    """Our name of the format that ``--reasoning-parser`` gives to vLLM, whose grammars need it."""
+    given = flag_value(argv, "--reasoning-parser")
+    name = REASONING_ALIASES.get(given, given) if given else None
+    if name is None or name in REASONING_PARSERS:
+        return name
+    log.warning(
+        "--reasoning-parser %s: the frontend has no format of this name, so it does not tell "
+        "reasoning from content; --dyn-reasoning-parser names one of %s",
+        given,
+        ", ".join(REASONING_PARSERS),
+    )
+    return None
 
 
 def check(arguments: VllmArguments) -> None:

@@ -21,13 +21,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.version import __version__
 
-from dynamo.errors import EngineFailure, EngineShutdown, InvalidArgument
+from dynamo.errors import DynamoError, EngineDied, EngineFailure, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
 from dynamo.vllm.images import image_limit, image_loader, load_images
-from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, priority
+from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, failure, priority
 
 __all__ = ["AsyncLLMEngine"]
 
@@ -197,12 +197,14 @@ class AsyncLLMEngine:
                     images = False
                     sink.on_images(len(output.prompt_token_ids), None)
                 sink.on_output(_step(output, params.logprobs))
-        except InvalidArgument as error:
+        except DynamoError as error:
             sink.on_rejected(error)
         except EngineDeadError:
-            sink.on_rejected(EngineShutdown("the vLLM engine died"))
+            sink.on_rejected(EngineDied("the vLLM engine died"))
         except CLIENT_ERRORS as error:
             sink.on_rejected(InvalidArgument(str(error)))
+        except BaseException as error:  # noqa: BLE001 - also a panic in Rust
+            sink.on_rejected(failure(error))
         finally:
             self._running.pop(number, None)
 

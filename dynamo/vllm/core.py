@@ -17,7 +17,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
 from dynamo.vllm.engine_metrics import EngineMetrics
 from dynamo.vllm.images import ImageInputs, check_context, expansions, image_limit
-from dynamo.vllm.params import CLIENT_ERRORS, EMBED, ParamsBuilder, priority
+from dynamo.vllm.params import CLIENT_ERRORS, EMBED, ParamsBuilder, failure, priority
 from dynamo.vllm.plain_requests import PlainRequests
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
+from dynamo.vllm.sampling import is_costly
 
 __all__ = ["CoreEngine"]
 
@@ -70,6 +72,7 @@ class CoreEngine:
         self._plain = PlainTokens()
         client.decoder = StepDecoder(client.decoder, self._plain)
         self._tasks = Tasks("vllm engine")
+        self._tokenizing = asyncio.Lock()
         self._messages = 0
 
     @classmethod
@@ -89,20 +92,20 @@ class CoreEngine:
         if dp_rank is None and self._requests.send(request, number):
             self._sinks[number] = sink
             return number
-        params = self._make_params(request)
         if request.multi_modal_data is not None:
+            params = self._make_params(request)
             self._sinks[number] = sink
-            work = self._with_images(request, number, params, dp_rank)
+            work = self._or_reject(self._with_images, number, request, params, dp_rank)
             self._tasks.spawn(work, name="images")
-        elif isinstance(params, PoolingParams) or params.structured_outputs is None:
-            made = self._request(request, number, params, dp_rank)
+        elif is_costly(request.sampling_options):
+            self._sinks[number] = sink
+            work = self._or_reject(self._prepare, number, request, dp_rank)
+            self._tasks.spawn(work, name="prepare a request")
+        else:
+            made = self._request(request, number, self._make_params(request), dp_rank)
             self._requests.learn(request, made)
             self._sinks[number] = sink
             self._post(made)
-        else:
-            self._sinks[number] = sink
-            work = self._compile(request, number, params, dp_rank)
-            self._tasks.spawn(work, name="compile grammar")
         return number
 
     def pass_tokens(
@@ -189,8 +192,8 @@ class CoreEngine:
     ) -> EngineCoreRequest:
         """Return vLLM's request, checked as its own server does. Raises InvalidArgument.
 
-        A structured output compiles its grammar here, which takes milliseconds. ``prompt`` is the
-        processed one of a request with images.
+        A structured output compiles its grammar here, and bad words are tokenized, which takes
+        milliseconds. ``prompt`` is the processed one of a request with images.
         """
         routing = given.routing
         if prompt is None:
@@ -218,32 +221,41 @@ class CoreEngine:
         self._outbox.append(item)
         self._posted.set()
 
-    async def _compile(
-        self, request: PreprocessedRequest, number: str, params: SamplingParams, rank: int | None
-    ) -> None:
-        try:
-            made = await asyncio.to_thread(self._request, request, number, params, rank)
-        except DynamoError as error:
-            self._reject(number, error)
-            return
+    async def _prepare(self, number: str, request: PreprocessedRequest, rank: int | None) -> None:
+        """Make vLLM's request in a thread.
+
+        One with bad words at a time: a tokenizer that two threads use at once may raise.
+        """
+        turn = self._tokenizing if request.sampling_options.bad_words else nullcontext()
+        async with turn:
+            made = await asyncio.to_thread(self._prepared, request, number, rank)
+        self._requests.learn(request, made)
         if number in self._sinks:
             self._post(made)
 
+    def _prepared(
+        self, request: PreprocessedRequest, number: str, rank: int | None
+    ) -> EngineCoreRequest:
+        return self._request(request, number, self._make_params(request), rank)
+
     async def _with_images(
-        self, request: PreprocessedRequest, number: str, params: Any, rank: int | None
+        self, number: str, request: PreprocessedRequest, params: Any, rank: int | None
     ) -> None:
-        try:
-            inputs = await self._images.process(request)
-            tokens = len(inputs["prompt_token_ids"])
-            check_context(tokens, request.stop_conditions.max_tokens, self.info.context_length)
-            made = await asyncio.to_thread(self._request, request, number, params, rank, inputs)
-        except DynamoError as error:
-            self._reject(number, error)
-            return
+        inputs = await self._images.process(request)
+        tokens = len(inputs["prompt_token_ids"])
+        check_context(tokens, self.info.context_length)
+        made = await asyncio.to_thread(self._request, request, number, params, rank, inputs)
         sink = self._sinks.get(number)
         if sink is not None:
             sink.on_images(tokens, expansions(request.token_ids, inputs))
             self._post(made)
+
+    async def _or_reject(self, work: Callable[..., Awaitable[None]], number: str, *of: Any) -> None:
+        """Await ``work``; whatever it raises ends its request, which nothing else would."""
+        try:
+            await work(number, *of)
+        except BaseException as error:  # noqa: BLE001 - also a panic in Rust
+            self._reject(number, failure(error))
 
     def _reject(self, number: str, error: DynamoError) -> None:
         sink = self._sinks.pop(number, None)
@@ -276,6 +288,8 @@ class CoreEngine:
             outputs = await client.get_output_async()
             self._messages += 1
             tokens, self._plain.count, prefills = self._plain.count, 0, []
+            if outputs.outputs:
+                self._plain.read += 1
             for output in outputs.outputs:
                 tokens += len(output.new_token_ids)
                 if output.prefill_stats is not None:

@@ -110,7 +110,8 @@ class Engine(Protocol):
     ) -> str | None:
         """Start ``request``; return its id. Raises InvalidArgument with vLLM's text.
 
-        Requests with images or a grammar are prepared in a thread: a refusal then reaches
+        Requests with images, a grammar, bad words or many biases are prepared in a thread: a
+        refusal then reaches
         :meth:`OutputSink.on_rejected`.
         """
 

@@ -111,13 +111,12 @@ def expansions(given: Tokens, inputs: Any) -> list[Tokens] | None:
     return found if expanded[end:] == given[start:].tolist() else None
 
 
-def check_context(prompt_tokens: int, max_tokens: int | None, context: int) -> None:
-    """Raise InvalidArgument if a prompt with its images and the output are too long."""
-    if max_tokens is not None and prompt_tokens + max_tokens > context:
+def check_context(prompt_tokens: int, context: int) -> None:
+    """Raise InvalidArgument if a prompt with its images leaves no room for output."""
+    if prompt_tokens >= context:
         raise InvalidArgument(
-            f"This model's maximum context length is {context} tokens. However, you requested "
-            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt with its images, "
-            f"{max_tokens} in the completion). Please reduce the prompt, the images or max_tokens."
+            f"This model's maximum context length is {context} tokens. However, your prompt with "
+            f"its images has {prompt_tokens} tokens. Please reduce the prompt or the images."
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
 
-__all__ = ["find_model"]
+__all__ = ["find_model", "flag_value"]
 
 
 def find_model(source: str, engine_argv: Sequence[str]) -> tuple[str, ModelDirectory, str]:
@@ -16,20 +16,20 @@ def find_model(source: str, engine_argv: Sequence[str]) -> tuple[str, ModelDirec
     Downloads what is missing. ``--tokenizer`` names the frontend's directory, which a GGUF file
     without a tokenizer.json beside it needs. Raises ConfigError.
     """
-    revision = _value(engine_argv, "--revision")
-    weights = _value(engine_argv, "--load-format") != "dummy"
+    revision = flag_value(engine_argv, "--revision")
+    weights = flag_value(engine_argv, "--load-format") != "dummy"
     model = resolve_model(source, weights=weights, revision=revision)
-    tokenizer = _value(engine_argv, "--tokenizer")
+    tokenizer = flag_value(engine_argv, "--tokenizer")
     if tokenizer is None:
         directory = model.directory()
     else:
-        tokenizer_revision = _value(engine_argv, "--tokenizer-revision")
+        tokenizer_revision = flag_value(engine_argv, "--tokenizer-revision")
         directory = resolve_model(tokenizer, revision=tokenizer_revision).directory()
     directory.require_worker_files()
     return str(model.path), directory, model.name
 
 
-def _value(argv: Sequence[str], flag: str) -> str | None:
+def flag_value(argv: Sequence[str], flag: str) -> str | None:
     """Return the last value of ``flag``, which vLLM also takes with underscores."""
     found = None
     for index, word in enumerate(argv):

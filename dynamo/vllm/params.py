@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
 from typing import Any
 
 import vllm.exceptions
@@ -10,11 +12,13 @@ from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.vllm.sampling import SamplingMapping
 
-__all__ = ["CLIENT_ERRORS", "EMBED", "ParamsBuilder", "priority"]
+__all__ = ["CLIENT_ERRORS", "EMBED", "ParamsBuilder", "failure", "priority"]
+
+log = logging.getLogger(__name__)
 
 EMBED = "embed"
 """vLLM's task of an embedding model."""
@@ -79,3 +83,16 @@ class ParamsBuilder:
 def priority(routing: Routing | None) -> int:
     """Return vLLM's priority, lowest first; Dynamo's clients give important requests high ones."""
     return 0 if routing is None else -(routing.priority or 0)
+
+
+def failure(error: BaseException) -> DynamoError:
+    """Return what ends a request whose task has raised ``error``: nothing else would end it.
+
+    Raises the following again: cancellation, KeyboardInterrupt, SystemExit.
+    """
+    if isinstance(error, DynamoError):
+        return error
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
+        raise error
+    log.error("a request could not be prepared or computed", exc_info=error)
+    return EngineFailure(f"{type(error).__name__}: {error}")

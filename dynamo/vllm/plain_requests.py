@@ -26,6 +26,9 @@ __all__ = ["PlainRequests"]
 _KEPT = 4096
 """Parameters that are kept; requests with a seed each fill them."""
 
+_MAX_KEY = 4096
+"""Bytes of a key whose parameters are kept: a bias for each token is megabytes."""
+
 _ADD = EngineCoreRequestType.ADD.value
 _NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _send = zmq.backend.Socket.send  # the checks of zmq.Socket.send cost as much as sending
@@ -92,11 +95,11 @@ class PlainRequests:
         if not self._enabled or made.sampling_params is None:
             return
         if request.stop_conditions.max_tokens is not None and _is_plain(request):
-            frames = self._client.encoder.encode(made.sampling_params)
+            key, frames = _key(request), self._client.encoder.encode(made.sampling_params)
             if len(self._params) >= _KEPT:
                 self._params.clear()
-            if len(frames) == 1:
-                self._params[_key(request)] = msgspec.Raw(bytes(frames[0]))
+            if len(frames) == 1 and len(key) <= _MAX_KEY:
+                self._params[key] = msgspec.Raw(bytes(frames[0]))
 
 
 def _is_plain(request: PreprocessedRequest) -> bool:

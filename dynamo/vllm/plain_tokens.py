@@ -20,11 +20,13 @@ __all__ = ["PlainTokens", "StepDecoder"]
 class PlainTokens:
     """The streams that get their plain tokens directly.
 
-    ``count`` is how many tokens went this way; its reader resets it.
+    ``count`` is how many tokens went this way; its reader resets it. Messages with other outputs
+    wait for their reader: ``sent`` of them so far, of which it has ``read`` so many. The tokens of
+    a request do not overtake those that wait.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.sent = self.read = 0
         self._router = TokenRouter(DATA, TOKEN_PREFIX)
         self._numbers: dict[Carrier, int] = {}
         self._carriers: dict[int, tuple[Carrier, EndpointStats]] = {}
@@ -40,7 +42,7 @@ class PlainTokens:
         slot = self._numbers.get(carrier)
         if slot is None:
             slot = self._add_carrier(carrier, stats)
-        self._router.add(request_id, slot, number)
+        self._router.add(request_id, slot, number, self.sent)
         self._on_full[request_id] = on_full
 
     def remove(self, request_id: str) -> int:
@@ -51,7 +53,7 @@ class PlainTokens:
 
     def pass_on(self, message: bytes) -> bytes:
         """Write the plain tokens of an encoded step to their streams; return the other outputs."""
-        frames, rest = self._router.split(message)
+        frames, rest = self._router.split(message, self.sent + 1, self.read)
         for slot, count, data in frames:
             carrier, stats = self._carriers[slot]
             self.count += count
@@ -61,6 +63,10 @@ class PlainTokens:
                 for on_full in list(self._on_full.values()):
                     on_full()
         return rest
+
+    def leave(self) -> None:
+        """The next message has outputs of any request, and is not passed on."""
+        self._router.leave(self.sent + 1)
 
     def _add_carrier(self, carrier: Carrier, stats: EndpointStats) -> int:
         """Number a new connection, and forget closed ones, whose streams are removed."""
@@ -81,6 +87,12 @@ class StepDecoder:
 
     def decode(self, frames: Sequence[Any]) -> Any:
         """Return vLLM's EngineCoreOutputs without the tokens that were passed on."""
+        tokens = self._tokens
         if len(frames) != 1:  # with tensors: log probabilities, pooling
-            return self._decoder.decode(frames)
-        return self._decoder.decode(self._tokens.pass_on(frames[0].bytes))
+            tokens.leave()
+            outputs = self._decoder.decode(frames)
+        else:
+            outputs = self._decoder.decode(tokens.pass_on(frames[0].bytes))
+        if outputs.outputs:
+            tokens.sent += 1
+        return outputs

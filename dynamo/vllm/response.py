@@ -132,6 +132,8 @@ class EngineResponse:
             rows += prompt_rows(output.new_prompt_logprobs_tensors)
         logprobs = output.new_logprobs
         item = EngineOutput(token_ids=ids)
+        if output.prefill_stats is not None:  # the frontend may end the answer before the engine
+            item.completion_usage = self._usage()
         if logprobs is not None:
             item.log_probs, item.top_logprobs = sample_rows(logprobs)
         if ids and (self._prompt_logprobs is not None or self._expansions is not None):

@@ -18,7 +18,7 @@ from dynamo.protocols.engine import (
     StopConditions,
 )
 
-__all__ = ["KV_TRANSFER", "SamplingMapping"]
+__all__ = ["KV_TRANSFER", "SamplingMapping", "is_costly"]
 
 KV_TRANSFER = "kv_transfer_params"
 """Key of ``disaggregated_params`` and of vLLM's ``extra_args`` for a transfer of KV blocks."""
@@ -34,6 +34,18 @@ _REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
+
+
+_MANY_BIASES = 1024
+
+
+def is_costly(sampling: SamplingOptions) -> bool:
+    """Whether vLLM needs milliseconds to check it: a grammar, bad words, or many biases."""
+    return bool(
+        sampling.guided_decoding
+        or sampling.bad_words
+        or (sampling.logit_bias and len(sampling.logit_bias) > _MANY_BIASES)
+    )
 
 
 class SamplingMapping:

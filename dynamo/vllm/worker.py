@@ -78,7 +78,7 @@ def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
         weights,
         name,
         ModelType.Prefill if mode == "prefill" else api_types(settings.endpoint_types),
-        settings.endpoint or f"{arguments.runtime.namespace}{suffix}.{component}.generate",
+        settings.endpoint_or(f"{arguments.runtime.namespace}{suffix}.{component}.generate"),
         parse_loras(arguments.vllm.lora_modules, name),
     )
 
@@ -135,7 +135,7 @@ class VllmWorker:
         try:
             await self.engine.run()
         except Exception:
-            self.endpoint.runtime.serving.abort()
+            self.endpoint.runtime.serving.abort(engine_died=True)
             raise
 
     def _relay_events(self) -> None:

@@ -73,6 +73,7 @@ def test_kill_9_of_the_arbiter_at_any_moment(serving: Serving, seed: int) -> Non
     time.sleep(dice.uniform(0.0, LATEST_S))
     os.kill(arbiter, signal.SIGKILL)
     assert serving.wait() == 128 + signal.SIGKILL
+    assert f"the arbiter (pid {arbiter}) was killed by SIGKILL" in serving.text()
     serving.assert_clean()
 
 

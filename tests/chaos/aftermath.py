@@ -16,7 +16,7 @@ from validator import Violation
 
 from dynamo.http.client import ResponseError, get
 
-__all__ = ["cancel_latencies", "check_gauges", "tracebacks"]
+__all__ = ["cancel_latencies", "check_gauges", "count_lines", "tracebacks"]
 
 IN_FLIGHT = re.compile(
     r"dynamo_frontend_(active|inflight|queued|stage|prefill_active)_requests"
@@ -144,6 +144,11 @@ async def _until(clock: Callable[[], float], ports: list[int], idle: bool) -> fl
         if running != idle:
             return clock()
     return clock()
+
+
+def count_lines(logs: Path, part: str) -> int:
+    """Count the lines with ``part`` in the logs of the deployment."""
+    return sum(path.read_text(errors="replace").count(part) for path in logs.glob("*.log*"))
 
 
 def tracebacks(logs: Path) -> dict[str, int]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aftermath import cancel_latencies, check_gauges, tracebacks
+from aftermath import cancel_latencies, check_gauges, count_lines, tracebacks
 from chaos_load import Load, ask_answers, make_pool
 from chaos_world import PROFILES, World
 from fault_actions import FaultActions
@@ -134,6 +134,10 @@ async def run_chaos(options: ChaosOptions, directory: Path) -> ChaosReport:
             watch.cancel()
             report.problems += await _stopped(world)
             report.tracebacks = tracebacks(world.run_directory / "logs")
+            deaths = count_lines(world.run_directory / "logs", "has the fatal seed")
+            if deaths > 2 * actions.fatal_requests:
+                detail = f"{actions.fatal_requests} requests killed {deaths} workers"
+                report.problems.append(Violation("deployment", "fatal request", detail))
         finally:
             actions.heal()
             world.serving.close()

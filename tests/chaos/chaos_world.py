@@ -20,7 +20,10 @@ from small_disk import FILLER
 from dynamo.http.client import ResponseError, get
 from dynamo.http.target import Target
 
-__all__ = ["PROFILES", "World"]
+__all__ = ["FATAL_SEED", "PROFILES", "World"]
+
+FATAL_SEED = 1_234_567
+"""A request with this seed kills the worker that computes it."""
 
 POLL_S = 0.02
 START_TIMEOUT_S = 60.0
@@ -32,6 +35,7 @@ _WORKER = """
   block-size: 16
   max-num-seqs: 32
   kv-bytes-per-token: 16384
+  fatal-seed: {fatal_seed}
 """
 _FRONTEND = """
 Frontend:
@@ -82,7 +86,10 @@ class World:
         self._frontend_pid = 0
         self.is_stopping = False
         text = PROFILES[profile].format(
-            model=ROOT / "examples/model", reply="sequence", port=self.port
+            model=ROOT / "examples/model",
+            reply="sequence",
+            port=self.port,
+            fatal_seed=FATAL_SEED,
         )
         text = text.replace("  router-mode: kv", f"  router-mode: kv{frontend}")
         self._graph = self.serving.graph(text)

@@ -8,9 +8,11 @@ import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from chaos_world import World, send
+from chaos_load import REQUEST_TIMEOUT_S
+from chaos_world import FATAL_SEED, World, send
 from fault_schedule import FAULTS, PlannedFault
-from history import Fault
+from history import Answer, Fault
+from recording_client import Plan, RecordingClient
 from small_disk import SmallDisk
 from socket_cutter import cut_one
 from validator import Violation
@@ -38,6 +40,7 @@ class FaultActions:
         self.missed = 0
         self.impossible: dict[str, str] = {}
         self.violations: list[Violation] = []
+        self.fatal_requests = 0
         self._on_fault = on_fault
         self._stopped: set[int] = set()
         self._next_s = 0.0
@@ -45,6 +48,7 @@ class FaultActions:
             "worker killed": self._kill_worker,
             "worker terminated": self._terminate_worker,
             "worker stopped": self._stop_worker,
+            "fatal request": self._send_fatal_request,
             "requests cut": self._cut_requests,
             "events cut": self._cut_events,
             "socket removed": self._remove_socket,
@@ -140,6 +144,21 @@ class FaultActions:
             return ""
         self.world.doom(pid)
         return str(pid) if send(pid, signum) else ""
+
+    async def _send_fatal_request(self, dice: random.Random) -> str:
+        """A request that kills its worker; at most two, so only where more live."""
+        if len(self.world.live_workers()) < self.world.workers:
+            return ""
+        self.fatal_requests += 1
+        name = f"fatal {self.fatal_requests}"
+        body = {"model": "tiny", "prompt": f"{name} {dice.random()}", "seed": FATAL_SEED}
+        client = RecordingClient(self.world.target, self.world.clock)
+        plan = Plan(name, "completions", {**body, "max_tokens": 4}, Answer("", "", 0, 0))
+        record = await client.perform(plan, REQUEST_TIMEOUT_S)
+        client.close()
+        if record.status == 200 or record.ending == "timeout":
+            self._violation("fatal request", f"{record.ending} with status {record.status}")
+        return f"status {record.status}"
 
     async def _kill_all_workers(self, dice: random.Random) -> str:
         pids = self.world.pids("dynamo.mocker")

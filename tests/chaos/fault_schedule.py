@@ -11,6 +11,7 @@ FAULTS = {
     "worker killed": 20,
     "worker terminated": 8,
     "worker stopped": 12,
+    "fatal request": 3,
     "requests cut": 20,
     "events cut": 12,
     "socket removed": 5,

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 
 from dynamo import prometheus_names
 from dynamo.config.runtime import RuntimeSettings
@@ -20,7 +21,7 @@ from dynamo.config.system import SystemSettings
 from dynamo.health_check import HEALTH_CHECK_KEY, HealthCheckPayload, load_health_check_from_env
 from dynamo.http.client import get as http_get
 from dynamo.llm import WorkerType
-from dynamo.runtime import DistributedRuntime, dynamo_endpoint, dynamo_worker
+from dynamo.runtime import DistributedRuntime, distributed, dynamo_endpoint, dynamo_worker
 from dynamo.runtime.logging import (
     configure_sglang_logging,
     configure_vllm_logging,
@@ -126,6 +127,46 @@ async def test_a_decorator_with_plain_types_parses_nothing() -> None:
         yield {"any": 1}
 
     assert [item async for item in echo("text")] == ["TEXT", {"any": 1}]
+
+
+class Asked(BaseModel):
+    x: int = 0
+
+
+class Answered(BaseModel):
+    y: int = 0
+
+
+async def test_a_decorator_passes_items_on_unchanged() -> None:
+    """As observed with Dynamo 1.6.1: the second type is not used."""
+    items: list[Any] = [{"y": 1, "more": 2}, {"y": "text"}, {"z": 1}, "text", 5, None]
+
+    @dynamo_endpoint(Asked, Answered)
+    async def answer(request: Asked) -> Any:
+        assert request.x == 1
+        for item in (*items, Answered(y=3)):
+            yield item
+
+    assert [item async for item in answer({"x": 1, "other": 2})] == [*items, {"y": 3}]
+    with pytest.raises(ValueError, match="x"):
+        await anext(answer({"x": "text"}))
+
+
+async def test_nats_as_request_plane_is_tcp_with_one_warning(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    distributed._instead_of_nats.cache_clear()
+    loop = asyncio.get_running_loop()
+    runtimes = [DistributedRuntime(loop, "file", "nats") for _ in range(2)]
+    assert [runtime.settings.request_plane for runtime in runtimes] == ["tcp", "tcp"]
+    assert caplog.text.count("no request plane 'nats'") == 1
+    for runtime in runtimes:
+        await runtime.close()
+
+
+async def test_a_bad_event_plane_is_a_value_error(store: Path) -> None:
+    with pytest.raises(ValueError, match=r"Invalid event_plane value 'bogus'\. Valid"):
+        DistributedRuntime(asyncio.get_running_loop(), "file", "tcp", event_plane="bogus")
 
 
 class Payload(HealthCheckPayload):

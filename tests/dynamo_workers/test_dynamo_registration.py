@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dynamo import llm
+from dynamo import _core, llm
 from dynamo.llm import (
     KvEventPublisher,
     KvRouter,
@@ -181,6 +181,24 @@ def test_runtime_config_fields() -> None:
     assert config.structural_tag == {"scope": "auto"}
     config.set_engine_specific("group", '"a"')
     assert config.get_engine_specific("group") == "a"
+
+
+@pytest.mark.parametrize("value", [{1: "a"}, {"a": 1}, [("a", "b")], None, "a"])
+def test_topology_domains_are_texts(value: Any) -> None:
+    config = ModelRuntimeConfig()
+    with pytest.raises(TypeError, match="topology_domains"):
+        config.topology_domains = value
+    assert config.topology_domains == {}
+
+
+def test_names_of_the_core_module(tmp_path: Path) -> None:
+    from dynamo._core import resolve_routing_image_token_id
+
+    assert _core.__version__ == "1.6.1"
+    assert issubclass(_core.SelectionServiceError, _core.DynamoException)
+    # Dynamo's vLLM worker calls it for every model, if it publishes KV events.
+    assert resolve_routing_image_token_id("Qwen/Qwen3-0.6B", str(tmp_path)) is None
+    assert resolve_routing_image_token_id("no/model", "/no/such/directory") is None
 
 
 def test_lora_ids() -> None:

@@ -22,6 +22,8 @@ from deployment import MODEL, Deployment, free_port
 from serving import Serving
 
 TIMEOUT_S = 20.0
+ANSWER = r"\r\n\x1b\[\?2004l\r(?s:.){8}"
+"""The end of a message, and the first characters of the answer to it."""
 
 
 class Terminal:
@@ -67,6 +69,10 @@ class Terminal:
         self.type(line)
         self.wait_for(line)
         self.type("\x03")
+
+    def echoes(self) -> bool:
+        """Whether the terminal shows keys, as it did before."""
+        return bool(termios.tcgetattr(self._main)[3] & termios.ECHO)
 
     def exit_status(self) -> int:
         try:
@@ -142,13 +148,35 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(slow: Deployment) -> No
         terminal.prompt()
         terminal.type("talk\r")
         slow.until(lambda: slow.sample("dynamo_frontend_inflight_requests") == 1, "an answer")
-        terminal.wait_for(r"talk\r\n.*\w+ \w+")
+        terminal.wait_for("talk" + ANSWER)
         terminal.type("\x03")
         terminal.wait_for("stopped; Ctrl-C again leaves")
         slow.until(lambda: slow.sample("dynamo_frontend_inflight_requests") == 0, "cancelled")
         terminal.prompt()
         terminal.interrupt("half")
         assert terminal.exit_status() == 0
+    finally:
+        terminal.kill()
+
+
+def test_keys_during_an_answer_are_the_begin_of_the_next_line(slow: Deployment) -> None:
+    terminal = Terminal(slow.env, "--url", slow.url, "--max-tokens", "100")
+    try:
+        terminal.prompt()
+        terminal.type("talk\r")
+        terminal.wait_for("talk" + ANSWER)
+        terminal.type("ZQX")
+        assert "ZQX" not in terminal.wait_for(r"\[100 tokens.*\]")
+        terminal.prompt()
+        terminal.wait_for("ZQX")
+        terminal.type("\r")
+        terminal.wait_for(r"\[100 tokens.*\]")
+        terminal.prompt()
+        terminal.type("again\r")
+        terminal.wait_for("again" + ANSWER)
+        terminal.process.terminate()
+        terminal.process.wait(TIMEOUT_S)
+        assert terminal.echoes()
     finally:
         terminal.kill()
 

@@ -29,6 +29,7 @@ TESTED_ELSEWHERE = {
     "dynamo_frontend_model_cards_rejected_total": "needs a worker that disagrees: test_models",
     "dynamo_frontend_model_migration_limit": "the limit is 0",
     "dynamo_component_errors_total": "needs an engine that fails: test_distributed",
+    "dynamo_log_lines_dropped_total": "needs an output that is not read: test_logs",
     "dynamo_frontend_router_queue_pending_cached_tokens": "needs a cached prompt: test_line",
     "dynamo_frontend_router_admission_rejected_total": "needs a full queue: test_router_queue",
     "dynamo_frontend_router_queue_left_total": "needs an impatient client: test_router_queue",

@@ -184,7 +184,7 @@ def _drain_and_load(box: Box) -> None:
     assert "requests in flight finish" in done.stdout, done.stderr
     assert done.stdout.endswith("drained; GPU 1 is free\n")
     assert box.states() == {"Worker": "running"}
-    with pytest.raises(DynamoError, match="serves or loads it already"):
+    with pytest.raises(DynamoError, match="is served or being loaded already"):
         box.control.load("tiny")
     with pytest.raises(InvalidArgument, match=r"no model 'x' in namespace .*: other, tiny"):
         box.control.load("x")

@@ -311,15 +311,12 @@ def test_custom_tools_and_namespaces(client: openai.OpenAI) -> None:
         ({"temperature": 3}, "Temperature must be between 0 and 2, got 3"),
         ({"max_output_tokens": 0}, "Max tokens must be greater than 0, got 0"),
         ({"input": []}, "messages"),
-        ({"max_output_tokens": 900_000}, "maximum context length"),
     ],
 )
 def test_refused(client: openai.OpenAI, fields: Any, text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text) as caught:
         client.responses.create(**({"model": "tiny", "input": "Hello"} | fields))
-    assert caught.value.type == "invalid_request_error"
-    long = "maximum" in text
-    assert caught.value.code == ("context_length_exceeded" if long else None)
+    assert caught.value.type == "invalid_request_error" and caught.value.code is None
 
 
 def test_unknown_model(client: openai.OpenAI) -> None:

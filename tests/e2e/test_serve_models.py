@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from pathlib import Path
 
@@ -55,13 +56,21 @@ def test_offline_without_the_model_nothing_starts(serving: Serving, tmp_path: Pa
     assert "starting" not in serving.text()
 
 
-def test_a_model_that_the_hub_does_not_have_is_given_up(serving: Serving, tmp_path: Path) -> None:
-    hub = Hub(NAME, {}, status=404)
+def test_a_failed_download_is_repeated_and_a_broken_model_is_not(
+    serving: Serving, tmp_path: Path
+) -> None:
+    """Each is named by its cause."""
+    hub = Hub(NAME, {"config.json": b"{}", "tokenizer.json": b'{"cut": '}, status=408)
     env = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url}
     try:
         serving.start(GRAPH.format(port=free_port()), wait="", **env)
+        line = serving.wait_for("a temporary failure; restarting it in 1 s")
+        assert "cannot be downloaded from " in line and "replied with status 408" in line
+        hub.status = 200
         assert serving.wait(60) == 1
     finally:
         hub.close()
-    assert "and not on Hugging Face: the model 'acme/tiny-1.5B'" in serving.text()
+    gave_up = r"gave up \S+_Worker: \S+/tokenizer.json is not a tokenizer: .* \(exit status 2\)"
+    assert re.search(gave_up, serving.text())
     assert "no worker is left; stopping" in serving.text() and "ready: " not in serving.text()
+    assert "command line" not in serving.text()

@@ -51,7 +51,8 @@ def test_start_chat_kill_and_stop(serving: Serving) -> None:
     assert re_workers(serving.lines[-1]) == 2
     with chat(port) as answer:
         assert answer.status == 200
-        assert json.loads(answer.read())["choices"][0]["message"]["content"]
+        content = json.loads(answer.read())["choices"][0]["message"]["content"]
+        assert content.strip() == "Count to ten, please. " * 19 + "Count to ten, please."
     (old,) = serving.wait_for_pids("Worker_1")
     os.kill(old, signal.SIGKILL)
     serving.wait_for_pids("Worker_1", unlike=old)

@@ -144,8 +144,6 @@ def test_a_bad_image_is_refused_with_its_place(mine: EngineDeployment) -> None:
         found = refusal(mine, seen(good, {"type": "image_url", "image_url": {"url": url}}))
         assert place in found and text in found, found
     assert "at most 3 images" in refusal(mine, seen(*[good] * 4))
-    too_long = refusal(mine, seen(good, max_tokens=2048 - IMAGE_TOKENS))
-    assert "maximum context length is 2048" in too_long
     assert mine.post(CHAT, seen(good))["usage"]["completion_tokens"]  # nothing is stuck
 
 

@@ -32,6 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ignore_eos": {"ignore_eos": True, "max_tokens": 60},
     "stop_token_ids": {"stop_token_ids": list(range(0, 4000, 50)), "max_tokens": 60},
     "logit_bias": {"logit_bias": {"1234": 100}, "max_tokens": 4},
+    "many biases": {"logit_bias": dict.fromkeys(map(str, range(0, 4000, 2)), -100)},
+    "bad words": {"bad_words": ["the", "a", ", "], "max_tokens": 40},
     "seed": {"temperature": 1.0, "seed": 42},
     "top_p": {"temperature": 0.9, "top_p": 0.5, "seed": 7},
     "top_k": {"temperature": 1.5, "top_k": 3, "seed": 7},

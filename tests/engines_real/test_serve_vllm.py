@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,7 +92,8 @@ def test_a_worker_is_restarted_under_load(serving: Serving, tiny_model: Path) ->
     assert serving.pids("Worker") != [old]
     assert not psutil.wait_procs(tree, timeout=5)[1]
     assert serving.stop(timeout_s=60) == 0
-    assert "killing" not in serving.text()
+    # vLLM may kill its own engine process, and says so in its own words.
+    assert not re.search("killing (it|the remaining)", serving.text())
     serving.assert_clean()
 
 

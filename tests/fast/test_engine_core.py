@@ -59,16 +59,23 @@ def test_prompts_of_any_length(count: int) -> None:
     assert largest == max(count - 1, 0)
 
 
-@given(_OUTPUTS, st.lists(_VALUES, max_size=4), st.sets(_NAMES))
-def test_any_step_is_split_as_by_the_reference(
-    outputs: list[tuple[str, Any, list[Any]]], tail: list[Any], added: set[str]
+@given(
+    st.lists(st.tuples(_OUTPUTS, st.lists(_VALUES, max_size=4), st.integers(0, 4)), max_size=4),
+    st.dictionaries(_NAMES, st.integers(0, 3)),
+)
+def test_any_steps_are_split_as_by_the_reference(
+    steps: list[tuple[list[tuple[str, Any, list[Any]]], list[Any], int]], added: dict[str, int]
 ) -> None:
     fast, reference = _routers()
-    for number, request_id in enumerate(sorted(added)):
-        fast.add(request_id, number % 2, number)
-        reference.add(request_id, number % 2, number)
-    message = _message(outputs, tuple(tail))
-    assert fast.split(message) == reference.split(message)
+    for number, (request_id, left_in) in enumerate(added.items()):
+        fast.add(request_id, number % 2, number, left_in)
+        reference.add(request_id, number % 2, number, left_in)
+    for number, (outputs, tail, read) in enumerate(steps, 1):
+        if len(tail) == 4:
+            fast.leave(number)
+            reference.leave(number)
+        message = _message(outputs, tuple(tail))
+        assert fast.split(message, number, read) == reference.split(message, number, read)
     assert [fast.remove(name) for name in sorted(added)] == [
         reference.remove(name) for name in sorted(added)
     ]
@@ -81,22 +88,22 @@ def test_a_truncated_or_damaged_message_is_returned_whole_or_split(
 ) -> None:
     router, _ = _routers()
     for number, (request_id, _, _) in enumerate(outputs):
-        router.add(request_id, 1, number)
+        router.add(request_id, 1, number, 0)
     message = _message(outputs, (None,))
     size = data.draw(st.integers(0, len(message)))
     noise = data.draw(st.binary(max_size=8))
     for damaged in (message[:size], message[:size] + noise + message[size + len(noise) :]):
-        frames, rest = router.split(damaged)
+        frames, rest = router.split(damaged, 1, 1)
         if not frames:
             assert rest == damaged
 
 
 def test_a_frame_is_that_of_the_item() -> None:
     router, _ = _routers()
-    router.add("a", 7, 42)
+    router.add("a", 7, 42, 0)
     tokens = (0, 127, 128, 65535, 65536, 2**32 - 1)
     for token in tokens:
-        frames, rest = router.split(_message([("a", [token], [None] * 18), ("b", [1], [])]))
+        frames, rest = router.split(_message([("a", [token], [None] * 18), ("b", [1], [])]), 1, 0)
         assert [(connection, count) for connection, count, _ in frames] == [(7, 1)]
         splitter = Splitter(1000, b"", LAST_KIND)
         assert splitter.feed(frames[0][2]) == [(DATA, 42, token_item(token))]

@@ -23,12 +23,15 @@ class OracleTokenRouter:
         self._prefix = prefix
         self._routes: dict[str, tuple[int, int]] = {}
         self._tokens: dict[str, int] = {}
+        self._left_in: dict[str, int] = {}
+        self._all_left_in = 0
 
     def __len__(self) -> int:
         return len(self._routes)
 
-    def add(self, request_id: str, connection: int, stream: int) -> None:
-        """Pass plain tokens on."""
+    def add(self, request_id: str, connection: int, stream: int, left_in: int) -> None:
+        """Pass plain tokens on, once message ``left_in`` was read."""
+        self._left_in[request_id] = left_in
         self._routes[request_id] = (connection, stream)
         self._tokens[request_id] = 0
 
@@ -37,17 +40,26 @@ class OracleTokenRouter:
         self._routes.pop(request_id, None)
         return self._tokens.pop(request_id, 0)
 
-    def split(self, message: bytes) -> tuple[list[tuple[int, int, bytes]], bytes]:
+    def leave(self, number: int) -> None:
+        """Message ``number`` is not split."""
+        self._all_left_in = number
+
+    def split(
+        self, message: bytes, number: int, read: int
+    ) -> tuple[list[tuple[int, int, bytes]], bytes]:
         """Return the frames by connection, and the message without them."""
         try:
             rank, outputs, *tail = msgspec.msgpack.decode(message)
         except (msgspec.MsgspecError, ValueError, TypeError):
+            self._all_left_in = number
             return [], message
         frames: dict[int, list[bytes]] = {}
         kept = []
         for output in outputs:
             request_id, ids = output[0], output[1]
-            if request_id not in self._routes or not _plain(ids, output[2:]):
+            waits = max(self._left_in.get(request_id, 0), self._all_left_in) > read
+            if request_id not in self._routes or waits or not _plain(ids, output[2:]):
+                self._left_in[request_id] = number
                 kept.append(output)
                 continue
             connection, stream = self._routes[request_id]

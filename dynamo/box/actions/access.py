@@ -35,9 +35,9 @@ from dynamo.runtime.paths import run_dir, state_dir, store_dir
 from dynamo.serve.entries import Entry, ServiceEntries, read_entries, read_services
 from dynamo.serve.gpus import Gpu
 from dynamo.serve.reservations import is_reserved, owner_mark
-from dynamo.serve.statefile import RESERVED_BY, Document, Statefile
+from dynamo.serve.statefile import REPLACING, RESERVED_BY, Document, Statefile
 
-__all__ = ["LocalAccess", "open_access", "reserve"]
+__all__ = ["LocalAccess", "check_unreserved", "open_access", "read_deployment", "reserve"]
 
 _COMMAND_TIMEOUT_S = 30.0
 _GRACEFUL_TIMEOUT_S = 30.0
@@ -63,14 +63,7 @@ class LocalAccess:
 
     def document(self) -> Document:
         """Read the statefile. Raises StatefileError, also without one."""
-        document = self.statefile.read()
-        if document is None:
-            raise StatefileError(
-                f"no deployment runs in namespace {self.statefile.namespace!r} (no "
-                f"{self.statefile.path}); start it with dynamo serve, or name another one with "
-                "--namespace"
-            )
-        return document
+        return read_deployment(self.statefile)
 
     def entries(self) -> list[Entry]:
         """Return all entries of the statefile. Raises StatefileError."""
@@ -138,18 +131,37 @@ class LocalAccess:
         return last_line(self.logs / f"{name}.log")
 
 
-def reserve(document: Document, name: str) -> None:
-    """Mark a worker as changed by this process.
+def reserve(document: Document, name: str, operation: str) -> None:
+    """Begin an ``operation`` of this process on a worker: write its record.
 
-    Raises ActionFailed if it is gone, or another living process changes it.
+    Raises ActionFailed as :func:`check_unreserved`.
     """
+    check_unreserved(document, name)
+    document["components"][name][RESERVED_BY] = owner_mark(operation)
+
+
+def check_unreserved(document: Document, name: str) -> None:
+    """Raise ActionFailed if a worker is gone, or another living process changes it."""
     entry = next((one for one in read_entries(document) if one.name == name), None)
     if entry is None:
         raise ActionFailed(f"{name}: removed by another command")
     if is_reserved(entry, ()):
-        pid = (entry.reserved_by or {}).get("pid")
-        raise ActionFailed(f"{name}: process {pid} starts, wakes or removes it; wait for its end")
-    document["components"][name][RESERVED_BY] = owner_mark()
+        mark = entry.reserved_by or {}
+        begun = f" ({mark['operation']})" if "operation" in mark else ""
+        raise ActionFailed(f"{name}: process {mark['pid']} changes it{begun}; wait for its end")
+    if REPLACING in document["components"][name]:
+        raise ActionFailed(f"{name}: the deployment replaces its process; wait for its end")
+
+
+def read_deployment(statefile: Statefile) -> Document:
+    """Read the statefile of a deployment. Raises StatefileError, also without one."""
+    document = statefile.read()
+    if document is None:
+        raise StatefileError(
+            f"no deployment runs in namespace {statefile.namespace!r} (no {statefile.path}); start "
+            "it with dynamo serve, or name another one with --namespace"
+        )
+    return document
 
 
 @contextlib.asynccontextmanager
@@ -166,12 +178,7 @@ async def open_access(
             "discovery only, where a lease names its process"
         )
     statefile = Statefile(state_dir(runtime), runtime.namespace)
-    document = statefile.read()
-    if document is None:
-        raise StatefileError(
-            f"no deployment runs in namespace {runtime.namespace!r} (no {statefile.path}); start "
-            "it with dynamo serve, or name another one with --namespace"
-        )
+    document = read_deployment(statefile)
     circus = CircusEndpoint(document["circus_endpoint"])
     registrations = FileRegistrations(store_dir(runtime), statefile.path)
     try:

@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.serve.entries import ServiceEntries
-from dynamo.serve.gpu_holders import held_gpus
-from dynamo.serve.statefile import Document
+from dynamo.serve.gpu_ledger import GpuLedger
 
 __all__ = ["budget_held", "budget_share"]
 
@@ -21,19 +20,18 @@ def budget_share(service: ServiceEntries, settings: PlannerSettings) -> float:
 
 
 def budget_held(
-    document: Document, services: Collection[ServiceEntries], settings: PlannerSettings
+    ledger: GpuLedger, services: Collection[ServiceEntries], settings: PlannerSettings
 ) -> float:
     """Return the GPUs of the budget that ``services`` hold now, draining workers included.
 
     A worker without GPUs counts as what the options say, else as 1.
     """
-    held = held_gpus(document)
     total = 0.0
     for service in services:
         each = budget_share(service, settings)
         for entry in service.entries:
-            if entry.name in held:
-                total += held[entry.name][1]
+            if entry.name in ledger.held:
+                total += ledger.amount(entry.name)
             elif entry.asleep and entry.reserved_by is None:
                 continue
             elif entry.pids or entry.reserved_by is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -17,6 +19,8 @@ __all__ = ["CircusEndpoint"]
 
 _REPLY_TIMEOUT_S = 10.0
 _CHECK_MS = 1000
+_SOCKET_S = 2.0
+"""How long the socket of an arbiter that starts may be missing."""
 _ROLL = "roll_watchers"  # a command of dynamo.serve.commands, which imports circus
 _BUSY = ("arbiter is already running", "arbiter is restarting")
 _GPUS = "CUDA_VISIBLE_DEVICES"
@@ -110,6 +114,7 @@ class CircusEndpoint:
         is_running: Callable[[], bool] | None = None,
     ) -> dict[str, Any]:
         """Send a command, return the reply; with ``is_running`` it may take any time."""
+        await self._check_socket()
         message = {"id": uuid.uuid4().hex, "command": command, "properties": properties}
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
@@ -130,6 +135,21 @@ class CircusEndpoint:
             raise CircusError(f"circus at {self.endpoint}: {command!r} failed: {error}") from error
         finally:
             socket.close()
+
+    async def _check_socket(self) -> None:
+        """Raise CircusError without a socket: ZeroMQ would wait for one as long as for a reply."""
+        path = Path(self.endpoint.removeprefix("ipc://"))
+        if path == Path(self.endpoint):
+            return  # TCP
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _SOCKET_S
+        while not path.exists():
+            if loop.time() >= deadline_s:
+                raise CircusError(
+                    f"circus at {self.endpoint}: the socket was deleted; only a restart of the "
+                    "deployment brings it back"
+                )
+            await asyncio.sleep(_SOCKET_S / 20)
 
 
 def _refused(command: str, properties: Mapping[str, Any], reason: str) -> CircusError:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
+from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, WorkerUnavailable
 from dynamo.protocols.control import (
     ENGINE_CONTROL,
@@ -15,11 +18,22 @@ from dynamo.protocols.control import (
 )
 from dynamo.runtime import DistributedRuntime
 
-__all__ = ["RemoteEngines"]
+__all__ = ["RemoteEngines", "open_engines"]
 
 _ANSWER_S = 10.0
 _SLEEP_LEVEL = 1  # the weights stay in CPU memory
 _decode = record_decoder(EndpointRecord)
+
+
+@contextlib.asynccontextmanager
+async def open_engines(settings: RuntimeSettings) -> AsyncIterator[RemoteEngines]:
+    """Open the engines in the namespace of ``settings`` for the block."""
+    runtime = DistributedRuntime(asyncio.get_running_loop(), settings)
+    try:
+        await runtime.start()
+        yield RemoteEngines(runtime, runtime.system.shutdown_timeout_s)
+    finally:
+        await runtime.close()
 
 
 class RemoteEngines:

@@ -22,7 +22,7 @@ _MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLY
 class FileRegistrations:
     """The :class:`Registrations` of the store ``store``; also reports writes of ``statefile``.
 
-    Raises ConfigError if the system is out of inotify instances. Close it after use.
+    Close it after use.
     """
 
     def __init__(self, store: Path, statefile: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
+from collections.abc import Iterable
 
 from dynamo.box.actions.access import LocalAccess, reserve
 from dynamo.box.actions.leaving import has_exited, wait_until_gone
 from dynamo.box.actions.patience import retried, wait_until
 from dynamo.box.actions.ports import ActionFailed, CircusError, NoSuchWatcher
-from dynamo.errors import StatefileError
-from dynamo.serve.entries import Entry, ServiceEntries
-from dynamo.serve.statefile import ASLEEP, DRAINING, HOLDS_GPUS, Document
+from dynamo.errors import DynamoError, StatefileError
+from dynamo.serve.entries import Entry, ServiceEntries, release
+from dynamo.serve.statefile import ASLEEP, DRAIN, DRAINING, HOLDS_GPUS, Document
 
 __all__ = ["finish_removal", "mark_draining", "remove_entry", "remove_worker"]
 
@@ -41,7 +43,7 @@ async def remove_worker(access: LocalAccess, service: ServiceEntries, entry: Ent
 async def remove_entry(access: LocalAccess, service: ServiceEntries, entry: Entry) -> None:
     """Remove a worker with all its processes. Raises as :func:`remove_worker`."""
     try:
-        mark_draining(access, entry.name)
+        mark_draining(access, [entry.name])
         await finish_removal(access, entry, service.is_prefill)
     except (CircusError, StatefileError) as error:
         raise ActionFailed(f"{entry.name}: not removed: {error.message}") from error
@@ -54,8 +56,11 @@ async def finish_removal(access: LocalAccess, entry: Entry, is_prefill: bool) ->
     """
     try:
         await _finish(access, entry, is_prefill)
-    except BaseException:  # also when cancelled: a later action repairs it
+    except BaseException as error:  # also when cancelled: a later action repairs it
         access.needs_repair = True
+        if isinstance(error, DynamoError):  # this process goes on: let others finish it, too
+            with contextlib.suppress(StatefileError):
+                access.statefile.update(lambda document: release(document, entry.name))
         raise
 
 
@@ -74,18 +79,19 @@ async def _finish(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
     await wait_until_gone(access, entry.name, graceful_s)
 
 
-def mark_draining(access: LocalAccess, name: str) -> None:
-    """Mark a worker as draining, so that it is not restarted.
+def mark_draining(access: LocalAccess, names: Iterable[str]) -> None:
+    """Mark workers as draining, so that they are not restarted: all of them, or none.
 
-    Raises ActionFailed if it is gone, or another process changes it.
+    Raises ActionFailed if one is gone, or another process changes it.
     """
 
     def change(document: Document) -> None:
-        reserve(document, name)
-        entry = document["components"][name]
-        if entry.get("state") == ASLEEP:
-            entry[HOLDS_GPUS] = False
-        entry["state"] = DRAINING
+        for name in names:
+            reserve(document, name, DRAIN)
+            entry = document["components"][name]
+            if entry.get("state") == ASLEEP:
+                entry[HOLDS_GPUS] = False
+            entry["state"] = DRAINING
 
     access.statefile.update(change)
 

@@ -8,14 +8,13 @@ from collections.abc import Collection
 
 from dynamo.box.actions.access import LocalAccess
 from dynamo.box.actions.budget import budget_held, budget_share
-from dynamo.box.actions.gpu_booking import free_gpus
 from dynamo.box.actions.gpu_room import reserved_share, without_room
 from dynamo.box.actions.leaving import wait_until_gone
 from dynamo.box.actions.patience import retried, wait_until
 from dynamo.box.actions.ports import STOPPED, ActionFailed, CircusBusy, CircusError
 from dynamo.box.actions.removal import remove_entry
 from dynamo.box.actions.sleeping import sleepers_on
-from dynamo.errors import StatefileError
+from dynamo.errors import ConfigError, StatefileError
 from dynamo.serve.entries import (
     ServiceEntries,
     new_entry,
@@ -23,9 +22,9 @@ from dynamo.serve.entries import (
     read_services,
     release,
 )
-from dynamo.serve.gpu_holders import gpu_ids, held_gpus
-from dynamo.serve.reservations import owner_mark
-from dynamo.serve.statefile import RESERVED_BY, Document
+from dynamo.serve.gpu_ledger import GpuLedger, fits
+from dynamo.serve.reservations import ledger_of, owner_mark
+from dynamo.serve.statefile import LOAD, RESERVED_BY, Document
 
 __all__ = ["WorkerStart"]
 
@@ -52,12 +51,15 @@ class WorkerStart:
 
     async def prepare(self) -> None:
         """Reserve its name and its GPUs. Raises ActionFailed, StatefileError."""
-        access = self._access
-        watchers = await access.statuses()
-        self._avoid = await self._gpus_without_room()
+        watchers = await self._access.statuses()
+        await self.find_room()
         # Blocks, so that a cancellation cannot arrive between the write and our note of it.
-        access.statefile.update(lambda document: self._reserve(document, watchers))
-        access.active.add(self._name)
+        self._access.statefile.update(lambda document: self.reserve(document, watchers))
+        self._access.active.add(self._name)
+
+    async def find_room(self) -> None:
+        """Look for the GPUs that have too little memory; remove workers that sleep on the last."""
+        self._avoid = await self._gpus_without_room()
 
     async def run(self) -> str:
         """Start it; return the name of its watcher once it serves. See :class:`Connector`.
@@ -91,8 +93,7 @@ class WorkerStart:
         document = access.document()
         service = access.service(document, self._service)
         share = reserved_share(service.template.argv)
-        held = {gpu for gpus, _ in held_gpus(document).values() for gpu in gpus}
-        free = [gpu for gpu in gpu_ids(document) if gpu not in held]
+        free = [gpu for gpu, share in ledger_of(document).free().items() if fits(share, 1.0)]
         crowded = await without_room(free, share, access.devices)
         if len(free) - len(crowded) >= service.gpus:
             return crowded
@@ -102,24 +103,34 @@ class WorkerStart:
             await remove_entry(access, owner, entry)
         return await without_room(free, share, access.devices) if sleepers else crowded
 
-    def _reserve(self, document: Document, watchers: Collection[str]) -> None:
-        """Write the entry of a new worker with its GPUs. Raises ActionFailed."""
+    def reserve(self, document: Document, watchers: Collection[str]) -> None:
+        """Write the entry of a new worker with its GPUs. Raises ActionFailed.
+
+        ``watchers`` are those of the arbiter.
+        """
         service = self._access.service(document, self._service)
-        self._check_budget(document, budget_share(service, self._access.settings))
+        ledger = ledger_of(document)
+        self._check_budget(document, ledger, budget_share(service, self._access.settings))
         taken = {*watchers, *self._access.active}
         self._name = next_name(document, self._service, taken)
         self._argv = service.template.argv
         self._gpus = ()
-        if service.gpus and gpu_ids(document):  # none if the user places the workers
-            self._gpus = free_gpus(document, self._name, service.gpus, self._avoid)
+        if service.gpus and ledger.ids:  # none if the user places the workers
+            self._gpus = self._free_gpus(ledger, service.gpus)
         entry = new_entry(service, self._name, self._argv, self._gpus)
-        document["components"][self._name] = {**entry, RESERVED_BY: owner_mark()}
+        document["components"][self._name] = {**entry, RESERVED_BY: owner_mark(LOAD)}
 
-    def _check_budget(self, document: Document, needed: float) -> None:
+    def _free_gpus(self, ledger: GpuLedger, count: float) -> tuple[str, ...]:
+        try:
+            return ledger.assign(self._name, count, avoid=self._avoid)
+        except ConfigError as error:
+            raise ActionFailed(error.message.partition("\nLower workers")[0]) from None
+
+    def _check_budget(self, document: Document, ledger: GpuLedger, needed: float) -> None:
         settings = self._access.settings
         services = [one for one in read_services(document).values() if self._is_scaled(one)]
-        held = budget_held(document, services, settings)
-        if held + needed > settings.max_gpu_budget:
+        held = budget_held(ledger, services, settings)
+        if not fits(settings.max_gpu_budget - held, needed):
             raise ActionFailed(
                 f"{self._service}: {held:g} GPUs are in use and a worker needs {needed:g}: "
                 f"more than --max-gpu-budget {settings.max_gpu_budget}"

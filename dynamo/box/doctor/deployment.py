@@ -13,7 +13,13 @@ from dynamo.box.doctor.facts import (
     WorkerFacts,
 )
 
-__all__ = ["check_block_sizes", "check_events", "check_frontends", "check_listeners"]
+__all__ = [
+    "check_block_sizes",
+    "check_events",
+    "check_frontends",
+    "check_listeners",
+    "check_names",
+]
 
 
 def check_frontends(frontends: Sequence[FrontendFacts]) -> Iterator[Finding]:
@@ -123,6 +129,30 @@ def check_events(workers: Sequence[WorkerFacts], router: RouterFacts) -> Iterato
 
 _NO_EVENTS = "publishes no KV events"
 _ENABLE = "remove no-enable-prefix-caching from the graph  # or set router-kv-events: false"
+
+
+def check_names(workers: Sequence[WorkerFacts]) -> Iterator[Finding]:
+    """Report different models of one name: the frontend gives requests to one of them only."""
+    files: dict[tuple[str, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for worker in workers:
+        files[worker.model, worker.block_size][worker.files].append(_name(worker))
+    mixed = 0
+    for (model, _), by_files in files.items():
+        if len(by_files) > 1:
+            mixed += 1
+            groups = " and ".join(", ".join(names) for names in by_files.values())
+            yield Finding(
+                check="names",
+                severity="error",
+                summary=f"{model}: {groups} have different models of this name",
+                cause="tokenizer, template or config differ; only the first that registered gets "
+                "requests",
+                remedy="in the graph: served-model-name: ANOTHER, then: dynamo reload GRAPH  # or "
+                "restart all of them, if the files have changed",
+            )
+    if workers and not mixed:
+        text = "workers of one name have the same model"
+        yield Finding(check="names", severity="ok", summary=text)
 
 
 def check_block_sizes(workers: Sequence[WorkerFacts], router: RouterFacts) -> Iterator[Finding]:

@@ -70,7 +70,10 @@ class EngineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitFacts:
-    """Limits of this process, -1 for none; ``tasks_used`` are threads that count for ``tasks``."""
+    """Limits of this process, -1 for none; ``tasks_used`` are threads that count for ``tasks``.
+
+    Those of inotify are of all processes of the user.
+    """
 
     files_soft: int
     files_hard: int
@@ -79,6 +82,11 @@ class LimitFacts:
     tasks_used: int
     files_needed: int = 4096 + 256
     transfers_blocks: bool = False
+    inotify_instances: int = -1
+    inotify_instances_used: int = 0
+    inotify_watches: int = -1
+    inotify_watches_used: int = 0
+    processes_needed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +103,14 @@ class MemoryFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSystemFacts:
-    """The file system that holds ``path``, or will hold it."""
+    """The file system that holds ``path``, or will hold it. ``read_only``: it is mounted so."""
 
     path: str
     kind: str
     free_bytes: int
     free_files: int = -1
     writable: bool = True
+    read_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +178,14 @@ class WorkerFacts:
     """A registered worker. ``worker`` is its id in hexadecimal, ``name`` its component, if known.
 
     ``publishes`` is false without a channel of KV events. ``event_problem`` is why its channel
-    cannot be subscribed to. ``takes_tokens``: it is routed by token blocks.
+    cannot be subscribed to. ``takes_tokens``: it is routed by token blocks. ``files`` is the
+    checksum of what makes its prompts.
     """
 
     worker: str
     model: str
     name: str = ""
+    files: str = ""
     block_size: int = 0
     takes_tokens: bool = True
     publishes: bool = True

@@ -21,6 +21,8 @@ _MIB = 1 << 20
 _FEW_FILES = 1024
 _FEW_TASKS = 4096
 _TOO_FEW_TASKS = 512
+_FEW_PROCESSES = 8
+_WATCHES_PER_PROCESS = 16
 _ABOVE_ANY_USE = 1 << 30
 _LOCKED_BYTES = 1 << 30
 _SHM_BYTES = 1 << 30
@@ -32,9 +34,10 @@ _SUSPEND_S = 1.0
 
 
 def check_limits(facts: LimitFacts) -> Iterator[Finding]:
-    """Check the limits on open files, locked memory and threads."""
+    """Check the limits on open files, locked memory, inotify and threads."""
     yield _check_files(facts)
     yield _check_locked(facts)
+    yield from _check_inotify(facts)
     left = _ABOVE_ANY_USE if facts.tasks < 0 else facts.tasks - facts.tasks_used
     shown = "no limit" if facts.tasks < 0 else f"{facts.tasks_used} of {facts.tasks} used"
     if left >= _FEW_TASKS:
@@ -62,6 +65,27 @@ def _check_files(facts: LimitFacts) -> Finding:
         cause="each client takes a descriptor; above the limit connections are refused",
         remedy="sudo prlimit --pid $$ --nofile=65536:65536  # dynamo install-service sets it",
     )
+
+
+def _check_inotify(facts: LimitFacts) -> Iterator[Finding]:
+    """Check that each process gets its instance and a few watches."""
+    processes = max(facts.processes_needed, _FEW_PROCESSES)
+    for what, limit, used, needed, raised in (
+        ("instances", facts.inotify_instances, facts.inotify_instances_used, processes, 1024),
+        ("watches", facts.inotify_watches, facts.inotify_watches_used,
+         processes * _WATCHES_PER_PROCESS, 524_288),
+    ):  # fmt: skip
+        shown = "no limit" if limit < 0 else f"{used} of {limit} used"
+        if limit < 0 or limit - used >= needed:
+            yield Finding(check="inotify", severity="ok", summary=f"inotify {what}: {shown}")
+            continue
+        yield Finding(
+            check="inotify",
+            severity="warning",
+            summary=f"inotify {what}: {shown}, the deployment needs {needed}",
+            cause="a process without them looks once a second which workers are alive",
+            remedy=f"sudo sysctl fs.inotify.max_user_{what}={max(raised, 2 * limit)}",
+        )
 
 
 def _check_locked(facts: LimitFacts) -> Finding:
@@ -124,13 +148,22 @@ def _check_shm(facts: MemoryFacts) -> Finding:
 def check_disks(facts: DiskFacts) -> Iterator[Finding]:
     """Check the space for state, logs and models, and the file system of the state directory."""
     state = facts.state
-    if not state.writable:
+    if state.read_only:
+        yield Finding(
+            check="state",
+            severity="error",
+            summary=f"cannot write {state.path}: the file system is mounted read-only",
+            cause="statefile, sockets and logs are written there",
+            remedy="export DYN_LOCAL_STATE_DIR=/path/on/another/disk  # or: sudo mount -o "
+            f'remount,rw "$(findmnt -n -o TARGET -T {quote(str(state.path))})"',
+        )
+    elif not state.writable:
         yield Finding(
             check="state",
             severity="error",
             summary=f"cannot write {state.path}",
             cause="statefile, sockets and logs are written there",
-            remedy=f'sudo chown "$USER" {quote(str(state.path))}'
+            remedy=f'sudo install -d -o "$USER" {quote(str(state.path))}'
             "  # or: export DYN_LOCAL_STATE_DIR=…",
         )
     if state.kind in _NETWORK:

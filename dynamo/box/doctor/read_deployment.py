@@ -24,7 +24,7 @@ from dynamo.errors import ConfigError, StatefileError
 from dynamo.http.client import ResponseError, get
 from dynamo.serve.frontend_address import FrontendAddress
 from dynamo.serve.process_table import ProcessStat, snapshot
-from dynamo.serve.readiness import check_free
+from dynamo.serve.readiness import check_free, free_port
 from dynamo.serve.service import Service
 from dynamo.serve.statefile import Document, Statefile
 
@@ -39,7 +39,6 @@ __all__ = [
 
 _ANSWER_S = 1.0
 _PAGE_BYTES = 64 << 20
-_PORTS_TRIED = 50
 _SILENT = re.compile(
     r"^dynamo_component_router_kv_event_source_mismatch_workers\{[^}]*"
     r'\bmodel="((?:[^"\\]|\\.)*)"[^}]*\} (\d+)',
@@ -154,7 +153,7 @@ def read_frontends(
                 answers=page is not None,
                 problem="" if ours else problem,
                 holder=_shown(holder) if holder is not None and not ours else "",
-                free_port=_free_port(address) if problem and not ours else 0,
+                free_port=free_port(address) if problem and not ours else 0,
             )
         )
     return facts, tuple(silent.items())
@@ -208,13 +207,6 @@ def _program(pid: int) -> str:
         return psutil.Process(pid).name() if pid else "a program of another user"
     except psutil.Error:
         return "a program"
-
-
-def _free_port(address: FrontendAddress) -> int:
-    for port in range(address.port + 1, min(address.port + _PORTS_TRIED, 65536)):
-        if not _problem(FrontendAddress(address.host, port)):
-            return port
-    return 0
 
 
 async def _metrics(address: FrontendAddress) -> str | None:

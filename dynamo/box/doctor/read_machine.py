@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from dynamo.box.doctor.facts import ClockFacts, FileSystemFacts, LimitFacts, MemoryFacts
@@ -14,6 +16,7 @@ from dynamo.box.doctor.facts import ClockFacts, FileSystemFacts, LimitFacts, Mem
 __all__ = ["file_system", "read_clock", "read_limits", "read_memory"]
 
 _SHM = Path("/dev/shm")
+_INOTIFY = Path("/proc/sys/fs/inotify")
 _OBSERVED_S = 0.2
 _SLEEP_S = 0.005
 _STA_UNSYNC = 0x40
@@ -21,8 +24,9 @@ _TIME_ERROR = 5
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def read_limits(files_needed: int, transfers_blocks: bool) -> LimitFacts:
+def read_limits(files_needed: int, transfers_blocks: bool, processes_needed: int = 0) -> LimitFacts:
     """Return the limits of this process; its children get the same."""
+    instances, watches = _inotify_used()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     tasks, used = _tasks()
     return LimitFacts(
@@ -33,7 +37,39 @@ def read_limits(files_needed: int, transfers_blocks: bool) -> LimitFacts:
         tasks_used=used,
         files_needed=files_needed,
         transfers_blocks=transfers_blocks,
+        inotify_instances=_inotify_limit("max_user_instances"),
+        inotify_instances_used=instances,
+        inotify_watches=_inotify_limit("max_user_watches"),
+        inotify_watches_used=watches,
+        processes_needed=processes_needed,
     )
+
+
+def _inotify_limit(name: str) -> int:
+    try:
+        return int((_INOTIFY / name).read_text())
+    except OSError:  # a container without it
+        return -1
+
+
+def _inotify_used() -> tuple[int, int]:
+    """Return the inotify instances and watches of the processes of this user."""
+    instances = watches = 0
+    for process in _own_processes():
+        with contextlib.suppress(OSError):  # it ended, or may not be read
+            for descriptor in (process / "fd").iterdir():
+                if str(descriptor.readlink()) == "anon_inode:inotify":
+                    instances += 1
+                    info = (process / "fdinfo" / descriptor.name).read_text()
+                    watches += info.count("inotify wd:")
+    return instances, watches
+
+
+def _own_processes() -> Iterator[Path]:
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.geteuid():
+                yield path
 
 
 def _tasks() -> tuple[int, int]:
@@ -41,7 +77,7 @@ def _tasks() -> tuple[int, int]:
     found: list[tuple[int, int]] = []
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit >= 0 and os.geteuid():  # does not apply to root
-        found.append((limit, _threads_of(os.geteuid())))
+        found.append((limit, _threads()))
     group = _cgroup()
     with_limit = [path for path in (group, *group.parents) if (path / "pids.max").is_file()]
     for path in with_limit:
@@ -57,15 +93,13 @@ def _cgroup() -> Path:
     return Path("/sys/fs/cgroup") / line.rpartition(":")[2].lstrip("/")
 
 
-def _threads_of(uid: int) -> int:
+def _threads() -> int:
+    """Return the number of threads of this user."""
     threads = 0
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if path.stat().st_uid == uid:
-                fields = (path / "stat").read_bytes().rpartition(b")")[2].split()
-                threads += int(fields[17])
-        except OSError:
-            continue  # it ended
+    for path in _own_processes():
+        with contextlib.suppress(OSError):  # it ended
+            fields = (path / "stat").read_bytes().rpartition(b")")[2].split()
+            threads += int(fields[17])
     return threads
 
 
@@ -95,6 +129,7 @@ def file_system(path: Path) -> FileSystemFacts:
         free_bytes=found.f_bavail * found.f_frsize,
         free_files=found.f_favail if found.f_files else -1,  # some have no fixed number
         writable=os.access(nearest, os.W_OK | os.X_OK),
+        read_only=bool(found.f_flag & os.ST_RDONLY),
     )
 
 

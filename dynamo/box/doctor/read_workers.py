@@ -121,6 +121,7 @@ def _worker(
         worker=f"{card.instance_id:x}",
         model=card.display_name,
         name=components.get(lease, ""),
+        files=card.checksum,
         block_size=card.kv_cache_block_size,
         takes_tokens=card.model_input == "Tokens",
         publishes=lease in channels,

@@ -12,6 +12,7 @@ import orjson
 
 from dynamo.errors import DynamoError, Overloaded
 from dynamo.frontend.answer.events import EventStream, named_event
+from dynamo.frontend.answer.parsers.literals import json_object
 from dynamo.frontend.answer.parsers.message import AnswerDelta, ToolCallPart
 from dynamo.frontend.answer.sse import json_bytes, public_message
 from dynamo.frontend.prompt.anthropic import ThreadUnsupported
@@ -96,7 +97,7 @@ class MessagesStream(EventStream):
         assert isinstance(request, MessagesChatRequest)
         self._hides_thinking = request.hides_thinking
         limit = prepared.requests[0].stop_conditions.max_tokens
-        asked = request.token_limit
+        asked = request.max_tokens
         # The context ends before the number of tokens that the client allows.
         self._cut_by_context = limit is not None and asked is not None and limit < asked
         self._block = ""
@@ -137,14 +138,15 @@ class MessagesStream(EventStream):
         events.append(named_event("message_stop", {"type": "message_stop"}))
         return b"".join(events)
 
-    def _body(self, delta: AnswerDelta) -> dict[str, Any]:
+    def _body(self, deltas: list[AnswerDelta]) -> dict[str, Any]:
         blocks: list[dict[str, Any]] = []
-        if delta.reasoning:
-            thought = "" if self._hides_thinking else delta.reasoning
-            blocks.append({"type": "thinking", "thinking": thought, "signature": _SIGNATURE})
-        if delta.content:
-            blocks.append({"type": "text", "text": delta.content})
-        blocks += map(_tool_use, delta.calls)
+        for delta in deltas:
+            if delta.reasoning:
+                thought = "" if self._hides_thinking else delta.reasoning
+                blocks.append({"type": "thinking", "thinking": thought, "signature": _SIGNATURE})
+            if delta.content:
+                blocks.append({"type": "text", "text": delta.content})
+            blocks += map(_tool_use, delta.calls)
         return {**self._head(), "content": blocks, **self._stop(), "usage": self._usage()}
 
     def _failed(self, error: DynamoError) -> bytes:
@@ -195,6 +197,8 @@ class MessagesStream(EventStream):
         if reason == "stop" and isinstance(found, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": found}
         shown = _STOP_REASONS.get(reason or "", "end_turn")
+        if reason == "stop" and self._called:  # of the function that the request names
+            shown = "tool_use"
         if reason == "length" and self._cut_by_context:
             shown = "model_context_window_exceeded"
         return {"stop_reason": shown, "stop_sequence": None}
@@ -215,10 +219,12 @@ class MessagesStream(EventStream):
 
 def _tool_use(call: ToolCallPart) -> dict[str, Any]:
     text = "".join(call.arguments)
-    try:
-        given = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
-        given = None
-    if not isinstance(given, dict):  # cut by max_tokens; the member is the one that Anthropic names
-        given = {"INVALID_JSON": text}
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+    given = json_object(text or "{}")
+    if given is None:  # cut by max_tokens; the member is the one that Anthropic names
+        given = json_bytes({"INVALID_JSON": text})
+    return {
+        "type": "tool_use",
+        "id": call.id,
+        "name": call.name,
+        "input": orjson.Fragment(given),
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dynamo.errors import EngineFailure
 from dynamo.frontend.answer.detokenizer import TableDetokenizer, make_detokenizer
 from dynamo.frontend.answer.logprobs import LogprobsCollector
@@ -38,7 +40,8 @@ class ChoiceRules:
         eos, others = conditions.stop_token_ids_hidden, conditions.stop_token_ids
         self.eos_ids = frozenset(eos) if eos else _NO_IDS
         self.stop_ids = self.eos_ids.union(others) if others else self.eos_ids
-        self.min_tokens = conditions.min_tokens or 0
+        # Not that of the conditions, which the context limits: they are those of one prompt.
+        self.min_tokens = request.min_tokens or 0
         self.strings = StopStrings(conditions.stop) if conditions.stop else None
         self.include_stop = request.include_stop_str_in_output is True
         self.skip_special = request.skip_special_tokens is not False
@@ -54,6 +57,7 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
+        "_one_by_one",
         "_rules",
         "_stops",
         "finish_reason",
@@ -75,8 +79,12 @@ class Choice:
         self._detokenizer = make_detokenizer(tokenizer, rules.skip_special)
         self._rules = rules
         self.stop_ids = rules.stop_ids
-        strings = rules.strings
-        self._stops = None if strings is None else StopMatcher(strings, rules.include_stop)
+        self._stops: StopMatcher | None = None
+        self._one_by_one = False
+        if rules.strings is not None:
+            self._stops = StopMatcher(rules.strings, rules.include_stop)
+            # The counts end with the token that completes a stop string, not with its output.
+            self._one_by_one = True
         self.logprobs = logprobs
         self.pending: list[str] = []
         self.tokens = 0
@@ -96,6 +104,8 @@ class Choice:
         if reason is not None and reason.startswith(_ERROR):
             raise EngineFailure(reason.removeprefix(_ERROR).lstrip(": ") or "engine error")
         count = len(shown)
+        if count > 1 and self._one_by_one and output.text is None:
+            return any(map(self.push, _single_tokens(output)))
         stop_id: int | None = None
         if self.stop_ids and not self.stop_ids.isdisjoint(shown):
             shown, count, stop_id = self._cut(shown)
@@ -111,10 +121,11 @@ class Choice:
             self.pending.append(text)
         if reason is None or self.finish_reason is not None:  # a stop string found wins
             return self.finish_reason is not None
-        if stop_id is None:
-            self.stop_reason = output.stop_reason
-        else:
-            self.stop_reason = None if stop_id in self._rules.eos_ids else stop_id
+        self.stop_reason = (
+            output.stop_reason
+            if stop_id is None
+            else (None if stop_id in self._rules.eos_ids else stop_id)
+        )
         if self._stops is not None:
             self._release()
         self.finish_reason = self.finish_reason or _FINISH_REASONS.get(reason, reason)
@@ -136,9 +147,9 @@ class Choice:
             return None
         return detokenizer.texts
 
-    def count(self, tokens: int) -> None:
-        """Count ``tokens`` whose texts are in ``pending``."""
-        self.tokens += tokens
+    def count(self, ids: list[int]) -> None:
+        """Count the tokens ``ids``, whose texts are in ``pending``."""
+        self.tokens += len(ids)
 
     def continued(self) -> None:
         """Another worker goes on, with the tokens so far in its prompt; its counts include them."""
@@ -175,3 +186,19 @@ class Choice:
         text = "" if self._stops is None or self._stops.hit is not None else self._stops.finish()
         if text:
             self.pending.append(text)
+
+
+def _single_tokens(output: EngineOutput) -> Iterator[EngineOutput]:
+    """The same as several outputs of one token; the last has the reason of the end."""
+    logprobs, top = output.log_probs or (), output.top_logprobs or ()
+    last = len(output.token_ids) - 1
+    for place, token_id in enumerate(output.token_ids):
+        yield EngineOutput(
+            token_ids=[token_id],
+            log_probs=list(logprobs[place : place + 1]),
+            top_logprobs=list(top[place : place + 1]),
+            finish_reason=output.finish_reason if place == last else None,
+            stop_reason=output.stop_reason if place == last else None,
+            completion_usage=output.completion_usage,
+            extra_args=None if place else output.extra_args,
+        )

@@ -42,11 +42,11 @@ class TableDetokenizer:
 
     def __init__(self, table: PieceTable, skip_special_tokens: bool) -> None:
         self._table = table
-        self._texts = table.visible if skip_special_tokens else table.text
-        self._skip = table.special_ids if skip_special_tokens else _NO_IDS
-        self._strip = table.strip_space
-        # Either a broken end is held back, or the first text is still to lose a space.
-        self._slow = self._strip
+        self._texts, self._skip = table.text, _NO_IDS
+        if skip_special_tokens:
+            self._texts, self._skip = table.visible, table.special_ids
+        # Slow: a broken end is held back, or the first text is still to lose a space.
+        self._slow = self._strip = table.strip_space
         self._held = ""
         self._decoder: codecs.IncrementalDecoder | None = None
 

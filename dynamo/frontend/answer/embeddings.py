@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,8 @@ from dynamo.protocols.engine import EngineOutput
 __all__ = ["EmbeddingsAnswer"]
 
 _FLOAT32 = 4
+_PIECE = 1 << 15
+"""Numbers of a piece of a body: 3 ms."""
 _decode = codec.decoder(EmbeddingsEngineOutput).decode
 
 
@@ -60,7 +62,7 @@ class EmbeddingsAnswer:
         """Add the worker's output. Raises EngineFailure: not one vector for each input."""
         try:
             output = _decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise EngineFailure(f"not an output of an embedding model: {error}") from None
         if self._output is not None or len(output.embeddings) != self._inputs:
             raise EngineFailure(
@@ -72,7 +74,7 @@ class EmbeddingsAnswer:
 
     def push(self, output: EngineOutput, /) -> bool:
         """Refuse an output in tokens: the model's card announces embeddings."""
-        raise EngineFailure(f"expected embeddings, got {output!r}")
+        raise EngineFailure(f"expected embeddings, got {len(output.token_ids)} tokens")
 
     def close(self) -> None:
         """The worker has sent the last item."""
@@ -93,31 +95,45 @@ class EmbeddingsAnswer:
         """Return nothing: an error has a status."""
         return b""
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the body takes a few milliseconds to make."""
+        output = self._output
+        assert output is not None, "a request without an output has failed"
+        return sum(map(_size, output.embeddings)) <= 2 * _PIECE
+
     def unary(self) -> bytes:
         """Return the body. O(numbers)."""
+        return b"".join(self.pieces())
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the body in pieces of some ``_PIECE`` numbers."""
         output = self._output
         assert output is not None, "a request without an output has failed"
         show = _base64 if self._as_base64 else _numbers
-        usage = self.usage()
-        return orjson.dumps(
-            {
-                "object": "list",
-                "data": [
-                    {"object": "embedding", "index": index, "embedding": show(vector)}
-                    for index, vector in enumerate(output.embeddings)
-                ],
-                "model": self._model,
-                "usage": {
-                    "prompt_tokens": usage.prompt_tokens,
-                    "total_tokens": usage.prompt_tokens,
-                },
-            }
-        )
+        parts, numbers = [b'{"object":"list","data":['], 0
+        for index, vector in enumerate(output.embeddings):
+            shown = orjson.dumps(show(vector))
+            comma = b"," if index else b""
+            parts.append(b'%b{"object":"embedding","index":%d,"embedding":' % (comma, index))
+            parts += (shown, b"}")
+            numbers += _size(vector)
+            if numbers >= _PIECE:
+                yield b"".join(parts)
+                parts, numbers = [], 0
+        count = self.usage().prompt_tokens
+        usage = b'"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (count, count)
+        parts += (b'],"model":', orjson.dumps(self._model), b",", usage)
+        yield b"".join(parts)
 
     def usage(self) -> Usage:
         """Return the worker's count of tokens, else ours."""
         reported = 0 if self._output is None else self._output.prompt_tokens
         return Usage(reported or self._prompt_tokens, 0, None)
+
+
+def _size(vector: list[float] | bytes) -> int:
+    return len(vector) if isinstance(vector, list) else len(vector) // _FLOAT32
 
 
 def _numbers(vector: list[float] | bytes) -> list[float]:

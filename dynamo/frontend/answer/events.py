@@ -46,8 +46,8 @@ class EventStream(ChatStream):
         """The events after the last delta of an answer that is complete."""
         raise NotImplementedError
 
-    def _body(self, delta: AnswerDelta) -> dict[str, Any]:
-        """The body of a request that does not stream; ``delta`` is the whole message."""
+    def _body(self, deltas: list[AnswerDelta]) -> dict[str, Any]:
+        """The body of a request that does not stream; ``deltas`` are the whole message."""
         raise NotImplementedError
 
     def _failed(self, error: DynamoError) -> bytes:
@@ -57,6 +57,11 @@ class EventStream(ChatStream):
     @property
     def _finish_reason(self) -> str | None:
         return self.choices[0].finish_reason
+
+    @property
+    def _called(self) -> bool:
+        choice = self.choices[0]
+        return isinstance(choice, ParsedChoice) and choice.message.called
 
     @property
     def _reasoning_tokens(self) -> int:
@@ -72,8 +77,8 @@ class EventStream(ChatStream):
 
     def flush(self) -> bytes:
         """The events for everything pushed since the last time."""
-        delta = self._take()
-        return b"" if delta is None else self._events(delta)
+        deltas = self._take()
+        return self._events(deltas[0]) if len(deltas) == 1 else b"".join(map(self._events, deltas))
 
     def end(self) -> bytes:
         """The last bytes of the stream."""
@@ -91,23 +96,23 @@ class EventStream(ChatStream):
         choice = self.choices[0]
         if choice.finish_reason is None:
             choice.close()
-        delta = self._take() or AnswerDelta(None, None, [])
+        deltas = self._take()
         self.final_usage = self.usage()
-        return json_bytes(self._body(delta))
+        return json_bytes(self._body(deltas))
 
     # --- private
 
-    def _take(self) -> AnswerDelta | None:
-        """What is new, None if nothing is."""
+    def _take(self) -> list[AnswerDelta]:
+        """What is new, in its order."""
         choice = self.choices[0]
         if isinstance(choice, ParsedChoice):
-            return choice.message.take() if choice.message.pending else None
+            return choice.message.take()
         texts = choice.pending
         if not texts:
-            return None
+            return []
         text = texts[0] if len(texts) == 1 else "".join(texts)
         texts.clear()
-        return AnswerDelta(None, text, [])
+        return [AnswerDelta(None, text, [])]
 
     def _make_choice(
         self,
@@ -130,6 +135,7 @@ class _CountingChoice(ParsedChoice):
         super().__init__(*of)
         self._before = 0
         self._answering = False
+        self._one_by_one = True
 
     @property
     def reasoning_tokens(self) -> int:
@@ -142,25 +148,24 @@ class _CountingChoice(ParsedChoice):
         self._note()
         return done
 
-    def count(self, tokens: int) -> None:
-        """As in :class:`Choice`; the texts of several tokens are parsed one by one."""
-        if self._answering:
-            super().count(tokens)
+    def count(self, ids: list[int]) -> None:
+        """As in :class:`Choice`; several tokens before the answer are parsed one by one."""
+        texts = self.plain_texts()
+        if self._answering or texts is None or len(ids) == 1:
+            super().count(ids)
+            self._note()
             return
-        texts = list(self.pending)
-        for number, text in enumerate(texts, 1):
-            self.pending[:] = (text,)
-            self._parse()
-            if self.message.answering:
-                self._answering = True
-                self._before = self.tokens + number - 1
-                self.pending[:] = texts[number:]
-                break
-        super().count(tokens)
-        self._note()
+        self.pending.clear()
+        for token_id in ids:
+            if text := texts[token_id]:
+                self.pending.append(text)
+            super().count([token_id])
+            self._note()
 
     def _note(self) -> None:
         if not self._answering:
             self._answering = self.message.answering
             if not self._answering:
                 self._before = self.tokens
+            elif self._stops is None:
+                self._one_by_one = False

@@ -84,7 +84,10 @@ class GenerationStream:
     ) -> None:
         """``response_id`` is e.g. ``chatcmpl-…``, ``created`` seconds since the epoch."""
         options, nvext = request.stream_options, request.nvext
-        self._with_usage = force_usage or bool(options is not None and options.include_usage)
+        self._with_usage, self._usage_so_far = force_usage, False
+        if options is not None:
+            self._with_usage = force_usage or bool(options.include_usage)
+            self._usage_so_far = self._with_usage and bool(options.continuous_usage_stats)
         self._extra = _NOTHING if nvext is None else frozenset(nvext.extra_fields or ())
         self._prepared = prepared
         self._response_id = response_id
@@ -94,6 +97,7 @@ class GenerationStream:
         self.choices = self._make_choices(request, prepared, tokenizer)
         # Made with the first chunk: an answer in one body needs none.
         self._writers: list[ChoiceChunks] = []
+        self._only_writer: ChoiceChunks | None = None
         self.final_usage: Usage | None = None
         self.worker_id: dict[str, Any] | None = None
         self.timing: Callable[[], dict[str, Any]] | None = None
@@ -118,9 +122,14 @@ class GenerationStream:
 
     def flush(self) -> bytes:
         """SSE bytes of everything pushed since the last time: one chunk a choice at most."""
+        if self._only_writer is not None:
+            return self._chunk(self.choices[0], self._only_writer)
         writers = self._writers or self._start_writers()
-        if len(writers) == 1:
-            return self._chunk(self.choices[0], writers[0])
+        if self._usage_so_far:
+            for place, writer in enumerate(writers):
+                writer.set_usage(b',"usage":' + self._choice_usage(place).to_json())
+        elif len(writers) == 1:
+            self._only_writer = writers[0]
         return b"".join(map(self._chunk, self.choices, writers))
 
     def end(self) -> bytes:
@@ -180,43 +189,50 @@ class GenerationStream:
         Cached tokens are those of the client's prompt, at the last engine. Spec 5.8, 8.2."""
         if self.final_usage is not None:
             return self.final_usage
+        choices, n = self.choices, self._prepared.n
+        if len(choices) == 1:
+            return self._choice_usage(0)
         prompt_tokens = completion_tokens = 0
         cached_tokens: int | None = None
-        choices, n = self.choices, self._prepared.n
-        for place, prompt in enumerate(self._prepared.prompts):
-            first = choices[place * n]
-            reported, own = first.usage, len(prompt.token_ids)
-            if reported is None:
-                prompt_tokens += own
-                continue
-            found = max(reported.prompt_tokens - first.prompt_output, 0) or own
-            prompt_tokens += found
-            details = reported.prompt_tokens_details
-            if details is not None and details.cached_tokens is not None:
-                cached = details.cached_tokens
-                cached_tokens = (cached_tokens or 0) + (
-                    min(cached, found) if first.prompt_output else cached
-                )
+        for place in range(0, len(choices), n):
+            counts = self._choice_usage(place)
+            prompt_tokens += counts.prompt_tokens
+            if counts.cached_tokens is not None:
+                cached_tokens = (cached_tokens or 0) + counts.cached_tokens
         for choice in choices:
             completion_tokens += choice.tokens
         return Usage(prompt_tokens, completion_tokens, cached_tokens)
 
     # --- private
 
+    def _choice_usage(self, place: int) -> Usage:
+        """The tokens so far of one choice and its prompt, as its engine counts those of the prompt,
+        else as we do."""
+        prepared, choice = self._prepared, self.choices[place]
+        reported, own = choice.usage, len(prepared.prompts[place // prepared.n].token_ids)
+        if reported is None:
+            return Usage(own, choice.tokens, None)
+        found = max(reported.prompt_tokens - choice.prompt_output, 0) or own
+        details = reported.prompt_tokens_details
+        cached = None if details is None else details.cached_tokens
+        if cached is not None and choice.prompt_output:
+            cached = min(cached, found)
+        return Usage(found, choice.tokens, cached)
+
     def _make_choices(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
-        collectors = collect_prompt_logprobs(
-            prepared, tokenizer, self._collectors(request, prepared, tokenizer)
-        )
+        collectors = self._collectors(request, prepared, tokenizer)
+        if prepared.requests[0].output_options.prompt_logprobs is not None:
+            collectors = collect_prompt_logprobs(prepared, tokenizer, collectors)
         if prepared.images is not None:
             collectors = collect_image_tokens(prepared, collectors)
         # The choices differ in max_tokens at most, which the engine counts.
         conditions = prepared.requests[0].stop_conditions
         rules = ChoiceRules(request, conditions)
+        found: Sequence[LogprobsCollector | None] = collectors or [None] * len(prepared.requests)
         choices = []
-        for index in range(len(prepared.requests)):
-            collector = collectors[index] if collectors else None
+        for collector in found:
             choices.append(self._make_choice(prepared, tokenizer, rules, collector))
         return choices
 
@@ -342,8 +358,9 @@ class CompletionStream(GenerationStream):
         if not isinstance(request, CompletionRequest) or request.logprobs is None:
             return ()
         echoed = self._echoed or [EchoedPrompt("", [])] * len(prepared.prompts)
+        skip_special = request.skip_special_tokens is not False
         return [
-            CompletionLogprobs(tokenizer, request.logprobs, rows, len(text))
+            CompletionLogprobs(tokenizer, request.logprobs, skip_special, rows, len(text))
             for text, rows in echoed
             for _ in range(prepared.n)
         ]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from dynamo.frontend.answer.detokenizer import make_detokenizer
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 
@@ -42,9 +43,11 @@ class ChatLogprobs:
     def add(self, output: EngineOutput, count: int) -> None:
         """Add the first ``count`` tokens of ``output``."""
         for token_id, logprob, top in _tokens(output, count):
-            entry = _entry(self._tokenizer, {"token_id": token_id, "logprob": logprob})
-            alternatives = top[: self._alternatives]
-            entry["top_logprobs"] = [_entry(self._tokenizer, each) for each in alternatives]
+            entry = _entry(self._tokenizer, token_id, logprob)
+            entry["top_logprobs"] = [
+                _entry(self._tokenizer, each.get("token_id"), each["logprob"], each.get("token"))
+                for each in top[: self._alternatives]
+            ]
             self._entries.append(entry)
 
     def drain(self) -> dict[str, Any] | None:
@@ -68,18 +71,21 @@ class CompletionLogprobs:
     """``{tokens, token_logprobs, top_logprobs, text_offset}``, four columns of one length.
 
     With ``echo`` the text begins with the prompt: ``echoed`` are its tokens, ``offset`` is the
-    number of its characters.
+    number of its characters. A character of several tokens counts once, with the last of them, and
+    with ``skip_special`` special tokens have no characters, as in the text.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         alternatives: int,
+        skip_special: bool = True,
         echoed: Iterable[CompletionToken] = (),
         offset: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._alternatives = alternatives
+        self._detokenizer = make_detokenizer(tokenizer, skip_special)
         self._offset = offset
         self._rows = list(echoed)
 
@@ -96,13 +102,13 @@ class CompletionLogprobs:
     def add(self, output: EngineOutput, count: int) -> None:
         """Add the first ``count`` tokens of ``output``."""
         for token_id, logprob, top in _tokens(output, count):
-            token = self._tokenizer.token_text(token_id)
+            token = self._tokenizer.token_parts(token_id)[0]
             named = {
                 _name(self._tokenizer, each): finite(each["logprob"])
                 for each in top[: self._alternatives]
             }
             self._rows.append(CompletionToken(token, finite(logprob), named or None, self._offset))
-            self._offset += len(token)
+            self._offset += len(self._detokenizer.push((token_id,)))
 
     def drain(self) -> dict[str, Any] | None:
         """Return everything since the last call; None if that is nothing."""
@@ -130,11 +136,15 @@ def _tokens(
     ]
 
 
-def _entry(tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
-    token = _name(tokenizer, given)
-    token_id = given.get("token_id")
-    raw = tokenizer.token_bytes(token_id) if token_id is not None else token.encode()
-    return {"token": token, "logprob": finite(given["logprob"]), "bytes": list(raw)}
+def _entry(
+    tokenizer: Tokenizer, token_id: int | None, logprob: float, name: Any = None
+) -> dict[str, Any]:
+    """A token with the text ``name``, or else its own."""
+    token, raw = tokenizer.token_parts(token_id) if token_id is not None else ("", None)
+    if isinstance(name, str):
+        token = name
+    shown = list(token.encode()) if raw is None else raw
+    return {"token": token, "logprob": finite(logprob), "bytes": shown}
 
 
 def _name(tokenizer: Tokenizer, given: Mapping[str, Any]) -> str:
@@ -142,4 +152,4 @@ def _name(tokenizer: Tokenizer, given: Mapping[str, Any]) -> str:
     if isinstance(token, str):
         return token
     token_id = given.get("token_id")
-    return tokenizer.token_text(token_id) if token_id is not None else ""
+    return tokenizer.token_parts(token_id)[0] if token_id is not None else ""

@@ -25,12 +25,13 @@ _PIECE = 1024
 class ParsedChoice(Choice):
     """A choice whose text becomes the parts of ``message``; ``pending`` stays empty."""
 
-    __slots__ = ("_finished", "_parser", "message")
+    __slots__ = ("_finished", "_named", "_parser", "message")
 
     def __init__(
         self, answer: AnswerFormat, rules: ChoiceRules, logprobs: LogprobsCollector | None
     ) -> None:
         super().__init__(answer.tokenizer, rules, logprobs)
+        self._named = answer.named
         self.message, self._parser = answer.start()
         self._finished = False
 
@@ -43,9 +44,9 @@ class ParsedChoice(Choice):
             self._finish()
         return done
 
-    def count(self, tokens: int) -> None:
+    def count(self, ids: list[int]) -> None:
         """As in :class:`Choice`."""
-        super().count(tokens)
+        super().count(ids)
         if self.pending:
             self._parse()
 
@@ -71,9 +72,11 @@ class ParsedChoice(Choice):
             return
         self._finished = True
         self._parser.finish()
-        # A stop string may have cut a call: the client must not run that.
+        # A stop string may have cut a call: the client must not run that. OpenAI and vLLM say stop
+        # if the request named the function.
         if (
             self.message.called
+            and not self._named
             and self.finish_reason == "stop"
             and not isinstance(self.stop_reason, str)
         ):

@@ -38,19 +38,17 @@ class PieceTable:
     __slots__ = ("partial", "special_ids", "strip_space", "text", "visible")
 
     def __init__(
-        self, pieces: dict[int, bytes], special_ids: frozenset[int], strip_space: bool = False
+        self,
+        text: list[str | None],
+        partial: dict[int, bytes],
+        special_ids: frozenset[int],
+        strip_space: bool = False,
     ) -> None:
         self.special_ids = special_ids
         self.strip_space = strip_space
-        self.text: list[str | None] = [""] * (max(pieces, default=-1) + 1)
-        self.partial: dict[int, bytes] = {}
-        for token_id, piece in pieces.items():
-            try:
-                self.text[token_id] = piece.decode()
-            except UnicodeDecodeError:
-                self.text[token_id] = None
-                self.partial[token_id] = piece
-        self.visible = list(self.text)
+        self.text = text
+        self.partial = partial
+        self.visible = list(text)
         for token_id in special_ids:
             if token_id < len(self.visible):
                 self.visible[token_id] = ""
@@ -68,8 +66,16 @@ class PieceTable:
             return None
         added = {token.content: token.id for token in parsed.added_tokens}
         pieces = {token_id: to_bytes(token) for token, token_id in (vocab | added).items()}
+        text: list[str | None] = [""] * (max(pieces, default=-1) + 1)
+        partial: dict[int, bytes] = {}
+        for token_id, piece in pieces.items():
+            try:
+                text[token_id] = piece.decode()
+            except UnicodeDecodeError:
+                text[token_id] = None
+                partial[token_id] = piece
         special_ids = frozenset(token.id for token in parsed.added_tokens if token.special)
-        return cls(pieces, special_ids, strip_space=steps[-1]["type"] == "Strip")
+        return cls(text, partial, special_ids, strip_space=steps[-1]["type"] == "Strip")
 
     def showing(self, ids: frozenset[int]) -> PieceTable:
         """A copy whose special tokens ``ids`` are visible. O(vocabulary)."""

@@ -8,11 +8,11 @@ likely ones, each with ``token_id``, ``logprob`` and ``rank``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import EngineFailure, InvalidArgument, shorten
 from dynamo.frontend.answer.logprobs import CompletionLogprobs, LogprobsCollector, finite
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.prompt.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ _KEY = "prompt_logprobs"
 class PromptLogprob(msgspec.Struct, frozen=True):
     """A token at one place of the prompt; ``rank`` 1 is the most likely token."""
 
-    token_id: int
+    token_id: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
     logprob: float
     rank: int | None = None
 
@@ -44,11 +44,11 @@ class PromptLogprobs:
         self._rows: _Rows | None = None
 
     def add(self, output: EngineOutput, count: int) -> None:
-        """Add ``output``. Raises MsgspecError for values that are not log probabilities."""
+        """Add ``output``. Raises EngineFailure for values that are not log probabilities."""
         if output.extra_args is not None and self._rows is None:
             given = output.extra_args.get(_KEY)
             if given is not None:
-                rows = self._rows = msgspec.convert(given, _Rows)
+                rows = self._rows = _rows(given)
                 if isinstance(self._inner, CompletionLogprobs):
                     self._inner.set_echoed(list(map(_probabilities, rows)))
         if self._inner is not None:
@@ -88,6 +88,13 @@ def collect_prompt_logprobs(
         )
     found: Sequence[LogprobsCollector | None] = collectors or [None] * len(prepared.requests)
     return [PromptLogprobs(tokenizer, each) for each in found]
+
+
+def _rows(given: Any) -> _Rows:
+    try:
+        return msgspec.convert(given, _Rows)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise EngineFailure(f"{_KEY} are invalid: {shorten(error, 200)}") from None
 
 
 def _probabilities(row: list[PromptLogprob] | None) -> list[tuple[int, float]]:

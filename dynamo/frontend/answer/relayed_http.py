@@ -157,7 +157,7 @@ class HttpAnswer:
     def _begin(self, payload: bytes) -> None:
         try:
             head = _decode_head(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise EngineFailure(f"not the head of an HTTP response: {error}") from None
         if not 200 <= head.status <= 599:
             raise EngineFailure(f"the server responded with status {head.status}")

@@ -5,10 +5,10 @@ A new kind of delta closes the open item and opens the next one: reasoning, mess
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import msgspec
-
+from dynamo.frontend.answer.parsers.literals import well_formed
 from dynamo.frontend.answer.parsers.message import AnswerDelta, ToolCallPart
 from dynamo.frontend.answer.sse import json_bytes
 from dynamo.frontend.prompt.response_tools import INPUT, OfferedTools
@@ -72,12 +72,14 @@ class OutputItems:
 
     def add(self, delta: AnswerDelta, logprobs: list[dict[str, Any]] | None) -> bytes:
         """Add a delta, with the log probabilities of its content; return its events."""
-        events = b""
+        events, calls = b"", delta.calls
+        if calls and calls[0].name is None:  # more of the open call
+            events, calls = self._add_call(calls[0]), calls[1:]
         if delta.reasoning is not None:
             events += self._add_text(self._reasoning, delta.reasoning, None)
         if delta.content is not None:
             events += self._add_text(_MESSAGE, delta.content, logprobs)
-        for part in delta.calls:
+        for part in calls:
             events += self._add_call(part)
         return events
 
@@ -215,8 +217,8 @@ def _part(one: _OpenItem, text: str) -> tuple[dict[str, int], dict[str, Any]]:
 def _custom_input(arguments: str) -> str:
     """The free text in the arguments of a custom tool; all of them if the model wrote no JSON."""
     try:
-        found = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
         return arguments
     value = found.get(INPUT) if isinstance(found, dict) else None
-    return value if isinstance(value, str) else arguments
+    return well_formed(value) if isinstance(value, str) else arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import Any
 
@@ -25,7 +26,12 @@ _TYPES = {429: "rate_limit_error", 401: "authentication_error", 403: "permission
 
 
 class ResponsesStream(EventStream):
-    """Items of one choice. A response that is complete, or cut by a limit, is stored."""
+    """Items of one choice. A response that is complete, or cut by a limit, is stored.
+
+    Where no API keys are needed, a client may read and delete each response whose id it has. So a
+    secret is part of the id: those of requests count up, clients may choose them, operators see
+    them.
+    """
 
     def __init__(  # noqa: PLR0913 - as its parent
         self,
@@ -37,13 +43,14 @@ class ResponsesStream(EventStream):
         *,
         force_usage: bool = False,
     ) -> None:
+        response_id = f"{response_id}-{secrets.token_hex(16)}"
         super().__init__(
             request, prepared, tokenizer, response_id, created, force_usage=force_usage
         )
         assert isinstance(request, ResponseChatRequest)
         origin = self._origin = request.origin
         self._output = OutputItems(
-            response_id.partition("_")[2].replace("-", ""),
+            secrets.token_hex(12),
             origin.tools,
             summarizes=origin.summarizes,
             streams=bool(request.stream),
@@ -70,8 +77,7 @@ class ResponsesStream(EventStream):
         choice = self.choices[0]
         if choice.finish_reason is None:
             choice.close()
-        delta = self._take()
-        if delta is not None:
+        for delta in self._take():
             self._events(delta)
         self.final_usage = self.usage()
         status = self._status

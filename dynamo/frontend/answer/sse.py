@@ -37,7 +37,9 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable",
 }
-_VERBATIM_503 = frozenset(("overloaded", "no_instances", "unavailable", "migration_exhausted"))
+_VERBATIM = frozenset(
+    ("overloaded", "no_instances", "unavailable", "migration_exhausted", "workers_lost")
+)
 
 
 def stream_head(kind: str, response_id: str, created: int, model: str) -> bytes:
@@ -66,11 +68,15 @@ class ChoiceChunks:
 
     def __init__(self, stream_head: bytes, index: int, usage: bytes) -> None:
         self._index = stream_head + b'{"index":%d,' % index
-        self._usage = usage
         self.head = self._index + self._text_open
-        self.tail = self._text_close + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
+        self.set_usage(usage)
         self.started = False
         self.finished = False
+
+    def set_usage(self, usage: bytes) -> None:
+        """Set the member ``usage`` of the next chunks, with the comma before it."""
+        self._usage = usage
+        self.tail = self._text_close + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
     def chunk(
         self,
@@ -181,6 +187,6 @@ def error_event(error: DynamoError) -> bytes:
 
 def public_message(error: DynamoError) -> str:
     """The text for the client: its own faults word for word, ours in general terms. Spec 5.4."""
-    if error.status < 500 or (error.code in _VERBATIM_503 and error.message):
+    if error.status < 500 or (error.code in _VERBATIM and error.message):
         return error.message
     return "Service temporarily unavailable" if error.status == 503 else "Internal server error"

@@ -61,26 +61,17 @@ def _check_images(preprocessor: Preprocessor, request: MessagesChatRequest) -> N
         raise InvalidArgument("messages: this model takes no images; leave `image` blocks out")
 
 
-def _limit(prepared: Prepared, request: MessagesChatRequest) -> Prepared:
-    """Apply ``max_tokens``, of which the context may leave fewer."""
-    conditions = prepared.requests[0].stop_conditions
-    left, asked = conditions.max_tokens, request.token_limit
-    if asked is not None and (left is None or asked < left):
-        conditions.max_tokens = asked
-    return prepared
-
-
 def prepare_message(preprocessor: Preprocessor, request: MessagesChatRequest) -> Prepared:
-    """Prepare a request; the answer may fill the context. Raises InvalidArgument."""
+    """Prepare a request. Raises InvalidArgument."""
     _check_images(preprocessor, request)
-    return _limit(preprocessor.chat(request), request)
+    return preprocessor.chat(request)
 
 
 async def _prepare_off_loop(
     preprocessor: Preprocessor, request: MessagesChatRequest, threads: OffLoop
 ) -> Prepared:
     _check_images(preprocessor, request)
-    return _limit(await preprocessor.chat_off_loop(request, threads), request)
+    return await preprocessor.chat_off_loop(request, threads)
 
 
 async def _count(

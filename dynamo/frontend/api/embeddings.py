@@ -16,7 +16,7 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.embedding import embedding_inputs, joined, parse_embedding
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.frontend.requests.relayed import RelayedActiveRequest, RelayedEngineRequest
+from dynamo.frontend.requests.relayed import EmbeddingRequest, RelayedEngineRequest
 from dynamo.frontend.requests.request import RequestInfo
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
@@ -99,14 +99,14 @@ class EmbeddingRoutes:
         finally:
             registry.leave()
 
-    def _begin(self, exchange: Exchange, entry: ModelEntry) -> RelayedActiveRequest:
+    def _begin(self, exchange: Exchange, entry: ModelEntry) -> EmbeddingRequest:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
         exchange.body = b""
         info = RequestInfo(_ENDPOINT, *request_id(exchange.headers))
-        return RelayedActiveRequest(self._registry, exchange, info, entry.metrics, False)
+        return EmbeddingRequest(self._registry, exchange, info, entry.metrics, False)
 
     async def _send_off_loop(
-        self, request: RelayedActiveRequest, entry: ModelEntry, asked: EmbeddingBody
+        self, request: EmbeddingRequest, entry: ModelEntry, asked: EmbeddingBody
     ) -> None:
         try:
             threads = self._registry.off_loop
@@ -118,7 +118,7 @@ class EmbeddingRoutes:
 
     def _send(
         self,
-        request: RelayedActiveRequest,
+        request: EmbeddingRequest,
         entry: ModelEntry,
         asked: EmbeddingBody,
         inputs: list[Tokens],

@@ -5,6 +5,8 @@ Spec 5.1, 5.2.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -16,16 +18,19 @@ from dynamo.frontend.api.anthropic_models import model_info, model_page
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
-from dynamo.http.routes import Routes
+from dynamo.http.routes import Routes, in_task
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
 from dynamo.protocols.responses import ResponsesRequest
 from dynamo.runtime.availability import Outage
+from dynamo.runtime.tasks import Tasks
 
 __all__ = ["InfoRoutes"]
 
 _MODELS = "/v1/models/"
+_SLICE_S = 0.005
+"""How long a scrape may hold the event loop at a time, and the last part of about 1 ms."""
 _VERSION = "anthropic-version"
 """A header of Anthropic's clients, whose lists of models have another form than OpenAI's."""
 
@@ -41,14 +46,16 @@ _LIVE = orjson.dumps({"status": "live", "message": "Service is live"})
 
 
 class InfoRoutes:
-    """Responds at once, from memory."""
+    """Responds from memory, at once except for a page of metrics."""
 
     def __init__(
         self,
         models: Models,
         requests: RequestRegistry,
         registry: Registry,
+        tasks: Tasks,
     ) -> None:
+        self._tasks = tasks
         self._models = models
         self._requests = requests
         self._registry = registry
@@ -58,7 +65,7 @@ class InfoRoutes:
         """Add the routes to the table."""
         routes.get("/live", self._live)
         routes.get("/health", self._health)
-        routes.get("/metrics", self._metrics)
+        routes.get("/metrics", in_task(self._tasks, self._metrics))
         routes.get("/v1/models", self._list)
         routes.get(_MODELS, self._one)
         routes.get("/openapi.json", self._describe)
@@ -87,10 +94,17 @@ class InfoRoutes:
         body["models"] = [name for name, *_ in self._models.listed()]
         exchange.respond(200 if body["status"] == "healthy" else 503, orjson.dumps(body))
 
-    def _metrics(self, exchange: Exchange) -> None:
+    async def _metrics(self, exchange: Exchange) -> None:
+        """Render the page in parts, between which the loop serves other requests."""
         self._models.count()
-        accept = exchange.headers.get("accept", "")
-        exchange.respond(200, *self._registry.exposition(accept))
+        slices, content_type = self._registry.slices(exchange.headers.get("accept", ""))
+        parts, begun_s = [], time.perf_counter()
+        for part in slices:
+            parts.append(part)
+            if time.perf_counter() - begun_s > _SLICE_S:
+                await asyncio.sleep(0)
+                begun_s = time.perf_counter()
+        exchange.respond(200, b"".join(parts), content_type)
 
     def _describe(self, exchange: Exchange) -> None:
         """Describe the routes, those that only relayed models have included."""
@@ -149,7 +163,7 @@ def _instance_row(record: EndpointRecord, outage: Outage | None) -> dict[str, An
 
 
 def _row(name: str, created: int, context_length: int | None) -> dict[str, Any]:
-    row = {"id": name, "object": "model", "created": created, "owned_by": "nvidia"}
+    row = {"id": name, "object": "model", "created": created, "owned_by": "dynamo"}
     if context_length is not None:
         row["context_window"] = context_length
     return row
@@ -169,7 +183,7 @@ def _openapi(routes: Routes) -> dict[str, Any]:
         bodies.values(), ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {}
-    rows = [row for row in routes.paths() if row[0] != "/v1/responses/"]
+    rows = [row for row in routes.paths() if row[0] not in ("/", "/v1/responses/")]
     for path, methods in (*rows, *_STORED):
         rest = _PARAMETERS.get(path, "path") if path.endswith("/") else ""
         shown = f"{path}{{{rest}}}" if rest else path

@@ -54,7 +54,8 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["RelayRoutes"]
 
 _PREFIX = "/v1/"
-_POSTS = (_PREFIX, "/tokenize", "/detokenize")
+_MODEL_OPTIONAL = ("/tokenize", "/detokenize")
+_POSTS = (_PREFIX, *_MODEL_OPTIONAL)
 log = logging.getLogger(__name__)
 
 
@@ -130,7 +131,7 @@ class RelayRoutes:
             return
         asked = None
         try:
-            asked = _peek(exchange, otherwise)
+            asked = _peek(exchange, otherwise) or self._only_model(exchange)
             entry = self._entry(asked, exchange.path, otherwise)
         except DynamoError as error:
             self._refuse(exchange, error, asked)
@@ -168,6 +169,7 @@ class RelayRoutes:
                             exchange, _label(exchange.path), asked.model, asked.streams
                         )
                     return
+                asked = asked or self._only_model(exchange)
                 entry = self._entry(asked, exchange.path, otherwise)
                 if entry is not None and asked is not None:
                     label = _label(exchange.path)
@@ -184,6 +186,13 @@ class RelayRoutes:
             exchange.crashed(error)
         finally:
             registry.leave()
+
+    def _only_model(self, exchange: Exchange) -> RelayedBody | None:
+        """The only model, for a path whose body need not name one; None if it is not relayed."""
+        entries = self._models.entries()
+        if exchange.path not in _MODEL_OPTIONAL or len(entries) != 1 or not entries[0].relayed:
+            return None
+        return RelayedBody(entries[0].name)
 
     def _entry(
         self, asked: RelayedBody | None, path: str, otherwise: Route | None

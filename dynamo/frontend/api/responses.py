@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 _PATH = "/v1/responses"
 _BELOW = "/v1/responses/"
 _MAX_PAGE = 100
+_MAX_FIELDS = 100
+_ID_CHARACTERS = 128
 _ERRORS = ErrorShape(response_error, response_error_event)
 _RESPONSES = gauge("dynamo_frontend_stored_responses", "Responses that clients may continue")
 _BYTES = gauge("dynamo_frontend_stored_response_bytes", "What stored responses take in memory")
@@ -91,9 +93,10 @@ class ResponseRoutes:
         if origin.previous_id is not None:
             earlier = self._store.get(owner, origin.previous_id)
             if earlier is None:
+                shown = shorten(origin.previous_id, _ID_CHARACTERS)
                 raise InvalidArgument(
-                    f"Previous response with id '{shorten(origin.previous_id)}' not found: it was "
-                    "not stored, or dropped since; send all items of the conversation as 'input'"
+                    f"Previous response with id '{shown}' not found: it was not stored, or dropped "
+                    "since; send all items of the conversation as 'input'"
                 )
         if origin.messages is None:
             self._resolve(origin, owner, earlier)
@@ -155,7 +158,8 @@ class ResponseRoutes:
             return
         try:
             if found is None:
-                raise _NotFound(f"Response with id '{shorten(response_id)}' not found.")
+                shown = shorten(response_id, _ID_CHARACTERS)
+                raise _NotFound(f"Response with id '{shown}' not found.")
             exchange.respond(200, self._answer(exchange, response_id, action, found))
         except DynamoError as error:
             exchange.respond(error.status, response_error(error.status, error))
@@ -173,7 +177,7 @@ class ResponseRoutes:
             return _input_items(found, exchange.query)
         if method != "GET" or action:
             raise _NotFound(f"Route not found: {method} {shorten(exchange.path)}")
-        if parse_qs(exchange.query, max_num_fields=_MAX_PAGE).get("stream", ["false"]) != ["false"]:
+        if _query(exchange.query).get("stream", "false") != "false":
             raise InvalidArgument(
                 "Validation: 'stream' is for background responses alone; leave it out"
             )
@@ -210,14 +214,25 @@ def _counted(tokens: int) -> dict[str, Any]:
     return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
+def _query(query: str) -> dict[str, str]:
+    """The fields of a query, the last of each name. Raises InvalidArgument."""
+    try:
+        found = parse_qs(query, max_num_fields=_MAX_FIELDS)
+    except ValueError:
+        raise InvalidArgument(
+            f"Validation: the query takes at most {_MAX_FIELDS} fields, got more"
+        ) from None
+    return {name: values[-1] for name, values in found.items()}
+
+
 def _input_items(found: StoredResponse, query: str) -> bytes:
     """A page of the items that the response answers, the latest first unless asked otherwise."""
-    given = {name: values[-1] for name, values in parse_qs(query, max_num_fields=_MAX_PAGE).items()}
+    given = _query(query)
     order, after = given.get("order", "desc"), given.get("after")
     if order not in ("asc", "desc"):
         raise InvalidArgument(f"Validation: 'order' must be asc or desc, got {shorten(order)}")
     limit = given.get("limit", "20")
-    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_PAGE):
+    if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_PAGE):
         raise InvalidArgument(
             f"Validation: 'limit' must be between 1 and {_MAX_PAGE}, got {shorten(limit)}"
         )

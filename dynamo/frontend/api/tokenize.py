@@ -98,9 +98,11 @@ class TokenizeRoutes:
         return entry
 
     def _only_name(self) -> str:
-        names = sorted(entry.name for entry in self._models.entries() if not entry.relayed)
+        entries = self._models.entries()
+        names = [entry.name for entry in entries if not entry.relayed]
         if len(names) == 1:
             return names[0]
+        names = sorted(entry.name for entry in entries)
         if not names:
             raise NoInstances
         raise InvalidArgument(

@@ -28,7 +28,8 @@ _ABOUT = f"{PAGE}/about.json"
 _ACTIONS = f"{PAGE}/actions"
 _EVENTS = f"{PAGE}/events"
 _LOGS = f"{PAGE}/logs"
-OPEN_UI_PATHS = file_paths() | {_ABOUT}
+_ROOT = "/"
+OPEN_UI_PATHS = file_paths() | {_ABOUT, _ROOT}
 OPERATOR_UI_ROUTES = {_EVENTS: ("GET", "HEAD"), _LOGS: ("GET", "HEAD"), _ACTIONS: ("POST",)}
 
 
@@ -61,6 +62,7 @@ class UiRoutes:
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
         install_files(routes)
+        routes.get(_ROOT, _redirect)
         routes.get(_ABOUT, self._describe)
         routes.get(_EVENTS, self.sampler.open)
         routes.get(_LOGS, self._logs.open)
@@ -97,3 +99,11 @@ class UiRoutes:
             self.sampler.wake()
         headers = [*HEADERS, ("cache-control", "no-store")]
         exchange.respond(200, msgspec.json.encode({"message": message}), headers=headers)
+
+
+def _redirect(exchange: Exchange) -> None:
+    """Send a browser from the address that ``dynamo serve`` prints to the page."""
+    if "text/html" in exchange.headers.get("accept", ""):
+        exchange.respond(307, b"", "", [("location", PAGE), ("cache-control", "no-store")])
+    else:
+        exchange.refuse(404, f"Route not found: {exchange.method} {exchange.path}")

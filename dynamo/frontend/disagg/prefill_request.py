@@ -8,20 +8,20 @@ import msgspec
 
 from dynamo.errors import DynamoError, EngineFailure
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.protocols.codec import decoder
 from dynamo.protocols.engine import (
     EngineOutput,
+    InvalidOutput,
     OutputOptions,
     PreprocessedRequest,
     PromptTokensDetails,
     Routing,
+    decode_output,
 )
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
 __all__ = ["DECODE_OVERRIDE", "PrefillRequest", "after_prefill", "prefill_routing", "to_prefill"]
 
-_decode = decoder(EngineOutput).decode
 DECODE_OVERRIDE: dict[str, Any] = {
     "overlap_score_weight": 0.0,
     "assume_kv_reuse": False,
@@ -102,9 +102,10 @@ class PrefillRequest:
     def on_data(self, payload: bytes) -> None:
         """Keep the output that carries ``disaggregated_params``."""
         try:
-            output = _decode(payload)
-        except msgspec.MsgspecError as error:
-            self._owner.failed(self, EngineFailure(f"not an engine output: {error}"))
+            output = decode_output(payload, self.engine_request.original)
+        except InvalidOutput as error:
+            assert self.decision is not None, "items arrive from a worker"
+            self._owner.failed(self, error.at(self.decision.worker_id))
             return
         reason = output.finish_reason or ""
         if reason.startswith("error"):

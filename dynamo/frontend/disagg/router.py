@@ -20,6 +20,7 @@ from dynamo.errors import (
     InvalidArgument,
     Overloaded,
     WorkerAtCapacity,
+    WorkersLost,
     WorkerUnavailable,
 )
 from dynamo.frontend.disagg.fallback import Fallback
@@ -213,11 +214,14 @@ class PrefillRouter:
 
     def failed(self, prefill: PrefillRequest, error: DynamoError) -> None:
         """Retry with another worker, serve decode-only, or fail: it depends on the error."""
+        second_lost = _second_lost(prefill, error)
         self.queue.finish(prefill)
         prefill.release()
         prefill.engine_request.request.engine_stopped()
         prefill.output = None
-        if isinstance(error, WorkerUnavailable) or self._fits_another(prefill, error):
+        if second_lost:
+            self._sender.refuse(prefill, WorkersLost(), by_worker=True)
+        elif isinstance(error, WorkerUnavailable) or self._fits_another(prefill, error):
             self._retry(prefill, error)
         elif isinstance(error, InvalidArgument) or _is_client_error(error):
             self._sender.refuse(prefill, error, by_worker=True)
@@ -262,6 +266,14 @@ class PrefillRouter:
 
 def _prompt_tokens(prefill: PrefillRequest) -> int:
     return len(prefill.engine_request.preprocessed.token_ids)
+
+
+def _second_lost(prefill: PrefillRequest, error: DynamoError) -> bool:
+    """Whether the prefill worker is the second worker lost with the request."""
+    picker, decision = prefill.picker, prefill.decision
+    if picker is None or decision is None:
+        return False
+    return prefill.engine_request.second_lost(decision.worker_id, picker.worker_pool, error)
 
 
 def _is_client_error(error: DynamoError) -> bool:

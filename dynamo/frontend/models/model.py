@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from dynamo.frontend.models.inputs import (
     router_settings,
 )
 from dynamo.frontend.models.workers import AdmittedWorkers
+from dynamo.frontend.prompt.off_loop import in_daemon_thread
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
@@ -33,9 +33,14 @@ from dynamo.router.eligibility.busy import Thresholds
 from dynamo.router.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime
 
-__all__ = ["ModelEntry"]
+__all__ = ["ModelEntry", "difference"]
 
 log = logging.getLogger(__name__)
+
+
+def difference(reason: str) -> str:
+    """Return for people what :meth:`ModelEntry.agrees_with` returned."""
+    return "checksum of tokenizer, template and config" if reason == "checksum" else reason
 
 
 class ModelEntry:
@@ -194,7 +199,7 @@ class ModelEntry:
 
     async def _load_preprocessor(self, settings: RouterSettings) -> None:
         """Load the tokenizer, if prompts need one."""
-        found = await asyncio.to_thread(load_preprocessor, self.card, settings)
+        found = await in_daemon_thread(load_preprocessor, self.card, settings)
         if found is None:
             return
         self.preprocessor = found

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.errors import DynamoError, Unavailable
+from dynamo.errors import DynamoError, ModelNotFound, Unavailable
 from dynamo.frontend.requests.cold_start import (
     ColdStartQueue,
     HeldDispatch,
@@ -67,6 +67,7 @@ class OnDemandModels:
         self._queues: dict[str, ColdStartQueue] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._publishers: dict[str, EventPublisher] = {}
+        self._advertising: set[str] = set()
         self._watch: Watch | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticked_s = 0.0
@@ -106,6 +107,26 @@ class OnDemandModels:
             (name, self._created_s[record.model], record.context_length)
             for name, record in self._names.items()
         ]
+
+    def models(self) -> set[str]:
+        """The names of the models, aliases aside."""
+        return {record.model for record in self._records.values()}
+
+    def forget(self, model: str) -> bool:
+        """Forget a model without waiting for its planner; False while a planner starts it."""
+        keys = [key for key, record in self._records.items() if record.model == model]
+        if any(key not in self._expiries for key in keys):
+            return False
+        for key in keys:
+            self._expiries.pop(key).cancel()
+            del self._records[key]
+        self._update_names()
+        queue = self._queues.pop(model, None)
+        if queue is not None:
+            queue.fail_all(ModelNotFound(f"Model not found: {model}"))
+        self._activity.pop(model, None)
+        self._created_s.pop(model, None)
+        return True
 
     def hold(self, exchange: Exchange, endpoint: str, name: str, registry: Refusals) -> bool:
         """Let a request for ``name`` wait if the planner starts the model. Raises Unavailable."""
@@ -173,7 +194,9 @@ class OnDemandModels:
         self._created_s.setdefault(record.model, int(time.time()))
         self._activity.setdefault(record.model, _Activity(self._metrics.model(record.model)))
         self._update_names()
-        self._tasks.spawn(self._advertise(record.namespace), name="on-demand state")
+        if self._timer is None:  # the first record, or the first one since the planner was away
+            self._ticked_s = time.monotonic()
+            self._tick()
 
     def _expired(self, key: str) -> None:
         """The planner has not come back."""
@@ -200,16 +223,12 @@ class OnDemandModels:
 
     async def _advertise(self, namespace: str) -> None:
         """Make the publisher before the first request waits, so that the planner is subscribed."""
-        if namespace in self._publishers:
-            return
         try:
-            publisher = await self._runtime.publisher(namespace, _PLANNER, ON_DEMAND_STATE)
+            self._publishers[namespace] = await self._runtime.publisher(
+                namespace, _PLANNER, ON_DEMAND_STATE
+            )
         except DynamoError as error:
             log.warning("the planner of %s sees no waiting requests: %s", namespace, error)
-            return
-        self._publishers[namespace] = publisher
-        if self._timer is None:
-            self._tick()
 
     def _changed(self, queue: ColdStartQueue) -> None:
         """The first request waits, or none waits any more."""
@@ -220,19 +239,25 @@ class OnDemandModels:
             self._publish(record)
 
     def _tick(self) -> None:
+        """Run every second while there is a record or a waiting request: each wait ends here."""
+        loop = asyncio.get_running_loop()
+        again = self._records or any(self._queues.values())
+        self._timer = loop.call_later(_TICK_S, self._tick) if again else None
         now_s = time.monotonic()
         elapsed_s, self._ticked_s = now_s - self._ticked_s, now_s
         for queue in self._queues.values():
             queue.tick(elapsed_s, self._settings.cold_start_timeout_s)
         for record in {one.model: one for one in self._records.values()}.values():
             self._publish(record)
-        again = self._records or any(self._queues.values())
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_TICK_S, self._tick) if again else None
 
     def _publish(self, record: OnDemandModel) -> None:
-        publisher = self._publishers.get(record.namespace)
+        namespace = record.namespace
+        publisher = self._publishers.get(namespace)
         if publisher is None:
+            if namespace not in self._advertising:
+                self._advertising.add(namespace)
+                made = self._tasks.spawn(self._advertise(namespace), name="on-demand state")
+                made.add_done_callback(lambda _: self._advertising.discard(namespace))
             return
         queue = self._queue(record.model)
         idle_s = self._activity[record.model].idle_s(len(queue))

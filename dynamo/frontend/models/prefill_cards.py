@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.model import ModelEntry, difference
 from dynamo.protocols.card import ModelCard
 
 __all__ = ["PrefillCards"]
@@ -27,7 +27,11 @@ class PrefillCards:
         self._reject = reject
         self._cards: dict[str, ModelCard] = {}
         self._owners: dict[str, ModelEntry] = {}
-        self._refused: set[str] = set()
+        self._refused: dict[str, str] = {}
+
+    def problems(self) -> list[tuple[ModelCard, str]]:
+        """Return the cards that conflict with others, and why."""
+        return [(self._cards[key], text) for key, text in self._refused.items()]
 
     def add(self, key: str, card: ModelCard) -> None:
         """Add or replace the card at ``key``."""
@@ -53,7 +57,7 @@ class PrefillCards:
 
     def _forget(self, key: str) -> ModelEntry | None:
         self._cards.pop(key, None)
-        self._refused.discard(key)
+        self._refused.pop(key, None)
         entry = self._owners.pop(key, None)
         if entry is not None:
             card = entry.prefill.remove(key)
@@ -66,11 +70,11 @@ class PrefillCards:
             self._owners.pop(key, None)
             if key in self._refused:
                 return
-            self._refused.add(key)
-            text = f"{key}: the workers of {entry.name} have another {reason}; it gets no prompts"
-            self._reject(entry.name, reason, text)
+            text = f"the workers of {entry.name} have another {difference(reason)}"
+            self._refused[key] = text
+            self._reject(entry.name, reason, f"{key}: {text}; it gets no prompts")
             return
-        self._refused.discard(key)
+        self._refused.pop(key, None)
         entry.prefill.add(key, card)
         self._owners[key] = entry
         log.info("model %s: prefill worker %x joined", entry.name, card.instance_id)

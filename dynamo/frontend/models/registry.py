@@ -3,7 +3,7 @@
 The first card of a model loads it; when the last worker leaves, the model is no longer listed. It
 stays loaded, so that it is ready as soon as a worker returns, and requests in between get 503
 (retry) instead of 404 (give up). Requests of a model that is started on demand wait (see
-:class:`OnDemandModels`).
+:class:`OnDemandModels`). A model that a reload has removed is forgotten.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from functools import partial
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
+from dynamo.frontend.models.graph import GraphModels
 from dynamo.frontend.models.inputs import INPUTS, missing_route, router_settings
-from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.model import ModelEntry, difference
 from dynamo.frontend.models.on_demand import OnDemandModels
 from dynamo.frontend.models.prefill_cards import PrefillCards
 from dynamo.frontend.requests.cold_start import Refusals
@@ -30,7 +31,9 @@ from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.availability import Outage
 from dynamo.runtime.discovery import KeyEvent, Watch
+from dynamo.runtime.paths import state_path
 from dynamo.runtime.tasks import Tasks
+from dynamo.serve.statefile import Statefile
 
 __all__ = ["Models"]
 
@@ -74,6 +77,7 @@ class Models:
         self._loads: set[asyncio.Task[None]] = set()
         self._prefill = PrefillCards(self._entries, self._reject)
         self._watch: Watch | None = None
+        self._forgot = False
         self.on_loaded: Callable[[], None] = _ignore
 
     async def start(self) -> None:
@@ -81,6 +85,9 @@ class Models:
         await self.on_demand.start()
         self._watch = self._runtime.discovery.watch(MODEL_CARDS, self._on_event)
         await self._watch.ready()
+        runtime = self._runtime.settings
+        graph = GraphModels(Statefile(state_path(runtime), runtime.namespace))
+        self._tasks.spawn(graph.run(self._worker_ids, self._forget), name="graph")
 
     async def loaded(self) -> None:
         """Return when every model seen so far is loaded, or has failed to load."""
@@ -103,7 +110,7 @@ class Models:
         """
         entry = self._names.get(name)
         if entry is None:
-            if not self._names:
+            if not self._names and not self._forgot:
                 raise NoInstances
             raise ModelNotFound(f"Model not found: {shorten(name)}")
         if model_type not in entry.types:
@@ -163,7 +170,7 @@ class Models:
 
     def rejections(self) -> dict[str, str]:
         """Why registered workers get no requests, by their ids in hexadecimal."""
-        found = list(self._problems.values())
+        found = [*self._problems.values(), *self._prefill.problems()]
         for entry in self._entries.values():
             if entry.problem:
                 found += [(card, entry.problem) for card in entry.workers.values()]
@@ -203,7 +210,7 @@ class Models:
     def count(self) -> None:
         """Update the counters that the tokenizers keep, before a scrape."""
         ready = [one for one in self._entries.values() if one.ready and one.has_preprocessor]
-        stats = [entry.preprocessor.tokenizer.cache_stats() for entry in ready]
+        stats = [one.stats() for one in {each.preprocessor.tokenizer.encoder for each in ready}]
         hits, misses = sum(one.hits for one in stats), sum(one.misses for one in stats)
         self._metrics.tokenizer_cache(hits, misses)
 
@@ -246,7 +253,7 @@ class Models:
         reason = entry.agrees_with(card) if entry is not None else ""
         if entry is not None and reason:
             if entry.workers:
-                text = f"other workers of {name} have another {reason}"
+                text = f"other workers of {name} have another {difference(reason)}"
                 if reason == "block_size":
                     sizes = entry.card.kv_cache_block_size, card.kv_cache_block_size
                     text += ": they have KV blocks of {} tokens, it has {}".format(*sizes)
@@ -296,10 +303,30 @@ class Models:
                 self._add(key, card)
 
     def _drop(self, entry: ModelEntry) -> None:
-        """Close a model without workers, because a different one of its name has arrived."""
+        """Close a model without workers: a different one has its name, or a reload removed it."""
         del self._entries[entry.name]
         self._names = {name: one for name, one in self._names.items() if one is not entry}
         self._tasks.spawn(entry.close(), name=f"close {entry.name}")
+
+    def _worker_ids(self) -> dict[str, list[int]]:
+        """Return the worker ids of each model, known now or started on demand."""
+        found = {
+            name: [card.instance_id for card in entry.workers.values()]
+            for name, entry in self._entries.items()
+        }
+        return {name: [] for name in self.on_demand.models()} | found
+
+    def _forget(self, name: str) -> bool:
+        """Forget a model that the graph no longer has; False while it has workers."""
+        entry = self._entries.get(name)
+        if (entry is not None and entry.workers) or not self.on_demand.forget(name):
+            return False
+        if entry is not None:
+            self._drop(entry)
+        self._forgot = True
+        self._metrics.forget(name)
+        log.info("model %s: forgotten, a reload has removed it from the graph", name)
+        return True
 
     async def _load(self, entry: ModelEntry) -> None:
         try:

@@ -53,7 +53,6 @@ def parse_messages(
     if given.thread not in (None, False):
         raise ThreadUnsupported("thread: nothing is stored; send all messages")
     request = _chat_request(given, strip_preamble)
-    request.token_limit = given.max_tokens
     request.stream = given.stream
     request.stop = given.stop_sequences or None
     request.temperature, request.top_p = given.temperature, given.top_p
@@ -67,6 +66,7 @@ def parse_messages(
         if budget is not None:
             request.nvext = NvExt(max_thinking_tokens=budget)
     check_chat(request)
+    request.max_tokens = given.max_tokens  # behind the check: any number counts as the context
     return request
 
 

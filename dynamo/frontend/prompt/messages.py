@@ -52,11 +52,13 @@ class ContentForm(enum.Enum):
 class CallForm(NamedTuple):
     """What a template needs of a message with tool calls: ``text_arguments`` if it appends the
     arguments to a text, ``null_content`` if it looks for calls only beside null, ``thinking`` if
-    that is its name of ``reasoning_content`` (gpt-oss, which takes it only without content)."""
+    that is its name of ``reasoning_content`` (gpt-oss, which takes it only without content).
+    ``keeps_null``: it may get null where the client sends no content, as in vLLM."""
 
     text_arguments: bool = False
     null_content: bool = False
     thinking: bool = False
+    keeps_null: bool = False
 
 
 _PLAIN_CALLS = CallForm()
@@ -168,7 +170,7 @@ def _with_calls(
     convert = _call_with_text if form.text_arguments else _call
     changed: dict[str, Any] = {"tool_calls": [convert(position, each) for each in calls]}
     if not message.get("content"):
-        if form.null_content:
+        if form.null_content or (form.keeps_null and message.get("content") is None):
             changed["content"] = None
         if form.thinking and "reasoning_content" in message:
             changed["thinking"] = message["reasoning_content"]

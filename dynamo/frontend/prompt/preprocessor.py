@@ -24,7 +24,7 @@ from dynamo.frontend.prompt.engine_options import (
 from dynamo.frontend.prompt.images import ImageReader, PromptImages
 from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.prompt.template import load_template, template_variables
+from dynamo.frontend.prompt.template import TemplateTimeout, load_template, template_variables
 from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.observability.metrics import Histogram
@@ -256,13 +256,17 @@ class Preprocessor:
                 f"Model `{request.model}` has no chat template; use /v1/completions, or give the "
                 "worker a template"
             )
-        return self.template.render(
-            request.messages if messages is None else messages,
-            None if request.tool_choice == "none" else request.tools,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            continue_final_message=request.continue_final_message is True,
-            variables=template_variables(request),
-        )
+        try:
+            return self.template.render(
+                request.messages if messages is None else messages,
+                None if request.tool_choice == "none" else request.tools,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                continue_final_message=request.continue_final_message is True,
+                variables=template_variables(request),
+            )
+        except TemplateTimeout:
+            self.inline_limit_bytes = 0  # from here on all requests of this model take a thread
+            raise
 
     def _from_ids(self, given: list[int], with_text: bool = False) -> TokenizedPrompt:
         if max(given) >= self.tokenizer.vocab_size:
@@ -325,7 +329,7 @@ class Preprocessor:
         return expand_choices(requests, n) if n > 1 or len(requests) > 1 else requests
 
     def _limit(self, prompt_tokens: int, max_tokens: int | None) -> int | None:
-        """Return ``max_tokens`` if it fits, by default the rest of the context."""
+        """Return ``max_tokens``, but at most the rest of the context, which is the default."""
         if not prompt_tokens:
             raise InvalidArgument("Validation: the prompt has no tokens")
         context = self.context_length
@@ -334,19 +338,13 @@ class Preprocessor:
         left = context - prompt_tokens
         if left <= 0:
             raise _too_long(context, f"your prompt has {prompt_tokens} tokens")
-        if max_tokens is not None and max_tokens > left:
-            requested = (
-                f"you requested {prompt_tokens + max_tokens} tokens "
-                f"({prompt_tokens} in the prompt, {max_tokens} in the completion)"
-            )
-            raise _too_long(context, requested, "the prompt or max_tokens")
-        return left if max_tokens is None else max_tokens
+        return left if max_tokens is None else min(max_tokens, left)
 
 
-def _too_long(context: int, what: str, remedy: str = "the prompt") -> InvalidArgument:
+def _too_long(context: int, what: str) -> InvalidArgument:
     return InvalidArgument(
         f"This model's maximum context length is {context} tokens. However, {what}. "
-        f"Please reduce the length of {remedy}."
+        "Please reduce the length of the prompt."
     )
 
 
@@ -360,11 +358,13 @@ def _stop_conditions(
     request: GenerationRequest, max_tokens: int | None, eos_ids: list[int]
 ) -> StopConditions:
     """When to end. ``eos_ids`` are hidden stop ids unless the request ignores them."""
-    stop, nvext = request.stop, request.nvext
+    stop, nvext, least = request.stop, request.nvext, request.min_tokens
+    if least is not None and max_tokens is not None:
+        least = min(least, max_tokens)  # engines refuse more tokens than fit
     ignore_eos = request.ignore_eos is True
     return StopConditions(
         max_tokens=max_tokens,
-        min_tokens=request.min_tokens,
+        min_tokens=least,
         stop=[stop] if isinstance(stop, str) else stop or None,
         stop_token_ids=request.stop_token_ids or None,
         stop_token_ids_hidden=None if ignore_eos else eos_ids,

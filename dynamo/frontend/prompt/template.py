@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,16 @@ from dynamo.frontend.prompt.messages import (
     alternating,
     template_messages,
 )
-from dynamo.frontend.prompt.template_environment import RenderContext, TemplateEnvironment
+from dynamo.frontend.prompt.template_environment import (
+    OutOfTime,
+    RenderContext,
+    TemplateEnvironment,
+    TemplateNames,
+)
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.openai import ChatCompletionRequest
 
-__all__ = ["ChatTemplate", "load_template", "template_variables"]
+__all__ = ["ChatTemplate", "TemplateTimeout", "load_template", "template_variables"]
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -37,6 +43,13 @@ _RENDER_ERRORS = (
     ValueError,
 )
 _SHOWN = 1000
+_END_MARK = f"end-{secrets.token_hex(8)} "
+"""Behind the text of a message that the model continues, to find its end in the prompt: the text
+itself may also be in the marker that ends a message. No client can know it."""
+_NO_TEXT = (
+    "Validation: 'continue_final_message' is set, but the last message has no text in the "
+    "rendered prompt"
+)
 _PROBE = "\x02probe\x03"
 _CALL_FORMS = [CallForm(text, null) for null in (False, True) for text in (False, True)]
 
@@ -50,12 +63,16 @@ _RESULT: list[Message] = [
 ]
 
 
+class TemplateTimeout(InvalidArgument):
+    """A chat template did not end in time."""
+
+
 class ChatTemplate:
     """One model's chat template.
 
     ``named`` are the sources by name: ``default``, and perhaps ``tool_use`` for requests with
     tools. ``specials`` are ``bos_token`` and the like. Raises ConfigError if a
-    source does not compile.
+    source does not compile, or does not end for a short message.
     """
 
     def __init__(self, named: Mapping[str, str], specials: Mapping[str, str], origin: str) -> None:
@@ -73,8 +90,21 @@ class ChatTemplate:
             template.globals = dict(template.globals)
         self._default = compiled.get("default") or next(iter(compiled.values()))
         self._with_tools = compiled.get("tool_use") or self._default
+        try:
+            self._try_forms()
+        except OutOfTime as error:
+            raise ConfigError(
+                f"{origin}: the chat template does not end with a short message: {error}; correct "
+                "it or give another with --custom-jinja-template"
+            ) from None
+
+    def _try_forms(self) -> None:
+        """Find out which messages the template can print."""
         self._content = self._content_form()
+        self._takes_parts = self._content is ContentForm.PARTS
         form = next(filter(self._prints_call, _CALL_FORMS), _CALL_FORMS[0])
+        null = form._replace(null_content=True)
+        form = form._replace(keeps_null=self._prints_call(null) and not self._prints_none(null))
         thinking = form._replace(thinking=True)
         self._call_form = thinking if self._prints_call(thinking) else form
         self._alternates = self._joins_results = False
@@ -92,7 +122,7 @@ class ChatTemplate:
                 self._render([{"role": "user", "content": parts}], None, True)
                 for parts in ([text], [IMAGE, text])
             )
-        except InvalidArgument:
+        except (InvalidArgument, OutOfTime):
             return False
         return _PROBE in given and given != without
 
@@ -110,6 +140,8 @@ class ChatTemplate:
         ``continue_final_message`` leaves the last message open, for the model to continue.
         ``variables`` are more names for the template (chat_template_kwargs). O(messages).
         """
+        if continue_final_message:
+            messages = [*messages[:-1], _marked(messages[-1])]
         if self._alternates:
             messages = alternating(messages, self._joins_results)
         ready = messages
@@ -117,13 +149,16 @@ class ChatTemplate:
             if (
                 type(message.get("content")) is not str
                 or "tool_calls" in message
-                or self._content is ContentForm.PARTS
+                or self._takes_parts
             ):
                 ready = template_messages(messages, self._content, self._call_form)
                 break
         opens_answer = add_generation_prompt and not continue_final_message
-        prompt = self._render(ready, tools, opens_answer, variables)
-        return _open_last(prompt, messages[-1]) if continue_final_message else prompt
+        try:
+            prompt = self._render(ready, tools, opens_answer, variables)
+        except OutOfTime as error:
+            raise TemplateTimeout(f"Chat template: {error}; send fewer messages") from None
+        return _before_mark(prompt) if continue_final_message else prompt
 
     def _render(
         self,
@@ -133,7 +168,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         template = self._with_tools if tools else self._default
-        names = dict(template.globals)
+        names = TemplateNames(template.globals)
         if variables:
             names.update(variables)
         names["messages"] = messages
@@ -154,6 +189,15 @@ class ChatTemplate:
 
     def _prints_call(self, form: CallForm) -> bool:
         """Whether the arguments of a tool call in this form are rendered, or its thinking."""
+        return "probe" in self._call_prompt(form)
+
+    def _prints_none(self, form: CallForm) -> bool:
+        """Whether a template prints null content as a word."""
+        texts = [self._call_prompt(form._replace(null_content=null)) for null in (True, False)]
+        return any(texts[0].count(word) > texts[1].count(word) for word in ("None", "null"))
+
+    def _call_prompt(self, form: CallForm) -> str:
+        """The prompt of a message with a call in this form, "" if it cannot be rendered."""
         arguments: Any = {"p": "" if form.thinking else _PROBE}
         if form.text_arguments:
             arguments = json.dumps(arguments)
@@ -167,9 +211,9 @@ class ChatTemplate:
         if form.thinking:
             messages[1] = {**messages[1], "thinking": _PROBE}
         try:
-            return "probe" in self._render(messages, None, True)
+            return self._render(messages, None, True)
         except InvalidArgument:
-            return False
+            return ""
 
     def _fails_after(self, messages: list[Message]) -> bool:
         """Whether ``messages`` can be rendered, but not with one more of the user behind them.
@@ -229,17 +273,26 @@ def template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
     return variables
 
 
-def _open_last(prompt: str, message: Message) -> str:
-    """``prompt`` up to the end of the text of ``message``, which is the last one."""
+def _marked(message: Message) -> Message:
+    """``message`` with the mark behind its text. Raises InvalidArgument without a text."""
     content = message.get("content")
-    if isinstance(content, list):
-        texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
-        content = texts[-1] if texts else None
-    for text in (content, content.strip()) if isinstance(content, str) else ():
-        start = prompt.rfind(text) if text else -1
-        if start >= 0:
-            return prompt[: start + len(text)]
-    raise InvalidArgument(
-        "Validation: 'continue_final_message' is set, but the last message has no text in the "
-        "rendered prompt"
-    )
+    if isinstance(content, str) and content:
+        return {**message, "content": content + _END_MARK}
+    parts = list(content) if isinstance(content, list) else []
+    for place in reversed(range(len(parts))):
+        text = parts[place].get("text")
+        if isinstance(text, str) and text:
+            parts[place] = {**parts[place], "text": text + _END_MARK}
+            return {**message, "content": parts}
+    raise InvalidArgument(_NO_TEXT)
+
+
+def _before_mark(prompt: str) -> str:
+    """``prompt`` up to the mark: up to the end of the text of the last message."""
+    mark = _END_MARK.rstrip()
+    start = prompt.rfind(mark)
+    if start < 0:
+        raise InvalidArgument(_NO_TEXT)
+    text = prompt[:start]
+    # A template that trims the text has taken the space of the mark.
+    return text if prompt.startswith(_END_MARK, start) else text.rstrip()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import math
+import time
 from typing import Any, NoReturn
 
 import jinja2
@@ -14,29 +16,81 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
+import jinja2.utils
 
-__all__ = ["RenderContext", "TemplateEnvironment"]
+__all__ = ["OutOfTime", "RenderContext", "TemplateEnvironment", "TemplateNames"]
+
+_RENDER_S = 1.0
+"""How long a template may run: of a model from anywhere, it may contain an endless loop."""
+
+_MAX_REPEATED = 1 << 20
+_MAX_BITS = 4096
+
+_MISSING = jinja2.utils.missing
 
 _DICT_NAMES = frozenset(dir(dict))
 _LOOP_NAMES = frozenset(("depth", "first", "index", "index0", "last", "length", "revindex"))
 
 
-class RenderContext(jinja2.runtime.Context):
+class OutOfTime(Exception):
+    """The template ran for longer than ``_RENDER_S``."""
+
+
+class _Context(jinja2.runtime.Context):
+    """A context with a deadline, which the code of loops, macros and blocks checks."""
+
+    deadline_s = math.inf
+    _ran_s = math.nan  # CPU seconds of the thread at the first deadline
+
+    def end(self) -> bool:
+        """End a rendering whose thread did run for the time; else extend the deadline.
+
+        While other threads have Python's lock, or the machine is stopped, no template runs.
+        """
+        ran_s = time.thread_time()
+        if ran_s - self._ran_s >= _RENDER_S / 4:
+            raise OutOfTime(f"it runs for more than {_RENDER_S:g} s")
+        if math.isnan(self._ran_s):
+            self._ran_s = ran_s
+        self.deadline_s = time.monotonic() + _RENDER_S / 2
+        return True
+
+    def derived(self, locals: dict[str, Any] | None = None) -> jinja2.runtime.Context:
+        """The context of a block that sees the names around it."""
+        context = super().derived(locals)
+        context.deadline_s = self.deadline_s  # type: ignore[attr-defined]
+        return context
+
+
+class TemplateNames(dict[str, Any]):
+    """The names of one rendering; jinja2 has an object for a missing one."""
+
+    def __missing__(self, name: str) -> Any:
+        return _MISSING
+
+
+class RenderContext(_Context):
     """The context of one rendering, which may change ``names``.
 
     The constructor of jinja2 takes as long as a short template: it copies, and makes objects that
     chat templates do not use.
     """
 
-    def __init__(self, template: jinja2.Template, names: dict[str, Any]) -> None:
+    def __init__(self, template: jinja2.Template, names: TemplateNames) -> None:
         self.environment = template.environment
         self.name = template.name
-        self.blocks = {name: [block] for name, block in template.blocks.items()}
+        blocks = template.blocks
+        self.blocks = {name: [blocks[name]] for name in blocks} if blocks else {}
         # Names that a template sets hide the given ones, and nothing reads those afterwards:
         # one dict serves as both.
         self.parent = self.vars = names
-        self.exported_vars = set()
-        self.globals_keys = set()
+        self.resolve_or_missing = names.__getitem__  # type: ignore[assignment]
+        self.deadline_s = time.monotonic() + _RENDER_S / 2  # the first of at least two
+
+    @functools.cached_property
+    def exported_vars(self) -> set[str]:  # type: ignore[override]
+        """Made when the template sets a name."""
+        return set()
 
     @functools.cached_property
     def eval_ctx(self) -> jinja2.nodes.EvalContext:  # type: ignore[override]
@@ -49,7 +103,47 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
     A message is such a dict, and its keys are what a short template spends its time on. All other
     objects, and missing keys, take the way through the environment.
+
+    Whatever can run many times checks the deadline first: the bodies of loops, macros and blocks,
+    and the condition of a loop.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timed: set[int] = set()  # ids of nodes, which the tree keeps alive
+
+    def visit_For(self, node: jinja2.nodes.For, frame: jinja2.compiler.Frame) -> None:
+        """Write ``node``."""
+        self._timed |= {id(node.body), id(node.test)} - {id(None)}
+        super().visit_For(node, frame)
+
+    def macro_body(self, node: Any, frame: jinja2.compiler.Frame) -> Any:
+        """Write the function of a macro or a call block."""
+        self._timed.add(id(node.body))
+        return super().macro_body(node, frame)
+
+    def visit_Template(
+        self, node: jinja2.nodes.Template, frame: jinja2.compiler.Frame | None = None
+    ) -> None:
+        """Write the module."""
+        self.writeline("from time import monotonic")  # no name of a template is written like this
+        self._timed |= {id(block.body) for block in node.find_all(jinja2.nodes.Block)}
+        super().visit_Template(node, frame)
+
+    def blockvisit(self, nodes: Any, frame: jinja2.compiler.Frame) -> None:
+        """Write the statements ``nodes``."""
+        if id(nodes) in self._timed:
+            self.writeline("if monotonic() > context.deadline_s: context.end()")
+        super().blockvisit(nodes, frame)
+
+    def visit(self, node: jinja2.nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        """Write ``node``, of whatever kind."""
+        if id(node) not in self._timed:
+            return super().visit(node, *args, **kwargs)
+        self.write("(monotonic() <= context.deadline_s or context.end()) and (")
+        super().visit(node, *args, **kwargs)
+        self.write(")")
+        return None
 
     def visit_Getattr(self, node: jinja2.nodes.Getattr, frame: jinja2.compiler.Frame) -> None:
         """Write ``node``."""
@@ -83,6 +177,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """
 
     code_generator_class = _CodeGenerator
+    context_class = _Context
+    intercepted_binops = frozenset(("*", "**"))  # the others take no longer than their operands
 
     def __init__(self) -> None:
         super().__init__(
@@ -109,6 +205,22 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if kind is jinja2.runtime.LoopContext and attribute in _LOOP_NAMES:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        """Compute a product or a power, unless it is too large."""
+        if operator == "**":
+            if type(left) is type(right) is int and left.bit_length() * right > _MAX_BITS:
+                raise jinja2.TemplateError(f"a power has more than {_MAX_BITS} bits")
+        elif _repeated(left, right) > _MAX_REPEATED or _repeated(right, left) > _MAX_REPEATED:
+            raise jinja2.TemplateError(f"a product has more than {_MAX_REPEATED} items")
+        return super().call_binop(context, operator, left, right)
+
+
+def _repeated(items: Any, count: Any) -> int:
+    """The length of ``items * count``; 0 for numbers."""
+    return len(items) * count if isinstance(count, int) and hasattr(items, "__len__") else 0
 
 
 class _GenerationTag(jinja2.ext.Extension):

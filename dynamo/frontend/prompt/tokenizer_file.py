@@ -8,13 +8,9 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import ConfigError
+from dynamo.llm.model_directory import read_model_file
 
-__all__ = ["AddedToken", "TokenizerFile", "read_tokenizer_file"]
-
-_REMEDY = (
-    "; a model directory needs tokenizer.json "
-    "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers writes it)"
-)
+__all__ = ["AddedToken", "TokenizerFile", "load_tokenizer_file", "read_tokenizer_file"]
 
 
 class AddedToken(msgspec.Struct):
@@ -47,11 +43,26 @@ class TokenizerFile(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
-def read_tokenizer_file(path: Path) -> TokenizerFile:
-    """Parse tokenizer.json. O(vocabulary). Raises ConfigError."""
+def read_tokenizer_file(content: bytes, path: Path) -> TokenizerFile:
+    """Parse ``content``, the tokenizer.json at ``path``. O(vocabulary). Raises ConfigError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=TokenizerFile)
+        return msgspec.json.decode(content, type=TokenizerFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _rejected(path, f"is not a tokenizer file: {error}") from None
+
+
+def load_tokenizer_file(path: Path) -> bytes:
+    """Return the bytes of tokenizer.json. Raises ConfigError."""
+    try:
+        return read_model_file(path)
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist{_REMEDY}") from None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a tokenizer file: {error}{_REMEDY}") from None
+        raise _rejected(path, "does not exist") from None
+    except OSError as error:
+        raise _rejected(path, f"is not a tokenizer file: {error}") from None
+
+
+def _rejected(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} {reason}; a model directory needs tokenizer.json "
+        "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers writes it)"
+    )

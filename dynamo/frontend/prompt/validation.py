@@ -24,6 +24,10 @@ from dynamo.frontend.prompt.bounds import (
 from dynamo.frontend.prompt.decode_errors import DESERIALIZE, explain_decode_error
 from dynamo.frontend.prompt.tool_choice import check_tool_choice
 from dynamo.protocols.openai import (
+    MAX_BAD_WORDS_CHARACTERS,
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_REGEX_CHARACTERS,
+    MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -141,6 +145,10 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         _check_stream(request)
     if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
         raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
+    if request.bad_words is not None:
+        _check_characters("bad_words", request.bad_words, MAX_BAD_WORDS_CHARACTERS)
+    if request.cache_salt is not None:
+        _check_characters("cache_salt", request.cache_salt, MAX_SALT_CHARACTERS)
     _check_grammars(request)
     if request.nvext is not None and request.nvext.router_config_override is not None:
         check_engine_value("nvext.router_config_override", request.nvext.router_config_override)
@@ -164,6 +172,15 @@ def _check_grammars(request: GenerationRequest) -> None:
         check_engine_value("guided_json", request.guided_json)
     if request.response_format is not None:
         check_engine_value("response_format", request.response_format)
+    if request.guided_regex is not None:
+        _check_characters("guided_regex", request.guided_regex, MAX_REGEX_CHARACTERS)
+    if request.guided_whitespace_pattern is not None:
+        pattern = request.guided_whitespace_pattern
+        _check_characters("guided_whitespace_pattern", pattern, MAX_REGEX_CHARACTERS)
+    if request.guided_grammar is not None:
+        _check_characters("guided_grammar", request.guided_grammar, MAX_GRAMMAR_CHARACTERS)
+    if request.guided_choice is not None:
+        _check_characters("guided_choice", request.guided_choice, MAX_GRAMMAR_CHARACTERS)
 
 
 def _spread(request: GenerationRequest, given: StructuredOutputs) -> None:
@@ -235,6 +252,16 @@ def _check_length(name: str, values: list[Any], limit: int) -> None:
     if len(values) > limit:
         raise InvalidArgument(
             f"Validation: '{name}' must have at most {limit} entries, got {len(values)}"
+        )
+
+
+def _check_characters(name: str, value: str | list[str], limit: int) -> None:
+    """Check the length of a text, or of all texts of a list together."""
+    count = len(value) if isinstance(value, str) else sum(map(len, value))
+    if count > limit:
+        raise InvalidArgument(
+            f"Validation: '{name}' must have at most {limit} characters, got {count}: "
+            f"{shorten(value if isinstance(value, str) else value[0])}"
         )
 
 

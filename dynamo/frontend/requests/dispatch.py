@@ -22,7 +22,7 @@ from dynamo.errors import (
 )
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.migration import Migration, Migrations
-from dynamo.frontend.requests.resend import ResendQueue
+from dynamo.frontend.requests.resend import ResendQueue, TrialQueue
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
@@ -89,6 +89,7 @@ class Dispatch:
         self.migrations = migrations or Migrations()
         self.hold: Hold | None = None
         self._resends = ResendQueue(self._resend)
+        self._trials = TrialQueue(self._resend, self._has_trial_room, self._resends.add)
         self.tracks_output = picker.tracks_output
 
     def check(self) -> None:
@@ -204,7 +205,23 @@ class Dispatch:
             engine_request.migrations,
         )
         engine_request.resume(worker_id)
-        self._resends.add(engine_request)
+        if any(lost.worker_id == worker_id for lost in engine_request.lost):
+            self._trials.add(engine_request)
+        else:
+            self._resends.add(engine_request)
+
+    def trial_over(self, engine_request: EngineRequest) -> None:
+        """A request that had lost a worker has a token, or has ended."""
+        self._trials.over(engine_request)
+
+    def _has_trial_room(self, engine_request: EngineRequest) -> bool:
+        """Whether a worker that answers has no request on trial."""
+        pool, on_trial = self.picker.worker_pool, self._trials.workers
+        return any(
+            worker_id not in on_trial and worker_id not in pool.avoided
+            for worker_id in pool.members
+            if worker_id not in engine_request.tried
+        )
 
     def _resend(self, engine_request: EngineRequest) -> None:
         engine_request.pending = None
@@ -315,6 +332,9 @@ class Dispatch:
         allowed = routing.allowed_worker_ids
         allowed = list(self.picker.worker_pool.members) if allowed is None else allowed
         untried = [worker_id for worker_id in allowed if worker_id not in engine_request.tried]
+        if engine_request.lost:
+            on_trial = self._trials.workers
+            untried = [one for one in untried if one not in on_trial] or untried
         return msgspec.structs.replace(routing, allowed_worker_ids=untried)
 
 

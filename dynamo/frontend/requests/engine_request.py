@@ -8,19 +8,18 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-import msgspec
-
 from dynamo.errors import (
     DynamoError,
-    EngineFailure,
     MigrationExhausted,
     Overloaded,
     WorkerAtCapacity,
+    WorkersLost,
 )
 from dynamo.frontend.answer.choice import Choice
 from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.migration import (
+    LostWorker,
     Migration,
     MigrationOutcome,
     Migrations,
@@ -30,17 +29,23 @@ from dynamo.frontend.requests.migration import (
 from dynamo.frontend.requests.recent import Prefilled
 from dynamo.frontend.requests.request_metrics import RequestMetrics
 from dynamo.observability.tracing import OpenSpan
-from dynamo.protocols.codec import Tokens, decoder, encode
-from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing
+from dynamo.protocols.codec import Tokens, encode
+from dynamo.protocols.engine import (
+    EngineOutput,
+    InvalidOutput,
+    PreprocessedRequest,
+    Routing,
+    decode_output,
+)
 from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.receipt import DecisionInputs
+from dynamo.router.worker_pool import WorkerPool
 from dynamo.runtime.requests import ClientStream
 from dynamo.runtime.requests.stream import REQUEST_ID
 
 __all__ = ["EngineRequest", "Pending", "RequestOwner", "Rerouter"]
 
-_decode = decoder(EngineOutput).decode
 _NEVER = 0.0
 _NO_LENGTH = -1
 
@@ -50,7 +55,6 @@ class Pending(Protocol):
 
     def cancel(self) -> None:
         """Leave the queue; nothing is reserved or running afterwards. Idempotent."""
-        ...
 
 
 class Rerouter(Protocol):
@@ -62,11 +66,12 @@ class Rerouter(Protocol):
 
     def reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Choose a worker again after ``error`` of one that has not seen the request."""
-        ...
 
     def migrate(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Continue on another worker after ``error`` of one that may have seen the request."""
-        ...
+
+    def trial_over(self, engine_request: EngineRequest) -> None:
+        """A request that had lost a worker has a token, or has ended."""
 
 
 class RequestOwner(Protocol):
@@ -123,8 +128,8 @@ class EngineRequest:
 
     ``original`` is the request as the client made it, and ``generated`` its output so far, None if
     that is not kept; ``inputs`` and ``prefill_inputs`` explain the choice of its latest workers;
-    ``migrations`` counts the workers that failed with it, ``migration`` is the
-    one that has not ended.
+    ``migrations`` counts the workers that failed with it, ``migration`` is the one that has not
+    ended; ``lost`` are the workers that were lost before their first token.
     """
 
     __slots__ = (
@@ -143,6 +148,7 @@ class EngineRequest:
         "inputs",
         "last_error",
         "last_token_s",
+        "lost",
         "migration",
         "migrations",
         "open",
@@ -177,6 +183,7 @@ class EngineRequest:
         self._dispatch = dispatch
         self.tried: frozenset[int] = frozenset()
         self.last_error: DynamoError | None = None
+        self.lost: tuple[LostWorker, ...] = ()
         self.pending: Pending | None = None
         self.decision: Decision | None = None
         self.inputs: DecisionInputs | None = None
@@ -212,17 +219,19 @@ class EngineRequest:
         request = self.request
         if request.closed:
             return
-        now = time.monotonic()
-        request.last_activity_s = now
+        now = request.last_activity_s = time.monotonic()
         try:
-            output = _decode(payload)
+            output = decode_output(payload, self.original)
             text_complete = self._text_complete = self._choice.push(output)
-        except (DynamoError, msgspec.MsgspecError) as error:
-            request.fail(_as_failure(error), by_worker=True)
+        except InvalidOutput as error:
+            request.fail(error.at(self.decision.worker_id if self.decision else 0), by_worker=True)
+            return
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+            request.crashed(error)
             return
         request.detokenize_s += time.monotonic() - now
         if output.token_ids:
-            self._add_tokens(output.token_ids, now)
+            self._add_tokens(output.token_ids, now, len(output.token_ids))
         else:
             self._no_tokens(output)
         if request.streaming:
@@ -240,12 +249,8 @@ class EngineRequest:
         choice: Any = self._choice  # a Choice: see _pass_tokens
         request.last_activity_s = now_s
         request.detokenize_s += spent_s
-        choice.count(len(ids))
-        if len(ids) == 1:
-            self._add_tokens(ids, now_s)
-        else:
-            for each in ids:  # items of one token each
-                self._add_tokens([each], now_s)
+        choice.count(ids)
+        self._add_tokens(ids, now_s, 1)
         if request.streaming:
             request.output_ready(size_bytes)
 
@@ -253,10 +258,14 @@ class EngineRequest:
         """The engine has ended its output."""
         request = self.request
         if self.open and not request.closed:
-            if not self._text_complete:
-                self._choice.close()
-            if self.migration is not None:
-                self._migrated("success")
+            try:
+                if not self._text_complete:
+                    self._choice.close()
+                if self.migration is not None:
+                    self._migrated("success")
+            except BaseException as error:  # noqa: BLE001 - crashed() logs it
+                request.crashed(error)
+                return
             self.open = False
             self.release()
             request.engine_request_done()
@@ -268,12 +277,21 @@ class EngineRequest:
         """
         if not self.open or self.request.closed:
             return
+        try:
+            self._worker_failed(error)
+        except BaseException as unexpected:  # noqa: BLE001 - crashed() logs it
+            self.request.crashed(unexpected)
+
+    def _worker_failed(self, error: DynamoError) -> None:
+        """Go on elsewhere, complete the answer, or fail; see :meth:`on_error`."""
         if self._is_free(error):
             self._dispatch.reroute(self, error)
         elif not error.retryable or not self.migration_limit:
             self.fail(error)
         elif self._is_complete():
             self.on_end()
+        elif not self.answering and self._second_lost(error):
+            self.fail(WorkersLost())
         elif not self.can_migrate:
             self.fail(error)
         elif self.count_migration():
@@ -289,6 +307,18 @@ class EngineRequest:
         if not error.unsent or self.answering or self.decision is None:
             return False
         return isinstance(error, WorkerAtCapacity) or not self._pinned()
+
+    def second_lost(self, worker_id: int, pool: WorkerPool, error: DynamoError) -> bool:
+        """Note the loss of a worker before its first token; True if another one was lost so.
+
+        A request that two workers did not survive must not reach a third.
+        """
+        lost = LostWorker.of(worker_id, pool, error)
+        if lost is None:
+            return False
+        dead = tuple(one for one in self.lost if one.is_dead and one.worker_id != worker_id)
+        self.lost = (*dead, lost)
+        return bool(dead)
 
     @property
     def can_migrate(self) -> bool:
@@ -357,14 +387,20 @@ class EngineRequest:
         self._migrated("failure")
         self.request.fail(error, by_worker=True)
 
-    def _add_tokens(self, ids: list[int], now_s: float) -> None:
-        """Count and keep the tokens ``ids`` of one item, received at ``now_s``."""
-        count = len(ids)
+    def _second_lost(self, error: DynamoError) -> bool:
+        decision = self.decision
+        assert decision is not None, "only a request with a worker fails at one"
+        return self.second_lost(decision.worker_id, self.picker.worker_pool, error)
+
+    def _add_tokens(self, ids: list[int], now_s: float, first: int) -> None:
+        """Count and keep the tokens ``ids``: ``first`` of one item, then items of one each."""
         if self.answering:
-            gap_s = now_s - self.last_token_s
-            self.request.model.itl.observe(gap_s / count, count)
+            self.request.model.itl.observe((now_s - self.last_token_s) / first, first)
         else:
-            self._answer_begins(now_s, count)
+            self._answer_begins(now_s, first)
+        count = len(ids)
+        if count > first:  # received at the same time
+            self.request.model.itl.observe(0.0, count - first)
         self.tokens += count
         self.last_token_s = now_s
         generated = self.generated
@@ -385,6 +421,8 @@ class EngineRequest:
         texts = choice.plain_texts()
         if texts is not None:
             stream.pass_tokens(texts, choice.stop_ids, choice.pending, self.on_tokens)
+        else:
+            stream.keep_tokens()
 
     def release(self) -> None:
         """Leave the queue, stop the engine if it still runs, free the reservation. Idempotent."""
@@ -400,6 +438,8 @@ class EngineRequest:
         self.open = False
         if self.decision is not None:
             self.picker.free(self.id, self.tokens - self._reported)
+        if self.lost:
+            self._dispatch.trial_over(self)
         if self.migration is not None:
             self._migrated("cancelled")
 
@@ -419,6 +459,8 @@ class EngineRequest:
     def _answer_begins(self, now: float, count: int) -> None:
         """The worker has computed the prompt, and sent ``count`` tokens."""
         self.answering = True
+        if self.lost:
+            self._dispatch.trial_over(self)
         self.picker.mark_prefill_complete(self.id)
         if self.tokens:  # those of workers that failed
             self.request.model.itl.observe((now - self.last_token_s) / count, count)
@@ -456,9 +498,3 @@ class EngineRequest:
         migration, self.migration = self.migration, None
         if migration is not None:
             self._dispatch.migrations.ended(migration, outcome, time.monotonic())
-
-
-def _as_failure(error: DynamoError | msgspec.MsgspecError) -> DynamoError:
-    if isinstance(error, DynamoError):
-        return error
-    return EngineFailure(f"not an engine output: {error}")

@@ -19,6 +19,7 @@ from dynamo.errors import (
     Overloaded,
     RouterQueueLimitExceeded,
     Unavailable,
+    WorkersLost,
     WorkerUnavailable,
 )
 from dynamo.frontend.answer.sse import DONE, error_event, public_message
@@ -92,6 +93,7 @@ _LABELS: tuple[tuple[type[DynamoError], Labels], ...] = (
     (WorkerUnavailable, Labels("unavailable", "Unavailable", "transport.disconnected")),
     (MigrationExhausted, Labels("unavailable", "Unavailable", "migration.exhausted")),
     (Unavailable, Labels("unavailable", "Unavailable", "service.unavailable")),
+    (WorkersLost, Labels("internal", "Internal", "workers.lost")),
     (DynamoError, Labels("internal", "Internal", "engine.failure")),
 )
 _BY_STATUS = {
@@ -122,8 +124,9 @@ def explained(error: DynamoError, model: str) -> DynamoError:
         return Overloaded(_OVERLOADED)
     if isinstance(error, NoInstances) and not isinstance(error, NoneAllowed):
         return NoInstances(
-            f"Model `{model}` is not ready to serve requests yet. The deployment may still be "
-            "starting up or is not fully provisioned. Please retry shortly."
+            f"Model `{model}` is not ready to serve requests yet. It has no worker now: the "
+            "last one was unloaded, stopped or put to sleep, or the first one is still starting. "
+            "Please retry shortly."
         )
     return error
 

@@ -295,6 +295,11 @@ class FrontendMetrics:
         """The outcomes of ``name`` if it is or was served, else of all unknown models together."""
         return self._models.get(name) or self._unknown
 
+    def forget(self, name: str) -> None:
+        """Remove the gauges of a model that the graph no longer has; what was counted stays."""
+        self.registry.forget("model", name)
+        self._models.pop(name, None)
+
     def show_card(self, card: ModelCard, ready: bool, migration_limit: int) -> None:
         """Set the model's gauges, most of them from its card."""
         config = card.runtime_config

@@ -14,12 +14,15 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from dynamo.errors import ConnectionTimeout, Disconnected, DynamoError, EngineDied
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import counter, histogram
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import GENERATED_TOKENS, PreprocessedRequest, Routing
+from dynamo.router.worker_pool import WorkerPool
 
 __all__ = [
+    "LostWorker",
     "Migration",
     "MigrationMetrics",
     "MigrationOutcome",
@@ -47,6 +50,7 @@ _TOO_LONG = counter(
     "model",
 )
 _UNBOUNDED = sys.maxsize
+_DEATHS = (ConnectionTimeout, Disconnected, EngineDied)
 
 
 class Migration(NamedTuple):
@@ -55,6 +59,27 @@ class Migration(NamedTuple):
 
     kind: str
     since_s: float
+
+
+class LostWorker(NamedTuple):
+    """A worker that died, or stopped answering, before its first token of a request: the request
+    may be the cause. ``pool`` is None if it stopped answering, else where it was registered."""
+
+    worker_id: int
+    pool: WorkerPool | None
+
+    @classmethod
+    def of(cls, worker_id: int, pool: WorkerPool, error: DynamoError) -> LostWorker | None:
+        """The worker that failed with ``error``, None if that is no death."""
+        if not isinstance(error, _DEATHS) or error.unsent:
+            return None
+        return cls(worker_id, None if isinstance(error, ConnectionTimeout) else pool)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is not back: one whose connection alone was cut answers again."""
+        pool = self.pool
+        return pool is None or self.worker_id not in pool.members or self.worker_id in pool.avoided
 
 
 class MigrationMetrics:

@@ -32,6 +32,8 @@ CLIENT_ID_CHARACTERS = 128
 """So much of a text that a client chose is kept."""
 _STAGES = ("prepare", "queue", "prefill", "decode")
 _PREFIXES = re.compile(r"(?:chatcmpl|cmpl|embd|resp|msg)[-_]")
+_SECRET = re.compile(r"-[0-9a-f]{32}$")
+"""The end of the id of a response that is stored."""
 
 
 class Prefilled(NamedTuple):
@@ -174,7 +176,7 @@ class RecentRequests:
         shown = shorten(name, CLIENT_ID_CHARACTERS)
         found = [one for one in self.ended() if name in (one.info[1], one.info[2])]
         if not found:
-            part = _PREFIXES.sub("", name, count=1).lower()
+            part = _SECRET.sub("", _PREFIXES.sub("", name, count=1).lower())
             found = [one for one in self.ended() if part and _matches(one.info[1], part)]
         if not found:
             raise ModelNotFound(

@@ -5,21 +5,29 @@ The rest is as for every request: admission, queue, choice of a worker, load, me
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Protocol
 
 from dynamo.errors import DynamoError, EngineFailure, HttpFailure
+from dynamo.frontend.answer.embeddings import EmbeddingsAnswer
 from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.answer.relayed_http import HttpAnswer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest, Rerouter
-from dynamo.frontend.requests.errors import Labels, labels
+from dynamo.frontend.requests.errors import labels
 from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.request import ActiveRequest, RequestInfo, Shared
 from dynamo.http import NEVER, Exchange
 from dynamo.protocols.engine import PreprocessedRequest
 
-__all__ = ["RelayedActiveRequest", "RelayedAnswer", "RelayedEngineRequest", "RelayedHttpRequest"]
+__all__ = [
+    "EmbeddingRequest",
+    "RelayedActiveRequest",
+    "RelayedAnswer",
+    "RelayedEngineRequest",
+    "RelayedHttpRequest",
+]
 
 _LOST_WORKERS = 1
 """A request that a lost worker may have received is sent again this often: if it is what ends
@@ -92,7 +100,7 @@ class RelayedHttpRequest(RelayedActiveRequest):
         if self.generation.can_add_event and not self._output_deferred:
             super().keep_alive(comment)
 
-    def _complete(self) -> Labels | None:
+    def _complete(self) -> None:
         answer = self.generation
         head = answer.head
         assert head is not None, "a response without a head has failed"
@@ -103,7 +111,7 @@ class RelayedHttpRequest(RelayedActiveRequest):
         else:
             content_type, headers = self._response_headers()
             self.exchange.respond(head.status, answer.unary(), content_type, headers)
-        return labels(HttpFailure("", head.status), True) if head.status >= 400 else None
+        self._close(labels(HttpFailure("", head.status), True) if head.status >= 400 else None)
 
     def _end_with(self, error: DynamoError) -> None:
         if self.generation.can_add_event:
@@ -126,6 +134,48 @@ class RelayedHttpRequest(RelayedActiveRequest):
         if content_type in _PLAIN_TYPES or not content_type:
             return content_type, headers
         return "", [("content-type", content_type), *headers]
+
+
+class EmbeddingRequest(RelayedActiveRequest):
+    """A request for vectors. A long answer is sent in pieces, one in a turn of the loop, as fast as
+    the client reads them: neither the loop nor the memory has to bear all of it at once."""
+
+    __slots__ = ("_next_piece", "_pieces")
+
+    generation: EmbeddingsAnswer
+
+    def _complete(self) -> None:
+        if self.generation.is_short:
+            super()._complete()
+            return
+        self._started = True
+        self._pieces = self.generation.pieces()
+        self._next_piece: asyncio.Handle | None = None
+        self.exchange.on_drain = self._send_piece
+        self.exchange.start(200, "application/json", self._headers)
+        self._send_piece()
+
+    def _send_piece(self) -> None:
+        """Send the next piece and schedule the one after it; ``on_drain`` goes on later."""
+        if self._next_piece is not None:
+            self._next_piece.cancel()
+            self._next_piece = None
+        exchange = self.exchange
+        if self.closed or exchange.above_high_water:
+            return
+        try:
+            piece = next(self._pieces, b"")
+            if piece:
+                exchange.write(piece)
+                self._next_piece = asyncio.get_running_loop().call_soon(self._send_piece)
+            else:
+                exchange.end()
+                self._close(None)
+        except BaseException as error:  # noqa: BLE001 - crashed() logs it
+            self.crashed(error)
+
+    def _end_with(self, error: DynamoError) -> None:
+        self.exchange.abort()  # a body that is cut looks like one
 
 
 class RelayedEngineRequest(EngineRequest):
@@ -169,6 +219,8 @@ class RelayedEngineRequest(EngineRequest):
         if not self.first_token_s:
             self._message = b""  # no other worker gets it now
             self.answering = True
+            if self.lost:
+                self._dispatch.trial_over(self)
             self.first_token_s = self.last_token_s = now
             self.picker.mark_prefill_complete(self.id)
             request.metrics.first_token(now)
@@ -189,6 +241,9 @@ class RelayedEngineRequest(EngineRequest):
                 raise EngineFailure("the worker ended without a response")
         except DynamoError as error:
             request.fail(error, by_worker=True)
+            return
+        except BaseException as error:  # noqa: BLE001 - crashed() logs it
+            request.crashed(error)
             return
         self.tokens = max(self.tokens, self._answer.usage().completion_tokens)
         self.open = False

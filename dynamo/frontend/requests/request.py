@@ -234,7 +234,10 @@ class ActiveRequest:
         if not self._working:
             self.last_activity_s = NEVER
         if not self.closed and not self._open:
-            self._close(self._complete())
+            try:
+                self._complete()
+            except BaseException as error:  # noqa: BLE001 - crashed() logs it
+                self.crashed(error)
 
     # -- called by the write batch and the registry
 
@@ -255,14 +258,17 @@ class ActiveRequest:
         self._output_deferred = False
         if self.closed:
             return
-        if not self._started:
-            self._start()
-        exchange = self.exchange
-        if exchange.above_high_water:
-            self._held_bytes = self._held_bytes or 1
-            return
-        self._held_bytes = 0
-        exchange.write(self.generation.flush())
+        try:
+            if not self._started:
+                self._start()
+            exchange = self.exchange
+            if exchange.above_high_water:
+                self._held_bytes = self._held_bytes or 1
+                return
+            self._held_bytes = 0
+            exchange.write(self.generation.flush())
+        except BaseException as error:  # noqa: BLE001 - crashed() logs it
+            self.crashed(error)
 
     def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
         """Send a comment, so that a client does not take a silent engine for a dead server.
@@ -271,8 +277,9 @@ class ActiveRequest:
         """
         if self.streaming and not self.closed and not self.exchange.above_high_water:
             if not self._started:
-                self._start()
-            self.exchange.write(comment)
+                self.flush()
+            if not self.closed:
+                self.exchange.write(comment)
 
     def fail(self, error: DynamoError, by_worker: bool = False) -> None:
         """End the request with ``error``: as a status if nothing was sent, else in the stream."""
@@ -281,7 +288,42 @@ class ActiveRequest:
         found = labels(error, by_worker)
         if found.error_type == "internal":
             log.error("request %s failed: %s", self.info.request_id, error)
-        error = explained(error, self.model.name)
+        try:
+            self._send_error(explained(error, self.model.name))
+        except Exception as unexpected:  # for example a message that UTF-8 cannot hold
+            log.exception("request %s: its error cannot be sent", self.info.request_id)
+            self.exchange.on_disconnect = None
+            self.exchange.crashed(unexpected)
+        self._close(found)
+
+    def crashed(self, error: BaseException) -> None:
+        """End the request after any exception: a DynamoError as it is, others as internal errors.
+
+        Whatever raises in the course of a request (its output, its end, a callback of its worker)
+        ends here, so that it costs no other request anything.
+        Raises the following again: cancellation, KeyboardInterrupt, SystemExit.
+        """
+        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
+            raise error
+        if not isinstance(error, DynamoError):
+            log.error("request %s failed", self.info.request_id, exc_info=error)
+            error = DynamoError("Internal server error")
+        self.fail(error)
+
+    # -- private steps; an answer that is relayed overrides the first three
+
+    def _complete(self) -> None:
+        """Send the end of the answer and close the request."""
+        if self.streaming:
+            if not self._started:
+                self._start()
+            self.exchange.end(self.generation.end())
+        else:
+            self.exchange.respond(200, self.generation.unary(), headers=self._headers)
+        self._close(None)
+
+    def _send_error(self, error: DynamoError) -> None:
+        """Send ``error``, a result of :func:`explained`: as a status if nothing was sent."""
         shape = self._shared.error_shape(self.info.endpoint, self.exchange)
         if isinstance(error, SlowClient):
             self.exchange.abort()
@@ -294,35 +336,15 @@ class ActiveRequest:
                 error, self._shared.overload_status, shape, self.info.echoed_id
             )
             self.exchange.respond(status, body, headers=with_retry(error, self._headers))
-        self._close(found)
-
-    def crashed(self, error: BaseException) -> None:
-        """End the request after any exception: a DynamoError as it is, others as internal errors.
-
-        Raises the following again: cancellation, KeyboardInterrupt, SystemExit.
-        """
-        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
-            raise error
-        if not isinstance(error, DynamoError):
-            log.error("request %s failed", self.info.request_id, exc_info=error)
-            error = DynamoError("Internal server error")
-        self.fail(error)
-
-    # -- private steps; an answer that is relayed overrides the first three
-
-    def _complete(self) -> Labels | None:
-        """Send the end of the answer; return the labels of its failure, if it is one."""
-        if self.streaming:
-            if not self._started:
-                self._start()
-            self.exchange.end(self.generation.end())
-        else:
-            self.exchange.respond(200, self.generation.unary(), headers=self._headers)
-        return None
 
     def _end_with(self, error: DynamoError) -> None:
-        """End a response that has begun."""
-        self.exchange.end(self.generation.error(error))
+        """End a response that has begun. The rest of its text may be what cannot be written."""
+        try:
+            last = self.generation.error(error)
+        except Exception:
+            log.exception("request %s: the rest of its output is lost", self.info.request_id)
+            last = self._shared.error_shape(self.info.endpoint, self.exchange).event(error)
+        self.exchange.end(last)
 
     def _start(self) -> None:
         self._started = True
@@ -357,14 +379,16 @@ class ActiveRequest:
         for one in engine_requests:
             if not one.released:
                 one.release()
-        output = None
-        if metrics.accepted and metrics.engine_requests:
-            usage = self.generation.final_usage or self.generation.usage()
-            output = RequestOutput(usage, engine_requests, self.detokenize_s)
-        metrics.ended(failure, output, self.info, engine_requests)
-        if self.trace is not None and self.trace.recording:
-            end_trace(self.trace, EndedRequest(*self._shared.metrics.recent.records[-1]))
-        for recording in self._shared.recordings:
-            recording.ended(self)
-        self.engine_requests = ()  # they refer to the request: a cycle would need the collector
-        self._shared.remove(self)
+        try:
+            output = None
+            if metrics.accepted and metrics.engine_requests:
+                usage = self.generation.final_usage or self.generation.usage()
+                output = RequestOutput(usage, engine_requests, self.detokenize_s)
+            metrics.ended(failure, output, self.info, engine_requests)
+            if self.trace is not None and self.trace.recording:
+                end_trace(self.trace, EndedRequest(*self._shared.metrics.recent.records[-1]))
+            for recording in self._shared.recordings:
+                recording.ended(self)
+        finally:
+            self.engine_requests = ()  # they refer to the request: a cycle would need the collector
+            self._shared.remove(self)

@@ -154,8 +154,9 @@ class RequestMetrics:
             self._stage.value -= 1
             self._stage = None
         model.ttft.observe(now - self._received_s)
-        metrics.roundtrip_stage.observe(now - self._sent_s)
-        metrics.plane_roundtrip.observe(now - self._sent_s)
+        roundtrip_s = now - self._sent_s
+        metrics.roundtrip_stage.observe(roundtrip_s)
+        metrics.plane_roundtrip.observe(roundtrip_s)
 
     def timing(self) -> dict[str, Any]:
         """``nvext.timing``. Spec 5.6."""

@@ -6,6 +6,7 @@ response refers to the one it continues, so a conversation is kept once, however
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from typing import Any
 __all__ = ["MAX_RESPONSES", "ResponseStore", "StoredResponse"]
 
 MAX_RESPONSES = 4096
+_MADE_HERE = re.compile(r"[a-z]+_[0-9a-f]{25,}")
+"""Ids of items that were made here have 96 random bits."""
 _MESSAGE_BYTES = 600
 """What a message takes besides its texts, which it shares with the items, about."""
 
@@ -71,6 +74,7 @@ class StoredResponse:
 class ResponseStore:
     """Responses by owner (the name of an API key, "" without keys) and id.
 
+    Without keys all clients are one owner: the ids, which cannot be guessed, keep them apart.
     ``size_bytes`` is what all take together, at most ``limit_bytes``.
     """
 
@@ -99,17 +103,16 @@ class ResponseStore:
         self, owner: str, wanted: set[str], earlier: StoredResponse | None = None
     ) -> dict[str, dict[str, Any]]:
         """The items of these ids in the conversation of ``earlier`` and in all responses of the
-        owner; those that are not there are left out. O(stored items)."""
+        owner; those that are not there are left out. O(stored items).
+
+        Without keys, items whose ids a client chose are found in the conversation alone.
+        """
         found: dict[str, dict[str, Any]] = {}
-        chain = [] if earlier is None else earlier.conversation()
+        _add_items(found, wanted, [] if earlier is None else earlier.conversation())
+        if not owner:
+            wanted = {one for one in wanted if _MADE_HERE.fullmatch(one)}
         own = [one for (name, _), one in self._named.items() if name == owner]
-        for one in (*chain, *reversed(own)):
-            for items in (one.items, one.output):
-                for item in items:
-                    if item["id"] in wanted:
-                        found.setdefault(item["id"], item)
-            if len(found) == len(wanted):
-                break
+        _add_items(found, wanted, own[::-1])
         return found
 
     def put(self, owner: str, response_id: str, response: StoredResponse) -> bool:
@@ -160,6 +163,18 @@ class ResponseStore:
         assert self.size_bytes == sum(one.size_bytes for one in alive.values())
         assert all(one._references == counts[key] for key, one in alive.items())
         assert self.size_bytes <= self._limit_bytes and len(self) <= self._limit_count
+
+
+def _add_items(
+    found: dict[str, dict[str, Any]], wanted: set[str], responses: Sequence[StoredResponse]
+) -> None:
+    """Add the items of ``responses`` that are wanted and not found yet."""
+    for one in responses:
+        if wanted <= found.keys():
+            return
+        for item in (*one.items, *one.output):
+            if item["id"] in wanted:
+                found.setdefault(item["id"], item)
 
 
 def _image_bytes(message: dict[str, Any]) -> int:

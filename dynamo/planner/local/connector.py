@@ -15,6 +15,7 @@ from dynamo.box.actions.ports import ActionFailed, EngineControls
 from dynamo.box.actions.removal import remove_worker
 from dynamo.box.actions.sleeping import (
     check_sleepers,
+    finish_interrupted,
     put_to_sleep,
     sleeper_to_wake,
     wake_worker,
@@ -64,6 +65,7 @@ class LocalConnector:
         self._access.needs_repair = False
         found = await reconcile(self._access)
         if self._engines is not None:
+            found += await finish_interrupted(self._access, self._engines)
             found += await check_sleepers(self._access, self._engines)
         return found
 
@@ -74,7 +76,7 @@ class LocalConnector:
             if self._engines is not None:
                 document = self._access.document()
                 entries = self._access.service(document, service)
-                asleep = sleeper_to_wake(document, entries)
+                asleep = sleeper_to_wake(document, entries, self._access.active)
                 if asleep is not None:
                     return await wake_worker(self._access, self._engines, entries, asleep)
             return await WorkerStart(self._access, service).run()

@@ -28,8 +28,17 @@ from dynamo.serve.entries import (
     read_services,
     release,
 )
-from dynamo.serve.reservations import is_reserved
-from dynamo.serve.statefile import ASLEEP, RESERVED_BY, RUNNING, Document
+from dynamo.serve.reservations import is_reserved, reclaim
+from dynamo.serve.statefile import (
+    ASLEEP,
+    LOAD,
+    REPLACING,
+    RESERVED_BY,
+    RUNNING,
+    SLEEP,
+    WAKE,
+    Document,
+)
 
 __all__ = ["reconcile"]
 
@@ -48,24 +57,26 @@ async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
     statuses = await access.statuses()
     # A process that has just started is in the statefile after this time, at the latest.
     await asyncio.sleep(_ARBITER_WRITES_WITHIN_S)
-    services = read_services(access.document())
+    document = access.document()
+    services = read_services(document)
     found: list[str] = []
     removals: list[tuple[ServiceEntries, Entry]] = []
     try:
         for service in services.values():
             for entry in service.entries:
-                if entry.name in access.active or is_reserved(entry, access.active):
+                if _is_changed(access, document, entry):
                     continue
                 status = statuses.get(entry.name)
                 if entry.draining and (status is not None or entry.pids):
                     found.append(f"{entry.name}: finished its removal")
                     removals.append((service, entry))
                 elif status is None:
-                    found += _without_watcher(access, service, entry, dry_run)
+                    found += await _without_watcher(access, service, entry, dry_run)
                 else:
                     found += await _with_watcher(access, entry, status, dry_run)
         for name in _without_entry(services, statuses):
             found += await _add_entry(access, services, name, dry_run)
+        found += _reclaim(access, services, dry_run)
         if not dry_run:
             await _finish(access, removals)
     except CircusError as error:
@@ -74,6 +85,23 @@ async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
     for sentence in found:
         log.warning("%s%s", "would repair: " if dry_run else "repaired: ", sentence)
     return found
+
+
+def _is_changed(access: LocalAccess, document: Document, entry: Entry) -> bool:
+    """Whether a living process changes the worker now."""
+    replacing = REPLACING in document["components"][entry.name]  # by the arbiter, which lives
+    return replacing or entry.name in access.active or is_reserved(entry, access.active)
+
+
+def _reclaim(
+    access: LocalAccess, services: Mapping[str, ServiceEntries], dry_run: bool
+) -> list[str]:
+    """Delete entries of interrupted starts in services that have left the graph."""
+    known = {entry.name for service in services.values() for entry in service.entries}
+    names = [name for name in reclaim(access.document()) if name not in known]
+    if names and not dry_run:
+        access.statefile.update(reclaim)
+    return [f"{name}: deleted its entry; its start was interrupted" for name in names]
 
 
 async def _finish(access: LocalAccess, removals: list[tuple[ServiceEntries, Entry]]) -> None:
@@ -98,12 +126,14 @@ async def _finish(access: LocalAccess, removals: list[tuple[ServiceEntries, Entr
         raise ActionFailed(f"repaired in part: {'; '.join(problems)}")
 
 
-def _without_watcher(
+async def _without_watcher(
     access: LocalAccess, service: ServiceEntries, entry: Entry, dry_run: bool
 ) -> list[str]:
     """Free what the entry of a missing watcher holds, unless its processes are still exiting."""
     if entry.pids or (entry is service.template and entry.index == 0 and _is_empty(entry)):
         return []
+    if entry.name in await access.statuses():
+        return []  # a reload has added it since
     if not dry_run:
         access.statefile.update(lambda document: delete_entry(document, entry.name))
     freed = f"; GPU {', '.join(entry.gpus)} is free again" if entry.gpus else ""
@@ -123,8 +153,11 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
             await _remove_unstarted(access, entry.name)
         return [f"{entry.name}: removed its watcher, which a planner added and never started"]
     found: list[str] = []
+    operation = (entry.reserved_by or {}).get("operation", LOAD)
+    if operation in (SLEEP, WAKE) and entry.pids:
+        return [f"{entry.name}: its {operation} was interrupted"] if dry_run else []  # done later
     if entry.reserved_by is not None:
-        found.append(f"{entry.name}: kept; the planner that started it has exited")
+        found.append(f"{entry.name}: kept; the process of its {operation} has exited")
     try:
         options = await _options(access, entry.name)
     except NoSuchWatcher:

@@ -45,7 +45,8 @@ def service_now(
 ) -> ScaledService:
     """Return ``service`` with its workers, oldest first.
 
-    A stopped watcher, by command or after too many deaths, has no worker; its GPUs stay its own.
+    A stopped watcher, by command or after too many deaths, has no worker. Whether it holds its
+    GPUs is in the ledger.
     """
     workers = tuple(worker for entry in service.entries for worker in _workers(entry, sighting))
     models = (
@@ -60,6 +61,7 @@ def service_now(
         pool=PREFILL if service.is_prefill else DECODE,
         gpus_per_worker=budget_share(service, settings),
         workers=workers,
+        assigned=service.gpus,
         minimum=service.minimum,
         maximum=service.maximum,
         priority=service.priority,
@@ -81,18 +83,20 @@ def newest(service: ServiceEntries, sighting: Sighting, spared: Collection[str])
 
 
 def _workers(entry: Entry, sighting: Sighting) -> Iterator[ScaledWorker]:
-    """Yield one worker for each process, or for the process that is about to start."""
-    for pid in entry.pids:
-        found = sighting.registered.get(pid)
-        serves = found is not None and found.model is not None
-        yield ScaledWorker(
-            name=entry.name,
-            state=_state(entry, sighting, serves),
-            worker_id=found.worker_id if found else None,
-            gpus=entry.gpus,
-        )
-    if not entry.pids and (entry.name in sighting.reserved or sighting.is_kept(entry)):
-        yield ScaledWorker(name=entry.name, state=_state(entry, sighting, False), gpus=entry.gpus)
+    """Yield one worker for each process that serves; without any, one for all that will.
+
+    While a restart or a reload replaces a process, the watcher has two, and is one worker.
+    """
+    found = [sighting.registered[pid] for pid in entry.pids if pid in sighting.registered]
+    serving = [one for one in found if one.model is not None]
+    for one in serving:
+        state = _state(entry, sighting, True)
+        yield ScaledWorker(name=entry.name, state=state, worker_id=one.worker_id, gpus=entry.gpus)
+    kept = entry.name in sighting.reserved or sighting.is_kept(entry)
+    if not serving and (entry.pids or kept):
+        state = _state(entry, sighting, False)
+        worker_id = found[0].worker_id if found else None
+        yield ScaledWorker(name=entry.name, state=state, worker_id=worker_id, gpus=entry.gpus)
 
 
 def _state(entry: Entry, sighting: Sighting, serves: bool) -> str:

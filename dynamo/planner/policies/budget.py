@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 from dynamo.planner.observation import Observation, Pool
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
+from dynamo.serve.gpus import fits
 
-__all__ = ["Workers", "affordable", "at_limits", "clamp", "fits", "free_gpus", "kept"]
-
-_ROUNDING = 1e-9
-"""Fractions of a GPU add up with errors, such as 0.1 + 0.2."""
+__all__ = ["Workers", "affordable", "at_limits", "clamp", "free_gpus", "kept"]
 
 
 class Workers(NamedTuple):
@@ -32,11 +30,6 @@ def free_gpus(seen: Observation) -> float:
     return seen.max_gpus - held
 
 
-def fits(pool: Pool, free: float) -> bool:
-    """Return whether ``free`` GPUs are enough for one more worker of ``pool``."""
-    return pool.gpus_per_worker <= free + _ROUNDING
-
-
 def clamp(wanted: Workers, seen: Observation) -> Workers:
     """Return ``wanted`` within the limits of both pools and ``seen.max_gpus``.
 
@@ -47,14 +40,14 @@ def clamp(wanted: Workers, seen: Observation) -> Workers:
     """
     prefill, decode, budget = seen.prefill or _NO_POOL, seen.decode, seen.max_gpus
     within = Workers(_within_pool(wanted.prefill, prefill), _within_pool(wanted.decode, decode))
-    if _cost(within, seen) <= budget + _ROUNDING:
+    if fits(budget, _cost(within, seen)):
         return within
     least = Workers(prefill.minimum, decode.minimum)
-    if _cost(least, seen) > budget + _ROUNDING:
+    if not fits(budget, _cost(least, seen)):
         some = _count(budget, decode, least.decode)
         left = budget - some * decode.gpus_per_worker
         return Workers(_count(left, prefill, least.prefill), some)
-    share = math.floor(within.prefill * budget / _cost(within, seen) + _ROUNDING)
+    share = _most(within.prefill * budget, _cost(within, seen), within.prefill)
     beside_decode = budget - least.decode * decode.gpus_per_worker
     fewer = max(least.prefill, _count(beside_decode, prefill, share))
     left = budget - fewer * prefill.gpus_per_worker
@@ -117,6 +110,10 @@ def _cost(workers: Workers, seen: Observation) -> float:
 
 def _count(gpus: float, pool: Pool, wanted: int) -> int:
     """Return how many of ``wanted`` workers ``gpus`` are enough for; 0 if negative."""
-    if pool.gpus_per_worker <= 0:
-        return wanted
-    return max(0, min(wanted, math.floor(gpus / pool.gpus_per_worker + _ROUNDING)))
+    return _most(gpus, pool.gpus_per_worker, wanted) if pool.gpus_per_worker > 0 else wanted
+
+
+def _most(free: float, each: float, wanted: int) -> int:
+    """Return how many of ``wanted`` shares of ``each`` fit."""
+    count = min(math.floor(free / each) + 1, wanted)  # one more than fits, but for rounding
+    return max(count if fits(free, count * each) else count - 1, 0)

@@ -14,7 +14,8 @@ from statistics import fmean
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.observation import Observation, Pool, WorkerLoad
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
-from dynamo.planner.policies.budget import fits, free_gpus
+from dynamo.planner.policies.budget import free_gpus
+from dynamo.serve.gpus import fits
 
 __all__ = [
     "NEW_DECODE_WORKER_GRACE_PERIOD",
@@ -192,7 +193,7 @@ def _in_order(signals: list[_Signal], seen: Observation) -> tuple[PoolDecision, 
         need = signal.pool.gpus_per_worker
         if made.wanted == signal.pool.workers:
             kept.append(made)
-        elif made.wanted > signal.pool.workers and fits(signal.pool, free):
+        elif made.wanted > signal.pool.workers and fits(free, need):
             free -= need
             added.append(made)
         elif made.wanted > signal.pool.workers:

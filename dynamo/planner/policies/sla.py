@@ -24,8 +24,12 @@ __all__ = ["IDLE_INTERVALS", "SlaPolicy"]
 IDLE_INTERVALS = 3
 """Intervals without a request after which both pools shrink to their minima."""
 
-_HOLD = 2
-"""Intervals in a row that must need fewer workers before some are removed."""
+_HOLD, _HOLD_STARTS = 2, 2
+"""For how long fewer workers must have been enough before some are removed: intervals, and
+start-ups, so that a worker that was added serves for longer than it started."""
+
+_DOWN_MARGIN = 1.05
+"""Workers are removed only if the rest bears so much more: they are not needed again at once."""
 
 
 class _Sizing(Protocol):
@@ -58,7 +62,7 @@ class SlaPolicy:
         }
         self._sizing: _Sizing = (DisaggregatedSizing if prefill else AggregatedSizing)(settings)
         self._start_ups = {name: StartUpTime() for name in (PREFILL, DECODE)}
-        self._recent: deque[Workers] = deque(maxlen=_HOLD)
+        self._recent: deque[tuple[float, Workers]] = deque()
         self._idle = 0
         self._now_s = 0.0
 
@@ -84,7 +88,7 @@ class SlaPolicy:
         sized = self._sizing.size(demand, seen)
         if sized is None:
             return at_limits(seen, "the capacity of a worker is not learned yet", forecast)
-        self._recent.append(sized.workers)
+        self._note(demand, sized, seen)
         rule = (
             f"predicted {demand.rate:.2f} requests/s of {demand.isl:.0f} + {demand.osl:.0f} tokens"
         )
@@ -112,17 +116,25 @@ class SlaPolicy:
             within_s=served_s,
         )
 
+    def _note(self, demand: Demand, sized: Sized, seen: Observation) -> None:
+        """Remember what was needed now, as long as it forbids a removal."""
+        more = self._sizing.size(replace(demand, rate=_DOWN_MARGIN * demand.rate), seen) or sized
+        self._recent.append((seen.now_s, more.workers))
+        longest_s = max(map(self._hold_s, _pools(seen)))
+        while self._recent[0][0] <= seen.now_s - longest_s:
+            self._recent.popleft()
+
     def _held(self, sized: Sized, seen: Observation) -> Sized:
-        """Return ``sized``, but remove only what the interval before did not need either."""
-        now = {name: pool.workers for name, pool in _pools(seen).items()}
-        most = Workers(*map(max, zip(*self._recent, strict=True)))
-        return replace(
-            sized,
-            workers=Workers(
-                max(sized.workers.prefill, min(most.prefill, now.get(PREFILL, 0))),
-                max(sized.workers.decode, min(most.decode, now[DECODE])),
-            ),
-        )
+        """Return ``sized``, but remove only what has not been needed for a while."""
+        counts = {PREFILL: 0, DECODE: 0}
+        for name, pool in _pools(seen).items():
+            since_s = seen.now_s - self._hold_s(name)
+            needed = max(getattr(one, name) for at_s, one in self._recent if at_s > since_s)
+            counts[name] = max(getattr(sized.workers, name), min(needed, pool.workers))
+        return replace(sized, workers=Workers(counts[PREFILL], counts[DECODE]))
+
+    def _hold_s(self, pool: str) -> float:
+        return _HOLD * self.interval_s + _HOLD_STARTS * self._start_ups[pool].seconds
 
     def _decision(
         self,

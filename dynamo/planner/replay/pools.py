@@ -10,10 +10,9 @@ from dynamo.planner.observation import Pool
 from dynamo.planner.replay.batch_worker import BatchWorker
 from dynamo.planner.replay.clock import VirtualClock
 from dynamo.planner.replay.setup import ReplaySetup
+from dynamo.serve.gpus import fits
 
 __all__ = ["ReplayPool", "ReplayWorker"]
-
-_ROUNDING = 1e-9
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +83,7 @@ class ReplayPool:
 
     def add(self, done: Callable[[], None], start_up_s: float | None = None) -> bool:
         """Start a worker and call ``done`` when it serves; return False without free GPUs."""
-        if self._budget.free + _ROUNDING < self.gpus_per_worker:
+        if not fits(self._budget.free, self.gpus_per_worker):
             return False
         self._budget.free -= self.gpus_per_worker
         worker = ReplayWorker(self._number, self._clock.now_s, self._make(self._number))

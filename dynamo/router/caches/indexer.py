@@ -215,12 +215,14 @@ class Indexer:
         """Return whether this query is still waiting for its answer."""
         return self._pending_stream(recovery) is not None
 
-    def verify(self) -> None:
-        """Query every worker for events since the last: a lost last event leaves no gap.
+    def verify(self, worker_id: int | None = None) -> None:
+        """Query a worker, or all, for events since the last: a lost last event leaves no gap.
 
         A worker whose last recovery failed is queried for a dump again.
         """
         for stream in list(self._streams.values()):
+            if worker_id is not None and stream.worker_id != worker_id:
+                continue
             self._reclaim(stream)
             if stream.answers and stream.pending is None:
                 if stream.incomplete:

@@ -22,6 +22,7 @@ __all__ = [
     "PredictedCache",
     "PredictionCounts",
     "make_optimistic_cache",
+    "make_predicted_cache",
 ]
 
 STEP_BLOCKS = 4096
@@ -78,7 +79,7 @@ class PredictedCache:
             self._shrink(slot, STEP_BLOCKS)
 
     def drop_slot(self, slot: int) -> None:
-        """Remove a slot; the caller clears it in the index."""
+        """Remove a slot, if it was added; the caller clears it in the index."""
         self._slots.discard(slot)
         self._capacities.pop(slot, None)
         self._recency.close(slot)
@@ -221,6 +222,13 @@ class OptimisticCache:
     def _check(self) -> None:
         self._predicted._check()
         assert [slot for _, _, slot in self._index.slots()] == list(range(self._index.capacity()))
+
+
+def make_predicted_cache(settings: RouterSettings, index: RadixTree) -> PredictedCache:
+    """Return a prediction of the caches of workers without KV events, as the settings bound it."""
+    lru = settings.approximate_cache_policy == "lru"
+    limit = settings.max_index_blocks if lru else settings.max_tree_size
+    return PredictedCache(index, settings.ttl_s, limit, settings.prune_target_ratio, lru)
 
 
 def make_optimistic_cache(settings: RouterSettings) -> OptimisticCache | None:

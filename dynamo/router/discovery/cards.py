@@ -57,12 +57,14 @@ class WorkerCards:
         return self._cards.get(worker_id)
 
     def _on_key(self, event: KeyEvent) -> None:
-        if event.value is None:
-            worker = event.key.removeprefix(self._prefix).partition("/")[0]
-            self._cards.pop(int(worker, 16), None)
-            return
         try:
+            worker_id = int(event.key.removeprefix(self._prefix).partition("/")[0], 16)
+            if event.value is None:
+                self._cards.pop(worker_id, None)
+                return
             card = _decode(event.value)
+            if card.instance_id != worker_id:
+                raise ValueError(f"`instance_id` is that of worker {card.instance_id:x}")
         except ValueError as error:
             log.warning("skipping the model card %s: %s", event.key, error)
             return

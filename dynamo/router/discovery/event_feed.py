@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -24,6 +25,13 @@ from dynamo.runtime.events.channels import ZMQ, Subscription
 __all__ = ["EventFeed"]
 
 log = logging.getLogger(__name__)
+_CHECKS_S = (0.05, 0.25, 1.0)
+"""Seconds after connecting to a publisher at which its worker is asked for missed events.
+
+What it publishes before the subscription has arrived there is lost, and nothing follows that would
+show the gap. Later losses are found by the next event, or the sweep of the maintenance.
+"""
+
 _decode_batch = codec.decoder(KvEventBatch).decode
 
 
@@ -54,6 +62,8 @@ class EventFeed:
         self.indexer = Indexer(index, self._on_recovery, self._counts, ingest)
         self._recovery: RecoveryClient | None = None
         self._subscription: Subscription | None = None
+        self.checks_s: Sequence[float] = _CHECKS_S
+        self._checks: dict[int, asyncio.TimerHandle] = {}
         self._closed = False
 
     async def start(self) -> None:
@@ -69,13 +79,15 @@ class EventFeed:
             self._runtime.metrics.before_render.append(self.threads.flush)
             on_events, over = self.threads.push, {ZMQ: self.threads.subscriber}
         self._subscription = self._runtime.subscribe(
-            namespace, component, KV_EVENTS, on_events, self._on_gap, over=over
+            namespace, component, KV_EVENTS, on_events, self._on_gap, self._on_publisher, over=over
         )
         await self._subscription.ready()
 
     async def close(self) -> None:
         """Stop following. Idempotent."""
         self._closed = True
+        for check in self._checks.values():
+            check.cancel()
         if self._subscription is not None:
             self._subscription.close()
         if self.threads is not None:
@@ -87,7 +99,12 @@ class EventFeed:
             await self._recovery.close()
 
     def add(self, member: Member) -> None:
-        """Apply the worker's events, and ask it for the blocks that it has cached already."""
+        """Apply the worker's events, and ask it for the blocks that it has cached already.
+
+        A worker without events is not asked: the picker predicts its cache.
+        """
+        if member.config.kv_event_publishing_enabled is False:
+            return
         for rank, slot in member.slots.items():
             self.indexer.add(member.worker_id, rank, slot, member.config.enable_local_indexer)
 
@@ -143,6 +160,24 @@ class EventFeed:
         if got < expected:
             self.indexer.publisher_restarted(publisher_id)
         self._counts.warning("sequence_gap", max(got - expected, 1))
+
+    def _on_publisher(self, publisher_id: int, added: bool) -> None:
+        """Check the worker of a new publisher for events missed while connecting."""
+        pending = self._checks.pop(publisher_id, None)
+        if pending is not None:
+            pending.cancel()
+        if added and self.checks_s and not self._closed:
+            self._check_later(publisher_id, self.checks_s)
+
+    def _check_later(self, worker_id: int, delays_s: Sequence[float]) -> None:
+        loop = asyncio.get_running_loop()
+        self._checks[worker_id] = loop.call_later(delays_s[0], self._check, worker_id, delays_s[1:])
+
+    def _check(self, worker_id: int, later_s: Sequence[float]) -> None:
+        del self._checks[worker_id]
+        self.indexer.verify(worker_id)
+        if later_s:
+            self._check_later(worker_id, later_s)
 
     def _on_recovery(self, recovery: Recovery) -> None:
         if self._recovery is not None and not self._closed:

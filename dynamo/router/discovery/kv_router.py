@@ -15,7 +15,7 @@ from dynamo.router.discovery.maintenance import Maintenance
 from dynamo.router.discovery.router import ConnectedRouter, InstanceSource, RoutedWorkers
 from dynamo.router.factory import make_index, make_kv_picker, make_picker
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
+from dynamo.router.metrics import DecisionMetrics, WorkerMetrics
 from dynamo.router.queue.request_queue import make_queue
 from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
@@ -55,7 +55,8 @@ class ConnectedKvRouter(ConnectedRouter):
             picker.recovering = self.events.indexer.recovering_slots
         elif settings.predicts and settings.event_threads > 1:
             log.warning("without KV events --router-event-threads has no effect")
-        self._export_predictions(labels, settings.approximate_cache_policy)
+        self._labels, self._policy = labels, settings.approximate_cache_policy
+        self._export_predictions()
         self.maintenance = Maintenance(
             picker,
             None if self.events is None else self.events.indexer,
@@ -89,10 +90,10 @@ class ConnectedKvRouter(ConnectedRouter):
         if self._sync is not None:
             self._sync.close()
 
-    def _export_predictions(self, labels: RouterLabels, policy: str) -> None:
-        registry, picker = self._runtime.metrics, self.picker
+    def _export_predictions(self) -> None:
+        registry, labels, picker = self._runtime.metrics, self._labels, self.picker
         if picker.index is not None and picker.predicted is not None:
-            predictions(registry, labels, picker.index, picker.predicted, policy)
+            predictions(registry, labels, picker.index, picker.predicted, self._policy)
         if picker.optimistic is not None:
             show_optimistic_cache(registry, labels, picker.optimistic)
 
@@ -105,12 +106,17 @@ class ConnectedKvRouter(ConnectedRouter):
             self._drop(worker_id)
             self.events.reject(worker_id, size)
             return
-        if card is not None and card.worker_type == "Decode":
+        publishes = card is None or card.runtime_config.kv_event_publishing_enabled is not False
+        if not publishes or (card is not None and card.worker_type == "Decode"):
             self.maintenance.exempt(worker_id)
         self._remove_metrics(worker_id)  # a changed worker may have other ranks
+        predicted = self.picker.predicted
         super()._add(worker_id)
+        if self.picker.predicted is not predicted:  # of the first worker without events
+            self._export_predictions()
         member = self.picker.worker_pool.members[worker_id]
         self._worker_metrics.added(member, self.picker.active)
+        self.maintenance.age_predictions()
         if self.events is not None:
             self.events.add(member)
         if self._sync is not None:

@@ -44,14 +44,18 @@ class Maintenance:
         if self._indexer is not None:
             self._picker.on_first_served = self._on_first_served
         self._arm("sweep", SWEEP_S)
-        if self._picker.predicted is not None:
-            self._age(self._picker.predicted)
+        self.age_predictions()
 
     def close(self) -> None:
         """Disarm them. Idempotent."""
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()
+
+    def age_predictions(self) -> None:
+        """Expire old predictions from now on, if caches are predicted. Idempotent."""
+        if self._picker.predicted is not None and "age" not in self._timers and not self._closed:
+            self._age(self._picker.predicted)
 
     def forget(self, worker_id: int) -> None:
         """Forget a removed worker."""

@@ -21,6 +21,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     # A replaced channel must not share the dead connection of its predecessor.
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),  # http_proxy is for the web; etcd may even be on this machine
 )
 
 

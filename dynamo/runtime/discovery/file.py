@@ -48,13 +48,13 @@ class FileDiscovery:
     def __init__(self, root: Path, stale_sockets: StaleSockets | None = None) -> None:
         self._root = root
         self._stale_sockets = stale_sockets
-        self._cache = KeyCache()
+        self._cache = KeyCache(opened=False)
         self._inotify: Inotify | None = None
         self._watcher: StoreWatcher | None = None
         self._owned: dict[int, OwnedLease] = {}
 
     async def start(self) -> None:
-        """Create the directories and open the inotify descriptor. Raises ConfigError."""
+        """Create the directories. Raises ConfigError if that is impossible."""
         self._open()
 
     async def close(self) -> None:
@@ -109,7 +109,7 @@ class FileDiscovery:
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         """Return all live keys that start with ``prefix``, those just written included."""
-        self._ensure_watching()
+        await self._ensure_watching().loaded()
         self._open().drain()
         return self._cache.list(prefix)
 
@@ -144,11 +144,12 @@ class FileDiscovery:
             self._inotify = Inotify(self._overflowed)
         return self._inotify
 
-    def _ensure_watching(self) -> None:
+    def _ensure_watching(self) -> StoreWatcher:
         if self._watcher is None:
             inotify = self._open()
             self._watcher = StoreWatcher(self._root, inotify, self._cache, self._stale_sockets)
             self._watcher.start()
+        return self._watcher
 
     def _overflowed(self) -> None:
         log.warning("inotify queue overflow: reading %s again", self._root)

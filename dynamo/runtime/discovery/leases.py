@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -21,9 +21,12 @@ from dynamo.runtime.discovery.layout import BadRecord, decode_lease, names, read
 from dynamo.runtime.discovery.process import host_id
 from dynamo.runtime.discovery.process_end import ProcessEnd
 
-__all__ = ["FORGET_AFTER_TTLS", "LeaseListener", "LeaseTable"]
+__all__ = ["FORGET_AFTER_TTLS", "SLICE_S", "LeaseListener", "LeaseTable"]
 
 FORGET_AFTER_TTLS = 6
+SLICE_S = 0.01
+"""How long the loop is held at most while thousands of files are read."""
+
 log = logging.getLogger(__name__)
 
 
@@ -85,6 +88,7 @@ class LeaseTable:
         self._tracked: dict[int, _TrackedLease] = {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
 
     def is_alive(self, lease_id: int) -> bool:
         """Return whether the keys of this lease are visible."""
@@ -136,10 +140,11 @@ class LeaseTable:
         else:
             self._touch(lease, modified_ns)
 
-    def rescan(self) -> None:
-        """Compare all leases with the directory: at the start, and after lost events."""
+    def rescan(self) -> Iterator[None]:
+        """Compare all leases with the directory, one with each step of the result."""
         for name in {*names(self._directory), *(f"{lease_id:x}" for lease_id in self._tracked)}:
             self.observe(name)
+            yield
 
     def close(self) -> None:
         """Stop following; the listener is not called again."""
@@ -162,7 +167,7 @@ class LeaseTable:
         if self._loop.time() < touched_at_s + record.ttl_s:
             lease.alive = True
             self._listener.lease_alive(record.lease_id)
-        self._arm()
+        self._arm(lease.deadline())
 
     def _loop_time(self, modified_ns: int) -> float:
         """Convert a modification time to the loop's clock; never in the future."""
@@ -189,7 +194,7 @@ class LeaseTable:
             lease.alive = True
             log.info("lease %x was touched again", lease.record.lease_id)
             self._listener.lease_alive(lease.record.lease_id)
-            self._arm()
+            self._arm(lease.deadline())
 
     def _died(self, lease_id: int) -> None:
         self._end(lease_id)
@@ -209,24 +214,29 @@ class LeaseTable:
         with contextlib.suppress(OSError):  # unlinked already, or replaced by a directory
             (self._directory / f"{lease_id:x}").unlink()
 
-    def _arm(self) -> None:
-        deadlines = [lease.deadline() for lease in self._tracked.values()]
-        soonest = min((due for due in deadlines if due is not None), default=None)
+    def _arm(self, due: float | None) -> None:
+        """Check at ``due``, unless an earlier check is planned. O(1): there may be thousands."""
+        if due is None or (self._timer is not None and self._due_s <= due):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if soonest is not None:
-            self._timer = self._loop.call_at(soonest, self._check)
+        self._due_s = due
+        self._timer = self._loop.call_at(due, self._check)
 
     def _check(self) -> None:
+        """Expire what is due, for 10 ms at once: the rest follows on the next turn of the loop."""
         self._timer = None
         self._drain()
-        now = self._loop.time()
+        now, soonest = self._loop.time(), None
+        until_s = time.perf_counter() + SLICE_S
         for lease_id, lease in list(self._tracked.items()):
             due = lease.deadline()
-            if due is not None and due <= now:
+            if due is not None and due <= now and time.perf_counter() < until_s:
                 self._expire(lease_id, lease)
-        self._arm()
+                due = lease.deadline() if lease_id in self._tracked else None
+            if due is not None and (soonest is None or due < soonest):
+                soonest = due
+        self._arm(soonest)
 
     def _expire(self, lease_id: int, lease: _TrackedLease) -> None:
         # Read the file once more: an inotify event of a touch may have been lost.

@@ -20,6 +20,7 @@ __all__ = [
     "event_socket_name",
     "remove_sockets",
     "request_socket_name",
+    "socket_owner",
 ]
 
 _DIRECTORY = re.compile(r"([0-9a-f]{1,16})\.engine")
@@ -50,6 +51,12 @@ def engine_socket_name(instance_id: int) -> str:
 def engine_directory_name(instance_id: int) -> str:
     """Return the name of the directory for sockets that the engine of an instance names itself."""
     return f"{instance_id:x}.engine"
+
+
+def socket_owner(path: Path) -> int | None:
+    """Return the instance whose socket, or directory of sockets, ``path`` is; None for another."""
+    found = _SOCKET.fullmatch(path.name) or _DIRECTORY.fullmatch(path.name)
+    return None if found is None else int(found[1], 16)
 
 
 class StaleSockets:

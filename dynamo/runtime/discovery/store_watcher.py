@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from asyncinotify import Mask
@@ -30,7 +32,7 @@ from dynamo.runtime.discovery.layout import (
     shown,
     sweep,
 )
-from dynamo.runtime.discovery.leases import LeaseTable
+from dynamo.runtime.discovery.leases import SLICE_S, LeaseTable
 from dynamo.runtime.discovery.stale_sockets import StaleSockets
 from dynamo.runtime.paths import private_dir
 
@@ -74,6 +76,9 @@ class StoreWatcher:
         self._descriptors: list[int] = []
         self._loop = asyncio.get_running_loop()
         self._rebuild_timer: asyncio.TimerHandle | None = None
+        self._reading: Iterator[None] = iter(())
+        self._next_slice: asyncio.Handle | None = None
+        self._loaded = asyncio.Event()
         self._closed = False
 
     def start(self) -> None:
@@ -82,12 +87,15 @@ class StoreWatcher:
         for directory in ("leases", *(f"v1/{bucket}" for bucket in BUCKETS)):
             sweep(self._root / directory)
         self._read_all()
-        if self._stale_sockets is not None:
-            self._stale_sockets.sweep(self._leases.is_known)
+
+    async def loaded(self) -> None:
+        """Wait until everything has been read once; at once for a store of usual size."""
+        await self._loaded.wait()
 
     def close(self) -> None:
         """Stop following the store; the cache keeps its keys."""
         self._closed = True
+        self._stop_reading()
         self._leases.close()
         if self._rebuild_timer is not None:
             self._rebuild_timer.cancel()
@@ -101,10 +109,42 @@ class StoreWatcher:
             self._directory_lost()
 
     def _read_all(self) -> None:
-        self._leases.rescan()
+        """Read every file: the first slice now, the rest on the next turns of the loop."""
+        self._stop_reading()
+        self._reading = self._files()
+        self._read_slice()
+
+    def _stop_reading(self) -> None:
+        if self._next_slice is not None:
+            self._next_slice.cancel()
+            self._next_slice = None
+
+    def _read_more(self) -> None:
+        self._next_slice = None
+        try:
+            self._read_slice()
+        except OSError:
+            self._directory_lost()
+
+    def _read_slice(self) -> None:
+        until_s = time.perf_counter() + SLICE_S
+        for _ in self._reading:
+            if time.perf_counter() > until_s:
+                self._next_slice = self._loop.call_soon(self._read_more)
+                return
+        if not self._loaded.is_set():
+            self._loaded.set()
+            self._cache.open()
+            if self._stale_sockets is not None:
+                self._stale_sockets.sweep(self._leases.is_known)
+
+    def _files(self) -> Iterator[None]:
+        """Read every lease and every key, one with each step."""
+        yield from self._leases.rescan()
         for bucket in BUCKETS:
             for name in names(self._root / "v1" / bucket):
                 self._observe(bucket, name)
+                yield
         for key in [key for key in self._entries if not key_path(self._root, key).exists()]:
             self._replace(key, None)
 

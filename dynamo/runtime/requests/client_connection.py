@@ -171,6 +171,11 @@ class ClientStream:
             self.token_sink = TokenSink(self, pieces, stop_ids, texts)
             self._connection.token_sinks[self._number] = self.token_sink
 
+    def keep_tokens(self) -> None:
+        """Pass all items to ``on_data`` until :meth:`pass_tokens` is called again."""
+        if self.token_sink is not None:
+            self.token_sink.active = False
+
     def kill(self) -> None:
         """Drop the stream on both sides. The sink is not called again."""
         self._send_control(KILL)

@@ -13,6 +13,7 @@ from dynamo.config.option import from_env
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import (
     CannotConnect,
+    EngineDied,
     EngineShutdown,
     UnknownEndpoint,
     WorkerAtCapacity,
@@ -40,6 +41,7 @@ class RequestServer:
     def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
         self.settings = settings or from_env(RequestPlaneSettings)
         self.draining = False
+        self.engine_died = False
         self._listener: asyncio.AbstractServer | None = None
         self._socket_path: tuple[Path, tuple[int, int]] | None = None
         self._socket_check: asyncio.TimerHandle | None = None
@@ -111,14 +113,14 @@ class RequestServer:
         self.draining = self.draining or endpoint is None
         for served in draining:
             served.draining = True
-        aborted = sum(_abort_streams(served) for served in draining if not served.graceful)
+        aborted = sum(self._abort_streams(served) for served in draining if not served.graceful)
         try:
             async with asyncio.timeout(timeout_s):
                 while any(served.active for served in draining):
                     self._ended.clear()
                     await self._ended.wait()
         except TimeoutError:
-            aborted += sum(map(_abort_streams, draining))
+            aborted += sum(map(self._abort_streams, draining))
         return aborted
 
     def abort(self, endpoint: str) -> int:
@@ -127,7 +129,7 @@ class RequestServer:
         if served is None:
             return 0
         served.draining = True
-        return _abort_streams(served)
+        return self._abort_streams(served)
 
     async def close(self) -> None:
         """Stop listening, abort all streams, flush and close all connections. Idempotent."""
@@ -140,7 +142,7 @@ class RequestServer:
             self._listener = None
         self._unlink()
         for served in (*self._endpoints.values(), *self._unregistered):
-            _abort_streams(served)
+            self._abort_streams(served)
         connections = list(self._connections)
         for connection in connections:
             connection.close()
@@ -208,6 +210,13 @@ class RequestServer:
             self._unreachable = False
             log.warning("the request socket %s was removed, bound again", path)
 
+    def _abort_streams(self, served: ServedEndpoint) -> int:
+        streams = list(served.active)
+        kind = EngineDied if self.engine_died else EngineShutdown
+        for stream in streams:
+            stream.abort(kind(f"the worker that served {served.name} shut down"))
+        return len(streams)
+
     def _unlink(self) -> None:
         if self._socket_path is None:
             return
@@ -218,13 +227,6 @@ class RequestServer:
                 path.unlink()
         except FileNotFoundError:
             log.debug("%s was removed already", path)
-
-
-def _abort_streams(served: ServedEndpoint) -> int:
-    streams = list(served.active)
-    for stream in streams:
-        stream.abort(EngineShutdown(f"the worker that served {served.name} shut down"))
-    return len(streams)
 
 
 def _listen_unix(path: str) -> socket.socket:

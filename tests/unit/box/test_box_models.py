@@ -18,6 +18,7 @@ from dynamo.protocols.status import (
     PlannerReport,
     WorkerFigures,
 )
+from dynamo.serve.statefile import ABSENT
 
 FAILED = {"status": "given up", "reason": "5 deaths within 60 s"}
 
@@ -138,3 +139,19 @@ def test_idle_until() -> None:
     assert left_s(idle, planner=planner("paused")) is None
     assert left_s(idle, planner=planner(on_demand=())) is None
     assert left_s(idle) is None
+
+
+def test_a_model_that_was_drained_has_a_remedy() -> None:
+    drained = document(entry("d_W", MOCKER, watcher={"status": ABSENT}), W=1)
+    found = model(seen(drained))
+    assert (found.state, found.cause) == ("zero", "no worker runs")
+    assert found.remedy == "dynamo load tiny"
+    on_demand = document(entry("d_W", MOCKER, watcher={"status": ABSENT}), W=0)
+    assert model(seen(on_demand)).remedy == ""
+
+
+def test_prefill_workers_alone_are_not_ready() -> None:
+    prefill = entry("d_P", [*MOCKER, "--disaggregation-mode", "prefill"], 11)
+    template = entry("d_W", MOCKER, watcher={"status": ABSENT})
+    found = model(seen(document(prefill, template, P=1, W=0), 11))
+    assert (found.state, found.ready, found.wanted) == ("zero", 1, 1)

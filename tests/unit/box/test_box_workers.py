@@ -139,6 +139,30 @@ def test_a_registered_worker_that_the_frontend_rejects() -> None:
     assert found.cause == "the frontend gives it no requests: its template is broken"
 
 
+def test_workers_with_different_models_of_one_name() -> None:
+    """A restart helps if the files of a service have changed; not if the graph is wrong."""
+    status = FrontendStatus(rejected={"b": "others have another checksum"})
+    frontend = FrontendSighting(name="d_F", url="http://x", state="ready", status=status)
+
+    def remedies(second: str, *serving: int) -> list[str]:
+        found = document(entry("d_A", MOCKER, 11), entry(second, MOCKER, 12))
+        return [s.remedy for s in worker_statuses(seen(found, *serving, frontends=(frontend,)))]
+
+    assert remedies("d_B", 11, 12) == [
+        "dynamo reload GRAPH  # with another served-model-name of A",
+        "",
+    ]
+    prefill = entry("d_P", [*MOCKER, "--disaggregation-mode", "prefill"], 11)
+    found = document(prefill, entry("d_B", MOCKER, 12))
+    first, _ = worker_statuses(seen(found, 11, 12, frontends=(frontend,)))
+    assert first.remedy == "dynamo reload GRAPH  # with the model and flags of the decode workers"
+    changed = entry("d_A_1", MOCKER, 12)
+    found = document(entry("d_A", MOCKER, 11), changed)
+    first, _ = worker_statuses(seen(found, 11, 12, frontends=(frontend,)))
+    assert first.remedy == "dynamo restart A  # the others read the changed files, too"
+    assert remedies("d_B", 11)[0] == "dynamo restart d_A"  # no other one: its own files are wrong
+
+
 def test_figures_and_gpu_memory_of_a_worker() -> None:
     def frontend(in_flight: int, kv_use: float | None) -> FrontendSighting:
         figures = WorkerFigures(worker="b", in_flight=in_flight, kv_use=kv_use)
@@ -170,3 +194,26 @@ def test_without_file_discovery_the_frontend_knows() -> None:
 
 def test_a_program_without_a_model_is_ready_while_it_runs() -> None:
     assert one(seen(document(entry("d_W", ["sleep", "9"], 11)))).state == "ready"
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "cause"),
+    [
+        ({"operation": "sleep"}, "failed", "its sleep was interrupted"),
+        ({"operation": "drain", "state": "draining"}, "draining", "its drain was interrupted"),
+        ({"operation": "wake", "state": "asleep"}, "asleep", "its wake was interrupted"),
+        ({"operation": "load"}, "ready", ""),  # the arbiter goes on
+        ({"operation": "load", "watcher": None, "processes": []}, "failed", "its load was"),
+    ],
+)
+def test_an_operation_whose_process_has_exited(
+    change: dict[str, Any], state: str, cause: str
+) -> None:
+    mark = {"pid": 1, "start_ticks": 1, "host": "h", "operation": change.pop("operation")}
+    found = document(entry("d_W", MOCKER, 7, reserved_by=mark, **change))
+    [worker] = worker_statuses(seen(found, 7))
+    assert worker.state == state
+    assert worker.cause.startswith(cause)
+    assert worker.remedy == ("dynamo state repair" if cause else "")
+    [worker] = worker_statuses(seen(found, 7, reserved=["d_W"]))
+    assert "interrupted" not in worker.cause

@@ -13,6 +13,7 @@ from dynamo.box.doctor.deployment import (
     check_events,
     check_frontends,
     check_listeners,
+    check_names,
 )
 from dynamo.box.doctor.facts import (
     ClockFacts,
@@ -74,6 +75,7 @@ def test_a_good_machine_has_no_findings() -> None:
         check_engines([EngineFacts(name="vllm", version="0.32.1", tested=("0.32",))], GPUS),
         check_events([WORKER], RouterFacts()),
         check_block_sizes([WORKER], RouterFacts()),
+        check_names([WORKER, changed(WORKER, block_size=32, files="x")]),
     ):
         assert bad(findings) == []
 
@@ -86,6 +88,14 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"locked_bytes": 8 << 20, "transfers_blocks": True}, "memlock", "warning", "--memlock"),
         ({"tasks": 4096, "tasks_used": 1000}, "nproc", "warning", "--nproc"),
         ({"tasks": 512, "tasks_used": 500}, "nproc", "error", "--pids-limit"),
+        (
+            {"inotify_instances": 128, "inotify_instances_used": 123},
+            *("inotify", "warning", "fs.inotify.max_user_instances=1024"),
+        ),
+        (
+            {"inotify_watches": 8192, "inotify_watches_used": 8000, "processes_needed": 20},
+            *("inotify", "warning", "fs.inotify.max_user_watches=524288"),
+        ),
     ],
 )
 def test_limits(fields: dict[str, Any], check: str, severity: str, remedy: str) -> None:
@@ -128,6 +138,7 @@ def test_used_huge_pages_are_no_waste() -> None:
         (DiskFacts(state=changed(DISK, free_files=0)), "logs", "error"),
         (DiskFacts(state=changed(DISK, kind="nfs4")), "state", "error"),
         (DiskFacts(state=changed(DISK, writable=False)), "state", "error"),
+        (DiskFacts(state=changed(DISK, writable=False, read_only=True)), "state", "error"),
         (DiskFacts(state=DISK, models=changed(DISK, free_bytes=9 * GIB)), "models", "warning"),
         (DiskFacts(state=DISK, models=changed(DISK, free_bytes=1 << 20)), "models", "error"),
     ],
@@ -135,6 +146,8 @@ def test_used_huge_pages_are_no_waste() -> None:
 def test_disks(facts: DiskFacts, check: str, severity: str) -> None:
     found = the_one(check_disks(facts))
     assert (found.check, found.severity) == (check, severity) and "/srv" in found.summary
+    assert ("remount,rw" in found.remedy) == facts.state.read_only
+    assert "$USER" not in found.remedy or not facts.state.read_only
 
 
 @pytest.mark.parametrize(
@@ -282,3 +295,11 @@ def test_events_are_not_expected_without_token_routing() -> None:
 def test_block_sizes(workers: list[WorkerFacts], router: RouterFacts, text: str) -> None:
     found = the_one(check_block_sizes(workers, router))
     assert found.severity == "error" and text in found.summary and "dynamo reload" in found.remedy
+
+
+def test_different_models_of_one_name() -> None:
+    others = [changed(WORKER, name=name, files="x") for name in ("dynamo_B", "dynamo_B_1")]
+    found = the_one(check_names([WORKER, *others]))
+    assert (found.check, found.severity) == ("names", "error")
+    assert found.summary.startswith("m: dynamo_Worker and dynamo_B, dynamo_B_1 have different")
+    assert found.remedy.startswith("in the graph: served-model-name: ANOTHER, then: dynamo reload")

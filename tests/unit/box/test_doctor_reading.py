@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import asyncinotify
 import pynvml
 import pytest
 
@@ -35,6 +36,14 @@ def test_limits_and_memory_are_those_of_this_process() -> None:
     assert facts.locked_bytes == resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     assert facts.files_needed == 5000 and facts.transfers_blocks
     assert facts.tasks == -1 or facts.tasks_used > 0
+    with asyncinotify.Inotify() as one:
+        one.add_watch(Path("/"), asyncinotify.Mask.DELETE_SELF)
+        more = read_limits(5000, True, 7)
+    assert more.inotify_instances_used > 0 and more.inotify_watches_used > 0
+    assert more.inotify_instances == int(
+        Path("/proc/sys/fs/inotify/max_user_instances").read_text()
+    )
+    assert more.inotify_watches > 0 and more.processes_needed == 7
     memory = read_memory(2)
     assert memory.shards == 2 and memory.ram_bytes > 1 << 28
     assert memory.huge_free_bytes <= memory.huge_bytes

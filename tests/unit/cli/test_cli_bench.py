@@ -10,7 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from dynamo.bench.stats import Outcome, summarize
 from dynamo.cli import bench
 
 CHUNK = {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}
@@ -57,7 +59,46 @@ def test_a_run_reports_where_its_clock_starts(url: str, capsys: pytest.CaptureFi
     assert "TTFT and latency count from before the connection is made" in shown
     assert bench.main(["--url", url, *FEW, "--rate", "1000"]) == 0
     shown = capsys.readouterr().out
-    assert "schedule lag (ms)" in shown and "count from the scheduled time" in shown
+    assert "schedule lag" in shown and "count from the scheduled time" in shown
+
+
+def test_an_endpoint_without_usage_has_its_tokens_counted(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = {"choices": [{"delta": {"content": "a"}, "finish_reason": None}]}
+    events = (token, token, CHUNK)
+    monkeypatch.setattr(Endpoint, "body", "".join(f"data: {json.dumps(e)}\n\n" for e in events))
+    few = ("--model", "m", "--requests", "3")
+    assert bench.main(["--url", url, *few]) == 0  # text prompts, of words then
+    shown = capsys.readouterr().out
+    assert " 0 output tokens/s" not in shown and "unknown tokens/s in and out" in shown
+    assert "the endpoint sends no usage: each piece of a stream counts" in shown
+    assert bench.main(["--url", url, *few, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["output_tokens"], found["prompt_tokens"], found["counted"]) == (9, None, True)
+    monkeypatch.setattr(Endpoint, "kind", "application/json")
+    answer = {"choices": [{"message": {"content": "a b c"}, "finish_reason": "stop"}]}
+    monkeypatch.setattr(Endpoint, "body", json.dumps(answer))
+    assert bench.main(["--url", url, *few, "--no-stream"]) == 0
+    assert "requests/s, unknown output tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_figures_are_never_cut(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    outcomes = [
+        Outcome(finished_s=s + 1, first_token_s=s, gaps_s=[1.61423, s], output_tokens=9)
+        for s in (0.01234, 1614.2345, 98765.4321)
+    ]
+    bench.show(Console(), summarize(outcomes, 10.0), "m")
+    title, head, *rows = capsys.readouterr().out.splitlines()
+    assert title == "m: 3 of 3 requests"
+    assert " ".join(head.split()) == "ms avg min p50 p90 p99 max"
+    assert "…" not in "".join(rows)
+    assert rows[0].split() == ["TTFT", "33,459,893", "12.34", "1,614,234", *["98,765,432"] * 3]
+    assert len(rows[0]) == len(head) <= 80 and rows[1].startswith("ITL")
 
 
 def test_an_unwritable_output_fails_before_the_run(

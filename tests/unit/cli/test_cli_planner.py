@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,8 @@ def test_explain_without_a_planner(state: Path, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert shown.count("model tiny, policy load: done in 2.5 s") == 2
     assert "decode 1 -> 2: KV load 0.95 > 0.9 [kv_load=0.95]" in shown
-    assert "no planner runs in this namespace: these are the decisions of the last one" in shown
+    assert re.search(r"19[67]\d-\d\d-\d\d ", shown)  # a time alone would be of today
+    assert "no planner runs in namespace 'box': these are the decisions of the last one" in shown
 
 
 def test_explain_as_json(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,18 +56,28 @@ def test_explain_as_json(state: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_explain_of_another_namespace(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["planner", "explain", "--namespace", "other"]) == 1
-    assert capsys.readouterr().out == "no planner runs in this namespace\n"
+    assert capsys.readouterr().out == "no planner runs in namespace 'other'\n"
+
+
+def test_explain_finds_the_only_deployment(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DYN_NAMESPACE")
+    document = {"namespace": "box", "circus_endpoint": "ipc://x", "components": {}}
+    (state / "box.json").write_text(json.dumps({**document, "environment": {}}))
+    assert cli.main(["planner", "explain"]) == 1
+    assert "these are the decisions of the last one" in capsys.readouterr().out
 
 
 def test_the_report_of_a_running_planner() -> None:
     now = record(10.0, "decided")
-    waiting = ExplainReport(running=True, models=(ModelReport(now=now, next_s=4.2),))
+    waiting = ExplainReport(namespace="n", running=True, models=(ModelReport(now=now, next_s=4.2),))
     assert report_text(waiting).splitlines()[:2] == [
         "no decision yet",
         "now       model tiny, policy load: the next decision is due in 4 s",
     ]
     busy = ModelReport(now=now, next_s=0.0, running=(record(7.0, "decided"),))
-    text = report_text(ExplainReport(running=True, models=(busy,)))
+    text = report_text(ExplainReport(namespace="n", running=True, models=(busy,)))
     assert "running   model tiny, for 3 s" in text
     assert "the next decision is when that is done" in text
 

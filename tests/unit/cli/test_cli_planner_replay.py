@@ -44,7 +44,8 @@ def test_table_has_the_policies_and_the_fixed_deployments(
 ) -> None:
     assert replay(*SHORT, "--policy", "load", "--policy", "oracle") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["load", "oracle", "fixed:1", "fixed:2"]
+    assert [line.split()[0] for line in lines[1:]] == ["load", "oracle", "score:"]
+    assert lines[-1].startswith("score: 0 as the best of fixed:1 to fixed:2, 1 as the oracle;")
     assert "GPU-hours" in lines[0] and "score" in lines[0]
 
 

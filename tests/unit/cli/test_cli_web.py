@@ -17,12 +17,13 @@ from dynamo.protocols.status import BoxStatus, WorkerStatus
 
 
 class Frontend(BaseHTTPRequestHandler):
-    """Answers HEAD /ui with ``status``."""
+    """Answers GET /ui with ``status``."""
 
     status = 200
 
-    def do_HEAD(self) -> None:
+    def do_GET(self) -> None:
         assert self.path == "/ui"
+        assert "authorization" not in self.headers
         self.send_response(self.status)
         self.end_headers()
 

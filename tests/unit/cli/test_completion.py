@@ -22,7 +22,7 @@ from serving import QUICKSTART, ROOT
 
 from dynamo.cli import completion
 from dynamo.cli.main import VERBS, main
-from dynamo.config.option import fields_of
+from dynamo.config.option import fields_of, load_known
 from dynamo.config.option import load as real_load
 from dynamo.config.verbs import subverbs, verb_groups
 
@@ -68,7 +68,7 @@ def loaded(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name, one in list(sys.modules.items()):
         if name.startswith(("dynamo.cli.", "dynamo.planner.")) or name == "dynamo.config":
             for attribute, value in list(vars(one).items()):
-                if value is real_load:
+                if value is real_load or value is load_known:
                     monkeypatch.setattr(one, attribute, load)
     with pytest.raises(Loaded) as found:
         getattr(sys.modules[module], function or "main")([*words[1:], "--help"])

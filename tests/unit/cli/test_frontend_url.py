@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo.cli import bench
 from dynamo.cli.frontend_url import find_target
 from dynamo.config.client import ClientSettings
 from dynamo.errors import ConfigError
@@ -47,6 +48,17 @@ def test_the_only_frontend_is_found(state_dir: Path) -> None:
     assert find_target(named).url == "http://elsewhere:1" and find_target(named).api_key == "k"
     running(state_dir, 8200, namespace="other")
     assert find_target(ClientSettings(namespace="other")).port == 8200
+
+
+def test_bench_finds_the_running_deployment(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DYN_NAMESPACE")
+    running(state_dir, 9)
+    assert bench.main([]) == 1
+    assert "cannot connect to 127.0.0.1:9 " in capsys.readouterr().err
+    assert bench.main(["--namespace", "none"]) == 2
+    assert "no frontend runs in namespace 'none'" in capsys.readouterr().err
 
 
 def test_several_or_none_are_an_error_with_a_remedy(state_dir: Path) -> None:

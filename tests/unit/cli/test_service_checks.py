@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from dynamo.cli import service_checks
+from dynamo.box.engines import InstalledEngine
+from dynamo.cli import run, serve, service_checks
 from dynamo.cli.service_checks import check_engine_flags, check_engines, check_services
 from dynamo.config.modules import settings_groups
 from dynamo.config.option import fields_of
@@ -82,6 +85,17 @@ Router: {run: dynamo.router}
         (
             "{run: dynamo.mocker, model-path: MODEL, ServiceArgs: {envs: {DYN_EVENT_PLANE: x}}}",
             "W: DYN_EVENT_PLANE must be one of zmq, nats, got 'x'",
+        ),
+        (
+            "{run: dynamo.mocker, model-path: MODEL,"
+            " ServiceArgs: {envs: {DYN_HEALTH_CHECK_ENABLED: ture}}}",
+            "W: DYN_HEALTH_CHECK_ENABLED must be true, 1, yes or on, or false, 0, no or off, "
+            "got 'ture'",
+        ),
+        (
+            "{run: dynamo.mocker, model-path: MODEL, ServiceArgs: {envs: {DYN_LOG: debgu}}}",
+            "W: DYN_LOG='debgu': 'debgu' is no level; give one of 0, 1, 2, 3, 4, 5, off, error, "
+            "warn, info, debug, trace, warning, or module=LEVEL for a module",
         ),
         (
             "{run: dynamo.frontend, router-mode: kv, router-prefill-load-model: fitted, "
@@ -162,6 +176,48 @@ def test_flags_of_vllm_are_read_by_its_own_parser(
             check_engine_flags(graph, tmp_path)
     given = '{"W": ["--model", "m", "--tp", "2"]}'
     assert calls == [(["-m", "dynamo.vllm.check"], given, tmp_path)]
+
+
+def test_different_models_of_one_name(tmp_path: Path) -> None:
+    other = shutil.copytree(MODEL, tmp_path / "other")
+    text = """
+A: {run: dynamo.mocker, model-path: MODEL, model-name: tiny}
+B: {run: [python, -m, dynamo.mocker, --model, other, --served-model-name, tiny]}
+"""
+    assert problems(tmp_path, text) == ""  # the same files in two places
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    assert problems(tmp_path, text) == (
+        "g.yaml:3:1: B and A have different models of one name, 'tiny': other and "
+        f"{MODEL}; give one of them another served-model-name"
+    )
+    assert problems(tmp_path, text.replace("tiny]", "small]")) == ""
+    template = text.replace("model-name: tiny", "model-name: tiny, custom-jinja-template: t")
+    (tmp_path / "t").write_text("{{ messages }}")
+    assert "different models" in problems(tmp_path, template.replace("other", "MODEL"))
+
+
+@pytest.mark.parametrize("verb", [run, serve])
+def test_a_dry_run_reads_the_flags_of_vllm(
+    verb: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert "enforce-eagr" in options["input"]
+        return subprocess.CompletedProcess(command, 0, '{"Worker": "no flag --enforce-eagr"}', "")
+
+    monkeypatch.setenv("DYN_LOCAL_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(service_checks, "_exists", lambda module: True)
+    monkeypatch.setattr(subprocess, "run", refuse)
+    engine = InstalledEngine("vllm", (), "this environment")
+    monkeypatch.setattr(run, "find_engines", lambda: (engine,))
+    graph = tmp_path / "g.yaml"
+    words = [str(MODEL), "--gpus-per-worker", "0"]
+    flags = ["--", "--enforce-eagr"]
+    assert run.main([*words, "--write", str(graph), *flags]) == 0
+    assert verb.main(["--dry-run", *([str(graph)] if verb is serve else [*words, *flags])]) == 2
+    assert "Worker: vLLM: no flag --enforce-eagr" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,17 @@ def test_each_pane(shown: str) -> None:
     assert shown in text(box())
 
 
+def test_the_remedy_of_a_problem_is_shown_at_80_columns() -> None:
+    problem = "ns_W failed: " + "out of memory " * 10 + "Then: dynamo restart ns_W"
+    status = msgspec.structs.replace(box(), problems=(problem,))
+    lines = text(status, width=80).splitlines()
+    assert lines[1].startswith("ns_W failed: ") and "restart ns_W" in "".join(lines[2:4])
+    status = msgspec.structs.replace(box(), problems=("begin " + "x " * 999 + "remedy",))
+    lines = text(status, width=80).splitlines()
+    assert lines[1].startswith("begin") and lines[2] == "  …"
+    assert lines[5].endswith("remedy") and lines[6].startswith("GPUs")
+
+
 @pytest.mark.parametrize("height", [5, 12, 24, 40, 200])
 @pytest.mark.parametrize("width", [20, 80, 300])
 def test_a_frame_fits(width: int, height: int) -> None:

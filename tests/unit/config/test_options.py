@@ -9,6 +9,7 @@ import pytest
 from dynamo.config import environ, from_env, load, preset, to_env
 from dynamo.config.option import option
 from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import LogSettings, SystemSettings
 from dynamo.errors import ConfigError
 
 
@@ -56,8 +57,8 @@ def test_true_words(text: str) -> None:
     assert read(DYN_EVENTS=text).events is True
 
 
-@pytest.mark.parametrize("text", ["false", "0", "no", "off", "anything", ""])
-def test_other_words_are_false(text: str) -> None:
+@pytest.mark.parametrize("text", ["false", "0", "No", "off", "None", ""])
+def test_false_words(text: str) -> None:
     assert read(DYN_EVENTS=text).events is False
 
 
@@ -79,6 +80,7 @@ def test_spellings_unset_and_lists() -> None:
         (["--count", "1.5"], {}, "--count must be an integer, got '1.5'"),
         (["--count", "0"], {}, "--count must be >= 1, got 0"),
         (["--mode", "best"], {}, "--mode must be one of kv, round-robin, got 'best'"),
+        ([], {"DYN_EVENTS": "ture"}, "DYN_EVENTS must be true, 1, yes or on, or false, 0"),
         ([], {"DYN_HIDDEN": "0"}, "DYN_HIDDEN must be a finite value > 0, got 0"),
         (["--unknown"], {}, "unrecognized arguments: --unknown"),
     ],
@@ -114,6 +116,29 @@ def test_from_env_raises_instead_of_exiting() -> None:
     with pytest.raises(ConfigError, match="DYN_SHARE"):
         from_env(Settings, {"DYN_SHARE": "7"})
     assert from_env(Settings, {}, share=0.9).share == 0.9
+
+
+@pytest.mark.parametrize("name", ["a.b", "a/b", "", "-a", "é", "x" * 129])
+def test_a_namespace_is_a_part_of_paths_and_file_names(name: str) -> None:
+    with pytest.raises(ConfigError, match="must be letters, digits, '_' or '-', at most 128"):
+        from_env(RuntimeSettings, {"DYN_NAMESPACE": name})
+    if name:
+        with pytest.raises(ConfigError, match="DYN_NAMESPACE_WORKER_SUFFIX must be letters"):
+            from_env(SystemSettings, {"DYN_NAMESPACE_WORKER_SUFFIX": name.replace("-", ".")})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["DEBUG", "", "5", "info,dynamo.router=debug", "dynamo_runtime", "h2::x", "a[s{f}]=warn"],
+)
+def test_log_levels_as_in_dynamo(text: str) -> None:
+    assert from_env(LogSettings, {"DYN_LOG": text}).level == text
+
+
+@pytest.mark.parametrize("text", ["debgu", "info,hyper=wran", "hyper="])
+def test_an_unknown_log_level_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"DYN_LOG='{text}': '.*' is no level; give one of 0, 1,"):
+        from_env(LogSettings, {"DYN_LOG": text})
 
 
 def test_a_preset_keeps_the_value_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

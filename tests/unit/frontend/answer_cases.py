@@ -19,6 +19,11 @@ TOOLS: list[dict[str, Any]] = [
                     "city": CITY,
                     "days": {"type": "integer"},
                     "options": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                    "id": {"type": ["string", "integer"]},
+                    "body": {"oneOf": [{"type": "string"}, {"type": "object"}]},
+                    "level": {"enum": [1, 2, 3]},
+                    "mode": {"enum": ["1", "fast", 2]},
                 },
                 "required": ["city"],
             },
@@ -51,6 +56,42 @@ DSML_CALL = '<｜DSML｜invoke name="{}">\n{}</｜DSML｜invoke>\n'
 NS = "]<]minimax[>["
 GEMMA = "<|tool_call>call:{}{{{}}}<tool_call|>"
 TO_WEATHER = "commentary to=functions.get_weather <|constrain|>json<|message|>"
+
+TYPED = (
+    # the parameter, the text, the JSON
+    ("city", "null", '"null"'),
+    ("note", "null", "null"),
+    ("note", "nullify", '"nullify"'),
+    ("note", "Null", '"Null"'),
+    ("note", "a 'note' of 5", "\"a 'note' of 5\""),
+    ("note", "5", '"5"'),
+    ("id", "5", "5"),
+    ("id", "007", '"007"'),
+    ("id", "5.5", '"5.5"'),
+    ("id", "-", '"-"'),
+    ("id", "5 apples", '"5 apples"'),
+    ("body", '{"a": [1]}', '{"a": [1]}'),
+    ("body", "{'a': True}", '{"a": true}'),
+    ("body", "{ no object", '"{ no object"'),
+    ("body", "[1]", '"[1]"'),
+    ("level", "2", "2"),
+    ("mode", "1", '"1"'),
+    ("mode", "2", "2"),
+    ("mode", "fast", '"fast"'),
+)
+
+
+def _typed(name: str, opens: str, closes: str) -> tuple[Case, ...]:
+    """A call of each value; ``opens`` has the name of the parameter and the value."""
+    return tuple(
+        Case(
+            name,
+            opens.format(parameter, text) + closes,
+            (("get_weather", f'{{"{parameter}": {value}}}'),),
+        )
+        for parameter, text, value in TYPED
+    )
+
 
 CASES = (
     # hermes: Hermes 2 and 3, Qwen 2.5, Qwen 3
@@ -183,6 +224,57 @@ CASES = (
         "<tool_call><function=get_weather><parameter=city>Pa",
         (("get_weather", '{"city": "Pa'),),
     ),
+    Case(
+        "qwen3_coder",
+        "<tool_call><function=get_weather>well<parameter=city>Paris</parameter> so\n"
+        "<parameter=days>3</parameter></function></tool_call>",
+        (("get_weather", '{"city": "Paris", "days": 3}'),),
+        "wellso",
+    ),
+    *_typed(
+        "qwen3_coder",
+        "<tool_call><function=get_weather><parameter={}>\n{}",
+        "\n</parameter></function></tool_call>",
+    ),
+    *_typed(
+        "glm45",
+        "<tool_call>get_weather<arg_key>{}</arg_key><arg_value>{}",
+        "</arg_value></tool_call>",
+    ),
+    *_typed(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="get_weather"><parameter name="{}">{}',
+        "</parameter></invoke></minimax:tool_call>",
+    ),
+    *_typed(
+        "minimax_m3",
+        NS + "<tool_call>" + NS + '<invoke name="get_weather">' + NS + "<{}>{}",
+        NS + "</x>" + NS + "</invoke>" + NS + "</tool_call>",
+    ),
+    # a written file keeps its line breaks
+    Case(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="get_weather"><parameter name="city">\na\n</parameter>'
+        "</invoke></minimax:tool_call>",
+        (("get_weather", '{"city": "\\na\\n"}'),),
+    ),
+    # cut in a tag behind a value
+    Case(
+        "qwen3_coder",
+        "<tool_call><function=get_weather><parameter=days>\n48.85\n</para",
+        (("get_weather", '{"days": 48.85'),),
+    ),
+    Case(
+        "glm45",
+        "<tool_call>get_weather<arg_key>id</arg_key><arg_value>48</arg_va",
+        (("get_weather", '{"id": 48'),),
+    ),
+    Case("gemma4", "<|tool_call>call:f{a:48<tool_ca", (("f", '{"a": 48'),)),
+    Case(
+        "minimax_m3",
+        f'{NS}<invoke name="get_weather">{NS}<days>48]<]mini',
+        (("get_weather", '{"days": 48'),),
+    ),
     Case("qwen3_coder", "<tool_call>\nno", content="<tool_call>\nno"),
     Case("qwen3_coder", "<function=>x", content="<function=>x"),
     # minimax_m2
@@ -197,7 +289,7 @@ CASES = (
     Case(
         "minimax_m2",
         '<minimax:tool_call><invoke name="get_weather"><parameter name="city">\nPa',
-        (("get_weather", '{"city": "Pa'),),
+        (("get_weather", '{"city": "\\nPa'),),
     ),
     Case("minimax_m2", "<minimax:tool_call>no", content="<minimax:tool_call>no"),
     # glm45: also GLM 4.7, without line breaks

@@ -120,7 +120,7 @@ class RelaySite(Site):
         self.far.metrics = self.metrics.model("far")
         self.entry.relayed, self.entry.name, self.entry.paths = False, "tiny", frozenset()
         self.entry.patterns, self.entry.types = RoutePatterns(), frozenset(("Chat", "Completions"))
-        self.worker_pool = SimpleNamespace(members=dict.fromkeys(self.workers))
+        self.worker_pool = SimpleNamespace(members=dict.fromkeys(self.workers), avoided=set())
         routes = Routes()
         of: Any = (self.active, self, self.tasks)
         openai, counts, relay = OpenAIRoutes(*of), PromptCountRoutes(*of), RelayRoutes(*of)

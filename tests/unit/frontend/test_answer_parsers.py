@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from answer_cases import CASES, TOOLS, Case, expected, merge, tool_parser
@@ -16,11 +20,26 @@ from dynamo.config.worker import (
     TOOL_CALL_ALIASES,
     TOOL_CALL_PARSERS,
 )
-from dynamo.frontend.answer.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
-from dynamo.frontend.answer.parsers.message import AnswerMessage
+from dynamo.frontend.answer.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, RequestTools
+from dynamo.frontend.answer.parsers.message import AnswerMessage, AnswerParser
 from dynamo.frontend.answer.parsers.reasoning import ContentParser, ReasoningParser, ReasoningShape
 
 THINK = ReasoningShape("<think>", "</think>")
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_the_markers_of_a_format_are_compiled_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> None:
+        message, parser = tool_parser(name)
+        ReasoningParser(message, THINK._replace(calls=TOOL_FORMATS[name].begins), False, parser)
+
+    start()
+    compiled: list[str] = []
+    monkeypatch.setattr(re, "compile", compiled.append)
+    start()
+    assert compiled == [], "every choice of every request would pay for it"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.text[:40]}")
@@ -87,6 +106,63 @@ def test_text_without_calls_is_content(name: str, text: str) -> None:
     parser.push(text)
     parser.finish()
     assert message.whole()["content"] == text
+
+
+HOSTILE = [
+    (
+        "deepseek_v3_2",
+        '<｜DSML｜function_calls><｜DSML｜invoke name=f><｜DSML｜parameter name=a string="false">',
+        "<",
+    ),
+    ("gemma4", "<|tool_call>call:f{a:", "<"),
+    ("gemma4", "<|tool_call>call:f{a:1}", " "),
+    ("glm45", "<tool_call>", " "),
+    ("glm45", "<tool_call>get_weather<arg_key>days</arg_key>", "\n"),
+    ("glm45", "<tool_call>get_weather<arg_key>days</arg_key><arg_value>", "<"),
+    ("harmony", "", " "),
+    ("hermes", "<tool_call>", "["),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ', "1"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}} ', " "),
+    ("llama3_json", "", " "),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"a": ', "1"),
+    ("minimax_m3", ']<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>', " "),
+    ("minimax_m3", ']<]minimax[>[<invoke name="get_weather">]<]minimax[>[<days>', "]"),
+    ("mistral", "[TOOL_CALLS]", " "),
+    ("phi4", 'functools[{"name": "f", "a": ', "\\"),
+    ("pythonic", "", " "),
+    ("pythonic", "[get_weather(city=", "<"),
+    ("qwen3_coder", "<tool_call>", " "),
+    ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>", "<"),
+    ("qwen3_coder", "<tool_call><function=get_weather><parameter=city>", "<\n"),
+    ("reasoning", "", "\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "prefix", "filler"), HOSTILE)
+def test_the_time_grows_with_the_text(name: str, prefix: str, filler: str) -> None:
+    """Sixteen times the text takes some sixteen times as long, not 256 times."""
+
+    def make() -> AnswerParser:
+        if name != "reasoning":
+            return tool_parser(name)[1]
+        message = AnswerMessage(lambda: "id")
+        return ReasoningParser(message, THINK, False, ContentParser(message))
+
+    assert _seconds(make, prefix, filler, 16_000) < 80 * _seconds(make, prefix, filler, 1000)
+
+
+def _seconds(make: Callable[[], AnswerParser], prefix: str, filler: str, count: int) -> float:
+    """The CPU time of ``count`` pieces, the shortest of three."""
+    times = []
+    for _ in range(3):
+        parser = make()
+        parser.push(prefix)
+        start_s = time.process_time()
+        for _ in range(count):
+            parser.push(filler)
+        times.append(time.process_time() - start_s)
+        parser.finish()
+    return min(times)
 
 
 def think(shape: ReasoningShape, inside: bool, *pieces: str, json_only: bool = False) -> list[str]:
@@ -215,3 +291,43 @@ def test_complete_arguments_are_json() -> None:
     assert len(complete) > 30 and TOOLS
     for arguments in complete:
         json.loads(arguments)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": {"a": 1}},
+        {"type": [{"a": 1}, 5, None]},
+        {"anyOf": 5},
+        {"anyOf": {"type": "string"}},
+        {"oneOf": [5, "x", None, [1]]},
+        {"type": 5, "items": 5, "properties": 5, "enum": 5},
+        {"type": "object", "properties": [1]},
+        {"type": "array", "items": [1]},
+        5,
+        None,
+        [1],
+    ],
+)
+def test_a_schema_may_be_anything(schema: Any) -> None:
+    """It is the client's: the answer must not fail because of it."""
+    for case in CASES:
+        tools: Any = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool["function"]["name"],
+                    "parameters": {
+                        "properties": {"city": schema, "days": schema, "options": schema}
+                    },
+                },
+            }
+            for tool in TOOLS
+        ]
+        message = AnswerMessage(lambda: "id")
+        parser = TOOL_FORMATS[case.format].make(message, RequestTools.of(tools))
+        parser.push(case.text)
+        parser.finish()
+        assert [call["function"]["name"] for call in message.whole().get("tool_calls", ())] == [
+            name for name, _ in case.calls
+        ]

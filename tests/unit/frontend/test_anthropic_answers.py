@@ -134,6 +134,15 @@ def test_stream(batch: int) -> None:
     assert 0 < usage["output_tokens_details"]["thinking_tokens"] < usage["output_tokens"]
 
 
+def test_a_call_of_the_named_tool() -> None:
+    choice = {"type": "tool", "name": "weather"}
+    message = body(
+        '{"city": "Köln"}', model=preprocessor(tool_call_parser="hermes"), tool_choice=choice
+    )
+    assert message["stop_reason"] == "tool_use"
+    assert plain(message) == [{"type": "tool_use", "name": "weather", "input": {"city": "Köln"}}]
+
+
 def test_body() -> None:
     message = body(TEXT)
     assert plain(message) == BLOCKS and message["stop_reason"] == "tool_use"

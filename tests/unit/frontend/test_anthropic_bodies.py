@@ -44,8 +44,7 @@ def result(number: int, content: Any, **more: Any) -> dict[str, Any]:
 def test_the_fields_of_sampling() -> None:
     found = parse(temperature=0.5, top_p=0.9, top_k=4, stop_sequences=["x"], stream=True)
     assert (found.temperature, found.top_p, found.top_k) == (0.5, 0.9, 4)
-    assert found.stop == ["x"] and found.stream and found.token_limit == 9
-    assert found.max_tokens is None, "the context may leave fewer"
+    assert found.stop == ["x"] and found.stream and found.max_tokens == 9
     assert parse(stop_sequences=[]).stop is None
 
 
@@ -185,7 +184,7 @@ def test_a_schema_for_the_answer() -> None:
 def test_a_count_needs_no_max_tokens() -> None:
     body = {"model": "m", "messages": [USER], "tools": [TOOL], "system": "be"}
     found = parse_count(json.dumps(body).encode())
-    assert len(found.messages) == 2 and found.tools and found.token_limit is None
+    assert len(found.messages) == 2 and found.tools and found.max_tokens is None
     with pytest.raises(InvalidArgument, match="`max_tokens`: not supported"):
         parse_count(json.dumps({**body, "max_tokens": 1}).encode())
 
@@ -239,4 +238,4 @@ def test_bodies_that_are_no_json_object() -> None:
 
 def test_unknown_fields_pass_where_that_is_set() -> None:
     body = {"model": "m", "max_tokens": 1, "messages": [USER], "betting": 1}
-    assert parse_messages(json.dumps(body).encode(), ignore_unsupported=True).token_limit == 1
+    assert parse_messages(json.dumps(body).encode(), ignore_unsupported=True).max_tokens == 1

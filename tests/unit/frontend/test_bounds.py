@@ -6,6 +6,8 @@ import asyncio
 import functools
 import json
 import re
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -419,3 +421,40 @@ def test_the_bound_on_bytes_needs_a_context() -> None:
     preprocessor = Preprocessor(card())
     preprocessor.context_length = None
     assert preprocessor.completion(parse_completion(completion_body(prompt="a" * 100_000)))
+
+
+HANGING = """
+import asyncio, threading
+from dynamo.frontend.prompt.off_loop import OffLoop, end_without_threads, in_daemon_thread
+
+begun = threading.Event()
+
+def hang():
+    begun.set()
+    threading.Event().wait()
+
+async def main():
+    assert await in_daemon_thread(int, "7") == 7
+    task = asyncio.create_task({call})
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    {end}
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "end", "status"),
+    [
+        ("in_daemon_thread(hang)", "", 0),
+        ("OffLoop().run(hang)", "end_without_threads(0.01, 0)", 0),
+        ("asyncio.to_thread(hang)", "end_without_threads(0.01, 1)", 1),
+    ],
+)
+def test_a_thread_that_hangs_does_not_hold_up_the_end_of_the_process(
+    call: str, end: str, status: int
+) -> None:
+    program = HANGING.format(call=call, end=end)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.returncode == status, done.stderr.decode()

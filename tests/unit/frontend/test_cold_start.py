@@ -16,7 +16,7 @@ import pytest
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.frontend.models import on_demand
+from dynamo.frontend.models import graph, on_demand
 from dynamo.frontend.requests import cold_start
 from dynamo.frontend.service import Frontend
 from dynamo.protocols import codec
@@ -26,6 +26,7 @@ from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
 from dynamo.protocols.relay import HTTP_INPUT, ROUTES, HttpResponseHead
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
+from dynamo.serve.statefile import Statefile
 
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
 _STATE = codec.decoder(OnDemandState).decode
@@ -300,6 +301,98 @@ async def test_a_planner_that_stays_away_ends_the_wait(
         answer = await asked
         assert answer.status_code == 503
         assert "the planner that starts it does not run" in answer.json()["message"]
+        assert (await site.complete()).status_code == 503
+
+
+async def test_a_wait_ends_after_the_planner_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "_PLANNER_RESTART_S", 0.05)
+    monkeypatch.setattr(on_demand, "_TICK_S", 0.05)
+    async with running(tmp_path, cold_start_timeout_s=0.3) as site:
+        await site.planner.runtime.close()
+        models = site.frontend.models.on_demand
+        await until(lambda: models.record("tiny") is None and models._timer is None)
+        site.planner = Planner(site.settings)
+        await site.planner.start()
+        await until(lambda: models.record("tiny") is not None)
+        asked = asyncio.ensure_future(site.complete())
+        await site.planner.until(1)
+        answer = await asked
+        assert answer.status_code == 503
+        assert "got no worker within" in answer.json()["message"]
+
+
+def write_graph(tmp_path: Path, *services: str, lease: int | None = None) -> None:
+    """Write a statefile whose ``services`` serve ``tiny``."""
+    argv = ["python", "-m", "dynamo.mocker", "--model-name", "tiny"]
+    entry = {"cmd": "", "argv": argv, "processes": [], "lease": lease}
+    config: dict[str, Any] = {name: {} for name in services}
+    Statefile(tmp_path, "ns").create(
+        {
+            "namespace": "ns",
+            "circus_endpoint": "ipc:///nowhere",
+            "components": {f"ns_{name}": {**entry, "service": name} for name in services},
+            "environment": {"DYNAMO_SERVICE_CONFIG": json.dumps(config)},
+        }
+    )
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+async def test_a_model_that_a_reload_removed_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: bool
+) -> None:
+    monkeypatch.setattr(graph, "_POLL_S", 0.02)
+    write_graph(tmp_path, "Worker", "Other")
+    async with running(tmp_path) as site:
+        models = site.frontend.models
+        worker = await site.worker() if loaded else None
+        asked = asyncio.ensure_future(site.complete())
+        if worker is None:
+            await site.planner.until(1)
+        else:
+            assert (await asked).status_code == 200
+            assert site.metric("dynamo_frontend_model_ready") == 1
+        write_graph(tmp_path, "Worker")  # another service of the model is left
+        await asyncio.sleep(0.1)
+        write_graph(tmp_path)
+        if worker is not None:
+            await worker.runtime.close()
+        await site.planner.runtime.close()  # its record ends
+        if worker is None:
+            answer = await asked
+            assert (answer.status_code, answer.json()["message"]) == (404, "Model not found: tiny")
+        await until(lambda: models.named("tiny") is None and not models.listed())
+        for name in ("tiny", "small"):
+            answer = await site.complete(model=name)
+            assert (answer.status_code, answer.json()["code"]) == (404, 404)
+        text = site.runtime.metrics.exposition("")[0].decode()
+        assert "dynamo_frontend_model_ready" not in text
+        assert "dynamo_frontend_cold_start_queue_requests{" not in text
+        if loaded:
+            assert 'dynamo_frontend_requests_total{endpoint="completions"' in text
+        await site.worker()  # a later reload has it again
+        await until(lambda: bool(models.listed()))
+        assert (await site.complete()).status_code == 200
+
+
+async def test_a_model_whose_worker_died_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "_POLL_S", 0.02)
+    write_graph(tmp_path, "Worker")
+    async with running(tmp_path, planner=False) as site:
+        mine = await site.worker(display_name="person's")  # not one of the graph's
+        worker = await site.worker()
+        models = site.frontend.models
+        await until(lambda: len(models.listed()) == 2)
+        await asyncio.sleep(0.1)
+        write_graph(tmp_path, "Worker", lease=3)
+        for one in (mine, worker):
+            await one.runtime.close()
+        await until(lambda: not models.listed())
+        await asyncio.sleep(0.1)
+        assert {one.name for one in models.entries()} == {"tiny", "person's"}
         assert (await site.complete()).status_code == 503
 
 

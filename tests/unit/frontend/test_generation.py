@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from typing import Any
 
-import msgspec
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -86,6 +86,40 @@ def test_usage_chunk() -> None:
     assert last.usage.prompt_tokens_details.cached_tokens == 64
 
 
+@pytest.mark.parametrize("make", ["chat", "completion"])
+def test_usage_in_each_chunk(make: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    begin = chat if make == "chat" else completion
+    stream = begin(stream=True, n=2, stream_options=options)
+    usage = CompletionUsage(prompt_tokens=99)
+    raw = b""
+    for place, tokens in ((0, 1), (1, 3), (0, 2)):
+        output = EngineOutput(token_ids=ids_of("a") * tokens, completion_usage=usage)
+        raw += write(stream, place, output)
+    *chunks, last = events(raw + stream.end())
+    found = [(c["choices"][0]["index"], c["usage"]["completion_tokens"]) for c in chunks]
+    assert found[:3] == [(0, 1), (1, 3), (0, 3)]
+    assert all(chunk["usage"]["prompt_tokens"] == 99 for chunk in chunks[:3])
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 6
+
+
+def test_offsets_of_characters_of_several_tokens() -> None:
+    """A special token is not in the text, and a character of several tokens counts once."""
+    text = "a ☃ b 😀 c"
+    stream = completion(logprobs=0, prompt="x")
+    tokenizer = example_preprocessor().tokenizer
+    special = min(tokenizer.special_ids - frozenset(tokenizer.eos_ids))
+    ids = [*ids_of(text), special, *ids_of(" d")]
+    for each in ids:
+        stream.choices[0].push(EngineOutput(token_ids=[each], log_probs=[-1.0]))
+    (choice,) = json.loads(stream.unary())["choices"]
+    assert choice["text"] == f"{text} d"
+    logprobs = choice["logprobs"]
+    starts = dict(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))
+    for token in ("a", " b", " c", " d"):
+        assert choice["text"].startswith(token, starts[token]), token
+
+
 def test_unary_chat() -> None:
     stream = chat()
     done = [stream.choices[0].push(each) for each in outputs("Hello 😀", "length")]
@@ -152,6 +186,21 @@ def test_stop_strings_unary(fields: dict[str, Any], text: str) -> None:
     for each in outputs("aXYb", "stop"):
         stream.choices[0].push(each)
     assert json.loads(stream.unary())["choices"][0]["message"]["content"] == text
+
+
+def test_min_tokens_are_those_of_each_prompt() -> None:
+    """The context leaves the first prompt fewer tokens than ``min_tokens``."""
+    request = parse_completion(
+        completion_body(prompt=[[64] * 60, [64]], min_tokens=9, max_tokens=20, stop=["X"])
+    )
+    preprocessor = copy.copy(example_preprocessor())
+    preprocessor.context_length = 64
+    prepared = preprocessor.completion(request)
+    assert [one.stop_conditions.min_tokens for one in prepared.requests] == [4, 9]
+    stream = CompletionStream(request, prepared, preprocessor.tokenizer, f"cmpl-{UUID}", 1)
+    for each in outputs("a b c d e f X h", "stop"):
+        stream.choices[1].push(each)
+    assert stream.choices[1].tokens == len(ids_of("a b c d e f X h")) == 8
 
 
 def test_choices_share_their_rules() -> None:
@@ -345,7 +394,7 @@ def test_bounds_of_prompt_logprobs() -> None:
     assert completion(prompt=[5] * 32768, prompt_logprobs=1)
     with pytest.raises(InvalidArgument, match="at most 65536 tokens and alternatives"):
         completion(prompt=[5] * 32769, prompt_logprobs=1)
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises(EngineFailure, match="prompt_logprobs are invalid"):
         bad = EngineOutput(token_ids=[5], extra_args={"prompt_logprobs": [[{"token_id": "x"}]]})
         chat(prompt_logprobs=0).choices[0].push(bad)
     with pytest.raises(InvalidArgument, match="not available when 'stream' is true"):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from http_bench import Bench
 from migration_kit import BROKEN, MigratingFleet
 from test_request import Stream, ids, turn
 
@@ -18,12 +19,14 @@ from dynamo.errors import (
     DeadlineExceeded,
     Disconnected,
     DynamoError,
+    EngineDied,
     EngineFailure,
     HttpFailure,
     InvalidArgument,
     Overloaded,
     Unavailable,
     WorkerAtCapacity,
+    WorkerSilent,
 )
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.migration import continued, without_pin
@@ -165,6 +168,152 @@ async def test_the_limit_ends_the_request(streaming: bool) -> None:
         assert site.status == 503 and site.answer["message"] == EXHAUSTED
     assert site.migrated() == 2
     assert site.sample("dynamo_frontend_failures_total", reason="migration.exhausted") == 1
+    site.settled()
+
+
+LOST = "Two workers died or stopped answering before the first token of this request"
+
+
+def ask(site: MigratingFleet) -> None:
+    """Send a request on a connection of its own."""
+    site.bench = Bench(handler=site.routes)
+    site.post({"model": "tiny", "prompt": "good day"}, "/v1/completions")
+
+
+def die(site: MigratingFleet, worker_id: int, error: type[DynamoError] = Disconnected) -> None:
+    """The worker ends: it leaves discovery, and each of its open streams gets the error."""
+    site.worker_pool.members.pop(worker_id, None)
+    for stream in [one for one in site.streams if one.worker_id == worker_id and not one.killed]:
+        stream.killed = 1
+        stream.sink.on_error(error("gone"))
+
+
+@pytest.mark.parametrize("kind", [Disconnected, EngineDied, WorkerSilent])
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_request_that_two_workers_did_not_survive_reaches_no_third(
+    kind: type[DynamoError], streaming: bool
+) -> None:
+    site = MigratingFleet(workers=5)
+    site.chat(stream=streaming)
+    die(site, 1, kind)
+    assert [one.worker_id for one in site.streams] == [1, 2]
+    die(site, 2, kind)
+    await turn()
+    assert len(site.streams) == 2 and site.status == 500
+    assert site.answer["message"].startswith(LOST)
+    assert site.migrated() == 1
+    assert site.sample("dynamo_frontend_failures_total", reason="workers.lost") == 1
+    site.settled()
+
+
+async def test_a_silent_worker_counts_also_when_it_answers_again() -> None:
+    site = MigratingFleet(workers=5)
+    site.chat()
+    site.streams[0].sink.on_error(WorkerSilent("hung"))
+    site.streams[1].sink.on_error(WorkerSilent("hung"))
+    await turn()
+    assert len(site.streams) == 2 and site.status == 500
+    site.settled()
+
+
+async def test_a_cut_connection_is_no_death() -> None:
+    site = MigratingFleet(workers=5)
+    site.chat()
+    for number in range(3):
+        site.streams[number].sink.on_error(Disconnected("the worker lives"))
+    finish(site.streams[3], [6])
+    await turn()
+    assert site.status == 200 and site.migrated() == 3
+    site.settled()
+
+
+async def test_workers_that_died_after_tokens_do_not_count() -> None:
+    site = MigratingFleet(workers=5)
+    site.chat()
+    for worker_id in (1, 2, 3):
+        site.streams[-1].say([5])
+        die(site, worker_id)
+        await turn()
+    finish(site.streams[3], [6])
+    await turn()
+    assert site.status == 200 and site.migrated() == 3
+    site.settled()
+
+
+@pytest.mark.parametrize("place", [0, 3, 9])
+async def test_requests_that_shared_the_worker_move_on(place: int) -> None:
+    """Ten requests wait for their first token at the worker that one of them ends."""
+    site = MigratingFleet(workers=5)
+    for _ in range(10):
+        ask(site)
+    lethal, others = site.streams[place].sink, set()
+    deaths = 0
+    while open_streams := [one for one in site.streams if not one.killed]:
+        ends = next((one for one in open_streams if one.sink is lethal), None)
+        if ends is not None:
+            deaths += 1
+            die(site, ends.worker_id)
+        else:
+            stream = open_streams[0]
+            stream.killed = 1
+            others.add(stream.sink)
+            finish(stream, [5])
+        await turn()
+    assert deaths == 2 and len(others) == 9 and lethal not in others
+    assert len(site.entry.dispatch._trials) == 0
+    site.settled()
+
+
+async def test_a_request_waits_its_turn_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.frontend.requests.resend.TRIAL_WAIT_S", 0.01)
+    site = MigratingFleet(workers=2)
+    for _ in range(3):
+        ask(site)
+    die(site, 1)
+    assert [one.worker_id for one in site.streams] == [1, 1, 1, 2], "one at a time"
+    await site.opened(6)
+    for stream in site.streams[3:]:
+        finish(stream, [5])
+    await turn()
+    assert len(site.entry.dispatch._trials) == 0
+    site.settled()
+
+
+async def test_many_that_waited_too_long_do_not_stall_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dynamo.frontend.requests.resend.TRIAL_WAIT_S", 0.0)
+    monkeypatch.setattr("dynamo.frontend.requests.resend.RESEND_SLICE_S", 0.0)
+    site = MigratingFleet(workers=2)
+    for _ in range(60):
+        ask(site)
+    die(site, 1)
+    assert len(site.streams) == 61
+    turns = 0
+    while len(site.streams) < 120:
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 20, "all were sent in a few turns"
+    for stream in site.streams[60:]:
+        finish(stream, [5])
+    await turn()
+    assert len(site.entry.dispatch._trials) == 0
+    site.settled()
+
+
+async def test_a_request_may_end_while_it_waits_its_turn() -> None:
+    site = MigratingFleet(workers=2)
+    for _ in range(3):
+        ask(site)
+    die(site, 1)
+    waiting = site.streams[1].sink
+    assert waiting.pending is not None
+    waiting.request.fail(DynamoError("the client left"))
+    finish(site.streams[3], [5])
+    assert site.streams[4].sink is site.streams[2].sink
+    finish(site.streams[4], [5])
+    await turn()
+    assert len(site.entry.dispatch._trials) == 0
     site.settled()
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 from migration_kit import BROKEN, LIMIT, UNSENT, MigratingFleet, Worker, next_token
+
+from dynamo.errors import EngineShutdown
 
 ROUNDS = 8
 REFUSALS = 4
@@ -20,7 +23,7 @@ async def run(body: dict[str, Any], dice: random.Random, faults: bool) -> Any:
     site = MigratingFleet(WORKERS)
     site.post(body, "/v1/chat/completions" if "messages" in body else "/v1/completions")
     workers: list[Worker] = []
-    broken, refused = dict.fromkeys(range(8), 0), dict.fromkeys(range(8), 0)
+    broken, refused, lost = Counter[int](), Counter[int](), Counter[int]()
     vocabulary = site.preprocessor.tokenizer.vocab_size
     for _ in range(10_000):
         while len(workers) < len(site.streams):
@@ -36,7 +39,10 @@ async def run(body: dict[str, Any], dice: random.Random, faults: bool) -> Any:
                 worker.fail(dice.choice(UNSENT)("no"))
             elif faults and broken[choice] < LIMIT and dice.random() < 0.15:
                 broken[choice] += 1
-                worker.fail(dice.choice(BROKEN)("gone"))
+                # Two lost before a token end the request; one that drains is no loss.
+                kinds = (EngineShutdown,) if not worker.sent and lost[choice] else BROKEN
+                lost[choice] += not worker.sent
+                worker.fail(dice.choice(kinds)("gone"))
             else:
                 worker.step()
             await asyncio.sleep(0)

@@ -9,7 +9,7 @@ from migration_kit import MigratingFleet
 from test_prefill import DECODE, PREFILL, SPARE, Box
 from test_request import MODEL_DIR, ids, turn
 
-from dynamo.errors import CannotConnect, Disconnected
+from dynamo.errors import CannotConnect, Disconnected, WorkersLost
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.migration import Migrations
 from dynamo.protocols.card import ModelCard, RuntimeConfig
@@ -46,6 +46,20 @@ async def test_a_prefill_worker_that_refuses_costs_nothing() -> None:
         box.computing[-1].fail(CannotConnect("no"))
     assert caller.engine_request.migrations == 0 and len(box.prefillers.streams) == 5
     caller.leave()
+    assert box.nothing_left()
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+async def test_a_prompt_that_ends_two_prefill_workers_reaches_no_third(limit: int) -> None:
+    box = box_with(limit)
+    box.join(SPARE + 1)
+    caller = box.send()
+    for _ in range(2):
+        stream = box.computing[-1]
+        box.part(stream.worker_id)
+        stream.fail(Disconnected("gone"))
+    assert len(box.prefillers.streams) == 2 and not box.decoders.streams
+    assert isinstance(caller.error, WorkersLost)
     assert box.nothing_left()
 
 

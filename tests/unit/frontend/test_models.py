@@ -190,8 +190,8 @@ async def test_a_worker_that_tokenizes_differently_gets_nothing(
         await until(lambda: box.rejected("tiny", "checksum") == 1)
     assert "another checksum" in caplog.text
     assert box.models.rejections() == {
-        f"{other.id:x}": "other workers of tiny have another checksum; another model needs "
-        "another name"
+        f"{other.id:x}": "other workers of tiny have another checksum of tokenizer, template and "
+        "config; another model needs another name"
     }
     await until(lambda: len(box.models.instances()) == 2)
     assert box.routable() == {good.id}
@@ -295,8 +295,9 @@ async def test_prefill_cards_that_disagree_are_rejected(
 ) -> None:
     await box.worker()
     await until(lambda: "tiny" in box.names)
-    await box.worker("prefill", model_type="Prefill", **change)
+    prefill = await box.worker("prefill", model_type="Prefill", **change)
     await until(lambda: box.rejected("tiny", reason) == 1)
+    assert reason in box.models.rejections()[f"{prefill.id:x}"]
     router = box.models.find("tiny", "Chat").prefill.router
     assert router is not None and not router.active
 
@@ -312,6 +313,7 @@ async def test_a_second_prefill_endpoint_waits_until_the_first_is_gone(box: Box)
     await until(lambda: box.rejected("tiny", "endpoint") == 1)
     await first.runtime.close()
     await until(lambda: router.queue.workers == [second.id])
+    assert box.models.rejections() == {}
 
 
 # -- models whose workers take whole requests

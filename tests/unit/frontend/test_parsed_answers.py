@@ -16,9 +16,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from text_kit import EXAMPLE, card, chat_body, events, outputs
 
 from dynamo.config.frontend import FrontendSettings
+from dynamo.config.worker import REASONING_PARSERS
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.answer.generation import ChatStream
 from dynamo.frontend.answer.parsed import ParsedChatStream
+from dynamo.frontend.answer.parsers.formats import RequestTools
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat
@@ -90,6 +92,22 @@ def test_reasoning_content_and_calls_in_one_body() -> None:
 def test_content_is_null_beside_calls_alone() -> None:
     message = body(CALL, tools=TOOLS)["message"]
     assert message["content"] is None and "reasoning_content" not in message
+
+
+def test_tools_are_read_once_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,000 tools and many choices held the event loop for more than a second."""
+    read: list[Any] = []
+    of = RequestTools.of
+
+    def count(tools: Any) -> RequestTools:
+        read.append(tools)
+        return of(tools)
+
+    monkeypatch.setattr(RequestTools, "of", count)
+    made = answer(CALL, tools=TOOLS, n=8)
+    assert len(made.choices) == 8 and len(read) == 1
+    parts = [one["message"]["tool_calls"] for one in json.loads(made.unary())["choices"]]
+    assert all(len(calls) == 1 for calls in parts)
 
 
 def test_a_stream_has_the_same_parts() -> None:
@@ -171,6 +189,29 @@ def test_reasoning_that_the_template_opens_or_closes(reasoning: str, tmp_path: P
     assert message["content"] == "Hi </think>" and "reasoning_content" not in message
 
 
+@pytest.mark.parametrize("reasoning", sorted(REASONING_PARSERS))
+@pytest.mark.parametrize("content", ["The answer", [{"type": "text", "text": "The answer"}]])
+def test_an_answer_that_continues_a_text_has_no_reasoning(reasoning: str, content: Any) -> None:
+    if reasoning == "gpt_oss":
+        return  # its messages have headers
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    more: Any = {"continue_final_message": True, "messages": messages}
+    message = body(" is 4.", model=preprocessor(None, reasoning), **more)["message"]
+    assert message["content"] == " is 4." and "reasoning_content" not in message
+
+
+def test_an_answer_that_continues_reasoning() -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "<think>\nSo it"},
+    ]
+    more: Any = {"continue_final_message": True, "messages": messages}
+    for reasoning in ("qwen3", "deepseek_r1"):
+        model = preprocessor(None, reasoning)
+        message = body(" is</think>4", model=model, **more)["message"]
+        assert (message["reasoning_content"], message["content"]) == ("is", "4")
+
+
 def test_named_choice_asks_for_the_parameters() -> None:
     prepared = prepare(tools=TOOLS, tool_choice=NAMED)
     (request,) = prepared.requests
@@ -178,7 +219,7 @@ def test_named_choice_asks_for_the_parameters() -> None:
     message, chunks = stream(' {"city": "Paris"}', tools=TOOLS, tool_choice=NAMED)
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-    assert message["content"] is None and chunks[-1]["finish_reason"] == "tool_calls"
+    assert message["content"] is None and chunks[-1]["finish_reason"] == "stop"
 
 
 def test_required_choice_asks_for_an_array_of_calls() -> None:

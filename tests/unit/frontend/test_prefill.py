@@ -55,6 +55,9 @@ class Stream:
         self.sink = sink
         self.killed = False
 
+    def keep_tokens(self) -> None:
+        """All items go to ``on_data`` anyway."""
+
     def pass_tokens(self, *args: Any) -> None:
         """Leave all items to ``on_data``."""
 

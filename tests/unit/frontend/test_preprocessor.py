@@ -6,12 +6,16 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from text_kit import EXAMPLE, card, chat_body, completion_body, example_preprocessor, ids_of
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.api.anthropic import prepare_message
+from dynamo.frontend.prompt.anthropic import parse_messages
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
+from dynamo.frontend.prompt.response_body import parse_response
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
@@ -67,15 +71,32 @@ def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
 def test_context_length_comes_from_the_card_first() -> None:
     length = len(ids_of(CHAT))
     small = Preprocessor(card(context_length=length + 4))
-    request = parse_chat(chat_body(max_tokens=5))
-    with pytest.raises(InvalidArgument) as caught:
-        small.chat(request)
-    assert f"maximum context length is {length + 4} tokens" in caught.value.message
-    assert f"requested {length + 5} tokens ({length} in the prompt, 5 in" in caught.value.message
     assert small.chat(parse_chat(chat_body())).requests[0].stop_conditions.max_tokens == 4
     full = Preprocessor(card(runtime_config=RuntimeConfig(context_length=length)))
-    with pytest.raises(InvalidArgument, match=f"your prompt has {length} tokens"):
+    with pytest.raises(InvalidArgument, match=f"your prompt has {length} tokens") as caught:
         full.chat(parse_chat(chat_body()))
+    assert f"maximum context length is {length} tokens" in caught.value.message
+
+
+def test_an_answer_that_does_not_fit_is_shortened() -> None:
+    """In all APIs, as vLLM's server does; a prompt that fills the context alone is refused."""
+    small = Preprocessor(card(context_length=len(ids_of(CHAT)) + 4))
+    for fields in ({"max_tokens": 5}, {"max_completion_tokens": 10**6, "min_tokens": 7}):
+        stop = small.chat(parse_chat(chat_body(**fields))).requests[0].stop_conditions
+        assert stop.max_tokens == 4
+        assert stop.min_tokens == (4 if "min_tokens" in fields else None)
+    response = parse_response(
+        orjson.dumps({"model": "m", "input": "Hello there", "max_output_tokens": 5})
+    )
+    response.add_history([])
+    assert small.chat(response).requests[0].stop_conditions.max_tokens == 4
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hello there"}]}
+    message = parse_messages(orjson.dumps(body))
+    assert prepare_message(small, message).requests[0].stop_conditions.max_tokens == 4
+    short = Preprocessor(card(context_length=len(ids_of("Hello there")) + 2))
+    prompts = ["Hello there", ids_of("Hello")]
+    asked = parse_completion(completion_body(prompt=prompts[0], max_tokens=3))
+    assert short.completion(asked).requests[0].stop_conditions.max_tokens == 2
 
 
 def test_sampling_and_output_options() -> None:

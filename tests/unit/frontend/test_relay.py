@@ -21,6 +21,7 @@ from dynamo.errors import (
     NoInstances,
     Overloaded,
 )
+from dynamo.frontend.answer.relayed_http import HttpAnswer
 
 ANSWER = b'{"id": 1,  "odd": [1,2], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}'
 
@@ -68,6 +69,28 @@ async def test_tokenize_is_relayed_where_the_server_has_it(site: RelaySite) -> N
     labels = {"endpoint": "tokenize", "model": "far", "status": "success"}
     assert site.sample("dynamo_frontend_requests_total", **labels) == 1
     site.settled()
+
+
+@pytest.mark.parametrize("body", [{"prompt": "hi"}, {"prompt": "hi " * 60_000}])
+async def test_tokenize_needs_no_model_where_one_is_served(site: RelaySite, body: Any) -> None:
+    site.entries = lambda: [site.far]  # type: ignore[method-assign]
+    site.post(body, "/tokenize")
+    async with asyncio.timeout(10):
+        while not site.relayed:
+            await turn()
+    assert site.relayed[0].request.body == json.dumps(body).encode()
+    site.relayed[0].head()
+    site.relayed[0].body(b'{"count": 1}')
+    site.relayed[0].sink.on_end()
+    await turn()
+    assert site.answer == {"count": 1}
+    site.settled()
+    site.bench = Bench(handler=site.routes)
+    del site.entries
+    site.far.name, site.entry.relayed = "far", True
+    site.post({"prompt": "hi"}, "/tokenize")
+    await turn()
+    assert site.status == 400 and "name one in 'model': far, tiny" in site.answer["message"]
 
 
 async def test_tokenize_is_refused_where_the_server_lacks_it(site: RelaySite) -> None:
@@ -436,6 +459,20 @@ async def test_a_large_body_is_read_in_a_thread(site: RelaySite) -> None:
     site.settled()
 
 
+async def test_an_end_that_raises_ends_its_request(
+    site: RelaySite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(_: HttpAnswer) -> None:
+        raise RuntimeError("a defect of ours")
+
+    monkeypatch.setattr(HttpAnswer, "close", breaks)
+    stream = site.ask("/v1/embeddings", input=["a"])
+    stream.head()
+    stream.sink.on_end()
+    assert site.status == 500
+    site.settled()
+
+
 async def test_a_large_body_for_tokens_goes_on(site: RelaySite) -> None:
     site.post({"model": "tiny", "messages": [{"role": "user", "content": "x" * 200_000}]})
     async with asyncio.timeout(10):
@@ -593,10 +630,11 @@ async def test_what_is_kept_for_a_slow_client_is_bounded() -> None:
 
 
 async def test_a_silent_server_is_timed_out() -> None:
+    """It is sent to one more, which is silent, too."""
     site = RelaySite(backend_stream_timeout_s=0.05)
     stream = site.ask()
     async with asyncio.timeout(10):
         while not site.bench.transport.out:
             await turn()
-    assert site.status == 503 and stream.calls == ["kill"]
+    assert site.status == 500 and stream.calls == ["kill"]
     site.settled()

@@ -66,6 +66,9 @@ class Stream:
         self.engine_id = headers["request-id"]
         self.killed = 0
 
+    def keep_tokens(self) -> None:
+        """All items go to ``on_data`` anyway."""
+
     def pass_tokens(self, *args: Any) -> None:
         """Leave all items to ``on_data``."""
 
@@ -119,7 +122,7 @@ class Site:
         )
         self.kv_mode = True
         self.saturation = Saturation()
-        self.worker_pool = SimpleNamespace(members={7: None})
+        self.worker_pool = SimpleNamespace(members={7: None}, avoided=set())
         self.tasks = Tasks("test")
         self.streams: list[Stream] = []
         self.booked: dict[str, int] = {}
@@ -399,8 +402,9 @@ OVERLOADED = {
     "code": 503,
 }
 NOT_READY = {
-    "message": "Model `tiny` is not ready to serve requests yet. The deployment may still be "
-    "starting up or is not fully provisioned. Please retry shortly.",
+    "message": "Model `tiny` is not ready to serve requests yet. It has no worker now: the last "
+    "one was unloaded, stopped or put to sleep, or the first one is still starting. "
+    "Please retry shortly.",
     "type": "Service Unavailable",
     "code": 503,
 }

@@ -118,7 +118,7 @@ OUTCOMES = [finish, stopped, fail, fail_at_once, garbage, leave, overwhelm, drai
 REFUSALS: dict[str, dict[str, Any]] = {
     "not a valid value": {"temperature": 9},
     "an unknown field": {"foo": 1},
-    "a prompt that does not fit": {"max_tokens": 5000},
+    "a prompt that does not fit": {"nvext": {"token_data": [5] * 5000}},
     "a worker id out of range": {"nvext": {"prefill_worker_id": 2**64}},
     "no answer wanted": {"stream": True, "nvext": {"annotations": ["query_instance_id:"]}},
 }

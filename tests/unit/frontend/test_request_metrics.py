@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from dynamo.frontend.api import info
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request_metrics import RequestMetrics
+from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.router.picker import Decision
+from dynamo.runtime.tasks import Tasks
 
 DECISION = Decision(1, 0)
 
@@ -80,3 +87,34 @@ def test_a_request_that_ends_early_is_in_no_stage(steps: int) -> None:
     assert len(page.stages) == 1
     metrics.ended(None, None, ("chat_completions", "1", None), ())
     assert page.stages == {}
+
+
+async def test_the_loop_turns_while_the_metrics_of_many_models_are_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(info, "_SLICE_S", 0)
+    registry, tasks, routes = Registry(), Tasks("test"), Routes()
+    shared = FrontendMetrics(registry)
+    for number in range(64):
+        shared.model(f"m{number}")
+    models: Any = SimpleNamespace(count=lambda: None, entries=list)
+    info.InfoRoutes(models, None, registry, tasks).install(routes)  # type: ignore[arg-type]
+    answers: list[tuple[int, bytes]] = []
+    exchange: Any = SimpleNamespace(
+        method="GET",
+        path="/metrics",
+        headers={},
+        respond=lambda status, body, *_: answers.append((status, body)),
+    )
+    routes(exchange)
+    turns = 0
+    while not answers:
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 10
+    [(status, body)] = answers
+    assert status == 200
+    assert (
+        body.partition(b"# HELP process_")[0] == registry.render().partition(b"# HELP process_")[0]
+    )
+    await tasks.close()

@@ -34,7 +34,8 @@ class Fleet(Site):
 
     def __init__(self, workers: int = 3, **settings: Any) -> None:
         super().__init__(**settings)
-        self.worker_pool = SimpleNamespace(members=dict.fromkeys(range(1, workers + 1)))
+        members = dict.fromkeys(range(1, workers + 1))
+        self.worker_pool = SimpleNamespace(members=members, avoided=set())
         self.gone: set[int] = set()
 
     def inputs(self, *_: Any, **__: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import typing
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -228,6 +229,36 @@ async def test_earlier_responses_are_the_beginning_of_the_prompt(site: Responses
     site.settled()
 
 
+async def test_no_other_client_finds_a_response(site: ResponsesSite) -> None:
+    """Without keys all clients are one owner: what they can know or choose leads nowhere."""
+    mine = str(uuid.uuid4())
+    private = {"role": "user", "content": "secret", "id": "m1"}
+    answers = []
+    for _ in range(2):  # the second client has read the first one's x-request-id
+        site.bench.transport, site.bench.connection = site.bench.connect()
+        site.post({"model": "tiny", "input": [private]}, PATH, x_request_id=mine)
+        site.say("good day")
+        answers.append(site.answer)
+    first, second = (answer["id"] for answer in answers)
+    assert first != second and len(site.store) == 2
+    assert first.rpartition("-")[0] == second.rpartition("-")[0] == f"resp_{mine}"
+    shown = repr(list(site.metrics.recent.records)).encode() + site.registry.render()
+    assert mine.encode() in shown and first.rpartition("-")[2].encode() not in shown
+    for guess in (f"resp_{mine}", first[:-1] + ("0" if first[-1] != "0" else "1")):
+        for method in ("GET", "DELETE"):
+            site.get(f"{method} {PATH}/{guess}")
+            assert site.status == 404
+    assert site.get(f"GET {PATH}/{first}") == answers[0]
+    assert site.metrics.recent.find(first).info[1] == mine  # as dynamo explain looks it up
+    reference = {"type": "item_reference", "id": "m1"}
+    site.ask(input=[reference])
+    assert site.status == 400 and "no stored item 'm1'" in site.answer["error"]["message"]
+    site.ask(input=[reference], previous_response_id=first)
+    site.say("bye")
+    assert site.status == 200
+    site.settled()
+
+
 async def test_a_long_history_takes_the_detour(site: ResponsesSite) -> None:
     site.ask(input="word " * 200)
     site.say("good day")
@@ -279,9 +310,19 @@ async def test_pages_of_input_items(site: ResponsesSite) -> None:
     after = site.get(f"{path}?order=asc&after={page['last_id']}")
     assert after["data"][0]["content"][0]["text"] == "b" and not after["has_more"]
     assert site.get(f"{path}?after={after['last_id']}")["data"] == page["data"]
-    for query, text in (("limit=0", "between 1"), ("order=x", "asc or"), ("after=x", "no item")):
-        assert text in site.get(f"{path}?{query}")["error"]["message"]
-        assert site.status == 400
+    wrong = [
+        ("limit=0", "between 1"),
+        (f"limit=1{'0' * 5000}", "between 1"),
+        (f"limit={'0' * 8}1{'0' * 4}", "between 1"),
+        ("order=x", "asc or"),
+        ("after=x", "no item"),
+        ("&".join(f"a{number}=1" for number in range(101)), "at most 100 fields"),
+    ]
+    for query, text in wrong:
+        for line in (f"{path}?{query}", f"{path.removesuffix('/input_items')}?{query}"):
+            if line.startswith(path) or "fields" in text:
+                assert text in site.get(line)["error"]["message"]
+                assert site.status == 400
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -60,6 +60,13 @@ def test_wrong_methods() -> None:
     assert (status, headers["allow"], body) == (405, "POST", "")
 
 
+def test_options_of_the_server() -> None:
+    """RFC 9110 9.3.7: some proxies and monitors use it as a ping."""
+    status, headers, body = ask("OPTIONS", "*")
+    assert (status, body) == (200, "") and "OPTIONS" in headers["allow"]
+    assert ask("GET", "*")[0] == 400
+
+
 def test_no_websocket() -> None:
     """Codex tries one where it takes this server for OpenAI's, and after a 426 sends a POST."""
     bench = Bench(handler=table())

@@ -20,11 +20,12 @@ from dynamo.runtime import DistributedRuntime
 
 @contextlib.asynccontextmanager
 async def frontend(
-    tmp_path: Path, port: int = 0, ui: bool | None = None
+    tmp_path: Path, port: int = 0, ui: bool | None = None, host: str = "127.0.0.1"
 ) -> AsyncIterator[Frontend]:
     runtime = DistributedRuntime(None, RuntimeSettings(state_dir=str(tmp_path), namespace="ns"))
     await runtime.start()
-    one = Frontend(runtime, FrontendSettings(http_port=port, ui=ui), RouterSettings())
+    settings = FrontendSettings(http_host=host, http_port=port, ui=ui)
+    one = Frontend(runtime, settings, RouterSettings())
     try:
         yield one
     finally:
@@ -46,6 +47,19 @@ async def test_it_does_not_wait_for_a_load_for_ever(
         assert "models are still loading after 0.05 s" in caplog.text
 
 
+async def test_an_ipv6_address_is_printed_as_a_url(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with frontend(tmp_path, host="::", ui=True) as one:
+        try:
+            _, port = await one.start()
+        except ConfigError:
+            pytest.skip("no IPv6")
+        assert f"listening on http://[::]:{port}\n" in caplog.text
+        assert f"web page at http://[::]:{port}/ui\n" in caplog.text
+
+
 async def test_clients_leave_open_files_for_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -54,6 +68,7 @@ async def test_clients_leave_open_files_for_workers(
         host, port = await one.start()
         assert "open files are limited to 1: at most 0 clients at once" in caplog.text
         reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
         writer.close()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,15 @@ import jinja2
 import jinja2.sandbox
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from text_kit import EXAMPLE
+from text_kit import EXAMPLE, card
 
 from dynamo.errors import ConfigError, InvalidArgument
+from dynamo.frontend.prompt import template_environment
 from dynamo.frontend.prompt.messages import IMAGE, ContentForm, alternating
-from dynamo.frontend.prompt.template import ChatTemplate, load_template
+from dynamo.frontend.prompt.preprocessor import Preprocessor
+from dynamo.frontend.prompt.template import ChatTemplate, TemplateTimeout, load_template
 from dynamo.frontend.prompt.template_environment import TemplateEnvironment
+from dynamo.protocols.openai import ChatCompletionRequest
 
 USER = [{"role": "user", "content": "Hi"}]
 LOOP = "{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{% endfor %}"
@@ -123,6 +128,66 @@ def test_sandbox(source: str) -> None:
     assert messages == USER
 
 
+TURN = {"role": "user", "content": "a"}
+ENDLESS = [
+    "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+    "{% for i in range(90000) if range(90000)|list %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for i in [[1, 2]] recursive %}{{ loop([[1, 2]]) if loop.depth < 60 }}"
+    "{{ loop([[1, 2]]) if loop.depth < 60 }}{% endfor %}",
+    "{% block a %}{% set ns.n = ns.n + 1 %}{% if ns.n %}{{ self.b() }}{{ self.b() }}{% endif %}"
+    "{% endblock %}{% block b %}{{ self.a() }}{{ self.a() }}{% endblock %}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_an_endless_template_ends(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_environment, "_RENDER_S", 0.02)
+    with pytest.raises(
+        (ConfigError, InvalidArgument), match=r"runs for more than 0.02 s|recursion"
+    ):
+        template("{% set ns = namespace(n=0) %}" + source).render([TURN])
+    bomb = template(
+        "{{ messages[0].content }}{% if messages|length > 8 %}" + ENDLESS[0] + "{% endif %}"
+    )
+    assert bomb.render([TURN]) == "a"
+    with pytest.raises(TemplateTimeout, match="send fewer messages"):
+        bomb.render([TURN] * 9)
+
+
+def test_an_endless_template_takes_a_thread_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
+    source = "{% if messages|length > 8 %}" + ENDLESS[0] + "{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    preprocessor = Preprocessor(card(), tmp_path)
+    assert preprocessor.inline_limit_bytes > 0
+    monkeypatch.setattr(template_environment, "_RENDER_S", 0.02)
+    request = ChatCompletionRequest(model="m", messages=[TURN] * 9)
+    with pytest.raises(InvalidArgument, match="Chat template: it runs for more than"):
+        preprocessor.chat(request)
+    assert preprocessor.inline_limit_bytes == 0
+
+
+def test_a_template_whose_thread_does_not_run_is_not_endless(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loading a tokenizer of another model may hold Python's lock for a second."""
+    monkeypatch.setattr(template_environment, "_RENDER_S", 0.02)
+    source = "{% for i in range(3) if pause() or 1 %}{{ i }}{% endfor %}"
+    stalled = template("{% if messages|length > 8 %}" + source + "{% endif %}")
+    prompt = stalled.render([TURN] * 9, variables={"pause": lambda: time.sleep(0.03)})
+    assert prompt == "012"
+
+
+@pytest.mark.parametrize("expression", ["9 ** 99999", "'a' * 10 ** 9", "10 ** 9 * [1]"])
+def test_large_products_are_refused(expression: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"4096 bits|1048576 items"):
+        template(f"{{{{ {expression} }}}}").render([TURN])
+    assert template("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 2.0 * 3 }}").render([TURN]) == "---10246.0"
+
+
 def test_huggingface_conventions() -> None:
     source = (
         "{% for i in [1, 2, 3] %}\n  {% if i == 2 %}{% continue %}{% endif %}\n{{ i }}\n"
@@ -172,6 +237,22 @@ def test_missing_content_is_empty_and_null_tool_calls_are_none() -> None:
     assert template(source).render(messages) == ".False.False"  # type: ignore[arg-type]
 
 
+def test_null_content_beside_calls_stays_null_where_the_template_takes_it() -> None:
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    silent, empty = (
+        [{"role": "assistant", "content": content, "tool_calls": calls}] for content in (None, "")
+    )
+    tail = "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
+    # as of DeepSeek-R1-Distill-Qwen: a header for each content that is not null
+    header = "{% for m in messages %}{% if m.content is not none %}[{{ m.content }}]{% endif %}"
+    assert template(header + tail).render(silent) == "{}"
+    assert template(header + tail).render(empty) == "[]{}"
+    for source in ("{{ m.content }}", "{{ m.content + '' }}"):
+        printed = template("{% for m in messages %}" + source + tail)
+        assert printed.render(silent) == printed.render(empty) == "{}"
+
+
 def test_continue_final_message() -> None:
     messages = [*USER, {"role": "assistant", "content": "The answer is "}]
     prompt = example().render(messages, continue_final_message=True)
@@ -180,6 +261,16 @@ def test_continue_final_message() -> None:
     assert stripping.render(messages, continue_final_message=True) == "Hi;The answer is"
     with pytest.raises(InvalidArgument, match="continue_final_message"):
         example().render([*USER, {"role": "assistant", "content": ""}], continue_final_message=True)
+
+
+@pytest.mark.parametrize("text", ["im", "end", "|", "m_end|>", "<|im_end|>", "a\n", "\n", "x  "])
+def test_a_text_that_is_also_in_the_end_marker_is_continued(text: str) -> None:
+    messages = [*USER, {"role": "assistant", "content": text}]
+    for content in (text, [{"type": "text", "text": text}]):
+        messages[-1]["content"] = content  # type: ignore[assignment]
+        prompt = example().render(messages, continue_final_message=True)
+        assert prompt.endswith(f"<|im_start|>assistant\n{text}")
+    assert messages[-1]["content"] == content
 
 
 def test_variables_reach_the_template() -> None:

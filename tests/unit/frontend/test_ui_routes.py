@@ -188,6 +188,16 @@ async def test_files_are_served_with_a_policy_and_an_etag(page: Page) -> None:
         assert (await page.ask(path))[0] == 404, path
 
 
+async def test_a_browser_at_the_root_gets_the_page(page: Page) -> None:
+    for method in ("GET", "HEAD"):
+        browser = "Accept: text/html,application/xhtml+xml,*/*;q=0.8"
+        status, headers, _ = await page.ask("/", browser, method=method)
+        assert (status, headers["location"]) == (307, "/ui")
+    status, _, body = await page.ask("/", "Accept: */*")
+    assert status == 404 and b"Route not found: GET /" in body
+    assert (await page.ask("/nothing", "Accept: text/html"))[0] == 404
+
+
 def test_the_page_needs_nothing_from_elsewhere_and_has_no_inline_code() -> None:
     html = (STATIC / "index.html").read_text()
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=|javascript:", html)
@@ -262,6 +272,7 @@ async def test_with_keys_the_files_are_open_and_the_rest_is_for_operators(tmp_pa
     async with served(tmp_path, FrontendSettings(api_key_file=str(keys))) as page:
         for path in (*files.file_paths(), "/ui/about.json"):
             assert (await page.ask(path))[0] == 200
+        assert (await page.ask("/", "Accept: text/html"))[0] == 307
         assert json.loads((await page.ask("/ui/about.json"))[2]) == {"keys": True}
         for path in ("/ui/events", "/ui/logs?name=x"):
             assert (await page.ask(path))[0] == 401

@@ -87,6 +87,30 @@ def completion_error(body: bytes) -> str:
             {"stop_token_ids": [1] * 1025},
             "'stop_token_ids' must have at most 1024 entries, got 1025",
         ),
+        (
+            {"bad_words": ["x" * 59_000] * 50},
+            "'bad_words' must have at most 32768 characters, got 2950000: " + "x" * 61 + "...",
+        ),
+        (
+            {"guided_regex": "a" * 16_385},
+            "'guided_regex' must have at most 16384 characters, got 16385: " + "a" * 61 + "...",
+        ),
+        (
+            {"structured_outputs": {"regex": "b" * 20_000}},
+            "'guided_regex' must have at most 16384 characters, got 20000: " + "b" * 61 + "...",
+        ),
+        (
+            {"guided_choice": ["a" * 131_073] * 2},
+            "'guided_choice' must have at most 262144 characters, got 262146: " + "a" * 61 + "...",
+        ),
+        (
+            {"guided_grammar": "g" * 300_000},
+            "'guided_grammar' must have at most 262144 characters, got 300000: " + "g" * 61 + "...",
+        ),
+        (
+            {"cache_salt": "s" * 5000},
+            "'cache_salt' must have at most 4096 characters, got 5000: " + "s" * 61 + "...",
+        ),
         ({"logit_bias": {"x": 1}}, "'logit_bias' keys must be token ids"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import json
 import random
@@ -54,11 +55,18 @@ class Site:
         access = Access(keys=self.keys, is_open=OPEN.__contains__)
         limits = HttpLimits(sweep_s=0.02, linger_s=0.1)
         self.refused: list[int] = []
+        self.ended = asyncio.Event()
         self.server = HttpServer(self.handle, limits, self.refused.append, access=access)
+        self.server.is_reserved = OPEN.__contains__
         self.port = 0
 
     def handle(self, exchange: Exchange) -> None:
         key = exchange.api_key
+        if exchange.path == "/stream":
+            exchange.on_disconnect = self.ended.set
+            exchange.start(200, "text/plain")
+            exchange.write(b"begun")
+            return
         shown = {"key": key and key.name, "headers": exchange.headers, "size": len(exchange.body)}
         exchange.respond(200, json.dumps(shown).encode())
 
@@ -169,9 +177,50 @@ async def test_wrong_keys(site: Site, file: KeyFile, caplog: pytest.LogCaptureFi
         error = body["error"]
         assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
         assert file.user not in json.dumps(body) and "wrong" not in json.dumps(body)
-    assert (await site.ask(f"Authorization: Bearer {file.user}x", path="/live"))[0] == 401
+    status, seen = await site.ask(f"Authorization: Bearer {file.user}x", path="/live")
+    assert (status, seen["key"], seen["headers"]) == (200, None, {"host": "a"})
     assert set(site.refused) == {401}
     assert file.user not in caplog.text
+
+
+async def test_a_key_without_its_scheme_is_refused_also_after_another_request(
+    site: Site, file: KeyFile
+) -> None:
+    assert (await site.ask(f"X-Api-Key: {file.user}"))[0] == 200
+    assert (await site.ask(f"Authorization: {file.user}"))[0] == 401
+    assert (await site.ask(f"Authorization: Bearer {file.user}"))[0] == 200
+    assert (await site.ask(f"X-Api-Key: Bearer {file.user}"))[0] == 401
+
+
+async def test_an_operator_is_served_above_the_connection_limit(site: Site, file: KeyFile) -> None:
+    site.server.limits = dataclasses.replace(site.server.limits, connections=0)
+    assert (await site.ask(f"X-Api-Key: {file.user}"))[0] == 503
+    assert (await site.ask(f"X-Api-Key: {file.operator}"))[0] == 200
+    assert (await site.ask(path="/live"))[0] == 200
+
+
+@pytest.mark.parametrize("role", [None, "user"])
+async def test_streams_of_a_withdrawn_key_end(
+    site: Site, file: KeyFile, caplog: pytest.LogCaptureFixture, role: str | None
+) -> None:
+    """A key is withdrawn by its removal; an operator's also by the role of a user."""
+    caplog.set_level("INFO")
+    streams = []
+    for key in (file.operator, file.user):
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        writer.write(f"GET /stream HTTP/1.1\r\nHost: a\r\nX-Api-Key: {key}\r\n\r\n".encode())
+        await reader.readuntil(b"begun")
+        streams.append((reader, writer))
+    lines = [key_line("alice", "user", file.user)]
+    file.write(*lines, *([key_line("root", role, file.operator)] if role else []))
+    async with asyncio.timeout(20):
+        with contextlib.suppress(ConnectionError):
+            assert b"0\r\n\r\n" not in await streams[0][0].read()
+        await site.ended.wait()
+    assert "closed a stream of the withdrawn key root" in caplog.text
+    assert site.server.connections == 1
+    for _, writer in streams:
+        writer.close()
 
 
 async def test_the_challenge_tells_a_missing_key_from_a_wrong_one(site: Site) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
-from dynamo.http.client import HttpClient, ResponseError, get, request_head
+from dynamo.http.client import HttpClient, ResponseError, cause, get, request_head
 
 
 @asynccontextmanager
@@ -47,6 +48,20 @@ async def test_get(answer: bytes) -> None:
     async with asyncio.timeout(10), serving(answer) as port:
         found = await get("127.0.0.1", port, "box", "/x", 5)
     assert (found.status, bytes(found.body), found.usable) == (200, b"hello", False)
+
+
+async def test_the_cause_of_a_failed_connection_is_that_of_the_system() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    for host in ("127.0.0.1", "localhost"):
+        with pytest.raises(OSError) as refused:
+            await HttpClient(1).connect(host, port)
+        assert cause(refused.value) == "Connection refused"
+    with pytest.raises(OSError) as unknown:
+        await HttpClient(1).connect("host.invalid", port)
+    assert "Errno" not in cause(unknown.value)
+    assert cause(TimeoutError()) == "timeout"
+    assert cause(ResponseError("disconnected")) == "disconnected"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ import asyncio
 import random
 
 import pytest
-from http_bench import Bench
+from http_bench import Bench, MockTransport
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dynamo.http import NEVER, Exchange, WriteBatch, exchange
+from dynamo.http.connection import HttpConnection
 
 GET = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -230,7 +233,7 @@ def test_a_client_that_reads_nothing_is_paused_between_requests() -> None:
         (b"GET  / HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET\t/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
-        (b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET /a#b HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET /\xc3\xa4 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
@@ -563,17 +566,179 @@ def test_deadlines() -> None:
     assert not bench.transport.closed and bench.transport.out == b""
 
 
-def test_the_connection_cap() -> None:
+LIVE = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+def crowd(bench: Bench, count: int, peer: str) -> list[MockTransport]:
+    """Connections of one client that have a request in progress."""
+    transports = []
+    for _ in range(count):
+        transport, connection = bench.connect(peer)
+        connection.data_received(GET)
+        transports.append(transport)
+    return transports
+
+
+def test_above_the_cap_only_reserved_paths_are_served() -> None:
     bench = Bench(connections=2)
-    second, _ = bench.connect()
-    assert second.out == b""
-    third, connection = bench.connect()
-    assert status_of(third.out) == 503
-    assert bench.refused == [503]
-    connection.connection_lost(None)
+    bench.answer = False
+    bench.feed(GET)
+    crowd(bench, 1, "127.0.0.1")
+    refused, connection = bench.connect()
+    connection.data_received(GET)
+    assert status_of(refused.out) == 503 and bench.refused == [503]
+    monitor, connection = bench.connect()
+    bench.answer = True
+    connection.data_received(LIVE)
+    assert status_of(monitor.out) == 200 and b"connection: close" in monitor.out.lower()
     bench.connection.connection_lost(None)
-    fourth, _ = bench.connect()
-    assert fourth.out == b""
+    free, connection = bench.connect()
+    connection.data_received(GET)
+    assert status_of(free.out) == 200
+
+
+def test_above_the_reserve_a_connection_is_refused_at_once() -> None:
+    bench = Bench(connections=1)
+    bench.answer = False
+    bench.feed(GET)
+    for _ in range(100):  # refused ones leave the reserve to others
+        _, connection = bench.connect()
+        connection.data_received(GET)
+    for _ in range(64):
+        _, connection = bench.connect()
+        connection.data_received(LIVE)
+    assert bench.refused == [503] * 100
+    refused, _ = bench.connect()
+    assert status_of(refused.out) == 503
+
+
+def test_monitors_get_a_place_while_a_client_connects_again_and_again() -> None:
+    bench = Bench(connections=1)
+    bench.answer = False
+    bench.feed(GET)
+    for _ in range(200):
+        bench.connect()
+    bench.answer = True
+    monitor, connection = bench.connect("10.0.0.1")
+    connection.data_received(LIVE)
+    assert status_of(monitor.out) == 200
+
+
+def test_idle_connections_give_way() -> None:
+    """One client with only idle connections leaves room for others and for itself."""
+    bench = Bench(connections=16)
+    idle = [bench.transport, *(bench.connect()[0] for _ in range(13))]
+    bench.later(2.5)
+    newest, connection = bench.connect()
+    assert [one.closed for one in idle] == [True] + 13 * [False], "15 of 16: over its share"
+    connection.data_received(GET)
+    assert status_of(newest.out) == 200
+    for number in range(20):
+        transport, other = bench.connect(f"10.0.0.{number}")
+        other.data_received(GET)
+        assert status_of(transport.out) == 200
+    assert bench.refused == []
+
+
+def test_a_client_that_reads_no_answer_keeps_its_place() -> None:
+    """It would still have its socket: with others in its place, there were more than the limit."""
+    bench = Bench(connections=1)
+    bench.feed(GET)
+    bench.transport.unsent_bytes = 1
+    bench.later(2.5)
+    refused, connection = bench.connect()
+    connection.data_received(GET)
+    assert status_of(refused.out) == 503 and not bench.transport.closed
+    bench.transport.unsent_bytes = 0
+    served, connection = bench.connect()
+    connection.data_received(GET)
+    assert status_of(served.out) == 200 and bench.transport.closed
+
+
+class ConnectionHistory:
+    """Random clients of one server, and what must hold after each of their steps."""
+
+    def __init__(self, chance: random.Random, limit: int) -> None:
+        self.chance, self.limit = chance, limit
+        self.bench = Bench(
+            connections=limit, idle_timeout_s=5.0, header_timeout_s=3.0, stall_timeout_s=4.0
+        )
+        self.alive = [(self.bench.transport, self.bench.connection)]
+
+    def step(self) -> None:
+        chance, actions = self.chance, (self.send, self.send, self.respond, self.half_close)
+        self.bench.answer = chance.random() < 0.6
+        if not self.alive or chance.random() < 0.2:
+            peer = chance.choice(("10.0.0.1", "10.0.0.2", "2001:db8::1"))
+            self.alive.append(self.bench.connect(peer))
+            return
+        transport, connection = pair = chance.choice(self.alive)
+        if transport.closed or transport.aborted or chance.random() < 0.1:
+            self.end(pair)
+        else:
+            transport.unsent_bytes = chance.choice((0, 0, 9))
+            chance.choice((*actions, self.pass_time))(connection)
+
+    def end(self, pair: tuple[MockTransport, HttpConnection]) -> None:
+        self.alive.remove(pair)
+        pair[1].connection_lost(None)
+
+    def send(self, connection: HttpConnection) -> None:
+        text = self.chance.choice(
+            (GET, LIVE, GET + GET + GET[:9], b"x\r\n\r\n", post(bytes(99_999)))
+        )
+        connection.data_received(text[: self.chance.choice((4, 90_000, 200_000))])
+
+    def respond(self, connection: HttpConnection) -> None:
+        for pending in [one for one in self.bench.seen if not (one.gone or one.started)][:1]:
+            pending.respond(200, b"late", "text/plain")
+
+    def half_close(self, connection: HttpConnection) -> None:
+        connection.eof_received()
+
+    def pass_time(self, connection: HttpConnection) -> None:
+        server = self.bench.server
+        server.clock += 0.4
+        for one in [one for one in server._connections if one.deadline <= server.clock]:
+            one.sweep()
+        if self.chance.random() < 0.02:
+            server.drain()
+
+    def check(self) -> None:
+        server, shares = self.bench.server, self.bench.server._shares
+        counted = [one for own in shares._clients.values() for one in own]
+        assert len(counted) == len(shares._client_of) <= self.limit
+        assert set(counted) == set(shares._client_of) and len(shares._reserved) <= 64
+        assert {*counted, *shares._reserved} <= server._connections
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.randoms(use_true_random=False), st.integers(1, 20))
+def test_any_history_of_connections_leaves_nothing_counted(
+    chance: random.Random, limit: int
+) -> None:
+    history = ConnectionHistory(chance, limit)
+    for _ in range(100):
+        history.step()
+        history.check()
+    for pair in list(history.alive):
+        history.end(pair)
+    server = history.bench.server
+    assert (server.connections, len(server._shares), server.bodies_bytes) == (0, 0, 0)
+    assert not server._shares._clients
+
+
+def test_a_client_with_running_requests_leaves_room_for_others() -> None:
+    bench = Bench(connections=16)
+    bench.connection.connection_lost(None)
+    bench.answer = False
+    busy = crowd(bench, 16, "2001:db8::1") + crowd(bench, 2, "2001:db8::2")
+    assert [status_of(one.out) if one.out else 0 for one in busy] == 14 * [0] + 4 * [503]
+    bench.answer = True
+    for peer in ("2001:db8:0:1::1", "::ffff:10.0.0.1"):
+        transport, connection = bench.connect(peer)
+        connection.data_received(GET)
+        assert status_of(transport.out) == 200
 
 
 def test_a_bug_in_a_route_is_a_500(caplog: pytest.LogCaptureFixture) -> None:

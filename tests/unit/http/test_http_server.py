@@ -130,10 +130,11 @@ async def test_a_slow_reader_stops_the_writer_and_starts_it_again(site: Site) ->
 async def test_over_the_cap_is_503(site: Site) -> None:
     crowded = Site(connections=1)
     _, crowded.port = await crowded.server.start("127.0.0.1", 0)
-    reader, writer = await crowded.connect()
-    writer.write(GET)
-    await read_response(reader)
+    _, writer = await crowded.connect()
+    writer.write(GET.replace(b"/x", b"/hold"))
+    await crowded.waiting.get()
     refused, other = await crowded.connect()
+    other.write(GET)
     assert (await read_response(refused))[0].startswith(b"HTTP/1.1 503 ")
     assert await refused.read() == b""
     await shut(other)
@@ -153,6 +154,26 @@ async def test_closing_lets_written_bytes_leave_and_cuts_the_rest(site: Site) ->
     await shut(writer)
     with pytest.raises(OSError):
         await site.connect()
+
+
+async def test_a_burst_over_the_limit_is_refused_and_not_reset() -> None:
+    """Their requests are on their way: none may take the place of one just connected."""
+    crowded = Site(connections=8)
+    _, crowded.port = await crowded.server.start("127.0.0.1", 0)
+    clients = [socket.create_connection(("127.0.0.1", crowded.port)) for _ in range(30)]
+    for client in clients:
+        client.sendall(GET.replace(b"/x", b"/hold"))
+        client.setblocking(False)
+    loop, statuses = asyncio.get_running_loop(), []
+    async with asyncio.timeout(20):
+        for _ in range(7):
+            await crowded.waiting.get()
+        for client in clients[7:]:
+            statuses.append((await loop.sock_recv(client, 12))[9:])
+    assert statuses == [b"503"] * 23
+    for client in clients:
+        client.close()
+    await crowded.server.close(0.2)
 
 
 async def test_a_port_in_use_is_an_error(site: Site) -> None:

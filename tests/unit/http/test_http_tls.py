@@ -248,17 +248,22 @@ async def test_many_handshakes_take_many_turns(site: Site) -> None:
     await site.until(lambda: site.server.connections == 0)
 
 
-async def test_over_the_limit_is_503_also_while_others_shake_hands(
+async def test_over_the_limit_is_503_and_a_handshake_gives_way(
     tmp_path: Path, authority: Authority
 ) -> None:
     site = Site(tmp_path, authority)
     await site.start(connections=1, header_timeout_s=5.0, linger_s=5.0)
-    _, waiting = await asyncio.open_connection("127.0.0.1", site.port)
-    await site.until(lambda: site.server.connections == 1)
+    _, idle = await asyncio.open_connection("127.0.0.1", site.port)
+    await site.until(lambda: any(not site.server._is_new(one) for one in site.server._connections))
+    _, waiting = await site.connect()  # in the place of the idle one
+    waiting.write(GET.replace(b"/x", b"/hold"))
+    await site.held.get()
     reader, writer = await site.connect()
+    writer.write(GET)
     assert (await response(reader))[0] == 503
     assert await reader.read() == b""
     await shut(writer)
+    await shut(idle)
     await shut(waiting)
     await site.server.close(0.2)
 

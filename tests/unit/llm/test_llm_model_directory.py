@@ -42,6 +42,17 @@ def test_a_snapshot_of_the_hugging_face_cache_has_its_id_as_name(tmp_path: Path)
     assert ModelDirectory(path).name == "acme/tiny--v2"
 
 
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "~nosuchuser/model", "x/" * 3000])
+def test_a_path_that_no_file_can_have(model: Path, path: str) -> None:
+    """The path of a worker's card may be anything."""
+    with pytest.raises(ConfigError, match="is not a local directory") as raised:
+        ModelDirectory(path)
+    assert len(raised.value.message) < 1000
+    with pytest.raises(ConfigError, match="cannot be read") as raised:
+        ModelDirectory(model).chat_templates(path)
+    assert len(raised.value.message) < 1000
+
+
 def test_missing_files_are_named(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"'org/model' is not a local directory; give the worker"):
         ModelDirectory("org/model")

@@ -35,7 +35,7 @@ try:
     found = model_source.resolve_model({source!r}, {options})
     print(found.path, found.name, found.directory().name if not found.is_gguf else "")
 except ConfigError as error:
-    print("ConfigError", error.message)
+    print(type(error).__name__, error.message)
 """
 HubOf = Callable[..., Hub]
 
@@ -128,7 +128,8 @@ def test_offline_without_a_cached_model_is_an_error(tmp_path: Path) -> None:
     for options in ("", "weights=True"):
         text, _ = resolve(tmp_path, options=options, HF_ENDPOINT="http://127.0.0.1:9")
         assert "not (complete) in the Hugging Face cache" in text
-        assert "127.0.0.1:9 failed: " in text
+        assert text.startswith("ModelUnreachable ")
+        assert "from http://127.0.0.1:9: [Errno 111] Connection refused; " in text
 
 
 def test_only_the_files_of_prompts_are_downloaded(tmp_path: Path, hub_of: HubOf) -> None:
@@ -184,7 +185,7 @@ def test_one_gguf_file_is_downloaded(tmp_path: Path, hub_of: HubOf) -> None:
     [
         (401, "is gated on Hugging Face: accept its licence there, then set HF_TOKEN"),
         (404, "no such directory, and not on Hugging Face: the model 'acme/tiny-1.5B'; correct"),
-        (400, "failed: the server replied with status 400"),
+        (400, ": the server replied with status 400; it is no directory here, and not (complete)"),
     ],
 )
 def test_answers_of_the_hub_are_explained(
@@ -194,6 +195,11 @@ def test_answers_of_the_hub_are_explained(
     for options in ("", "weights=True"):
         text, _ = resolve(tmp_path, options=options, HF_ENDPOINT=hub.url)
         assert text.startswith("ConfigError ") and words in text
+
+
+def test_a_download_that_may_succeed_later(tmp_path: Path, hub_of: HubOf) -> None:
+    text, _ = resolve(tmp_path, HF_ENDPOINT=hub_of(FILES, 408).url)
+    assert text.startswith("ModelUnreachable ") and "replied with status 408" in text
 
 
 def test_a_repository_without_a_config_is_refused(tmp_path: Path, hub_of: HubOf) -> None:

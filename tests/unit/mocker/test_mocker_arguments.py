@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.config.mocker import MockerSettings
+from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError
 from dynamo.mocker.arguments import engine_shape, stagger_delay_s, with_extra_arguments
 
@@ -53,3 +54,10 @@ def test_many_workers_start_with_delays() -> None:
         stagger_delay_s(MockerSettings(stagger_delay_s=-1, num_workers=n)) for n in (8, 64, 200)
     ]
     assert delays == [0.0, 0.1, 0.2]
+
+
+@pytest.mark.parametrize("given", ["ns.comp.ep", "dyn://ns.comp.ep"])
+def test_an_endpoint_may_have_a_scheme(given: str) -> None:
+    """Programs log it as ``dyn://`` and this path."""
+    assert WorkerSettings(endpoint=given).endpoint_or("a.b.c") == "ns.comp.ep"
+    assert WorkerSettings().endpoint_or("a.b.c") == "a.b.c"

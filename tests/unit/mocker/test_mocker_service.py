@@ -13,6 +13,7 @@ import pytest
 
 from dynamo.config.mocker import MockerSettings
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, Overloaded
+from dynamo.frontend.requests.migration import continued
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.metrics import MockerMetrics
@@ -161,6 +162,19 @@ async def test_echo_returns_the_prompt(tmp_path: Path) -> None:
         assert sink.items[-1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("cut", range(1, 5))
+async def test_an_echo_continues_after_a_migration(tmp_path: Path, cut: int) -> None:
+    prompt, whole = [1, 2, 5, 6, 7, 8, 9, 2, 3], [5, 6, 7, 8, 9, 2]
+    conditions = StopConditions(max_tokens=20, stop_token_ids_hidden=[2])
+    request = PreprocessedRequest("m", codec.tokens(prompt), conditions)
+    async with deployment(tmp_path, reply="echo") as here:
+        moved = continued(request, codec.tokens(whole[:cut]), 1)
+        for sent, expected in ((request, whole), (moved, whole[cut:])):
+            sink, _ = here.open(codec.encode(sent))
+            await sink.finished.wait()
+            assert (sink.tokens, sink.items[-1].finish_reason) == (expected, "stop")
+
+
 async def test_a_request_without_max_tokens_has_a_default(tmp_path: Path) -> None:
     async with deployment(tmp_path) as here:
         assert len((await here.answer([1, 2, 3])).tokens) == DEFAULT_MAX_TOKENS
@@ -173,6 +187,7 @@ async def test_a_request_without_max_tokens_has_a_default(tmp_path: Path) -> Non
     [
         (list(range(300)), 101, {}, r"prompt \(300 tokens\) plus max_tokens \(101\) .* lower"),
         ([], 5, {}, "token_ids is empty"),
+        ([1], 5, {"extra_args": {"generated_tokens": 1}}, "generated_tokens must be from 0 to 0"),
         ([1], 0, {}, r"max_tokens must be >= 1, got 0"),
         ([1], 1, {"routing": Routing(dp_rank=3)}, "dp_rank 3 does not exist; this worker has 1"),
     ],
@@ -180,7 +195,7 @@ async def test_a_request_without_max_tokens_has_a_default(tmp_path: Path) -> Non
 async def test_an_invalid_request_is_rejected(
     tmp_path: Path, prompt: list[int], limit: int, more: dict[str, Any], says: str
 ) -> None:
-    async with deployment(tmp_path) as here:
+    async with deployment(tmp_path, reply="echo") as here:
         sink = await here.answer(prompt, limit, **more)
         assert isinstance(sink.error, InvalidArgument)
         with pytest.raises(InvalidArgument, match=says):

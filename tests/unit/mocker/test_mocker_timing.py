@@ -70,6 +70,21 @@ def test_echo_of_a_conversation_is_its_last_turn(
     assert (list(reply.ids), reply.length, reply.finish_reason) == (expected, len(expected), reason)
 
 
+@pytest.mark.parametrize("begun", [[], [20], [20, 21], [20, 21, 22]])
+@pytest.mark.parametrize("system", [[], [90, 91, 94, 30, 2, 94]])
+@pytest.mark.parametrize("after_name", [[94], [93, 94]])
+def test_echo_of_a_chat_is_its_content(
+    begun: list[int], system: list[int], after_name: list[int]
+) -> None:
+    """90 begins a turn, 94 is a line break; ``begun`` is what another worker sent of the reply."""
+    name, content = [90, 92, *after_name], [20, 21, 22, 2]
+    prompt = [*system, *name, *content, 94, 90, 95, 96, *after_name, *begun]
+    stops = StopConditions(stop_token_ids_hidden=[2])
+    assert list(echo_reply(tokens(prompt), 10, stops).ids) == content[len(begun) :]
+    other = [*prompt[: len(prompt) - len(begun)], 77]  # the begin of an answer that is no echo
+    assert list(echo_reply(tokens(other), 10, stops).ids) == content
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 def test_a_sequence_goes_on_from_any_of_its_tokens(seed: int | None) -> None:
     prompt = [5, 70_000, 2**32 - 1]

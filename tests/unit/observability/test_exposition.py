@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
+from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
-from dynamo.observability.exposition import SampleLabels, plain_number
+from dynamo.observability.exposition import PageEncoder, SampleLabels, plain_number
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -97,6 +99,46 @@ def test_openmetrics(registry: Registry, accept: str) -> None:
     assert ended.labels == {"model": 'a"\\\n', "endpoint": "chat"} and ended.value == 2
     bounds = [s.labels["le"] for s in families["wait_ms"].samples if s.name == "wait_ms_bucket"]
     assert bounds == ["0.00005", "0.15000000000000002", "2", "10000000", "+Inf"]
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+def test_a_page_is_made_in_parts(registry: Registry, accept: str) -> None:
+    """No part is long, and together they are what `prometheus_client` writes at once."""
+    waits = histogram("long_ms", "Long\n", (1, 2, 5, 10), "model")
+    done = counter("done_total", "Done", "model")
+    for number in range(1200):
+        registry.child(waits, f"m{number}").observe(number % 12)
+        registry.child(done, f"m{number}").value = number
+    slices, content_type = registry.slices(accept)
+    parts = list(slices)
+    assert max(part.count(b"\n") for part in parts) < 600
+    assert len(parts) > 15
+
+    class Whole:
+        def collect(self) -> Iterator[Metric]:
+            for family in registry._families.values():
+                metric, *more = family.metrics()
+                metric.samples += [sample for part in more for sample in part.samples]
+                yield metric
+
+    encoder = PageEncoder(accept)
+    assert encoder.content_type == content_type
+    whole = encoder._encode(Whole())  # type: ignore[arg-type]
+    assert b"".join(parts[:-1]) == whole.removesuffix(b"# EOF\n")
+
+
+def test_a_child_that_is_removed_between_parts_leaves_nothing() -> None:
+    registry = Registry()
+    family = registry.family(gauge("g", "g", "model"))
+    for number in range(2000):
+        family[str(number),].value = number
+    slices, _ = registry.slices("")
+    parts = [next(slices)]
+    for number in range(2000):
+        family.remove(str(number))
+    parts += slices
+    assert b'g{model="1999"} 1999' in b"".join(parts)
+    assert not family._labels
 
 
 @pytest.mark.parametrize(

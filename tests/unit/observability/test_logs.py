@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from dynamo.observability.logs import RepeatFilter, setup_logging
+from dynamo.observability.logs import NonBlockingPipe, RepeatFilter, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +158,112 @@ def test_kinds_are_bounded() -> None:
         record = logging.LogRecord("dynamo.test", logging.ERROR, "", 0, f"{number}", (), None)
         assert limit.filter(record)
     assert len(limit._kinds) <= 1000
+
+
+TALKER = """
+import logging, os, sys
+from dynamo.observability.logs import dropped_lines, setup_logging
+
+setup_logging("svc")
+log = logging.getLogger("dynamo.test")
+for number in range(2000):
+    log.info("line %d %s", number, "x" * 100)
+    print("printed", number)
+log.info("long %s", "y" * 100_000)
+os.write(1, b"c code\\n")
+os.write(int(sys.argv[1]), b"done")
+os.close(int(sys.argv[1]))
+sys.stdin.readline()
+print("again")
+log.info("again")
+print(dropped_lines())
+"""
+
+
+def test_a_process_never_waits_for_the_reader_of_its_output() -> None:
+    """As of a stopped arbiter: lines are dropped and counted, and the next line says how many."""
+    (reader, writer), (done, said) = os.pipe(), os.pipe()
+    command = [sys.executable, "-c", TALKER, str(said)]
+    with os.fdopen(reader, "rb") as output, os.fdopen(done, "rb") as finished:
+        talker = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=writer, stderr=writer, pass_fds=[said]
+        )
+        os.close(writer)
+        os.close(said)
+        assert finished.read() == b"done"
+        head = [output.readline()]
+        while head[-1] != b"c code\n":
+            head.append(output.readline())
+        assert sum(map(len, head)) < fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ) * 3 // 4
+        talker.communicate(b"\n", timeout=20)
+        tail = output.read().decode().splitlines()
+    dropped = 4001 - (len(head) - 1)
+    notes = [re.search(r"dynamo: (\d+) lines were dropped here", line) for line in tail]
+    assert sum(int(note[1]) for note in notes if note) == dropped
+    rest = [line for line, note in zip(tail, notes, strict=True) if not note]
+    assert rest[0] == "again" and rest[1].endswith("again") and rest[2:] == [str(dropped)]
+    assert talker.returncode == 0
+
+
+def output_of(before: str, after: str, last: str) -> tuple[str, int]:
+    """What a process wrote to a pipe that is read after ``after`` ran; and the pipe's size."""
+    (reader, writer), (done, said) = os.pipe(), os.pipe()
+    setup = "import os, sys\nfrom dynamo.observability.logs import setup_logging"
+    lines = (setup, before, "setup_logging('svc')", after, "os.close(int(sys.argv[1]))", last)
+    command = [sys.executable, "-c", "\n".join(lines), str(said)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    child = subprocess.Popen(
+        command, stdout=writer, stderr=writer, pass_fds=[said], env=environment
+    )
+    os.close(writer)
+    os.close(said)
+    with os.fdopen(done, "rb") as finished, os.fdopen(reader, "rb") as output:
+        finished.read()
+        text, size = output.read().decode(), fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)
+    child.wait(timeout=20)
+    return text, size
+
+
+def test_what_was_printed_before_comes_first() -> None:
+    text, _ = output_of("print('first')", "print('second')", "os._exit(0)")
+    assert text == "first\nsecond\n"
+
+
+@pytest.mark.parametrize(
+    "error", ["raise SystemExit('the cause')", "raise ValueError('the cause')"]
+)
+def test_the_error_at_the_exit_of_a_process_is_not_dropped(error: str) -> None:
+    text, size = output_of("", "for _ in range(9999): print('x' * 99)", error)
+    assert text.endswith("the cause\n") and len(text) < size
+    assert re.search(r"dynamo: \d+ lines were dropped here", text)
+
+
+def test_the_end_of_a_long_text_follows_at_the_exit() -> None:
+    text, _ = output_of("", "print('y' * 200_000 + 'end')", "")
+    assert text == "y" * 200_000 + "end\n"
+
+
+def test_a_program_may_close_its_output() -> None:
+    text, _ = output_of("", "print('y' * 200_000)", "sys.stdout.close()")
+    assert text == "y" * 200_000 + "\n"
+
+
+def test_a_forked_process_does_not_repeat_what_its_parent_has_not_written_yet() -> None:
+    fork = "if not os.fork(): print('child', flush=True)\nelse: os.wait()"
+    text, _ = output_of("", "print('y' * 100_000 + 'end')", fork)
+    assert text.count("end\n") == 1 and text.count("child\n") == 1
+
+
+def test_what_waits_for_the_reader_is_bounded() -> None:
+    reader, writer = os.pipe()
+    pipe = NonBlockingPipe(writer)
+    try:
+        for _ in range(20):  # a slow reader: each text is longer than what it has read
+            pipe.write(b"z" * 150_000 + b"\n")
+            os.read(reader, 50_000)
+        assert len(pipe._rest) <= 150_100
+        assert pipe.dropped
+    finally:
+        pipe.close()
+        os.close(reader)
+        os.close(writer)

@@ -32,6 +32,7 @@ OWN = {
     "dynamo_frontend_router_queue_wait_seconds",
     "dynamo_frontend_stored_response_bytes",
     "dynamo_frontend_stored_responses",
+    "dynamo_log_lines_dropped_total",
     "dynamo_planner_load_scaling_decision",  # enumerations, which Dynamo has, too
     "dynamo_planner_throughput_scaling_decision",
     "dynamo_request_plane_unavailable_workers",

@@ -168,6 +168,7 @@ class Recorder:
         self.decisions: list[DecisionRecord] = []
         self.records: list[DecisionRecord] = []
         self.actions: list[WorkerAction] = []
+        self.models_forgotten: list[str] = []
 
     def counted(self, model: str, now_s: float, pools: Pools) -> None:
         self.counts.append(pools)
@@ -183,3 +184,6 @@ class Recorder:
 
     def acted(self, action: WorkerAction) -> None:
         self.actions.append(action)
+
+    def forgotten(self, model: str) -> None:
+        self.models_forgotten.append(model)

@@ -54,7 +54,7 @@ class SimulatedProcess:
 
     pid: int
     watcher: SimulatedWatcher
-    gpus: tuple[str, ...]
+    gpus: Mapping[str, float]
     start_ticks: int = 1
     lease: int | None = None
     serves: bool = False
@@ -304,7 +304,7 @@ class SimulatedDeployment:
     def _fill(self, watcher: SimulatedWatcher) -> None:
         kept = self.watchers.get(watcher.spec.name) is watcher and watcher.status != STOPPED
         while kept and len(watcher.processes) < watcher.numprocesses:
-            process = SimulatedProcess(next(self._ids), watcher, watcher.spec.gpus)
+            process = SimulatedProcess(next(self._ids), watcher, watcher.spec.shares)
             watcher.processes.append(process)
             self._tasks.spawn(self._live(process))
         self.changed()

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.planner.observation import Observation, Pool, Traffic
-from dynamo.planner.policies.budget import Workers, affordable, clamp, fits, free_gpus
+from dynamo.planner.policies.budget import Workers, affordable, clamp, free_gpus
+from dynamo.planner.sharing import SharedModel, SharedService, SharingLimits, share
 
 
 def seen(prefill: Pool | None, decode: Pool, max_gpus: float = 8) -> Observation:
@@ -60,9 +61,23 @@ def test_only_free_gpus_are_given_out_now() -> None:
     decode = Pool(ready=2, draining=1, gpus_per_worker=2)
     observed = seen(Pool(ready=1), decode)
     assert free_gpus(observed) == 1
-    assert not fits(decode, free_gpus(observed))
     assert affordable(Workers(4, 3), observed) == (2, 2)
     assert affordable(Workers(0, 1), observed) == (0, 1)
+
+
+@pytest.mark.parametrize(("gpus", "most"), [(0.2, 15), (0.1, 30), (0.3, 10), (0.7, 4)])
+def test_fractions_fill_the_budget(gpus: float, most: int) -> None:
+    """14 times 0.2 and 0.2 more is above 3 in binary: every rule allows the last one."""
+    for workers in range(most + 1):
+        observed = seen(None, Pool(ready=workers, gpus_per_worker=gpus), 3)
+        assert affordable(Workers(0, 99), observed) == (0, most)
+        assert clamp(Workers(0, workers), observed) == (0, max(workers, 1))
+        held = SharedService(name="s", gpus_per_worker=gpus, ready=workers, wanted=workers + 1)
+        found = share(
+            [SharedModel(name="m", services=(held,))], SharingLimits(gpus=3, idle_timeout_s=9)
+        )
+        expected = [workers + 1] if 0 < workers < most else []
+        assert [one.workers for one in found.changes] == expected
 
 
 POOLS = st.builds(

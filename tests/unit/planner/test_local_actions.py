@@ -13,11 +13,20 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment
 from virtual_time import run_virtual
 
+from dynamo.box.actions import circus
 from dynamo.box.actions.access import LocalAccess
+from dynamo.box.actions.circus import CircusEndpoint
 from dynamo.box.actions.ports import ActionFailed, CircusBusy, CircusError, EngineControls
+from dynamo.box.planner_call import ask_planner
 from dynamo.config.planner import PlannerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import StatefileError
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.local.connector import LocalConnector
+from dynamo.planner.local.view import Sighting, service_now
+from dynamo.planner.service import run_planner
+from dynamo.serve.entries import read_services
+from dynamo.serve.registered import RegisteredWorker
 
 GRAPH = """
 W: {run: dynamo.mocker, model-path: tiny, ServiceArgs: {resources: {gpu: 1}}}
@@ -164,6 +173,29 @@ async def test_the_budget_counts_all_services(given: Fixture) -> None:
     assert await given.connector.add("W") == "dynamo_W_2"
 
 
+def test_fractions_add_up_to_the_budget(tmp_path: Path) -> None:
+    """15 times 0.2 is more than 3 in binary."""
+
+    async def run() -> None:
+        graph = "W: {run: dynamo.mocker, ServiceArgs: {workers: 14, resources: {gpu: 0.2}}}"
+        world = SimulatedDeployment(tmp_path, graph, 3, Random(0))
+        access = LocalAccess(
+            settings=PlannerSettings(max_gpu_budget=3, start_timeout_s=60.0),
+            statefile=world.statefile,
+            circus=world,
+            registrations=world,
+            logs=tmp_path,
+        )
+        async with world:
+            await asyncio.sleep(5)
+            connector = LocalConnector(access)
+            assert await connector.add("W") == "dynamo_W_14"
+            with pytest.raises(ActionFailed, match=r"3 GPUs are in use and a worker needs 0\.2"):
+                await connector.add("W")
+
+    run_virtual(run())
+
+
 @simulated(max_gpu_budget=2, served_model_name="other")
 async def test_the_budget_is_that_of_the_scaled_model(given: Fixture) -> None:
     assert await given.connector.add("W") == "dynamo_W_1"
@@ -284,3 +316,41 @@ async def test_a_cancelled_removal_is_finished_by_the_next_planner(given: Fixtur
         await LocalConnector(fresh).reconcile()
         assert await LocalConnector(fresh).reconcile() == []
         assert DRAINING not in await given.states("W")
+
+
+async def test_a_deleted_socket_of_circus_is_noticed_before_a_reply_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(circus, "_SOCKET_S", 0.02)
+    endpoint = CircusEndpoint(f"ipc://{tmp_path}/gone", reply_timeout_s=60)
+    try:
+        with pytest.raises(CircusError, match="the socket was deleted"):
+            async with asyncio.timeout(10):
+                await endpoint.statuses()
+    finally:
+        endpoint.close()
+
+
+async def test_nothing_is_created_for_a_namespace_without_a_deployment(tmp_path: Path) -> None:
+    runtime = RuntimeSettings(state_dir=str(tmp_path), namespace="nope")
+    with pytest.raises(StatefileError, match="no deployment runs in namespace 'nope'"):
+        await run_planner(PlannerSettings(), runtime)
+    assert await ask_planner(runtime) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_watcher_whose_process_is_replaced_is_one_worker(tmp_path: Path) -> None:
+    fixture = Fixture(tmp_path, None)
+    document = fixture.world.statefile.read()
+    assert document is not None
+    registered = {7: RegisteredWorker(pid=7, leases=(1,), worker_id=1, model="tiny")}
+    document["components"]["dynamo_W"]["processes"] = [{"pid": 7}, {"pid": 8}]
+    sighting = Sighting(statuses={"dynamo_W": "active"}, registered=registered)
+
+    def workers() -> list[tuple[str, int | None]]:
+        service = service_now(read_services(document)["W"], sighting, PlannerSettings())
+        return [(one.state, one.worker_id) for one in service.workers]
+
+    assert workers() == [(READY, 1)]
+    registered.clear()
+    assert workers() == [(STARTING, None)]

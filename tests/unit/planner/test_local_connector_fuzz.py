@@ -22,7 +22,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
 from dynamo.planner.local.connector import LocalConnector
 from dynamo.serve.entries import read_services
-from dynamo.serve.gpu_holders import held_gpus
+from dynamo.serve.reservations import ledger_of
 
 ROOT = Path(__file__).resolve().parents[3]
 VALIDATOR = jsonschema.Draft202012Validator(
@@ -59,9 +59,9 @@ def bookings(document: dict[str, Any]) -> Counter[str]:
     """The halves of each GPU that a valid statefile assigns, within the budget and once only."""
     VALIDATOR.validate(document)
     booked: Counter[str] = Counter()
-    for gpus, count in held_gpus(document).values():
-        for gpu in gpus:
-            booked[gpu] += 2 if count >= 1 else 1
+    for gpus in ledger_of(document).held.values():
+        for gpu, share in gpus.items():
+            booked[gpu] += round(2 * share)
     assert all(halves <= 2 for halves in booked.values()), booked
     assert sum(booked.values()) / 2 <= BUDGET
     return booked

@@ -15,7 +15,7 @@ from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.planner.gpu_sharing import GpuSharing
+from dynamo.planner.gpu_sharing import GpuCapacity, GpuSharing
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.on_demand import OnDemandRegistry
 from dynamo.planner.zero import ModelDemand
@@ -56,7 +56,7 @@ async def running(
     capacity: float = 1,
 ) -> AsyncIterator[Recorder]:
     record, loop = Recorder(), asyncio.get_running_loop()
-    sharing = GpuSharing(settings, "ns", frontends, lambda: capacity, loop.time)
+    sharing = GpuSharing(settings, "ns", frontends, lambda: GpuCapacity(capacity), loop.time)
     made = ScalingLoop(
         connector,
         FakeSources(0.6),
@@ -113,7 +113,7 @@ async def test_a_cold_model_is_left_alone_until_requests_wait() -> None:
 
 async def test_explain_says_that_a_cold_model_waits_for_requests() -> None:
     connector, frontends, loop = two(0, 0), Frontends(), asyncio.get_running_loop()
-    sharing = GpuSharing(FAST, "ns", frontends, lambda: 1, loop.time)
+    sharing = GpuSharing(FAST, "ns", frontends, lambda: GpuCapacity(1), loop.time)
     made = ScalingLoop(
         connector, FakeSources(), FAST, lambda prefill: Wanted(3), clock=loop.time, sharing=sharing
     )
@@ -171,6 +171,25 @@ async def test_a_model_that_cannot_start_leaves_the_gpu_to_others() -> None:
         assert connector.calls == ["add A", "add B"]
         frontends.demands["b"] = ModelDemand(idle_s=9)
         await until(lambda: connector.count("A") == 1)  # after two seconds it is tried again
+
+
+@pytest.mark.parametrize(("minimum", "prefill"), [(None, 0), (1, 1)])
+async def test_prefill_workers_follow_decode_workers_to_zero_and_back(
+    minimum: int | None, prefill: int
+) -> None:
+    """Decode workers answer; prefill workers with a default minimum do not keep the model up."""
+    decode = replace(service("D", 0, "m"), minimum=0)
+    other = replace(service("P", 1, "m", pool="prefill"), minimum=minimum)
+    connector, frontends = FakeConnector(decode, other), Frontends()
+    policy = Wanted(lambda seen: seen.decode.workers)
+    async with running(connector, frontends, policy, capacity=2):
+        await until(lambda: frontends.announced)
+        frontends.demands["m"] = ModelDemand(waiting=1, idle_s=0)
+        await until(lambda: connector.count("D") == 1)
+        frontends.demands["m"] = ModelDemand(idle_s=300)
+        await until(lambda: connector.count("D") == 0 and connector.count("P") == prefill)
+        frontends.demands["m"] = ModelDemand(waiting=1, idle_s=0)
+        await until(lambda: connector.count("D") == connector.count("P") == 1)
 
 
 async def test_a_policy_gets_the_gpu_of_an_idle_model() -> None:

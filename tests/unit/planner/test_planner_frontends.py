@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,11 +19,13 @@ from deployment import free_port
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.planner.frontends import FrontendPages, frontends_in
+from dynamo.serve.process_table import stat
 from dynamo.serve.statefile import Statefile
 
 
 def component(*flags: str, module: str = "dynamo.frontend", pid: int | None = None) -> Any:
-    processes = [] if pid is None else [{"pid": pid, "start_ticks": 1}]
+    found = None if pid is None else stat(pid)
+    processes = [{"pid": pid, "start_ticks": found.start_ticks if found else 1}] if pid else []
     return {"argv": ["python", "-m", module, *flags], "processes": processes}
 
 
@@ -82,8 +86,14 @@ def page(body: bytes, status: int = 200) -> Iterator[int]:
 
 
 def deployed(tmp_path: Path, *ports: int) -> FrontendPages:
+    components = {
+        f"f{port}": component("--http-port", str(port), pid=os.getpid()) for port in ports
+    }
+    return frontend_pages(tmp_path, components)
+
+
+def frontend_pages(tmp_path: Path, components: dict[str, Any]) -> FrontendPages:
     statefile = Statefile(tmp_path, "box")
-    components = {f"f{port}": component("--http-port", str(port)) for port in ports}
     document = {"namespace": "box", "circus_endpoint": "x", "environment": {}}
     statefile.create({**document, "components": components})
     return FrontendPages(statefile)
@@ -100,8 +110,49 @@ async def test_each_frontend_is_read(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert list(read) == [f"http://127.0.0.1:{good}"]
     assert read[f"http://127.0.0.1:{good}"].models["tiny"]["active_requests"] == 3
     assert missing == {f"http://127.0.0.1:{port}" for port in (other, bad, closed)}
-    assert caplog.text.count("its traffic is unknown") == 3  # once per outage
+    assert caplog.text.count("its traffic is unknown") == 2  # once per outage
+    assert str(closed) not in caplog.text  # it may be starting
     assert "status 500" in caplog.text and "process_start_time_seconds" in caplog.text
+
+
+async def test_a_frontend_that_does_not_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    page_bytes = FrontendMetrics(Registry()).registry.render()
+    with page(page_bytes) as port:
+        pages = deployed(tmp_path, port)
+        await pages.read()
+    await pages.read()  # it has answered before
+    assert f":{port}: no metrics: it does not listen; its traffic is unknown" in caplog.text
+    never = free_port()
+    (tmp_path / "never").mkdir()
+    pages = deployed(tmp_path / "never", never)
+    await pages.read()
+    assert f":{never}: " not in caplog.text
+    monkeypatch.setattr("dynamo.planner.frontends._START_UP_S", -1)
+    for _ in range(2):
+        await pages.read()
+    assert caplog.text.count(f":{never}: no metrics: it does not listen") == 1
+
+
+async def test_a_frontend_without_a_process_is_not_waited_for(tmp_path: Path) -> None:
+    gone = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await gone.wait()
+    metrics = FrontendMetrics(Registry())
+    with page(metrics.registry.render()) as port:
+        components = {
+            "runs": component("--http-port", str(port), pid=os.getpid()),
+            "stopped": component("--http-port", str(free_port())),
+            "dead": component("--http-port", str(free_port()), pid=gone.pid),
+        }
+        read, missing = await frontend_pages(tmp_path, components).read()
+    assert list(read) == [f"http://127.0.0.1:{port}"]
+    assert missing == frozenset()
+
+
+def test_many_other_processes_hide_no_frontend() -> None:
+    workers = {f"w{number}": component(module="dynamo.mocker") for number in range(64)}
+    assert found(**workers, f=component()) == [("http://127.0.0.1:8000", "dynamo_frontend")]
 
 
 async def test_a_frontend_that_hangs_has_a_deadline(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
@@ -15,12 +15,25 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import StatefileError
 from dynamo.planner.actions import WorkerActions
 from dynamo.planner.connector import DRAINING, READY, STARTING
+from dynamo.planner.gpu_sharing import GpuCapacity, GpuSharing
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.policies.factory import make_policy
+from dynamo.planner.zero import ModelDemand
+from dynamo.protocols.control import OnDemandModel
 
 FAST = PlannerSettings(
     metric_pulling_interval_s=0.005, adjustment_interval_s=0.02, max_gpu_budget=4
 )
+
+
+class NoDemand:
+    """No frontend reports requests."""
+
+    def demand(self, model: str) -> ModelDemand:
+        return ModelDemand()
+
+    async def announce(self, records: Mapping[str, OnDemandModel]) -> None:
+        pass
 
 
 @contextlib.asynccontextmanager
@@ -165,6 +178,48 @@ async def test_a_failed_action_is_reported_and_the_loop_goes_on() -> None:
         connector.by_name["Worker"] = service("Worker")
 
 
+async def test_a_failed_start_is_not_repeated_at_once() -> None:
+    connector, policy, frontends = FakeConnector(service("Worker")), Wanted(2), NoDemand()
+    connector.failure = ActionFailed("it exits at once")
+    record, loop = Recorder(), asyncio.get_running_loop()
+    sharing = GpuSharing(FAST, "ns", frontends, lambda: GpuCapacity(4), loop.time)
+    made = ScalingLoop(
+        connector, FakeSources(), FAST, lambda _: policy, [record], loop.time, sharing=sharing
+    )
+    task = loop.create_task(made.run())
+    await until(lambda: len(record.records) > 3)
+    assert connector.calls == ["add Worker"]
+    assert "may begin in 2 s" in record.records[-1].pools[0].error
+    policy.decode = 1  # the load is over
+    connector.failure = None
+    (state,) = made._models.values()
+    state.retry_s = loop.time()  # and so is the pause
+    decisions = len(policy.seen)
+    await until(lambda: len(policy.seen) > decisions + 2)
+    await made.stop(1.0)
+    await task
+    assert connector.calls == ["add Worker"]
+
+
+async def test_a_worker_that_is_lost_is_not_added_by_the_decision_before() -> None:
+    connector, policy, frontends = FakeConnector(service("Worker", 2)), Wanted(3), NoDemand()
+    record, loop = Recorder(), asyncio.get_running_loop()
+    sharing = GpuSharing(FAST, "ns", frontends, lambda: GpuCapacity(4), loop.time)
+    made = ScalingLoop(
+        connector, FakeSources(), FAST, lambda _: policy, [record], loop.time, sharing=sharing
+    )
+    task = loop.create_task(made.run())
+    await until(lambda: connector.count("Worker") == 3)
+    policy.decode = lambda seen: seen.decode.workers
+    for worker in connector.by_name["Worker"].workers[:2]:  # as after a reload
+        connector._drop("Worker", worker.name)
+    counted = len(record.counts)
+    await until(lambda: len(record.counts) > counted + 20)
+    await made.stop(1.0)
+    await task
+    assert connector.calls == ["add Worker"]
+
+
 async def test_a_policy_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     def fail(seen: object) -> int:
         raise ZeroDivisionError
@@ -254,6 +309,15 @@ async def test_a_slow_policy_holds_nothing_else_up() -> None:
         loop.resume()
         await until(lambda: connector.count("Worker") == 3)
     assert policy.failures[0] == ("decode",)  # the decision of the pause
+
+
+async def test_a_model_whose_services_are_removed_is_forgotten() -> None:
+    connector = FakeConnector(service("A", model="a"), service("B", model="b"))
+    async with running(connector, Wanted(1)) as (loop, record):
+        await until(lambda: len(loop.models()) == 2)
+        del connector.by_name["A"]
+        await until(lambda: record.models_forgotten == ["a"])
+        assert loop.models() == ["b"]
 
 
 async def test_one_service_of_a_model_is_scaled() -> None:

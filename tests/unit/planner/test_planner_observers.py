@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.observability.metrics import Registry
+from dynamo.planner import tensorboard
 from dynamo.planner.actions import WorkerAction
 from dynamo.planner.decisions import DecisionRecord
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.base import PoolDecision, ScalingDecision
+from dynamo.planner.state_file import StateFile
 from dynamo.planner.tensorboard import TensorboardLog, default_log_dir
 
 NAMES = {
@@ -117,6 +121,24 @@ def test_metrics_have_the_figures(name: str, value: float) -> None:
     assert line in rendered()
 
 
+def test_a_removed_model_is_forgotten(tmp_path: Path) -> None:
+    registry, settings = Registry(), PlannerSettings()
+    metrics, state_file = (
+        PlannerMetrics(registry, "dynamo", settings),
+        StateFile(tmp_path / "planner.json", settings),
+    )
+    for observer in (metrics, state_file):
+        for model in ("tiny", "other"):
+            observer.counted(model, 10.0, {"decode": Pool(ready=1, minimum=0)})
+        observer.decided(RECORD, SEEN, MADE)
+        observer.forgotten("tiny")
+    text = registry.render().decode()
+    assert 'model="tiny"' not in text and 'model="other"' in text
+    report = msgspec.json.decode((tmp_path / "planner.json").read_bytes())
+    assert [one["model"] for one in report["models"]] == ["other"]
+    assert report["on_demand"] == ["other"]
+
+
 def state(text: str, name: str) -> list[str]:
     """Return the current states of an enumeration."""
     return re.findall(rf'^dynamo_planner_{name}{{.*_decision="(\w+)"}} 1$', text, re.MULTILINE)
@@ -181,6 +203,62 @@ def test_a_restart_continues_the_curves(tmp_path: Path) -> None:
         made.rename(made.with_name(f"events.out.tfevents.{int(time.time()) - age_s}.host"))
     steps = [event.step for event in scalars(tmp_path / "tiny").Scalars("num_gpu")]
     assert steps == [0, pytest.approx(700, abs=30)]
+
+
+def test_a_log_that_cannot_be_written_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tensorboard, "_FLUSH_S", 0.01)
+    (tmp_path / "tiny").symlink_to("/proc/self/task")  # as on a read-only disk: no file can be made
+    board = TensorboardLog(tmp_path)
+    for _ in range(2000):  # more than any queue
+        board.pulled("tiny", PULL, POOLS)
+        board.pulled("other", PULL, POOLS)
+    board.close()
+    assert caplog.text.count("no tensorboard log") == 1
+    assert not board._thread.is_alive()
+    assert scalars(tmp_path / "other").Scalars("num_gpu")
+
+
+def test_a_graph_in_a_read_only_directory_needs_no_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir("/proc")  # in which root, too, can make nothing
+    board = TensorboardLog(default_log_dir())
+    board.pulled("tiny", PULL, POOLS)
+    board.acted(ACTION)
+    board.close()
+    assert "no tensorboard log" in caplog.text and "--log-dir" in caplog.text
+
+
+def test_a_full_disk_leaves_whole_records(tmp_path: Path) -> None:
+    path = tmp_path / "full"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        tensorboard._append(path, b"records", 0)
+    assert not path.is_symlink()  # nothing of a file that could not begin
+
+
+def test_the_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard, "_FILE_BYTES", 2000)
+    for _ in range(3):  # restarts
+        run = tensorboard._Run(tmp_path, 1000.0)
+        for _ in range(50):
+            run.append(b"x" * 700)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 8
+    assert all(path.stat().st_size <= 2000 for path in files)
+    assert tensorboard._origin_s(tmp_path.parent) == 1000
+
+
+def test_a_removed_log_is_begun_again(tmp_path: Path) -> None:
+    run = tensorboard._Run(tmp_path / "tiny", 1000.0)
+    run.append(b"first")
+    shutil.rmtree(tmp_path / "tiny")
+    run.append(b"second")
+    [file] = (tmp_path / "tiny").iterdir()
+    assert file.read_bytes().endswith(b"second")
+    assert b"brain.Event:2" in file.read_bytes()
 
 
 def test_figures_without_a_value_are_left_out(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_a_page_of_another_program_is_refused() -> None:
 
 
 def test_an_interval_has_what_the_counters_rose_by() -> None:
-    counter = TrafficCounter(SINCE, 0.0)
-    counter.add({"a": page(1.0, 100, output_sequence_tokens_sum=900)}, ())  # older than we are
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
+    counter.add({"a": page(1.0, 100, output_sequence_tokens_sum=900)}, (), 0.0)  # older than we are
     assert counter.take("tiny", 0.0).arrived == 0
     counter.add(
         {
@@ -69,6 +69,7 @@ def test_an_interval_has_what_the_counters_rose_by() -> None:
             )
         },
         (),
+        10.0,
     )
     seen = counter.take("tiny", 10.0)
     assert (seen.duration_s, seen.arrived, seen.finished) == (10.0, 30, 20)
@@ -78,54 +79,78 @@ def test_an_interval_has_what_the_counters_rose_by() -> None:
 
 
 def test_frontends_are_summed() -> None:
-    counter = TrafficCounter(SINCE, 0.0)
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
     pages = {"a": page(2000.0, 3, active_requests=1), "b": page(2001.0, 4, active_requests=2)}
-    counter.add(pages, ())
+    counter.add(pages, (), 0.0)
     seen = counter.take("tiny", 1.0)
     assert (seen.arrived, seen.inflight) == (7, 3)
 
 
 def test_a_restarted_frontend_counts_from_zero() -> None:
-    counter = TrafficCounter(SINCE, 0.0)
-    counter.add({"a": page(2000.0, 50)}, ())
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
+    counter.add({"a": page(2000.0, 50)}, (), 0.0)
     counter.take("tiny", 1.0)
-    counter.add({"a": page(3000.0, 4)}, ())
+    counter.add({"a": page(3000.0, 4)}, (), 0.0)
     assert counter.take("tiny", 2.0).arrived == 4
 
 
 def test_two_processes_may_share_an_address() -> None:
-    counter = TrafficCounter(SINCE, 0.0)
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
     for started_at, started in ((2000.0, 50), (3000.0, 1), (2000.0, 52), (3000.0, 4)):
-        counter.add({"a": page(started_at, started)}, ())
+        counter.add({"a": page(started_at, started)}, (), 0.0)
     assert counter.take("tiny", 1.0).arrived == 56
 
 
 def test_traffic_is_unknown_while_a_frontend_is_missing() -> None:
-    counter = TrafficCounter(SINCE, 0.0)
-    counter.add({"a": page(1.0, 1)}, ())
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
+    counter.add({"a": page(1.0, 1)}, (), 0.0)
     assert not counter.take("tiny", 1.0).known  # it ran before, and nothing was read then
-    counter.add({"a": page(1.0, 2)}, ())
+    counter.add({"a": page(1.0, 2)}, (), 0.0)
     assert counter.take("tiny", 2.0).known
-    counter.add({}, ("a",))
+    counter.add({}, ("a",), 0.0)
     assert not counter.take("tiny", 3.0).known
-    counter.add({"a": page(1.0, 9)}, ())  # requests of this interval and the one before
+    counter.add({"a": page(1.0, 9)}, (), 0.0)  # requests of this interval and the one before
     assert not counter.take("tiny", 4.0).known
-    counter.add({"a": page(1.0, 10)}, ())
+    counter.add({"a": page(1.0, 10)}, (), 0.0)
     seen = counter.take("tiny", 5.0)
     assert seen.known
     assert seen.arrived == 1
 
 
+def test_a_frontend_that_hangs_for_long_is_ignored_until_it_answers() -> None:
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
+    both = {"a": page(2000.0, 1), "b": page(2000.0, 1)}
+    counter.add(both, (), 10.0)
+    assert counter.take("tiny", 10.0).arrived == 2
+    for now_s, known in ((40.0, False), (70.0, False), (100.0, True), (130.0, True)):
+        counter.add({"a": page(2000.0, now_s)}, ("b",), now_s)
+        assert counter.take("tiny", now_s).known is known
+    assert counter.ignored == {"b"}
+    counter.add({"a": page(2000.0, 131.0), "b": page(2000.0, 500)}, (), 160.0)
+    seen = counter.take("tiny", 160.0)
+    assert (seen.known, seen.arrived, counter.ignored) == (False, 1, frozenset())
+    counter.add({"a": page(2000.0, 131.0), "b": page(2000.0, 503)}, (), 190.0)
+    seen = counter.take("tiny", 190.0)
+    assert (seen.known, seen.arrived) == (True, 3)
+
+
+def test_the_only_frontend_is_waited_for() -> None:
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
+    for now_s in (0.0, 100.0, 200.0):
+        counter.add({}, ("a",), now_s)
+        assert not counter.take("tiny", now_s).known
+
+
 def test_without_frontends_traffic_is_unknown() -> None:
-    counter = TrafficCounter(SINCE, 0.0)
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
     for _ in range(2):
-        counter.add({}, ())
+        counter.add({}, (), 0.0)
         seen = counter.take("tiny", 1.0)
     assert not seen.known
 
 
 def test_a_look_does_not_end_the_interval() -> None:
-    counter = TrafficCounter(SINCE, 0.0)
-    counter.add({"a": page(2000.0, 5)}, ())
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
+    counter.add({"a": page(2000.0, 5)}, (), 0.0)
     assert counter.peek("tiny", 1.0).arrived == 5
     assert counter.take("tiny", 2.0).arrived == 5

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo.planner.local.capacity import LedgerRoom, capacity_of
 from dynamo.planner.observation import Pool
 from dynamo.planner.sharing import (
+    GpuRoom,
     ServiceChange,
     SharedModel,
     SharedService,
@@ -18,6 +21,8 @@ from dynamo.planner.sharing import (
     share,
 )
 from dynamo.planner.zero import cold_decision
+from dynamo.serve.reservations import ledger_of
+from dynamo.serve.statefile import Document
 
 LIMITS = SharingLimits(gpus=1, idle_timeout_s=300, yield_idle_s=2, residency_s=30, patience_s=120)
 
@@ -61,15 +66,8 @@ def changes(found: Sharing) -> dict[str, int]:
     return {one.model: one.workers for one in found.changes}
 
 
-def shared(*models: SharedModel, gpus: float = 1, **more: float) -> dict[str, int]:
-    limits = {
-        "idle_timeout_s": 300.0,
-        "yield_idle_s": 2.0,
-        "residency_s": 30.0,
-        "patience_s": 120.0,
-        **more,
-    }
-    return changes(share(models, SharingLimits(gpus=gpus, **limits)))
+def shared(*models: SharedModel, gpus: float = 1, room: GpuRoom | None = None) -> dict[str, int]:
+    return changes(share(models, replace(LIMITS, gpus=gpus, room=room)))
 
 
 def test_nothing_changes_without_a_reason() -> None:
@@ -187,6 +185,99 @@ def test_a_disaggregated_model_starts_and_stops_both_services() -> None:
     assert found(disaggregated(1, 1, idle_s=9.0)) == {"d": 0, "p": 0}
     taken = found(disaggregated(1, 1, idle_s=0.0, serving_s=99), model("b", waiting=1))
     assert taken["d"] == 0 and taken["p"] == 0
+
+
+def test_a_model_whose_start_failed_starts_nothing_for_a_while() -> None:
+    limits = SharingLimits(gpus=3, idle_timeout_s=9)
+    wants = replace(model("a", 1, wanted=2), pauses=True)
+    cold = replace(model("b", waiting=1, oldest_s=500), pauses=True)
+    assert not share([wants, cold], limits).changes
+    assert not share([replace(disaggregated(1, 0, idle_s=0.0), pauses=True)], limits).changes
+
+
+# -- the GPUs one by one
+
+
+def deployment(*held: tuple[str, float, str], gpus: int = 2, **more: Any) -> Document:
+    """Return a statefile in which each (worker, GPUs, their ids) is held."""
+    components = {
+        name: {
+            "cmd": "",
+            "service": name,
+            "resources": {"allocated_gpus": ids.split(",")},
+            "gpus_per_worker": each,
+            "processes": [{"pid": 1, "start_ticks": 1}],
+            **more.get(name, {}),
+        }
+        for name, each, ids in held
+    }
+    ids = [str(number) for number in range(gpus)]
+    environment = {"SYSTEM_RESOURCES": {"gpu_info": ids}}
+    return {"namespace": "ns", "components": components, "environment": environment}
+
+
+def placed(document: Document) -> GpuRoom:
+    return LedgerRoom(ledger_of(document))
+
+
+def worker(name: str, gpus: float, **more: Any) -> SharedModel:
+    """Return a model whose worker has its name and holds GPUs."""
+    found = model(name, gpus=gpus, **more)
+    serving = (name,) if found.decode.ready else ()
+    return replace(found, services=(replace(found.decode, assigned=gpus, serving=serving),))
+
+
+def test_free_halves_are_not_a_whole_gpu() -> None:
+    """One idle model moves out; the other, whose GPU would not be enough alone, stays."""
+    room = placed(deployment(("a", 0.5, "0"), ("c", 0.4, "1")))
+    waits = worker("b", 1, waiting=1)
+    busy = {"ready": 1, "serving_s": 1.0}
+    assert shared(worker("a", 0.5, **busy), waits, gpus=2, room=room) == {}
+    both = (worker("a", 0.5, ready=1, idle_s=9.0), worker("c", 0.4, **busy))
+    assert shared(*both, waits, gpus=2, room=room) == {"a": 0}
+    both = (worker("a", 0.5, **busy), worker("c", 0.4, ready=1, idle_s=9.0))
+    assert shared(*both, waits, gpus=2, room=room) == {"c": 0}
+    leaving = replace(both[0].decode, ready=0, draining=1, serving=(), leaving=("a",))
+    both = (replace(both[0], services=(leaving,)), both[1])
+    assert shared(*both, waits, gpus=2, room=room) == {}  # it is enough to wait
+
+
+def test_shares_of_a_gpu_are_not_mixed() -> None:
+    """0.6 of a GPU is free, split in shares of 0.4: no worker of 0.5 fits beside it."""
+    room = placed(deployment(("c", 0.4, "0"), gpus=1))
+    waits = worker("a", 0.5, waiting=1)
+    assert shared(worker("c", 0.4, ready=1, serving_s=1.0), waits, room=room) == {}
+    assert shared(worker("c", 0.4, ready=1, idle_s=9.0), waits, room=room) == {"c": 0}
+    assert shared(worker("c", 0.4, ready=1), worker("d", 0.4, waiting=1), room=room) == {"d": 1}
+
+
+def test_what_is_not_needed_stays() -> None:
+    room = placed(deployment(("a", 1, "0"), ("c", 2, "1,2"), gpus=3))
+    idle = worker("a", 1, ready=1, idle_s=99.0), worker("c", 2, ready=1, idle_s=9.0)
+    assert shared(*idle, worker("b", 2, waiting=1), gpus=3, room=room) == {"c": 0}
+
+
+@pytest.mark.parametrize(("status", "expected"), [("stopped", {"a": 0}), ("given up", {"b": 1})])
+def test_the_gpu_of_a_stopped_worker_is_its_own_that_of_one_given_up_is_free(
+    status: str, expected: dict[str, int]
+) -> None:
+    stopped = {"processes": [], "watcher": {"status": status}}
+    document = deployment(("a", 1, "0"), ("x", 1, "1"), x=stopped)
+    room = placed(document)
+    models = (worker("a", 1, ready=1, idle_s=9.0), worker("x", 1), worker("b", 1, waiting=1))
+    assert shared(*models, gpus=2, room=room) == expected
+    found = share(models, replace(LIMITS, gpus=2, room=room))
+    assert found.limits["a"] == 1  # the policy gets no GPU that is not free
+
+
+def test_the_capacity_of_a_statefile() -> None:
+    document = deployment(("a", 0.5, "0"), ("b", 1, "1"))
+    found = capacity_of(document, None)
+    assert found.gpus == 0.5 and found.room is not None
+    assert [found.room.count(size, (), ()) for size in (1, 0.5)] == [0, 1]
+    assert found.room.count(1, (), ["a", "b"]) == 2
+    assert found.room.count(1, [0.5, 1], ["a", "b"]) == 0
+    assert capacity_of(deployment(gpus=0), None).room is None
 
 
 # -- no starvation, in virtual time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
@@ -14,12 +15,18 @@ from virtual_time import run_virtual
 
 from dynamo.box.actions.access import LocalAccess
 from dynamo.box.actions.gpu_room import crowded_gpus, reserved_share
-from dynamo.box.actions.ports import ActionFailed
+from dynamo.box.actions.ports import ActionFailed, CircusError
+from dynamo.box.actions.removal import finish_removal, mark_draining
+from dynamo.box.actions.sleeping import check_wakeable, sleep_worker, wake_worker
+from dynamo.box.loading import ModelLoad
 from dynamo.config.planner import PlannerSettings
-from dynamo.errors import EngineFailure
+from dynamo.errors import EngineFailure, StatefileError
 from dynamo.planner.local.connector import LocalConnector
-from dynamo.serve.gpu_holders import held_gpus
+from dynamo.serve.entries import read_services
 from dynamo.serve.gpus import Gpu
+from dynamo.serve.process_table import stat
+from dynamo.serve.reservations import ledger_of, owner_mark
+from dynamo.serve.statefile import Document, Statefile
 
 GRAPH = """
 A: {run: dynamo.vllm, model: a, ServiceArgs: {workers: 1, resources: {gpu: 1}}}
@@ -83,7 +90,8 @@ class Site:
         return {name: entry["state"] for name, entry in found if entry["processes"]}
 
     def held(self) -> dict[str, tuple[str, ...]]:
-        return {name: gpus for name, (gpus, _) in held_gpus(self.access.document()).items()}
+        held = ledger_of(self.access.document()).held
+        return {name: tuple(gpus) for name, gpus in held.items()}
 
     async def counts(self, service: str) -> list[str]:
         return [one.state for one in (await self.connector.services())[service].workers]
@@ -228,3 +236,145 @@ def test_crowded_gpus() -> None:
     assert crowded_gpus(["0", "1", "2", "GPU-3"], 0.9, devices) == {
         "1": "GPU 1: 71.0 of 80.0 GiB are free, and a worker reserves 90%"
     }
+
+
+def others_mark(operation: str) -> dict[str, Any]:
+    """The record of another process, which lives."""
+    parent = stat(os.getppid())
+    assert parent is not None
+    return {**owner_mark(operation), "pid": parent.pid, "start_ticks": parent.start_ticks}
+
+
+def test_a_wake_during_a_wake_names_the_process(run: Any) -> None:
+    async def work(site: Site) -> None:
+        await site.connector.remove("A")
+        entry = {"reserved_by": others_mark("wake")}
+        site.access.statefile.update(lambda found: found["components"]["dynamo_A"].update(entry))
+        text = rf"^dynamo_A: process {os.getppid()} changes it \(wake\); wait for its end$"
+        with pytest.raises(ActionFailed, match=text):
+            check_wakeable(site.access.document(), "dynamo_A")
+
+    run(work)
+
+
+@pytest.mark.parametrize("operation", ["sleep", "wake"])
+@pytest.mark.parametrize("refuses", ["", "sleep", "wake"])
+def test_an_interrupted_operation_is_finished_or_undone(
+    run: Any, operation: str, refuses: str
+) -> None:
+    async def work(site: Site) -> None:
+        site.engines.refuses = refuses if operation == "sleep" else ""
+        if operation == "wake":
+            await site.connector.remove("A")
+            site.engines.refuses = refuses
+        services = read_services(site.access.document())
+        entry = services["A"].entries[0]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):  # while the engine works: Ctrl-C
+                if operation == "sleep":
+                    await sleep_worker(site.access, site.engines, entry)
+                else:
+                    await wake_worker(site.access, site.engines, services["A"], entry)
+        assert site.held() == {"dynamo_A": ("0",)}  # it may be awake
+        [sentence] = await site.connector.reconcile()
+        record = site.access.document()["components"]["dynamo_A"]
+        assert "reserved_by" not in record
+        if refuses == operation == "wake":
+            assert "undid its wake: dynamo_A: cannot be woken: no memory; it is removed" in sentence
+            assert (site.states(), site.held()) == ({}, {})
+        elif refuses == operation:
+            assert "undid its sleep: dynamo_A: does not sleep: no memory" in sentence
+            assert record["state"] == "running"
+        else:
+            assert sentence == f"dynamo_A: finished its {operation}"
+            assert record["state"] == ("asleep" if operation == "sleep" else "running")
+            assert site.held() == ({} if operation == "sleep" else {"dynamo_A": ("0",)})
+        assert await site.connector.reconcile() == []
+
+    run(work)
+
+
+def test_of_several_loads_one_starts_a_worker(run: Any) -> None:
+    async def work(site: Site) -> None:
+        async def load() -> list[str]:
+            services = [read_services(site.access.document())["B"]]
+            loads = await ModelLoad(site.access, site.engines, services).prepare()
+            return [str(await one.work()) for one in loads]
+
+        found = await asyncio.gather(*(load() for _ in range(4)), return_exceptions=True)
+        assert [one for one in found if isinstance(one, list)] == [["dynamo_B_1"]]
+        refused = [str(one) for one in found if isinstance(one, ActionFailed)]
+        assert len(refused) == 3
+        assert all("served or being loaded already, by dynamo_B_1;" in text for text in refused)
+
+    run(work, 4)
+
+
+def test_workers_drain_together_or_not_at_all(run: Any) -> None:
+    async def work(site: Site) -> None:
+        await site.connector.add("A")
+        busy = {"reserved_by": others_mark("sleep")}
+        site.access.statefile.update(lambda found: found["components"]["dynamo_A_1"].update(busy))
+        with pytest.raises(ActionFailed, match=r"dynamo_A_1: process \d+ changes it \(sleep\)"):
+            mark_draining(site.access, ["dynamo_A", "dynamo_A_1"])
+        assert site.states() == {"dynamo_A": "running", "dynamo_A_1": "running"}
+        assert "reserved_by" not in site.access.document()["components"]["dynamo_A"]
+
+    run(work, 2)
+
+
+@pytest.mark.parametrize("operation", ["sleep", "wake"])
+def test_a_full_disk_during_an_operation_loses_no_worker(
+    run: Any, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has done it, and the statefile cannot say so: the next action corrects it."""
+
+    async def work(site: Site) -> None:
+        if operation == "wake":
+            await site.connector.remove("A")
+        services = read_services(site.access.document())
+        entry = services["A"].entries[0]
+        with monkeypatch.context() as disk:
+            do, write = site.engines._do, Statefile._write
+
+            def full(statefile: Statefile, document: Document) -> None:
+                if document["components"]["dynamo_A"].get("reserved_by"):
+                    return write(statefile, document)
+                raise StatefileError("No space left on device")
+
+            async def done(call: str) -> None:
+                await do(call)
+                disk.setattr(Statefile, "_write", full)
+
+            disk.setattr(site.engines, "_do", done)
+            with pytest.raises(StatefileError):
+                if operation == "sleep":
+                    await sleep_worker(site.access, site.engines, entry)
+                else:
+                    await wake_worker(site.access, site.engines, services["A"], entry)
+        assert site.access.needs_repair
+        assert site.held() == {"dynamo_A": ("0",)}
+        await site.connector.reconcile()
+        state = "asleep" if operation == "sleep" else "running"
+        assert site.states() == {"dynamo_A": state}
+        assert "reserved_by" not in site.access.document()["components"]["dynamo_A"]
+
+    run(work)
+
+
+def test_a_removal_that_failed_can_be_finished_by_others(run: Any) -> None:
+    async def work(site: Site) -> None:
+        async def busy(name: str) -> None:
+            raise CircusError("circus refused rm")
+
+        [entry] = read_services(site.access.document())["A"].entries
+        mark_draining(site.access, ["dynamo_A"])
+        site.world.remove = busy  # type: ignore[method-assign]
+        site.world.faults.hangs = 1.0  # it never exits
+        with pytest.raises(CircusError):
+            await finish_removal(site.access, entry, False)
+        record = site.access.document()["components"]["dynamo_A"]
+        assert record["state"] == "draining" and record["processes"]
+        assert "reserved_by" not in record
+
+    run(work)

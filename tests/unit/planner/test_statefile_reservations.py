@@ -12,14 +12,13 @@ from simulated_deployment import SimulatedDeployment
 from virtual_time import run_virtual
 
 from dynamo.box.actions.access import reserve
-from dynamo.box.actions.gpu_booking import free_gpus
 from dynamo.box.actions.ports import ActionFailed
 from dynamo.box.targets import find_model, find_processes, find_workers
-from dynamo.errors import InvalidArgument
+from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.serve.entries import next_name, read_services
 from dynamo.serve.process_table import stat
 from dynamo.serve.record import StatefileWriter
-from dynamo.serve.reservations import owner_mark
+from dynamo.serve.reservations import ledger_of, owner_mark
 from dynamo.serve.statefile import RESERVED_BY, Document, Statefile
 
 GRAPH = """
@@ -47,33 +46,41 @@ def test_services_and_their_workers(tmp_path: Path) -> None:
 def test_free_gpus_are_the_lowest(tmp_path: Path) -> None:
     """Numbers in numeric order, whatever type a writer has used; shares fill a GPU first."""
     found = document(tmp_path)
-    assert free_gpus(found, "x", 1) == ("6",)
-    assert free_gpus(found, "x", 5) == ("6", "7", "8", "9", "10")
-    assert free_gpus(found, "x", 0.5) == ("5",)
+    ledger = ledger_of(found)
+    assert ledger.assign("x", 1) == ("6",)
+    assert ledger.assign("x", 5) == ("6", "7", "8", "9", "10")
+    assert ledger.assign("x", 0.5) == ("5",)
     found["components"]["dynamo_A_1"]["resources"] = {"allocated_gpus": ["6", 7]}
-    assert free_gpus(found, "x", 3) == ("2", "3", "8")
-    with pytest.raises(ActionFailed, match="x needs 9 GPUs, 6 of 12 free"):
-        free_gpus(found, "x", 9)
+    ledger = ledger_of(found)
+    assert ledger.assign("x", 3) == ("2", "3", "8")
+    with pytest.raises(ConfigError, match="x needs 9 GPUs, 6 of 12 free"):
+        ledger.assign("x", 9)
 
 
 def test_a_worker_that_another_process_changes_is_left_alone(tmp_path: Path) -> None:
     """A person and the planner act at the same time: the second one is refused."""
     found = document(tmp_path)
-    reserve(found, "dynamo_A")
-    assert found["components"]["dynamo_A"][RESERVED_BY] == owner_mark()
-    reserve(found, "dynamo_A")  # its own mark is no obstacle: `active` has what it does now
+    reserve(found, "dynamo_A", "drain")
+    mine = found["components"]["dynamo_A"][RESERVED_BY]
+    assert (mine["pid"], mine["operation"]) == (os.getpid(), "drain")
+    reserve(
+        found, "dynamo_A", "drain"
+    )  # its own mark is no obstacle: `active` has what it does now
     parent = stat(os.getppid())
     assert parent is not None
-    theirs = {**owner_mark(), "pid": parent.pid, "start_ticks": parent.start_ticks}
+    theirs = {**owner_mark("wake"), "pid": parent.pid, "start_ticks": parent.start_ticks}
     found["components"]["dynamo_A"][RESERVED_BY] = theirs
-    with pytest.raises(ActionFailed, match=f"process {parent.pid} starts, wakes or removes it"):
-        reserve(found, "dynamo_A")
+    with pytest.raises(ActionFailed, match=rf"process {parent.pid} changes it \(wake\); wait"):
+        reserve(found, "dynamo_A", "sleep")
     assert found["components"]["dynamo_A"][RESERVED_BY] == theirs
     theirs["start_ticks"] += 1  # that process has exited
-    reserve(found, "dynamo_A")
-    assert found["components"]["dynamo_A"][RESERVED_BY] == owner_mark()
+    reserve(found, "dynamo_A", "sleep")
+    assert found["components"]["dynamo_A"][RESERVED_BY]["operation"] == "sleep"
+    found["components"]["dynamo_A_1"]["replacing"] = {"since": 1.0, "gpus": {}}
+    with pytest.raises(ActionFailed, match="dynamo_A_1: the deployment replaces its process"):
+        reserve(found, "dynamo_A_1", "sleep")
     with pytest.raises(ActionFailed, match="dynamo_C: removed by another command"):
-        reserve(found, "dynamo_C")
+        reserve(found, "dynamo_C", "drain")
 
 
 def test_names_of_workers_and_models(tmp_path: Path) -> None:
@@ -116,7 +123,7 @@ def test_the_arbiter_spares_what_a_planner_reserved(tmp_path: Path) -> None:
 
     statefile, writer, components = run_virtual(written())
     process = {"pid": 7, "start_ticks": 1}
-    reserved = {"processes": [process], "reserved_by": owner_mark()}
+    reserved = {"processes": [process], "reserved_by": owner_mark("load")}
     statefile.update(lambda found: found["components"]["dynamo_A_1"].update(reserved))
     statefile.update(
         lambda found: found["components"]["dynamo_Half_1"].update(reserved, state="draining")

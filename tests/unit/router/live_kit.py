@@ -98,7 +98,13 @@ class Worker:
 
 
 class Box:
-    """Workers and one live router that share a discovery."""
+    """Workers and one live router that share a discovery.
+
+    ``checks_s``: when the router asks a new publisher for lost events; by default never, because
+    most tests script the answer to each query.
+    """
+
+    checks_s: tuple[float, ...] = ()
 
     def __init__(self, settings: RuntimeSettings) -> None:
         self.settings = settings
@@ -116,6 +122,8 @@ class Box:
         chosen = RouterSettings(**{"mode": "kv", **settings})  # type: ignore[arg-type]
         client = await self.runtime.endpoint("ns.backend.generate").client()
         live = self.live = ConnectedKvRouter(self.runtime, WORKERS, chosen, client)
+        if live.events is not None:
+            live.events.checks_s = self.checks_s
         await live.start()
         return live
 

@@ -117,8 +117,10 @@ def test_an_allow_list_of_unknown_workers(worker_pool: WorkerPool) -> None:
 
 def test_slots_are_dense_and_reused(worker_pool: WorkerPool) -> None:
     assert sorted(worker_pool.candidates) == list(range(5))
-    freed = worker_pool.remove(2)
-    assert worker_pool.remove(2) == []
+    freed = worker_pool.slots_of(2)
+    worker_pool.remove(2)
+    worker_pool.remove(2)
+    assert worker_pool.slots_of(2) == []
     assert len(worker_pool.candidates) == 3
     worker_pool.set_busy(2, True)
     assert worker_pool.busy == set()

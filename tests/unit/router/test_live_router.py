@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import NoInstances, Overloaded
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import MODEL_CARDS
+from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import (
     BlocksRemoved,
     KvEvent,
@@ -24,9 +28,11 @@ from dynamo.protocols.load import KV_METRICS, KvMetrics
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches import recovery as recovery_module
 from dynamo.router.discovery import maintenance as upkeep_module
+from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.kv import KvPicker
 from dynamo.runtime import distributed as distributed_module
+from dynamo.runtime.discovery import KeyEvent
 
 
 @pytest_asyncio.fixture
@@ -85,6 +91,49 @@ async def test_a_lost_last_event_is_found_by_the_sweep(box: Box) -> None:
     await until(lambda: len(worker.queries) == 3 and not indexer.recovering())
     assert worker.queries[1:] == [KvQuery(0, 1, None), KvQuery(0, 2, None)]
     assert overlap(live) == 2
+
+
+async def test_an_event_lost_while_connecting_is_found_soon(box: Box) -> None:
+    """ZeroMQ drops what is published before the subscription has arrived at the publisher."""
+    box.checks_s = (0.0, 0.1)
+    worker = await box.worker()
+    worker.answers = [
+        KvQueryAnswer("tree_dump"),
+        KvQueryAnswer("too_new", newest_available=0),
+        KvQueryAnswer("events", [stored(1, 0, 2)], 1),
+    ]
+    live = await box.route()
+    assert live.events is not None
+    indexer = live.events.indexer
+    await until(lambda: bool(worker.queries) and not indexer.recovering())
+    live.events._on_publisher(worker.id, True)  # the dump was answered before it
+    await until(lambda: overlap(live) == 2)
+    assert worker.queries[-1] == KvQuery(0, 1, None)
+
+
+async def test_the_cache_of_a_worker_without_events_is_predicted(box: Box) -> None:
+    silent = await box.worker(RuntimeConfig(kv_event_publishing_enabled=False), answers=False)
+    worker = await box.worker(RuntimeConfig())
+    worker.answers = [KvQueryAnswer("tree_dump", [stored(0, 0, 2)], 5)]
+    live = await box.route()
+    await until(lambda: overlap(live) == 2)
+    assert live.events is not None and not live.events.indexer.recovering()
+    for worker_id in (silent.id, worker.id):
+        request_id = f"r{worker_id}"
+        routing = Routing(backend_instance_id=worker_id)
+        live.picker.pick(request_id, PROMPT, routing=routing)
+        live.picker.mark_prefill_complete(request_id)
+        live.picker.free(request_id)
+    found = live.picker.pick(None, PROMPT, routing=Routing(backend_instance_id=silent.id))
+    assert found.overlap_blocks == 4
+    found = live.picker.pick(None, PROMPT, routing=Routing(backend_instance_id=worker.id))
+    assert found.overlap_blocks == 2, "its own events count alone"
+    live.maintenance.check_silence(live.events.indexer)
+    assert not live.maintenance._silent and not silent.queries
+    shown = box.runtime.metrics.render().decode()
+    assert "dynamo_component_router_predicted_memory_bytes{" in shown
+    live.picker.remove_worker(silent.id)
+    live.picker.remove_worker(worker.id)
 
 
 async def test_the_loop_runs_while_a_dump_is_applied(
@@ -405,3 +454,46 @@ async def test_a_publisher_that_restarts_is_asked_for_a_dump(box: Box) -> None:
     ]
     indexer.verify()
     await until(lambda: overlap(live) == 1 and not indexer.recovering())
+
+
+def test_hostile_cards_are_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    changed: list[int] = []
+    cards = WorkerCards(changed.append)
+    here = MODEL_CARDS
+    nested = b'{"instance_id": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    hostile = [
+        (here + "zz", b'{"instance_id": 1}'),
+        (here + "zz", None),
+        (here + "2", b'{"instance_id": 1}'),
+        (here + "1", nested),
+        (here + "1", b'{"instance_id": 1, "runtime_config": {"data_parallel_size": 1e9}}'),
+    ]
+    for key, value in hostile:
+        caplog.clear()
+        cards._on_key(KeyEvent("put" if value else "delete", key, value))
+        (line,) = caplog.records
+        assert key in line.getMessage() and line.exc_info is None
+    assert not changed
+    cards._on_key(KeyEvent("put", here + "1/adapter", b'{"instance_id": 1}'))
+    assert changed == [1] and cards.get(1) is not None
+
+
+@pytest.mark.parametrize("source", ["visible", "engine", "flag"])
+async def test_a_gpu_worker_gets_eight_requests_for_each_one_of_a_cpu_worker(
+    box: Box, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3" if source == "visible" else "")
+    if source == "flag":
+        box.settings = dataclasses.replace(box.settings, device_type="cuda")
+    gpu = Worker(box.settings)
+    if source != "visible":
+        gpu.runtime.serving.set_engine_device("cuda" if source == "engine" else "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    box.settings = dataclasses.replace(box.settings, device_type=None)
+    box.workers.append(gpu)
+    await gpu.start(RuntimeConfig())
+    cpu = await box.worker(RuntimeConfig())
+    live = await box.route_by_mode(mode="device-aware-weighted")
+    await until(lambda: len(live.picker.worker_pool.members) == 2)
+    counts = Counter(live.picker.pick(str(i), PROMPT).worker_id for i in range(90))
+    assert counts == {gpu.id: 80, cpu.id: 10}

@@ -262,6 +262,34 @@ async def test_stop_is_orderly_and_dropping_kills(deployment: Deployment) -> Non
     assert await second.seen() == (True, True)
 
 
+@pytest.mark.parametrize("ended", [True, False])
+async def test_a_kill_drops_items_that_had_arrived_and_a_stop_does_not(
+    deployment: Deployment, ended: bool
+) -> None:
+    async def five(request: Any) -> AsyncIterator[int]:
+        for number in range(5):
+            yield number
+        if not ended:
+            await asyncio.Event().wait()
+
+    deployment.serve(deployment.runtime(), "ns.comp.five", five)
+    client = await deployment.client("ns.comp.five")
+    for kind in ("stop", "kill"):
+        context = Context()
+        stream = await client.random({}, annotated=False, context=context)
+        sink = stream._stream.sink
+        assert await anext(stream) == 0
+        async with asyncio.timeout(20):
+            while len(sink._items) < 4 or sink._ended != ended:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.001)
+        getattr(context, kind)()
+        if kind == "stop":
+            assert [await anext(stream) for _ in range(4)] == [1, 2, 3, 4]
+        else:
+            with pytest.raises(Cancelled):
+                await anext(stream)
+
+
 async def test_an_incoming_context_links_the_outgoing_call(deployment: Deployment) -> None:
     inner = Endless()
     deployment.serve(deployment.runtime(), "ns.comp.inner", inner.__call__)

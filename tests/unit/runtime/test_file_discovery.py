@@ -5,6 +5,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -13,12 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import asyncinotify
 import msgspec
 import pytest
 
-from dynamo.errors import ConfigError, InvalidArgument, Unavailable, WorkerUnavailable
+from dynamo.errors import InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
-from dynamo.runtime.discovery import FileDiscovery, KeyEvent, layout
+from dynamo.runtime.discovery import (
+    FileDiscovery,
+    KeyEvent,
+    inotify,
+    layout,
+    leases,
+    store_watcher,
+)
 from dynamo.runtime.discovery.process import host_id, is_running, start_ticks
 from dynamo.runtime.discovery.process_end import ProcessEnd
 
@@ -215,6 +224,41 @@ def _foreign_lease(root: Path, lease_id: int, ttl_s: float) -> Path:
     return path
 
 
+async def test_a_large_store_is_read_in_slices(
+    store: FileDiscovery, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of leases must not hold the loop: not their files, not their deadlines."""
+    monkeypatch.setattr(store_watcher, "SLICE_S", 0.0)
+    await store.start()
+    for number in range(1, 201):
+        _foreign_lease(root, number, 10)
+    deadlines = 0
+    deadline = leases._TrackedLease.deadline
+
+    def counted(lease: leases._TrackedLease) -> float | None:
+        nonlocal deadlines
+        deadlines += 1
+        return deadline(lease)
+
+    monkeypatch.setattr(leases._TrackedLease, "deadline", counted)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    log = Log()
+    watch = store.watch("v1/", log)
+    assert len(await store.list("v1/")) == 200
+    await watch.ready()
+    counting.cancel()
+    assert len(log.events) == 200 and turns >= 400  # a turn for each lease and each key
+    assert deadlines <= 400
+
+
 async def test_a_foreign_host_lives_by_its_ttl(store: FileDiscovery, root: Path) -> None:
     path = _foreign_lease(root, 5, 0.6)
     log = Log()
@@ -407,17 +451,18 @@ async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, 
     log = Log()
     await other.watch("v1/", log).ready()
     assert other._inotify is not None
-    deliver = other._inotify._deliver
-    other._inotify._deliver = lambda data: None  # type: ignore[method-assign]
+    source = other._inotify._source
+    deliver = source._deliver
+    source._deliver = lambda data: None  # type: ignore[method-assign]
     await store.delete(KEY)
     await store.put("v1/mdc/changes", b"2", lease.id)
     await store.put("v1/mdc/new", b"1", lease.id)
     await doomed.revoke()
     other._inotify.drain()
     assert len(log.events) == 3
-    other._inotify._deliver = deliver  # type: ignore[method-assign]
+    source._deliver = deliver  # type: ignore[method-assign]
     overflow = (-1).to_bytes(4, "little", signed=True) + (0x4000).to_bytes(4, "little")
-    other._inotify._deliver(overflow + bytes(8))
+    source._deliver(overflow + bytes(8))
     assert sorted((event.kind, event.key, event.value) for event in log.events[3:]) == [
         ("delete", KEY, None),
         ("delete", "v1/mdc/doomed", None),
@@ -428,8 +473,6 @@ async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, 
 
 
 async def test_a_removed_store_is_created_again(store: FileDiscovery, root: Path) -> None:
-    import shutil
-
     lease = await store.grant(10)
     await store.put(KEY, b"1", lease.id)
     other = FileDiscovery(root)
@@ -451,8 +494,6 @@ async def test_a_removed_store_is_created_again(store: FileDiscovery, root: Path
 async def test_a_store_that_vanishes_does_not_blind_its_watchers(
     store: FileDiscovery, root: Path, way: str
 ) -> None:
-    import shutil
-
     log = Log()
     await store.watch("v1/", log).ready()
     if way == "move":
@@ -523,7 +564,7 @@ async def test_a_process_that_only_registers_watches_one_file(
     await other.grant(10)
     assert store._watcher is None
     assert store._inotify is not None
-    assert len(store._inotify._callbacks) == 1
+    assert len(store._inotify._own) == 1
     await other.close()
 
 
@@ -547,15 +588,94 @@ async def test_without_descriptors_for_processes_the_ttl_decides(
     assert log.events[1].kind == "delete"
 
 
-async def test_no_inotify_instance_left_is_a_clear_error(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none_left() -> None:
-        raise OSError(24, "Too many open files")
+async def test_a_process_has_one_inotify_instance(store: FileDiscovery, root: Path) -> None:
+    """Each group of watches on a path gets its events until it is closed."""
+    other, third = FileDiscovery(root), FileDiscovery(root)
+    logs = [Log(), Log()]
+    for discovery, log in zip((other, third), logs, strict=True):
+        await discovery.watch("v1/", log).ready()
+    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert links.count("anon_inode:inotify") == 1
+    lease = await store.grant(10)
+    await store.put(KEY, b"1", lease.id)
+    for log in logs:
+        await log.until(1)
+    await other.close()
+    await lease.revoke()
+    assert [event.kind for event in await logs[1].until(2)] == ["put", "delete"]
+    assert len(logs[0].events) == 1
+    await third.close()
 
-    monkeypatch.setattr("dynamo.runtime.discovery.inotify.asyncinotify.Inotify", none_left)
-    with pytest.raises(ConfigError, match="max_user_instances"):
-        await FileDiscovery(root).start()
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(errno.EMFILE, "max_user_instances"), (errno.ENOSPC, "max_user_watches")]
+)
+async def test_without_inotify_the_store_is_read_again_and_again(
+    store: FileDiscovery,
+    root: Path,
+    holders: Holders,
+    number: int,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Exhausted(asyncinotify.Inotify):
+        def __init__(self) -> None:
+            if number == errno.EMFILE:
+                raise OSError(number, "Too many open files")
+            super().__init__()
+
+        def add_watch(self, path: Any, mask: Any) -> Any:
+            raise OSError(number, "No space left on device")
+
+    monkeypatch.setattr(asyncinotify, "Inotify", Exhausted)
+    monkeypatch.setattr(inotify, "_POLL_S", 0.02)
+    monkeypatch.setattr(inotify, "_reported", set())
+    log = Log()
+    await store.watch("v1/", log).ready()
+    lease = await store.grant(0.5)
+    await store.put(KEY, b"1", lease.id)
+    assert await store.list("v1/") == {KEY: b"1"}, "at once for those who ask"
+    await holders.start(7)  # another process: its lease, its key
+    assert [event.kind for event in await log.until(3)] == ["put"] * 3
+    layout.lease_path(root, 7).unlink()
+    assert [event.kind for event in (await log.until(5))[3:]] == ["delete"] * 2
+    layout.lease_path(root, lease.id).unlink()
+    async with asyncio.timeout(20):
+        await lease.lost.wait()
+    await log.until(6)
+    shutil.rmtree(root)
+    await holders.start(8)  # into a new directory
+    await log.until(8)
+    warnings = [one.getMessage() for one in caplog.records if "cannot watch files" in one.msg]
+    assert len(warnings) == 1 and f"sysctl fs.inotify.{name}=" in warnings[0]
+
+
+async def test_reading_the_store_again_survives_errors(
+    store: FileDiscovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process at its limit on open files gets EMFILE for a new inotify instance and a look."""
+
+    def exhausted(*_: object) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncinotify, "Inotify", exhausted)
+    monkeypatch.setattr(inotify, "_POLL_S", 0.01)
+    looks, log = asyncio.Queue[Path](), Log()
+    await store.watch("v1/", log).ready()
+    lease = await store.grant(10)
+
+    def failing(path: Path) -> None:
+        looks.put_nowait(path)
+        exhausted()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(inotify, "_look", failing)
+        await store.put(KEY, b"1", lease.id)
+        async with asyncio.timeout(20):
+            for _ in range(50):  # more than one look at each path
+                await looks.get()
+    assert [event.kind for event in await log.until(1)] == ["put"]
 
 
 async def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,9 +71,10 @@ def test_default_is_under_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "a\0b", "a b", "-x", "x" * 129])
 def test_a_namespace_cannot_leave_its_directory(tmp_path: Path, name: str) -> None:
-    settings = RuntimeSettings(state_dir=str(tmp_path), namespace=name)
     with pytest.raises(ConfigError, match="namespace"):
-        paths.run_dir(settings)
+        RuntimeSettings(state_dir=str(tmp_path), namespace=name)
+    with pytest.raises(ConfigError, match="namespace"):
+        paths.run_dir(RuntimeSettings(state_dir=str(tmp_path)), name)
 
 
 def test_a_file_in_the_way_is_a_clear_error(tmp_path: Path) -> None:

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo.errors import ConfigError
 from dynamo.serve.graph import parse_graph
 from dynamo.serve.graph_changes import (
     GraphChanges,
     added_workers,
-    allocator_beside,
     compare,
     follow,
     without_awakening,
@@ -130,15 +128,6 @@ def test_the_status_servers_of_a_service_have_successive_ports() -> None:
     assert followed[0].env["DYN_SYSTEM_PORT"] == "9203"
     free = specs(text.replace("9100", "0"))
     assert [one.env["DYN_SYSTEM_PORT"] for one in free] == ["0", "0"]
-
-
-def test_gpus_beside_those_that_are_held() -> None:
-    half = replace(specs(TEXT)[0], name="half", gpu=0.5, gpus=("1",))
-    allocator = allocator_beside(("0", "1", "2", "9"), [*specs(TEXT)[:1], half])
-    assert allocator.assign("x", 0.5) == ("1",)
-    assert allocator.assign("y", 2) == ("2", "9")
-    with pytest.raises(ConfigError, match="0 of 4 free"):
-        allocator.assign("z", 1)
 
 
 @pytest.mark.parametrize(("graceful", "drain"), [(30, "25"), (10, "8"), (0, "0"), (600, "595")])

@@ -102,6 +102,12 @@ BAD = [
     ("", "g.yaml: the file is empty"),
     ("- a\n", "g.yaml: expected a mapping of services"),
     ("namespace: x\n", "has no service"),
+    (
+        "namspace: x\nA:\n  run: m\n",
+        "namspace must be a mapping, got 'x' (did you mean namespace?)",
+    ),
+    ("serviceArgs: {workers: 2}\n", "serviceArgs is no service: it has no run (did you mean Serv"),
+    ("A:\n  run: m\n  service-args: {}\n", "A.service-args is unknown (did you mean ServiceArgs?)"),
     ("A: [\n", "g.yaml:2:1: "),
     ("A:\n  run: m\nA:\n  run: m\n", "g.yaml:3:1: A is already set in line 1"),
     ("A:\n  run: m\n  b: 1\n  b: 2\n", "g.yaml:4:3: A.b is already set in line 3"),
@@ -116,6 +122,7 @@ BAD = [
     ("a-b:\n  run: m\n", "g.yaml:1:1: a-b is not a service name"),
     ("A:\n  run: m\na:\n  run: m\n", "g.yaml:3:1: a differs from A only in case"),
     ("namespace: a/b\nA:\n  run: m\n", "g.yaml:1:1: namespace must be letters"),
+    ("namespace: a.b\nA:\n  run: m\n", "g.yaml:1:1: namespace must be letters"),
     ("namespace: 3\nA:\n  run: m\n", "g.yaml:1:1: namespace must be letters"),
     ("Common: 1\nA:\n  run: m\n", "g.yaml:1:1: Common must be a mapping"),
     ("A:\n  run: m\n  common-configs: [x]\n", "g.yaml:3:3: A.common-configs names 'x'"),
@@ -307,6 +314,7 @@ def test_schema_and_code_agree() -> None:
         "A: {run: []}",
         "a-b: {run: m}",
         "namespace: a/b",
+        "namespace: a.b",
         "A: {run: m, x: [[1]]}",
     ):
         assert not validator.is_valid(yaml.safe_load(text)), text

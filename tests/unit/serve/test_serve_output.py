@@ -9,8 +9,10 @@ import shutil
 import stat
 from pathlib import Path
 
+import pytest
+
 from dynamo.box.output_tail import last_line
-from dynamo.serve.last_output import cause_in, telling_line
+from dynamo.serve.last_output import cause_in, refusal_in, telling_line
 from dynamo.serve.output import LogFile, OutputPipe, ServiceOutput
 
 
@@ -43,6 +45,25 @@ async def test_close_reads_the_rest_of_the_pipe() -> None:
     os.write(pipe.write_fd, b"Traceback\nKeyError")
     pipe.close()
     assert lines == [b"Traceback", b"KeyError"]
+
+
+async def test_close_does_not_wait_for_a_process_that_writes_for_ever() -> None:
+    """Of another session, so that it did not end with the child."""
+    lines: list[bytes] = []
+
+    def take(line: bytes) -> None:
+        lines.append(line)
+        assert len(lines) < 10
+        os.write(writer, b"again\n")
+
+    pipe = OutputPipe(take)
+    writer = os.dup(pipe.write_fd)
+    os.write(writer, b"one\n")
+    pipe.close()
+    assert lines == [b"one"]
+    with pytest.raises(BrokenPipeError):
+        os.write(writer, b"later\n")
+    os.close(writer)
 
 
 async def test_an_endless_line_is_split() -> None:
@@ -149,6 +170,15 @@ def test_the_cause_of_a_failure_is_found() -> None:
         "torch.OutOfMemoryError: CUDA out of memory"
     )
     assert cause_in(["one", "two", ""]) == "two" and cause_in([]) == telling_line([]) == ""
+
+
+def test_the_error_of_a_rejected_start_is_found() -> None:
+    usage = ["usage: x", "x.py: error: unrecognized arguments: --a", "Try 'x.py --help'."]
+    assert refusal_in(usage) == "unrecognized arguments: --a"
+    assert (
+        refusal_in(["python -m dynamo.mocker: error: no model: error: it"]) == "no model: error: it"
+    )
+    assert refusal_in(["INFO the error: none", "bye"]) == refusal_in([]) == ""
 
 
 def test_the_tail_begins_with_a_cause_beyond_it(tmp_path: Path) -> None:

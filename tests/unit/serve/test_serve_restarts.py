@@ -25,6 +25,16 @@ def test_a_rejected_command_line_is_not_retried() -> None:
     assert restarts.died(0.0, 1000.0, 2) == 0.0  # it ran for long: the status has another cause
 
 
+def test_a_program_of_ours_says_by_its_status_why_it_ended() -> None:
+    restarts = Restarts(RestartPolicy(burst=2))
+    assert restarts.died(0.0, 90.0, 2, served=False, is_ours=True) == (
+        "it refused to start (exit status 2)"
+    )
+    delays = [restarts.died(now, 1.0, 75, served=False, is_ours=True) for now in range(2000)]
+    assert delays[:8] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0] and delays[-1] == 30.0
+    assert restarts.died(2000.0, 1.0, 1, served=False, is_ours=True) == 0.0
+
+
 def test_starts_that_never_serve_are_counted_beyond_the_window() -> None:
     """A model that takes longer to load than the window must not be loaded for ever."""
     restarts = Restarts(RestartPolicy(burst=3, window_s=10))

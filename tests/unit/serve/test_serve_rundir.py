@@ -176,14 +176,18 @@ def test_sockets_store_and_fallback_are_removed_logs_kept(
 
 
 def test_only_dead_leases_are_removed_from_a_store_in_use(home: RunDirectory) -> None:
-    """A manually started worker keeps its lease, its keys and the sockets."""
+    """A manually started worker keeps its lease, its keys and its sockets."""
     lease(home, 0xA1, dead_pid(), 1)
     lease(home, 0xB2, os.getpid(), start_ticks(os.getpid()) or 0)
     for lease_id, key in ((0xA1, KEY), (0xB2, KEY[:-2] + "b2")):
         key_path(home.store, key).write_bytes(encode_stored(lease_id, b"{}"))
     (home.store / "leases" / "junk").write_text("?")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(home.path / "w.sock"))
+    (home.path / "b2.engine").mkdir()
+    kept = {home.path / "b2.sock", home.path / "b2.0.events.sock", home.path / "b2.engine" / "x"}
+    control = {home.path / name for name in ("circus.sock", "status.sock", "a1.sock")}
+    for path in kept | control:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
     far = LeaseRecord(0xC3, 1, 1, 10.0, "another host")  # not renewed for long
     lease_path(home.store, 0xC3).write_bytes(msgspec.json.encode(far))
     os.utime(lease_path(home.store, 0xC3), (0, 0))
@@ -192,4 +196,4 @@ def test_only_dead_leases_are_removed_from_a_store_in_use(home: RunDirectory) ->
     assert not lease_path(home.store, 0xA1).exists() and not key_path(home.store, KEY).exists()
     assert lease_path(home.store, 0xB2).exists()
     assert key_path(home.store, KEY[:-2] + "b2").exists()
-    assert (home.path / "w.sock").exists()
+    assert all(path.exists() for path in kept) and not any(path.exists() for path in control)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,3 +116,32 @@ async def test_a_model_card_makes_a_worker_ready(tmp_path: Path) -> None:
         await runtime.close()
         leases.close()
     assert leases.served == {session} and not leases.with_model()
+
+
+async def test_different_models_of_one_name_are_announced(tmp_path: Path) -> None:
+    """Both are registered and healthy, but the frontend gives requests to one of them only."""
+    other = shutil.copytree(MODEL, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    arbiter = Announcements("ns_A", "ns_B")
+    arbiter.processes["ns_A"] = [SimpleNamespace(pid=os.getsid(0))]
+    leases = Leases(tmp_path / "store", lambda: None)
+    settings = RuntimeSettings(
+        namespace="ns", file_kv=str(tmp_path / "store"), state_dir=str(tmp_path / "state")
+    )
+    runtimes = [DistributedRuntime(asyncio.get_running_loop(), settings) for _ in range(2)]
+    try:
+        for runtime, model in zip(runtimes, (MODEL, other), strict=True):
+            assert leases.different() == {}
+            endpoint = runtime.endpoint("ns.backend.generate")
+            await register_model(
+                ModelInput.Tokens, ModelType.Chat, endpoint, str(model), model_name="m"
+            )
+        assert leases.different() == {"m": {os.getsid(0)}}
+        made = report(tmp_path, arbiter, spec("ns_A", "dynamo.mocker"))
+        made._arbiter, made._leases = arbiter, leases  # type: ignore[assignment]
+        made._announce_ready("ready: x")
+    finally:
+        for runtime in runtimes:
+            await runtime.close()
+        leases.close()
+    assert "ready: x   different models named m: ns_A, of which some get" in arbiter.texts[0]

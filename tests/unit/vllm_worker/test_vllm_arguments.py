@@ -36,6 +36,22 @@ def test_our_options_are_read_and_the_others_kept_in_order() -> None:
     assert found.engine_argv == ("--block-size", "32", "--enforce-eager", "-tp=2")
 
 
+def test_the_parser_flags_of_vllm_serve_are_ours(caplog: pytest.LogCaptureFixture) -> None:
+    auto = ["--model", "m", "--enable-auto-tool-choice"]
+    found = parse([*auto, "--tool-call-parser", "qwen3_xml", "--reasoning-parser=openai_gptoss"])
+    assert (found.worker.tool_call_parser, found.worker.reasoning_parser) == (
+        "qwen3_coder",
+        "gpt_oss",
+    )
+    assert found.engine_argv == ("--reasoning-parser=openai_gptoss",), "its grammars need it"
+    ours = ["--dyn-tool-call-parser", "hermes", "--dyn-reasoning-parser", "basic"]
+    found = parse([*auto, *ours, "--tool-call-parser", "openai", "--reasoning-parser", "qwen3"])
+    assert (found.worker.tool_call_parser, found.worker.reasoning_parser) == ("hermes", "basic")
+    assert parse(auto).worker.reasoning_parser is None and not caplog.messages
+    found = parse([*auto, "--reasoning-parser", "olmo3"])
+    assert found.worker.reasoning_parser is None and "--reasoning-parser olmo3" in caplog.text
+
+
 def test_a_wrong_value_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         parse(["--model", "m", "--disaggregation-mode", "both"])

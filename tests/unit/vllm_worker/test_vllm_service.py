@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
-from dynamo.vllm.plain_tokens import PlainTokens
+from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
 from dynamo.vllm.service import VllmService
 
 DECODE = codec.decoder(EngineOutput).decode
@@ -209,7 +211,11 @@ async def test_tokens_usage_and_the_end(tmp_path: Path) -> None:
         steps.on_output(Step([8, 9], finish_reason="length"))
         await sink.end()
         assert [item.token_ids for item in sink.items] == [[7], [70_000], [8, 9]]
-        last = sink.items[-1]
+        first, last = sink.items[0], sink.items[-1]
+        assert first.completion_usage is not None, "the frontend may end the answer itself"
+        assert first.completion_usage.prompt_tokens == 3
+        assert first.completion_usage.prompt_tokens_details is not None
+        assert first.completion_usage.prompt_tokens_details.cached_tokens == 2
         assert last.finish_reason == "length"
         assert last.completion_usage is not None
         assert last.completion_usage.prompt_tokens == 3
@@ -260,6 +266,98 @@ async def test_plain_tokens_of_a_step_go_to_their_streams(tmp_path: Path) -> Non
             assert sink.items[-1].completion_usage.completion_tokens == 5
         assert plain.count == 6
         assert plain.pass_on(step_message({"r0": 1})) == step_message({"r0": 1})
+
+
+class CoreOutput(msgspec.Struct, array_like=True):
+    """As much of vLLM's EngineCoreOutput as the driver uses."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: Any = None
+    new_prompt_logprobs_tensors: Any = None
+    pooling_output: Any = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+    kv_transfer_params: Any = None
+    prefill_stats: Any = None
+
+
+class CoreOutputs(msgspec.Struct, array_like=True):
+    """vLLM's EngineCoreOutputs."""
+
+    engine_index: int
+    outputs: list[CoreOutput] = []
+    scheduler_stats: Any = None
+
+
+@dataclass
+class Frame:
+    bytes: bytes
+
+
+class CoreDecoder:
+    """vLLM's decoder."""
+
+    def decode(self, frames: bytes | Sequence[Frame]) -> CoreOutputs:
+        message = frames if isinstance(frames, bytes) else frames[0].bytes
+        return msgspec.msgpack.decode(message, type=CoreOutputs)
+
+
+def core_steps(
+    answers: dict[str, list[int]], dice: random.Random
+) -> Iterator[tuple[CoreOutputs, bool]]:
+    """The messages of an engine: 1 to 16 tokens for some requests each; whether it has tensors."""
+    left, begun = {name: list(ids) for name, ids in answers.items()}, set()
+    while left:
+        outputs = []
+        for name in [one for one in left if dice.random() < 0.7]:
+            count = dice.choice((1, 1, 1, 2, 3, 16))
+            taken, left[name] = left[name][:count], left[name][count:]
+            output = CoreOutput(name, taken)
+            if name not in begun or dice.random() < 0.05:  # the first, or after a preemption
+                begun.add(name)
+                output.prefill_stats = 1
+            if not left[name]:
+                output.finish_reason = "length"
+                del left[name]
+            outputs.append(output)
+        yield CoreOutputs(0, outputs), dice.random() < 0.1
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_tokens_stay_in_order_whatever_waits(tmp_path: Path, seed: int) -> None:
+    """Several messages are decoded before their reader has its turn."""
+    dice = random.Random(seed)
+    async with deployed(tmp_path) as made:
+        sinks = [made.start()[0] for _ in range(6)]
+        await made.engine.started(6)
+        answers = {name: [dice.randrange(100_000) for _ in range(90)] for name in made.engine.sinks}
+        plain, waiting = made.engine.plain, deque[CoreOutputs]()
+        decoder, passed = StepDecoder(CoreDecoder(), plain), 0
+
+        def read() -> None:
+            outputs = waiting.popleft()
+            plain.read += 1
+            for output in outputs.outputs:
+                output.prefill_stats = output.prefill_stats and Stats(0)
+                made.engine.sinks[output.request_id].on_output(output)
+
+        for message, has_tensors in core_steps(answers, dice):
+            frame = Frame(msgspec.msgpack.encode(message))
+            rest = decoder.decode([frame, frame] if has_tensors else [frame])
+            passed += len(rest.outputs) < len(message.outputs)
+            if rest.outputs:
+                waiting.append(rest)
+            while waiting and dice.random() < 0.5:
+                read()
+        while waiting:
+            read()
+        for sink, ids in zip(sinks, answers.values(), strict=True):
+            await sink.end()
+            assert [token for item in sink.items for token in item.token_ids] == ids
+            assert sink.items[-1].completion_usage is not None
+            assert sink.items[-1].completion_usage.completion_tokens == len(ids)
+        assert passed > 5, "plain tokens take the short way"
 
 
 async def test_a_paused_stream_gets_its_plain_tokens_later(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ class BraceCallParser(CallSteps):
     """
 
     __slots__ = (
+        "_call_end",
         "_first",
         "_key_end",
         "_open",
@@ -38,6 +39,7 @@ class BraceCallParser(CallSteps):
         super().__init__(self._outside, message)
         self._start = Markers(_CALL)
         self._quote = Markers(_QUOTE)
+        self._call_end = Markers(_END_CALL)
         self._key_end = Markers(_QUOTE, _END_CALL, ":", "}")
         self._value = Markers(_QUOTE, _END_CALL, ",", "}", "]")
         self._open: list[str] = []
@@ -46,9 +48,9 @@ class BraceCallParser(CallSteps):
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
         if self._step == self._plain_value:
-            self._message.add_arguments(self._text.strip())
+            self._message.add_arguments(self._take_aside().strip())
         elif self._step in (self._outside, self._name):
-            self._message.add_content(self._opening + self._text)
+            self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
 
     def _outside(self) -> bool:
@@ -67,7 +69,7 @@ class BraceCallParser(CallSteps):
             self._step = self._outside
             return True
         self._take(found.end())
-        self._opening = ""
+        self._take_aside()
         self._message.begin_call(found[1])
         self._enter("{")
         return True
@@ -143,9 +145,10 @@ class BraceCallParser(CallSteps):
     def _plain_value(self) -> bool:
         """A number, true, false, null; anything else is a text."""
         count, marker = self._value.find(self._text)
-        if not marker and len(self._text) <= MAX_HELD:
+        self._put_aside(count)
+        if not marker and self._aside_size <= MAX_HELD:
             return False
-        self._message.add_arguments(value_json(self._take(count)))
+        self._message.add_arguments(value_json(self._take_aside()))
         self._step = self._item
         return True
 
@@ -173,14 +176,13 @@ class BraceCallParser(CallSteps):
 
     def _after(self) -> bool:
         """After the arguments: drop the marker of the end."""
-        space = self._take_space()
-        end = Markers(_END_CALL)
-        if end.may_begin(self._text):
-            self._text = space + self._text
+        self._put_space_aside()
+        if self._call_end.may_begin(self._text):
             return False
-        if end.leading(self._text):
+        if self._call_end.leading(self._text):
             self._take(len(_END_CALL))
+            self._take_aside()
         else:
-            self._text = space + self._text
+            self._message.add_content(self._take_aside())
         self._step = self._outside
         return True

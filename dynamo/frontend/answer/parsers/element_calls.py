@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dynamo.frontend.answer.parsers.literals import (
+    begins_value,
     escaped,
     is_text,
     json_text,
     kinds_of,
+    text_or_value_json,
     value_json,
 )
 from dynamo.frontend.answer.parsers.message import AnswerMessage, CallSteps
@@ -47,6 +49,7 @@ class ElementCallParser(CallSteps):
     __slots__ = (
         "_first",
         "_in_section",
+        "_kinds",
         "_open",
         "_schema",
         "_schemas",
@@ -62,14 +65,15 @@ class ElementCallParser(CallSteps):
         self._tag = Markers(_NS)
         self._open: list[_Element] = []
         self._schema: Any = None  # of the value that is read
+        self._kinds: set[str] = set()
         self._first = True
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        if self._step == self._json_value:
-            self._message.add_arguments(self._text.strip())
+        if self._step in (self._json_value, self._either_value):
+            self._message.add_arguments(self._take_aside().strip())
         elif self._step in (self._outside, self._between, self._name):
-            self._message.add_content(self._opening + self._text)
+            self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
 
     def _outside(self) -> bool:
@@ -97,7 +101,7 @@ class ElementCallParser(CallSteps):
             self._step = self._outside
             return True
         self._take(end + 1)
-        self._opening = ""
+        self._take_aside()
         self._message.begin_call(found[1])
         self._enter({"properties": self._schemas.get(found[1], {})}, "}")
         return True
@@ -132,7 +136,8 @@ class ElementCallParser(CallSteps):
 
     def _value(self) -> bool:
         """After the tag of a value: find out whether it holds elements, a text or JSON."""
-        text = self._text.lstrip()
+        self._put_space_aside()
+        text = self._text
         tag = f"{_NS}<"
         if tag.startswith(text):
             return False
@@ -140,17 +145,35 @@ class ElementCallParser(CallSteps):
             if ">" not in text[len(tag) :] and len(text) <= len(tag) + _MAX_NAME:
                 return False
             if text[len(tag)] != "/":
-                self._take_space()
+                self._take_aside()
                 kinds = kinds_of(self._schema)
                 listed = text.startswith(f"{tag}{_ITEM}>") and ("array" in kinds or not kinds)
                 self._enter(self._schema, "]" if listed else "}")
                 return True
+        self._kinds = kinds_of(self._schema)
         if is_text(self._schema):
-            self._message.add_arguments('"')
-            self._step = self._text_value
+            self._begin_text()
+        elif "string" in self._kinds:
+            self._step = self._either_value
         else:
             self._step = self._json_value
         return True
+
+    def _begin_text(self) -> None:
+        """The value, of which the beginning was put aside, is a text."""
+        self._message.add_arguments('"' + escaped(self._take_aside()))
+        self._step = self._text_value
+
+    def _either_value(self) -> bool:
+        """At the beginning of a value that may be a text: find out whether it can be another."""
+        count, marker = self._tag.find(self._text)
+        self._put_aside(count)
+        other = bool(marker) or begins_value("".join(self._aside), self._kinds)
+        if other:
+            self._step = self._json_value
+        elif other is not None:
+            self._begin_text()
+        return other is not None
 
     def _text_value(self) -> bool:
         count, marker = self._tag.find(self._text)
@@ -162,12 +185,17 @@ class ElementCallParser(CallSteps):
 
     def _json_value(self) -> bool:
         count, marker = self._tag.find(self._text)
-        if not marker and len(self._text) <= MAX_HELD:
+        self._put_aside(count)
+        if not marker and self._aside_size <= MAX_HELD:
             return False
-        text = self._take(count)
-        kinds = kinds_of(self._schema) if not text.strip() else set()
-        empty = "[]" if "array" in kinds else "{}" if "object" in kinds else ""
-        self._message.add_arguments(empty or value_json(text))
+        text = self._take_aside()
+        kinds = kinds_of(self._schema)
+        if "string" in kinds:
+            self._message.add_arguments(text_or_value_json(text, self._schema))
+        elif not text.strip() and not kinds.isdisjoint(("array", "object")):
+            self._message.add_arguments("[]" if "array" in kinds else "{}")
+        else:
+            self._message.add_arguments(value_json(text))
         self._step = self._end_value
         return True
 

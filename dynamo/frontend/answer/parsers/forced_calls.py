@@ -11,26 +11,25 @@ __all__ = ["NamedCallParser"]
 class NamedCallParser(TextSteps):
     """An answer that is the arguments of the tool ``name``; anything else is content."""
 
-    __slots__ = ("_message", "_name", "_opening", "_span")
+    __slots__ = ("_message", "_name", "_span")
 
     def __init__(self, message: AnswerMessage, name: str) -> None:
         super().__init__(self._beginning)
         self._message = message
         self._name = name
-        self._opening = ""
         self._span = JsonSpan()
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        self._message.add_content(self._opening + self._text)
+        self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
 
     def _beginning(self) -> bool:
-        self._opening += self._take_space()
+        self._put_space_aside()
         if not self._text:
             return False
         if self._text[0] == "{":
-            self._opening = ""
+            self._take_aside()
             self._message.begin_call(self._name)
             self._step = self._arguments
         else:
@@ -47,6 +46,5 @@ class NamedCallParser(TextSteps):
         return end >= 0
 
     def _rest(self) -> bool:
-        self._message.add_content(self._opening + self._take(len(self._text)))
-        self._opening = ""
+        self._message.add_content(self._take_aside() + self._take(len(self._text)))
         return False

@@ -41,6 +41,7 @@ from dynamo.frontend.answer.parsers.xml_calls import (
     XmlCallParser,
     XmlCallShape,
 )
+from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.frontend.prompt.tool_choice import forced_name, forced_schema, is_forced, tool_functions
 from dynamo.protocols.card import ModelCard
@@ -178,12 +179,16 @@ REASONING_FORMATS: Mapping[str, ReasoningShape | None] = {
 
 
 class AnswerFormat(NamedTuple):
-    """How to read the answers to one request, whose ids ``tokenizer`` turns into text."""
+    """How to read the answers to one request, whose ids ``tokenizer`` turns into text.
+
+    ``named``: it names the only function that may be called.
+    """
 
     tokenizer: Tokenizer
     make: Callable[[AnswerMessage], AnswerParser]
     new_id: Callable[[], str]
     max_calls: int | None
+    named: bool = False
 
     def start(self) -> tuple[AnswerMessage, AnswerParser]:
         """The message of one choice, and its parser."""
@@ -224,24 +229,37 @@ class ModelFormats:
             return None
         return AnswerFormat(
             self._with_tools if tool is not None else self._tokenizer,
-            partial(self._parser, request, tool, self._inside(prompt)),
+            partial(
+                self._parser,
+                request,
+                tool,
+                RequestTools.of(request.tools),
+                self._inside(request, prompt),
+            ),
             _short_id if tool is not None and tool.short_ids else _id,
             1 if request.parallel_tool_calls is False else None,
+            tool is not None and forced_name(request.tool_choice) is not None,
         )
 
-    def _inside(self, prompt: str | None) -> bool:
-        return self._shape is not None and self._shape.begins_inside(prompt)
+    def _inside(self, request: ChatCompletionRequest, prompt: str | None) -> bool:
+        if self._shape is None:
+            return False
+        prefill = None
+        if request.continue_final_message:
+            prefill = message_text(len(request.messages) - 1, request.messages[-1])
+        return self._shape.begins_inside(prompt, prefill)
 
     def _parser(
         self,
         request: ChatCompletionRequest,
         tool: ToolFormat | None,
+        tools: RequestTools,
         inside: bool,
         message: AnswerMessage,
     ) -> AnswerParser:
         if self._harmony:
             return HarmonyParser(message, self._calls and tool is not None)
-        parser = ContentParser(message) if tool is None else _calls(request, tool, message)
+        parser = ContentParser(message) if tool is None else _calls(request, tool, tools, message)
         if self._shape is None:
             return parser
         shape, forced = self._shape, False
@@ -270,12 +288,11 @@ def answer_format(
 
 
 def _calls(
-    request: ChatCompletionRequest, tool: ToolFormat, message: AnswerMessage
+    request: ChatCompletionRequest, tool: ToolFormat, tools: RequestTools, message: AnswerMessage
 ) -> AnswerParser:
     name = forced_name(request.tool_choice)
     if name is not None:
         return NamedCallParser(message, name)
-    tools = RequestTools.of(request.tools)
     if request.tool_choice == "required":
         return JsonCallParser(message, _REQUIRED, tools.names)
     return tool.make(message, tools)

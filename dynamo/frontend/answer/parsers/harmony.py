@@ -29,13 +29,12 @@ class HarmonyParser(TextSteps):
     is content. The prompt ends with ``<|start|>assistant``, so an answer begins inside a header.
     """
 
-    __slots__ = ("_calls", "_channel", "_message", "_opening")
+    __slots__ = ("_calls", "_channel", "_message")
 
     def __init__(self, message: AnswerMessage, calls: bool) -> None:
         super().__init__(self._beginning)
         self._message = message
         self._calls = calls
-        self._opening = ""  # markup that is content if it is no header
         self._channel = ""  # of the current body: reasoning, call or content
 
     def finish(self) -> None:
@@ -44,26 +43,25 @@ class HarmonyParser(TextSteps):
             if not _BODY_END.may_begin(self._text):
                 self._add(self._text)
         elif not self._channel:
-            self._message.add_content(self._opening + self._text)
+            self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
 
     def _beginning(self) -> bool:
         """An answer may begin with a recipient: the rest of a header."""
-        text = self._text.lstrip(" ")
-        if "to=".startswith(text):
+        self._put_space_aside(" ")
+        if "to=".startswith(self._text):
             return False
-        self._step = self._header if text.startswith("to=") else self._outside
+        self._step = self._header if self._text.startswith("to=") else self._outside
         return True
 
     def _outside(self) -> bool:
         """Between messages."""
-        if self._opening:
-            self._message.add_content(self._opening)
-            self._opening = ""
+        if self._aside:
+            self._message.add_content(self._take_aside())
         count, marker = _HEADS.find(self._text)
         self._message.add_content(self._take(count))
         if marker:
-            self._opening = self._take(len(marker))
+            self._put_aside(len(marker))
             self._step = self._header
         return bool(marker)
 
@@ -74,8 +72,7 @@ class HarmonyParser(TextSteps):
         if not 0 <= end <= _MAX_HEADER:
             self._step = self._outside
             return True
-        self._begin(self._opening + self._take(end))
-        self._opening = ""
+        self._begin(self._take_aside() + self._take(end))
         self._take(len(_MESSAGE))
         self._step = self._body
         return True

@@ -54,11 +54,11 @@ class JsonCallParser(CallSteps):
             call.finish()
             self._call_ended(call)
         if not (self._after_call and self._end.may_begin(self._text)):
-            self._message.add_content(self._opening + self._text)
+            self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
 
     def _beginning(self) -> bool:
-        self._opening += self._take_space()
+        self._put_space_aside()
         if not self._text:
             return False
         self._without_marker = self._text[0] in "{["
@@ -84,9 +84,10 @@ class JsonCallParser(CallSteps):
             return False
         start = self._start.leading(text)
         if start:
+            opening = self._take_aside()
             if not self._after_call:
-                self._message.add_content(self._opening)
-            self._opening = self._take(len(start))
+                self._message.add_content(opening)
+            self._put_aside(len(start))
             self._open()
         elif self._end.leading(text):
             self._close()
@@ -98,21 +99,25 @@ class JsonCallParser(CallSteps):
         return True
 
     def _separator(self) -> bool:
-        """Consume one character that may precede a call; it is content only if none comes."""
-        char = self._text[0]
-        if self._after_call and char in SPACE:
-            self._message.add_content(char)
-        elif not self._after_call and char in _BEFORE_CALL:
-            self._opening += char
-        elif not (self._after_call and char in _AFTER_CALL):
+        """Consume what may precede a call; it is content only if none comes."""
+        text = self._text
+        if not self._after_call:
+            count = len(text) - len(text.lstrip(_BEFORE_CALL))
+            self._put_aside(count)
+            return count > 0
+        if text[0] in SPACE:
+            self._message.add_content(self._take_space())
+        elif text[0] in _AFTER_CALL:
+            self._take(1)
+        else:
             return False
-        self._take(1)
         return True
 
     def _close(self) -> None:
         """At the end marker; without a call the markers are content."""
-        marker = self._take(len(self._end.texts[0]))
-        self._opening = "" if self._after_call else self._opening + marker
+        self._put_aside(len(self._end.texts[0]))
+        if self._after_call:
+            self._take_aside()
         self._step = self._outside
 
     def _other(self) -> Callable[[], bool]:
@@ -131,11 +136,11 @@ class JsonCallParser(CallSteps):
     def _call_ended(self, call: JsonObjectCall) -> None:
         self._call = None
         self._text = call.rest or ""
+        opening = self._take_aside()
         if call.rejected:
-            self._message.add_content(self._opening)
+            self._message.add_content(opening)
         self._after_call = not call.rejected
         self._step = self._outside if call.rejected else self._between
-        self._opening = ""
 
     def _accepts(self, name: str) -> bool:
         return not self._without_marker or name in self._known
@@ -153,7 +158,9 @@ class MistralCallParser(JsonCallParser):
         self._span = JsonSpan()
 
     def _other(self) -> Callable[[], bool]:
-        return self._outside if self._after_call or "]" in self._opening[:-1] else self._header
+        return (
+            self._outside if self._after_call or "]" in "".join(self._aside)[:-1] else self._header
+        )
 
     def _header(self) -> bool:
         """The name, up to the arguments."""
@@ -165,7 +172,7 @@ class MistralCallParser(JsonCallParser):
             self._step = self._outside
             return True
         self._take(brace)
-        self._opening = ""
+        self._take_aside()
         self._message.begin_call(found[1])
         self._span = JsonSpan()
         self._step = self._arguments

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 
+from dynamo.frontend.answer.parsers.literals import well_formed
 from dynamo.frontend.answer.parsers.message import AnswerMessage
 from dynamo.frontend.answer.parsers.scan import MAX_HELD, JsonSpan, TextSteps
 
@@ -14,6 +15,8 @@ __all__ = ["JsonObjectCall"]
 _ARGUMENTS = frozenset(("arguments", "parameters"))
 _SCALAR = re.compile(r"[^\s,}\]<\"{\[]+")
 _SEPARATORS = " \t\r\n,"
+_WHOLE = re.compile(r'"(?:[^"\\]+|\\[^u]|\\u[0-9a-fA-F]{4})*')
+"""A JSON string up to the first escape that is not complete."""
 
 
 class JsonObjectCall(TextSteps):
@@ -68,7 +71,7 @@ class JsonObjectCall(TextSteps):
     def finish(self) -> None:
         """Nothing follows: a call with a name is kept with the arguments so far."""
         if self._named and not self._streams and self._key in _ARGUMENTS and self._parts:
-            self._message.add_arguments(_unquoted("".join(self._parts) + '"') or "")
+            self._message.add_arguments(_unquoted_part("".join(self._parts)))
         self._argued = True
         self._close()
 
@@ -105,12 +108,18 @@ class JsonObjectCall(TextSteps):
             return False
         if self._text[0] in '"{[':
             return self._begin_span()
-        found = _SCALAR.match(self._text)
-        if found is None:
+        if _SCALAR.match(self._text) is None:
             return self._close()
-        if found.end() == len(self._text):
+        self._step = self._scalar
+        return True
+
+    def _scalar(self) -> bool:
+        """In a number, a name, or other text without quotes."""
+        found = _SCALAR.match(self._text)
+        self._put_aside(0 if found is None else found.end())
+        if not self._text:
             return False
-        return self._complete(self._take(found.end()))
+        return self._complete(self._take_aside())
 
     def _begin_span(self) -> bool:
         self._span = JsonSpan()
@@ -177,11 +186,25 @@ class JsonObjectCall(TextSteps):
 
 def _unquoted(text: str) -> str | None:
     """The value of a JSON string, None for any other text."""
+    value = _loaded(text)
+    return well_formed(value) if isinstance(value, str) else None
+
+
+def _unquoted_part(text: str) -> str:
+    """The value of a JSON string that is cut, up to the last character that is whole."""
+    whole = _WHOLE.match(text)
+    value = None if whole is None else _loaded(whole[0] + '"')
+    if not isinstance(value, str):
+        return ""
+    return well_formed(value[:-1] if "\ud800" <= value[-1:] <= "\udbff" else value)
+
+
+def _loaded(text: str) -> object:
+    """The value of a JSON text, None if it is none."""
     try:
-        value = json.loads(text, strict=False)
+        return json.loads(text, strict=False)
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
 
 
 def _never() -> bool:

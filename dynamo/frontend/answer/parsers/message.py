@@ -44,7 +44,8 @@ class ToolCallPart:
 
 
 class AnswerDelta(NamedTuple):
-    """What is new in a message, in this order; ``calls`` are parts of tool calls."""
+    """A part of a message, in this order; ``calls`` are parts of tool calls. More of a call that
+    has begun comes before all else."""
 
     reasoning: str | None
     content: str | None
@@ -93,12 +94,22 @@ class AnswerMessage:
     ``new_id`` makes the id of a call. White space between a text and a call is dropped.
     """
 
-    __slots__ = ("_calls", "_content", "_count", "_max_calls", "_muted", "_new_id", "_reasoning")
+    __slots__ = (
+        "_calls",
+        "_content",
+        "_count",
+        "_earlier",
+        "_max_calls",
+        "_muted",
+        "_new_id",
+        "_reasoning",
+    )
 
     def __init__(self, new_id: Callable[[], str], max_calls: int | None = None) -> None:
         self._reasoning = _TextPart()
         self._content = _TextPart()
         self._calls: list[ToolCallPart] = []
+        self._earlier: list[AnswerDelta] = []  # what precedes the texts and calls above
         self._count = 0
         self._muted = False
         self._max_calls = max_calls
@@ -122,10 +133,12 @@ class AnswerMessage:
     @property
     def pending(self) -> bool:
         """Whether :meth:`drain` has anything to return."""
-        return bool(self._content.pieces or self._reasoning.pieces or self._calls)
+        return bool(self._content.pieces or self._reasoning.pieces or self._calls or self._earlier)
 
     def add_reasoning(self, text: str) -> None:
         """Add to ``reasoning_content``."""
+        if self._calls or self._content.pieces:
+            self._divide()
         self._reasoning.add(text)
 
     def end_reasoning(self) -> None:
@@ -134,6 +147,8 @@ class AnswerMessage:
 
     def add_content(self, text: str) -> None:
         """Add to ``content``."""
+        if self._calls:
+            self._divide()
         self._content.add(text)
 
     def next_part(self, reasoning: bool) -> None:
@@ -155,9 +170,13 @@ class AnswerMessage:
         """Add to the arguments of the call begun last."""
         if self._muted or not text:
             return
-        if not self._calls:  # its beginning was drained
-            self._calls.append(ToolCallPart(self._count - 1, None, None))
-        self._calls[-1].arguments.append(text)
+        calls = self._calls
+        if not calls and self._earlier:  # a text came in between
+            calls = self._earlier[-1].calls
+        if not calls:  # its beginning was drained
+            calls = self._calls
+            calls.append(ToolCallPart(self._count - 1, None, None))
+        calls[-1].arguments.append(text)
 
     def finish(self) -> None:
         """Nothing follows: keep the white space held back, unless it follows a call."""
@@ -169,7 +188,7 @@ class AnswerMessage:
 
     def text_alone(self) -> tuple[str | None, str | None]:
         """Drain ``(content, None)`` or ``(None, reasoning)`` if that is all."""
-        if self._calls or (self._content.pieces and self._reasoning.pieces):
+        if self._calls or (self._content.pieces and self._reasoning.pieces) or self._earlier:
             return None, None
         return self._content.take(), self._reasoning.take()
 
@@ -178,62 +197,80 @@ class AnswerMessage:
         calls = self._calls
         if len(calls) != 1 or calls[0].name is not None:
             return None
-        if self._content.pieces or self._reasoning.pieces:
+        if self._content.pieces or self._reasoning.pieces or self._earlier:
             return None
         call = calls.pop()
         return call.index, "".join(call.arguments)
 
     def drain(self) -> dict[str, Any]:
-        """The ``delta`` of everything since the last time."""
+        """The ``delta`` of everything since the last time, in which a text has no place."""
         delta: dict[str, Any] = {}
-        reasoning, content = self._reasoning.take(), self._content.take()
+        reasoning, content, calls = self._joined()
         if reasoning is not None:
             delta["reasoning_content"] = reasoning
         if content is not None:
             delta["content"] = content
-        if self._calls:
-            delta["tool_calls"] = [call.delta() for call in self._calls]
-            self._calls.clear()
+        if calls:
+            delta["tool_calls"] = [call.delta() for call in calls]
         return delta
 
-    def take(self) -> AnswerDelta:
-        """As :meth:`drain`, without the names of OpenAI's chat."""
-        calls, self._calls = self._calls, []
-        return AnswerDelta(self._reasoning.take(), self._content.take(), calls)
+    def take(self) -> list[AnswerDelta]:
+        """Everything since the last time, in its order; nothing is an empty list."""
+        deltas, self._earlier = self._earlier, []
+        if self._content.pieces or self._reasoning.pieces or self._calls:
+            calls, self._calls = self._calls, []
+            deltas.append(AnswerDelta(self._reasoning.take(), self._content.take(), calls))
+        return deltas
 
     def whole(self) -> dict[str, Any]:
         """The ``message`` of an answer in one body."""
-        reasoning, content = self._reasoning.take(), self._content.take()
+        reasoning, content, calls = self._joined()
         if content is None and not self._count:
             content = ""
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning is not None:
             message["reasoning_content"] = reasoning
-        if self._calls:
-            message["tool_calls"] = [call.whole() for call in self._calls]
+        if calls:
+            message["tool_calls"] = [call.whole() for call in calls]
         return message
+
+    def _divide(self) -> None:
+        """What follows comes after the texts and calls so far."""
+        self._earlier = self.take()
+
+    def _joined(self) -> AnswerDelta:
+        """Everything since the last time, as one delta; more of a call is part of it."""
+        deltas = self.take()
+        if len(deltas) == 1:
+            return deltas[0]
+        reasoning = [one.reasoning for one in deltas if one.reasoning is not None]
+        content = [one.content for one in deltas if one.content is not None]
+        return AnswerDelta(
+            "".join(reasoning) if reasoning else None,
+            "".join(content) if content else None,
+            [call for one in deltas for call in one.calls],
+        )
 
 
 class CallSteps(TextSteps):
     """The base of a parser of calls after markers.
 
-    ``_opening`` is what was taken since a marker: content, if no call follows.
+    What was put aside since a marker is content, if no call follows.
     """
 
-    __slots__ = ("_message", "_opening")
+    __slots__ = ("_message",)
 
     def __init__(self, first: Callable[[], bool], message: AnswerMessage) -> None:
         super().__init__(first)
         self._message = message
-        self._opening = ""
 
     def _content(self, starts: Markers) -> str:
         """Pass on content up to one of ``starts``; take and return that one, or ""."""
-        if self._opening:
-            self._message.add_content(self._opening)
+        if self._aside:
+            self._message.add_content(self._take_aside())
         count, marker = starts.find(self._text)
         self._message.add_content(self._take(count))
-        self._opening = self._take(len(marker))
+        self._put_aside(len(marker))
         return marker
 
     def _next_marker(self, markers: Markers, end: str) -> str | None:
@@ -241,13 +278,15 @@ class CallSteps(TextSteps):
 
         An ``end`` behind a call is dropped.
         """
-        space = self._take_space()
-        if self._opening:
-            self._opening += space
+        if self._aside:
+            self._put_space_aside()
+        else:
+            self._take_space()
         if markers.may_begin(self._text):
             return None
         marker = markers.leading(self._text)
-        taken = self._take(len(marker))
-        if marker != end or self._opening:
-            self._opening += taken
+        if marker != end or self._aside:
+            self._put_aside(len(marker))
+        else:
+            self._take(len(marker))
         return marker

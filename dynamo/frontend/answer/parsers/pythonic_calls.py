@@ -26,13 +26,12 @@ class PythonicCallParser(TextSteps):
     keywords alone and tools of the request, is content.
     """
 
-    __slots__ = ("_arguments", "_expression", "_known", "_message", "_name", "_opening")
+    __slots__ = ("_arguments", "_expression", "_known", "_message", "_name")
 
     def __init__(self, message: AnswerMessage, known: frozenset[str]) -> None:
         super().__init__(self._beginning)
         self._message = message
         self._known = known
-        self._opening = ""  # text that is content if no call follows
         self._name = ""  # of a function whose first argument is to come
         self._arguments = 0
         self._expression = _Expression()
@@ -42,22 +41,21 @@ class PythonicCallParser(TextSteps):
         if self._step == self._value:
             self._message.add_arguments(self._text.strip())
         elif self._step != self._keyword or self._name:
-            self._message.add_content(self._opening + self._text)
+            self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
 
     def _beginning(self) -> bool:
-        self._opening += self._take_space()
+        self._put_space_aside()
         if not self._text:
             return False
         opens = self._text[0] == "["
-        self._opening += self._take(1) if opens else ""
+        self._put_aside(1 if opens else 0)
         self._step = self._call if opens else self._outside
         return True
 
     def _outside(self) -> bool:
         """Content, to the end of the answer."""
-        self._message.add_content(self._opening + self._take(len(self._text)))
-        self._opening = ""
+        self._message.add_content(self._take_aside() + self._take(len(self._text)))
         return False
 
     def _call(self) -> bool:
@@ -68,7 +66,7 @@ class PythonicCallParser(TextSteps):
         if found is None or found.end() > _MAX_NAME or found[1] not in self._known:
             self._step = self._outside
             return True
-        self._opening += self._take(found.end())
+        self._put_aside(found.end())
         self._name = found[1]
         self._arguments = 0
         self._step = self._keyword
@@ -124,7 +122,8 @@ class PythonicCallParser(TextSteps):
         """Begin the call, now that it has the form of one."""
         if self._name:
             self._message.begin_call(self._name)
-            self._name = self._opening = ""
+            self._name = ""
+            self._take_aside()
 
     def _end_call(self) -> None:
         self._message.add_arguments("}" if self._arguments else "{}")

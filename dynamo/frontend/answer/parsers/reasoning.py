@@ -26,11 +26,16 @@ class ReasoningShape(NamedTuple):
         """All that may be special tokens."""
         return (self.opens, self.closes, *self.tokens)
 
-    def begins_inside(self, prompt: str | None) -> bool:
-        """Whether the answer to ``prompt`` begins inside the reasoning."""
+    def begins_inside(self, prompt: str | None, prefill: str | None = None) -> bool:
+        """Whether the answer to ``prompt`` begins inside the reasoning.
+
+        ``prefill`` is the text at the end of the prompt that the answer continues, if any.
+        """
         end = "" if prompt is None else prompt[-1024:].rstrip(SPACE)
         if end.endswith(self.opens.rstrip(SPACE)):
             return True
+        if prefill is not None:
+            return prefill.rfind(self.opens.rstrip(SPACE)) > prefill.rfind(self.closes)
         return self.forced and not end.endswith(self.closes)
 
 
@@ -85,20 +90,23 @@ class ReasoningParser(TextSteps):
         """Take the text held back into the message: nothing follows."""
         if self._step == self._reasoning:
             self._message.add_reasoning(self._text)
-        elif self._text:
-            self._rest.push(self._text)
+        elif text := self._take_aside() + self._text:
+            self._rest.push(text)
         self._rest.finish()
 
     def _beginning(self) -> bool:
-        text = self._text.lstrip(SPACE)
+        self._put_space_aside()
+        text = self._text
         if self._open.may_begin(text):
             return False
+        space = self._take_aside()
         if self._open.leading(text):
-            self._take(len(self._text) - len(text) + len(self._open.texts[0]))
+            self._take(len(self._open.texts[0]))
             self._step = self._first
         elif self._inside and not (self._json_only and text[0] in "[{"):
             self._step = self._first
         else:
+            self._text = space + text
             self._step = self._after
         return True
 

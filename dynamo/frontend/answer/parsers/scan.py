@@ -5,6 +5,7 @@ No result depends on how the text is cut: what may be the beginning of a marker 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -28,9 +29,7 @@ class Markers:
 
     def __init__(self, *texts: str) -> None:
         self.texts = texts
-        self._first = tuple({text[0] for text in texts})
-        self._longest = max(map(len, texts), default=0)
-        self._find = re.compile("|".join(map(re.escape, texts))).search
+        self._first, self._longest, self._find = _searched(texts)
 
     def find(self, text: str) -> tuple[int, str]:
         """How many characters of ``text`` precede the first marker, and that marker.
@@ -60,6 +59,15 @@ class Markers:
             if text.startswith(each):
                 return each
         return ""
+
+
+@functools.cache
+def _searched(
+    texts: tuple[str, ...],
+) -> tuple[tuple[str, ...], int, Callable[[str], re.Match[str] | None]]:
+    """The first characters, the greatest length, and the search. The formats have a few dozen."""
+    find = re.compile("|".join(map(re.escape, texts))).search
+    return tuple({text[0] for text in texts}), max(map(len, texts), default=0), find
 
 
 class JsonSpan:
@@ -117,13 +125,16 @@ class JsonSpan:
 class TextSteps:
     """The base of a parser: text is collected in ``_text`` and consumed by the current ``_step``.
 
-    A step returns True if another step can continue, False if it needs more text.
+    A step returns True if another step can continue, False if it needs more text. It then must not
+    leave text that it has searched in ``_text``, beyond a bound: it puts that aside.
     """
 
-    __slots__ = ("_step", "_text")
+    __slots__ = ("_aside", "_aside_size", "_step", "_text")
 
     def __init__(self, first: Callable[[], bool]) -> None:
         self._text = ""
+        self._aside: list[str] = []
+        self._aside_size = 0
         self._step = first
 
     def push(self, text: str) -> None:
@@ -136,6 +147,23 @@ class TextSteps:
         """Remove and return the first ``count`` characters."""
         taken, self._text = self._text[:count], self._text[count:]
         return taken
+
+    def _put_aside(self, count: int) -> None:
+        """Remove the first ``count`` characters, which :meth:`_take_aside` will return."""
+        if count:
+            self._aside.append(self._take(count))
+            self._aside_size += count
+
+    def _put_space_aside(self, space: str = SPACE) -> None:
+        """Remove the white space at the beginning, which :meth:`_take_aside` will return."""
+        self._put_aside(len(self._text) - len(self._text.lstrip(space)))
+
+    def _take_aside(self) -> str:
+        """Remove and return what was put aside."""
+        text = "".join(self._aside)
+        self._aside.clear()
+        self._aside_size = 0
+        return text
 
     def _take_space(self) -> str:
         """Remove and return the white space at the beginning."""

@@ -65,8 +65,8 @@ class SectionCallParser(CallSteps):
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
         markup = self._step == self._between and self._in_section.may_begin(self._text)
-        if self._opening or not (markup or self._step == self._arguments):
-            self._message.add_content(self._opening + self._text)
+        if self._aside or not (markup or self._step == self._arguments):
+            self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
 
     def _outside(self) -> bool:
@@ -99,7 +99,7 @@ class SectionCallParser(CallSteps):
             self._step = self._outside
             return True
         self._take(end + len(shape.opens))
-        self._opening = ""
+        self._take_aside()
         self._message.begin_call(name, call_id if shape.numbered else None)
         self._step = self._arguments
         return True

@@ -6,7 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dynamo.frontend.answer.parsers.literals import escaped, is_text, json_text, value_json
+from dynamo.frontend.answer.parsers.literals import (
+    begins_value,
+    escaped,
+    is_text,
+    json_text,
+    kinds_of,
+    text_or_value_json,
+    value_json,
+)
 from dynamo.frontend.answer.parsers.message import AnswerMessage, CallSteps
 from dynamo.frontend.answer.parsers.scan import MAX_HELD, Markers
 
@@ -60,6 +68,7 @@ MINIMAX_M2 = XmlCallShape(
     ("<minimax:tool_call>", "</minimax:tool_call>"),
     ("<invoke name=", "</invoke>"),
     ("<parameter name=", "</parameter>"),
+    trims=False,
 )
 GLM_45 = XmlCallShape(
     ("<tool_call>", "</tool_call>"),
@@ -104,14 +113,18 @@ class XmlCallParser(CallSteps):
     """``<tool_call><function=f><parameter=a>value</parameter></function></tool_call>``, and alike.
 
     ``schemas`` maps the name of a tool to the JSON schemas of its parameters. They decide whether a
-    value is a text, which is passed on as it arrives, or a JSON value.
+    value is a text, which is passed on as it arrives, or a JSON value. Where a schema allows both,
+    the value decides, as early as it can.
     """
 
     __slots__ = (
+        "_kinds",
         "_parameters",
         "_reads_text",
+        "_schema",
         "_schemas",
         "_shape",
+        "_strays",
         "_tags",
         "_types",
     )
@@ -129,14 +142,18 @@ class XmlCallParser(CallSteps):
         self._types: Mapping[str, Any] = {}
         self._parameters = 0
         self._reads_text = False
+        self._kinds: set[str] = set()
+        self._schema: Any = None  # of the value, while it may be a text or another value
+        self._strays: list[str] = []
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
+        self._end_stray()
         # What is held back of a text value is the beginning of its end.
-        if self._step == self._json_value:
-            self._message.add_arguments(self._text)
+        if self._step in (self._json_value, self._either_value):
+            self._message.add_arguments(self._take_aside().strip())
         elif self._step in (self._outside, self._tag, self._name, self._bare_name):
-            self._message.add_content(self._opening + self._text)
+            self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
 
     def _outside(self) -> bool:
@@ -148,14 +165,14 @@ class XmlCallParser(CallSteps):
 
     def _tag(self) -> bool:
         """After ``<tool_call>``."""
-        self._opening += self._take_space()
+        self._put_space_aside()
         if not self._shape.function[0]:
             self._step = self._bare_name
             return True
         if self._tags.function.may_begin(self._text):
             return False
         found = self._tags.function.leading(self._text)
-        self._opening += self._take(len(found))
+        self._put_aside(len(found))
         self._step = self._name if found else self._outside
         return True
 
@@ -174,6 +191,7 @@ class XmlCallParser(CallSteps):
 
     def _bare_name(self) -> bool:
         """After ``<tool_call>``, where the name follows: up to the next tag."""
+        self._put_space_aside()
         count, marker = self._tags.in_function.find(self._text)
         name = self._text[:count].strip()
         plain = count <= _MAX_NAME and _BARE_NAME.fullmatch(name) is not None
@@ -187,7 +205,7 @@ class XmlCallParser(CallSteps):
         return True
 
     def _begin(self, name: str) -> None:
-        self._opening = ""
+        self._take_aside()
         self._types = self._schemas.get(name, {})
         self._parameters = 0
         self._message.begin_call(name)
@@ -205,18 +223,23 @@ class XmlCallParser(CallSteps):
         elif marker:
             self._message.add_arguments("}" if self._parameters else "{}")
             self._take(len(marker) if marker == self._shape.function[1] else 0)
+            self._end_stray()
             self._step = self._after
         else:
             self._step = self._stray
         return True
 
     def _stray(self) -> bool:
-        """Text between parameters, which belongs to none of them: content."""
+        """Text between parameters, which belongs to none of them: content behind the call."""
         count, marker = self._tags.in_function.find(self._text)
-        self._message.add_content(self._take(count))
+        self._strays.append(self._take(count))
         if marker:
             self._step = self._function
         return bool(marker)
+
+    def _end_stray(self) -> None:
+        self._message.add_content("".join(self._strays))
+        self._strays.clear()
 
     def _parameter(self) -> bool:
         """After ``<parameter=``."""
@@ -230,7 +253,10 @@ class XmlCallParser(CallSteps):
         name = self._take(end + len(ends))[:end].strip()
         typed = _TYPED.fullmatch(name) if self._shape.token else None
         name = (name if typed is None else typed[1]).strip(_QUOTES)
-        self._reads_text = is_text(self._types.get(name)) if typed is None else typed[2] == "true"
+        schema = None if typed is not None else self._types.get(name)
+        self._reads_text = is_text(schema) if typed is None else typed[2] == "true"
+        self._kinds = kinds_of(schema)
+        self._schema = schema if "string" in self._kinds and not self._reads_text else None
         quote = '"' if self._reads_text else ""
         separator = ", " if self._parameters else "{"
         self._message.add_arguments(f"{separator}{json_text(name)}: {quote}")
@@ -254,6 +280,8 @@ class XmlCallParser(CallSteps):
         if self._text[0] == "\n" and self._shape.trims:
             self._take(1)
         self._step = self._text_value if self._reads_text else self._json_value
+        if self._schema is not None:
+            self._step = self._either_value
         return True
 
     def _text_value(self) -> bool:
@@ -271,18 +299,45 @@ class XmlCallParser(CallSteps):
             self._message.add_arguments(escaped(text))
         return bool(marker)
 
+    def _either_value(self) -> bool:
+        """At the beginning of a value that may be a text: find out whether it can be another."""
+        count, marker = self._tags.value_end.find(self._text)
+        self._put_aside(count)
+        if marker:
+            self._step = self._json_value
+            return True
+        other = begins_value("".join(self._aside), self._kinds)
+        if other:
+            self._step = self._json_value
+        elif other is not None:
+            self._begin_text()
+        return other is not None
+
     def _json_value(self) -> bool:
         count, marker = self._tags.value_end.find(self._text)
+        self._put_aside(count)
         if marker:
-            self._message.add_arguments(value_json(self._take(count)))
+            self._end_json(self._take_aside())
             self._take(len(marker))
             self._step = self._function
-        elif len(self._text) > MAX_HELD:
-            self._message.add_arguments('"')
-            self._step = self._text_value
+        elif self._aside_size > MAX_HELD:
+            self._begin_text()
         else:
             return False
         return True
+
+    def _end_json(self, text: str) -> None:
+        if self._schema is None:
+            self._message.add_arguments(value_json(text))
+            return
+        text = text.removesuffix("\n") if self._shape.trims else text
+        self._message.add_arguments(text_or_value_json(text, self._schema))
+
+    def _begin_text(self) -> None:
+        """The value put aside is the beginning of a text."""
+        self._message.add_arguments('"')
+        self._text = self._take_aside() + self._text
+        self._step = self._text_value
 
     def _after(self) -> bool:
         """After ``</function>``."""

@@ -1,0 +1,304 @@
+"""Restarts and reloads beside other operations, and the statefile that the arbiter writes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from dynamo.errors import StatefileError
+from dynamo.runtime.tasks import Tasks
+from dynamo.serve.gpus import Inventory
+from dynamo.serve.graph import parse_graph
+from dynamo.serve.record import RecordedComponent, StatefileWriter
+from dynamo.serve.reload import GraphReload
+from dynamo.serve.reservations import ledger_of, owner_mark
+from dynamo.serve.rolling import RollingRestart
+from dynamo.serve.statefile import Document, FileLock, Statefile
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan
+
+GRAPH = "A: {run: dynamo.mocker, ServiceArgs: {workers: 3, resources: {gpu: 1}}}"
+GPUS = ("0", "1", "2")
+
+
+def make_plan(text: str = GRAPH) -> DeploymentPlan:
+    graph = parse_graph(text, "graph.yaml")
+    specs = plan(graph, python="python", working_dir="/", env={}, graceful_timeout_s=1)
+    return DeploymentPlan(
+        namespace="dynamo",
+        specs=place(specs, Inventory(ids=GPUS, source="test")),
+        config=graph.config,
+        gpu_ids=GPUS,
+        endpoint="ipc:///nowhere",
+        pubsub_endpoint="ipc:///nowhere",
+    )
+
+
+@dataclass(eq=False)
+class Process:
+    pid: int
+    gpus: Mapping[str, float]
+    start_ticks: int = 1
+
+
+@dataclass(eq=False)
+class Watcher:
+    name: str
+    arbiter: World
+    processes: dict[int, Process]
+    stop_stage: int = 1
+    given_up: str | None = None
+    stopped: bool = False
+
+    def is_stopped(self) -> bool:
+        return self.stopped
+
+    async def _start(self) -> None:
+        self.arbiter.done.append(f"start {self.name}")
+
+
+@dataclass(eq=False)
+class World:
+    """The arbiter, its watchers and what makes them."""
+
+    plan: DeploymentPlan
+    statefile: Statefile
+    done: list[str] = field(default_factory=list)
+    announced: list[str] = field(default_factory=list)
+    on_replace: Callable[[str], object] = lambda name: None
+
+    def __post_init__(self) -> None:
+        self.specs = {spec.name: spec for spec in self.plan.specs}
+        self.watchers = [
+            Watcher(spec.name, self, {index: Process(index, spec.shares)})
+            for index, spec in enumerate(self.plan.specs, start=10)
+        ]
+        self.writer = StatefileWriter(self.statefile, self.plan, self.components)
+        self.writer.create()
+        self.writer.write(self.components())
+
+    def components(self) -> list[RecordedComponent]:
+        return [
+            RecordedComponent(self.specs[one.name], list(one.processes.values()), None)
+            for one in self.watchers
+        ]
+
+    def entry(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = (self.statefile.read() or {})["components"][name]
+        return found
+
+    def change(self, name: str, **values: object) -> None:
+        self.statefile.update(lambda found: found["components"][name].update(values))
+
+    def get_watcher(self, name: str) -> Watcher:
+        return {one.name.lower(): one for one in self.watchers}[name]
+
+    async def remove(self, watchers: list[Watcher]) -> None:
+        for one in watchers:
+            self.done.append(f"remove {one.name}")
+            self.vanish(one.name)
+
+    def vanish(self, name: str) -> None:
+        """A worker that drains has exited: the arbiter removes its watcher."""
+        watcher = self.get_watcher(name.lower())
+        watcher.stopped = True
+        self.watchers.remove(watcher)
+
+    def configure(self, watcher: Watcher, spec: WatcherSpec) -> None:
+        self.specs[watcher.name] = spec
+
+    def announce(self, text: str, level: int = logging.INFO) -> None:
+        self.announced.append(text)
+
+    def rolling(self) -> RollingRestart:
+        world = self
+
+        class Rolling(RollingRestart):
+            async def replace(self, watcher: Any, spec: WatcherSpec, *_: Any) -> str:
+                world.done.append(f"replace {watcher.name}")
+                world.specs[watcher.name] = spec
+                world.on_replace(watcher.name)
+                return ""
+
+        parts: Any = (self, self.writer, lambda pid: 0, self)
+        return Rolling(*parts)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(make_plan(), Statefile(tmp_path, "dynamo"))
+
+
+def test_a_restart_leaves_out_what_other_operations_change(world: World) -> None:
+    world.change("dynamo_A_1", state="draining")
+    world.change("dynamo_A_2", reserved_by=owner_mark("wake"))
+    problem = asyncio.run(world.rolling().restart(cast(Any, world.watchers), False))
+    assert world.done == ["replace dynamo_A"]
+    drains, wakes = problem.split("; ", 1)
+    assert drains == "dynamo_A_1: not replaced: it is being drained and is not started again"
+    assert wakes.startswith("dynamo_A_2: not replaced: process ") and "changes it (wake)" in wakes
+
+
+def test_a_restart_does_not_start_a_worker_that_has_drained(world: World) -> None:
+    world.on_replace = lambda name: world.vanish("dynamo_A_2") if name == "dynamo_A" else None
+    assert asyncio.run(world.rolling().restart([*cast(Any, world.watchers)], False)) == ""
+    assert world.done == ["replace dynamo_A", "replace dynamo_A_1"]
+
+
+@pytest.mark.parametrize("operation", ["sleep", "wake", "load"])
+def test_a_worker_that_falls_asleep_or_wakes_is_not_replaced(
+    world: World, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if it begins after the first look: its new process would have no GPU."""
+    world.change("dynamo_A", reserved_by=owner_mark(operation))
+    spec, name = world.specs["dynamo_A"], "dynamo_A"
+
+    async def roll() -> str:
+        parts: Any = (world, world.writer, lambda pid: 0, world)
+        rolling = RollingRestart(*parts)
+        replaced: list[str] = []
+
+        async def stop_then_start(*_: Any) -> str:
+            replaced.append(name)
+            return "done"
+
+        monkeypatch.setattr(rolling, "_stop_then_start", stop_then_start)
+        watcher: Any = world.get_watcher(name.lower())
+        return await rolling.replace(watcher, spec, stop_first=True)
+
+    text = asyncio.run(roll())
+    assert (text == "done") if operation == "load" else ("changes it" in text)
+    assert "replacing" not in world.entry(name)
+
+
+@pytest.mark.parametrize("way", ["replaced", "removed"])
+def test_a_reload_outlives_the_drain_of_a_worker(world: World, way: str) -> None:
+    """The planner removes a worker while the reload waits for the new process of another."""
+    changed = GRAPH.replace("workers: 3", "workers: 1") if way == "removed" else GRAPH
+    after = make_plan(changed.replace("dynamo.mocker,", "dynamo.mocker, speedup-ratio: 2,"))
+    world.on_replace = lambda name: world.vanish("dynamo_A_2") if name == "dynamo_A" else None
+
+    async def reload() -> dict[str, Any]:
+        parts: Any = (
+            *(world, world, world.rolling(), world),
+            *(lambda graph, words: after, world.writer, lambda found: None),
+        )
+        return await GraphReload(*parts).run({"graph": "graph.yaml"})
+
+    reply = asyncio.run(reload())
+    assert "status" not in reply, reply
+    last = "replace dynamo_A_1" if way == "replaced" else "remove dynamo_A_1"
+    assert world.done == ["replace dynamo_A", last]
+
+
+def test_a_process_of_a_worker_that_slept_and_drains_holds_its_gpu(world: World) -> None:
+    world.change("dynamo_A", state="draining", holds_gpus=False, processes=[])
+    world.get_watcher("dynamo_a").processes.clear()
+    asyncio.run(world.writer.claim(world.specs["dynamo_A"]))
+    assert ledger_of(world.statefile.read() or {}).held["dynamo_A"] == {"0": 1.0}
+
+
+def test_a_worker_that_was_given_up_and_is_loaded_again_asks_for_its_gpu(world: World) -> None:
+    """Others have it by now; the operation that starts it has not checked that."""
+    spec = world.specs["dynamo_A"]
+    given_up = {"watcher": {"status": "given up"}, "reserved_by": owner_mark("load")}
+    world.change("dynamo_A", processes=[], **given_up)
+    world.watchers.remove(world.get_watcher("dynamo_a"))
+    world.change("dynamo_A_1", resources={"allocated_gpus": [0]}, processes=[])
+    assert ledger_of(world.statefile.read() or {}).holders(["0"]) == ["dynamo_A_1"]
+    assert not world.writer.holds(spec)
+
+
+def test_a_claim_of_a_whole_gpu_is_one_at_once(world: World) -> None:
+    """A reload has changed the share of a stopped worker: the old one would leave room."""
+    world.change("dynamo_A", gpus_per_worker=0.5, processes=[])
+    world.get_watcher("dynamo_a").processes.clear()
+    asyncio.run(world.writer.claim(world.specs["dynamo_A"]))
+    world.change("dynamo_A_1", resources={}, processes=[])
+    assert ledger_of(world.statefile.read() or {}).held["dynamo_A"] == {"0": 1.0}
+
+
+def test_a_statefile_that_cannot_be_written_is_not_replaced(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or a stopped process that holds the lock: what others wrote stays."""
+    world.change("dynamo_A", state="asleep")
+    write, calls = Statefile._write, []
+
+    def full_once(statefile: Statefile, document: Document) -> None:
+        calls.append(document)
+        if len(calls) == 1:
+            raise StatefileError("cannot write it: No space left on device")
+        write(statefile, document)
+
+    monkeypatch.setattr(Statefile, "_write", full_once)
+    with pytest.raises(StatefileError, match="No space left"):
+        world.writer.write(world.components())
+    assert world.entry("dynamo_A")["state"] == "asleep"
+
+
+def test_a_failed_write_and_a_kept_entry_are_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No further event comes: neither from the disk, nor from the process of the operation."""
+    monkeypatch.setattr("dynamo.serve.record._AGAIN_S", 0.01)
+    world.change("dynamo_A_2", reserved_by=owner_mark("sleep"))
+    world.vanish("dynamo_A_2")
+    world.statefile.lock_path.unlink()
+    world.statefile.lock_path.mkdir()
+
+    async def until(done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not done():  # noqa: ASYNC110 - a file of another process
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        tasks = Tasks("test")
+        world.writer.start(tasks)
+        world.writer.changed()
+        await until(lambda: world.writer._failed)
+        world.statefile.lock_path.rmdir()
+        await until(lambda: not world.entry("dynamo_A_2")["processes"])
+        world.change("dynamo_A_2", reserved_by=None)
+        world.statefile.update(lambda found: found["components"]["dynamo_A_2"].pop("reserved_by"))
+        await until(lambda: "dynamo_A_2" not in (world.statefile.read() or {})["components"])
+        await tasks.close()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_write_is_awaited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older look at the processes must not be written after a newer one."""
+    lock = FileLock(world.statefile.lock_path)
+    lock.acquire()
+    begun = threading.Event()
+
+    async def main() -> None:
+        write = world.writer.write
+
+        def noted(*arguments: Any) -> None:
+            begun.set()
+            write(*arguments)
+
+        monkeypatch.setattr(world.writer, "write", noted)
+        replacing = world.writer.replace(world.specs["dynamo_A"], beside=False)
+        task = asyncio.create_task(replacing)
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert world.writer._writing.locked()
+        lock.release()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not world.writer._writing.locked()
+        await world.writer.replaced("dynamo_A")
+        assert "replacing" not in world.entry("dynamo_A")
+
+    asyncio.run(main())
