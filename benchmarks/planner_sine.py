@@ -2,9 +2,9 @@
 
     python benchmarks/planner_sine.py [--markdown OUT.md] [--plot OUT.png] [--json OUT.json]
 
-Source: NVIDIA Dynamo's planner benchmark (seed planner.txt; spec 5.8). 600 s, 5 to 20 requests/s
-with a period of 150 s, prompts of 3,000 and answers of 150 tokens, a model of 8 billion parameters
-with one GPU per worker. The planner starts with one prefill and one decode worker and decides every
+Source: the planner benchmark in Dynamo 0.2's documentation. 600 s, 5 to 20 requests/s with a
+period of 150 s, prompts of 3,000 and answers of 150 tokens, a model of 8 billion parameters with
+one GPU per worker. The planner starts with one prefill and one decode worker and decides every
 10 s; the baseline is a fixed 2P2D. Published: 1.5 x speed-up with 7.4 % fewer GPUs. Neither the
 speed of a worker nor the time that it takes to start is published, so both are varied here.
 

@@ -1,7 +1,7 @@
 """The error tree: each failure has a code, an HTTP status, and whether a retry may succeed.
 
 Raise an error where its cause is known; translate it once at the edge: the HTTP response, the
-error frame of the request plane, the exit status of a command. Spec 5.4, 7.11, 8.2.
+error frame of the request plane, the exit status of a command.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class InvalidArgument(DynamoError):
 
 
 class InvalidRequest(InvalidArgument, ValueError):
-    """A handler raised ValueError or TypeError; ``cause`` is the name of that class. Spec 7.10."""
+    """A handler raised ValueError or TypeError; ``cause`` is the name of that class."""
 
     code = "invalid_request"
 
@@ -227,7 +227,7 @@ class WorkerLeaving(EngineShutdown):
 
 
 class Overloaded(Unavailable):
-    """Every worker is busy, or this one is at capacity (seed: request rejection)."""
+    """Every worker is busy, or this one is at capacity."""
 
     code = "overloaded"
     kind = "service_unavailable"
@@ -242,7 +242,7 @@ class WorkerAtCapacity(Overloaded):
 
 
 class RouterQueueLimitExceeded(Overloaded):
-    """The router's queue is full. Spec 3.9."""
+    """The router's queue is full."""
 
     code = "router_queue_limit_exceeded"
 
@@ -291,7 +291,7 @@ class WorkersLost(DynamoError):
 class HttpFailure(DynamoError):
     """The engine raised :class:`HttpError`; a status that is no error becomes 500.
 
-    Clients receive the message of a 4xx literally. Spec 5.4.
+    Clients receive the message of a 4xx literally.
     """
 
     code = "http"
@@ -307,7 +307,7 @@ class HttpFailure(DynamoError):
 
 
 class HttpError(Exception):
-    """An engine's handler raises it to choose the HTTP status of the response. Spec 7.11.
+    """An engine's handler raises it to choose the HTTP status of the response.
 
     ``code`` is 0..599; a message longer than 8192 characters is shortened and ends in three dots.
     Raises ValueError for any other argument.

@@ -1,4 +1,4 @@
-"""Token ids to block hashes to sequence hashes: XXH3-64, the identity of a KV block. Spec 1."""
+"""Token ids to block hashes to sequence hashes: XXH3-64, the identity of a KV block."""
 
 from array import array as new_array
 from operator import index
@@ -43,8 +43,9 @@ def xxh3_64(data, uint64_t seed=0):
 
 
 def seed_for(lora_name=None, cache_namespace=None):
-    """Seed of the block hashes under an adapter and a cache namespace. Spec 1.1.
+    """Seed of the block hashes under an adapter and a cache namespace.
 
+    ``BLOCK_SEED`` plus XXH3 of the adapter (seed 0) and of the namespace (seed 1), modulo 2**64.
     Empty and ``None`` mean the same; without both it is ``BLOCK_SEED``.
     """
     seed = BLOCK_SEED
@@ -63,7 +64,7 @@ def block_hashes(
     bint is_eagle=False,
     mm_hashes=None,
 ):
-    """Hash of each complete block of ``tokens``, as ``array('Q')``. Spec 1.1. O(tokens).
+    """XXH3 of each complete block of ``tokens`` (u32, little-endian), as ``array('Q')``. O(tokens).
 
     ``tokens`` is a buffer of uint32 or a sequence of ints; an incomplete last block has no hash.
     ``is_eagle`` hashes windows of ``block_size + 1`` tokens, ``block_size`` apart. ``mm_hashes``
@@ -95,7 +96,7 @@ def block_hashes(
 
 
 def sequence_hashes(block_hashes):
-    """Chain block hashes into sequence hashes, as ``array('Q')``. Spec 1.2. O(blocks).
+    """Chain block hashes into sequence hashes, as ``array('Q')``. O(blocks).
 
     ``block_hashes`` is a buffer of 64-bit integers, signed or not. The first one stays as it is,
     each later one is the hash of its predecessor's result and itself.

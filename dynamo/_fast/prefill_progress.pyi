@@ -8,7 +8,7 @@ __all__ = ["PrefillProgress"]
 class PrefillProgress:
     """``base + rate * (now - since)`` of each slot, at most ``limit``. 32 bytes a slot.
 
-    The tokens that a running prefill has probably computed by now. Spec 3.6.
+    The tokens that a running prefill has probably computed by now.
     """
 
     def __init__(self) -> None: ...

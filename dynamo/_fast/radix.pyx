@@ -1,4 +1,4 @@
-"""The prefix index: which worker holds which leading blocks of a prompt. Spec 2.1-2.4.
+"""The prefix index: which worker holds which leading blocks of a prompt.
 
 Layout, complexity and invariants are described in docs/radix.md; the reference implementation is
 tests/oracle/radix.py.

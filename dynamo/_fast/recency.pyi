@@ -7,7 +7,7 @@ __all__ = ["Recency"]
 
 @final
 class Recency:
-    """The predicted blocks of each slot, in the order in which they are dropped. Spec 2.5.
+    """The predicted blocks of each slot, in the order in which they are dropped.
 
     Blocks are chained hashes (columns of u64), slots the dense ids of the prefix index, at most
     65,536. Touching a chain makes its first block the newest and its last the oldest of them, so

@@ -48,7 +48,7 @@ cdef uint32_t MAX_SLOTS = 65536
 @cython.final
 @cython.auto_pickle(False)
 cdef class Recency:
-    """The predicted blocks of each slot, in the order in which they are dropped. Spec 2.5."""
+    """The predicted blocks of each slot, in the order in which they are dropped."""
 
     cdef Lists *_lists
 

@@ -5,7 +5,7 @@ __all__ = ["Weights", "choose", "costs"]
 
 @final
 class Weights:
-    """The coefficients of the cost; immutable. Spec 3.1.
+    """The coefficients of the cost; immutable.
 
     ``block_size`` in tokens. ``credit``, ``host``, ``disk`` and ``shared`` are the share of a
     block of prefill that a cached block on that tier saves; ``decay`` weakens the device credit of
@@ -44,8 +44,9 @@ def costs(
     disk: array[int] | None = None,
     shared: array[int] | None = None,
 ) -> float:
-    """Write the cost of ``candidates[i]`` (u32 slots) to ``out[i]`` (f64). Spec 3.1, 3.2.
+    """Write the cost of ``candidates[i]`` (u32 slots) to ``out[i]`` (f64).
 
+    ``prefill_scale * max(prefill blocks - credits, 0) + decode_blocks``, as in docs/routing.md.
     The other columns are indexed by slot: ``prefill_tokens`` (i64) active prefill tokens,
     ``decode_blocks`` (i64) active blocks with this request's added, ``device``/``host``/``disk``/
     ``shared`` (u32) overlap blocks: host and shared counted beyond device, disk beyond host.
@@ -56,7 +57,7 @@ def costs(
     """
 
 def choose(costs: array[float], count: int, temperature: float, uniform: float) -> int:
-    """The index of the chosen one of the first ``count`` costs (f64). Spec 3.3.
+    """The index of the chosen one of the first ``count`` costs (f64).
 
     Temperature 0: the cheapest, exact ties by ``uniform`` in [0, 1). Otherwise a draw from the
     softmax of the negative min-max-normalised costs over ``temperature``; equal costs: uniform.

@@ -1,4 +1,4 @@
-"""Costs of all candidate slots in one call, and the choice among them. Spec 3.1-3.3."""
+"""Costs of all candidate slots in one call, and the choice among them."""
 
 cimport cython
 from cpython cimport array

@@ -1,4 +1,4 @@
-// The blocks and prompt tokens that running requests hold on each slot (spec 3.5).
+// The blocks and prompt tokens that running requests hold on each slot.
 #pragma once
 
 #include <cstddef>

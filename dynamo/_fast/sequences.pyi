@@ -5,7 +5,7 @@ __all__ = ["ActiveSequences"]
 
 @final
 class ActiveSequences:
-    """Ref-counted blocks and active prefill tokens by slot. Spec 3.5.
+    """Ref-counted blocks and active prefill tokens by slot.
 
     Blocks are identified by chained sequence hashes (u64), so a block that several requests of one
     slot hold counts once. Slots are the dense ids of the radix tree, at most 65,535. Memory: 16

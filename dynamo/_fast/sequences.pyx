@@ -32,7 +32,7 @@ cdef extern from "sequences.hpp" namespace "dynamo":
 @cython.final
 @cython.auto_pickle(False)
 cdef class ActiveSequences:
-    """Ref-counted blocks and active prefill tokens by slot. Spec 3.5."""
+    """Ref-counted blocks and active prefill tokens by slot."""
 
     cdef Sequences *_sequences
 

@@ -1,4 +1,4 @@
-"""Options of the HTTP frontend. Spec 4.1, 5, appendix A."""
+"""Options of the HTTP frontend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of a worker's health checks of its own endpoints. Spec 7.8."""
+"""Options of a worker's health checks of its own endpoints."""
 
 from __future__ import annotations
 

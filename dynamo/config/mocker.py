@@ -1,4 +1,4 @@
-"""Options of the simulated engine. Spec 10.1."""
+"""Options of the simulated engine."""
 
 from __future__ import annotations
 

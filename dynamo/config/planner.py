@@ -1,4 +1,4 @@
-"""Options of the planner. Seed planner.txt; spec 5.2, 6.1 of the planner."""
+"""Options of the planner."""
 
 from __future__ import annotations
 

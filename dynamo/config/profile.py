@@ -1,4 +1,4 @@
-"""Options of ``dynamo profile``. Spec 5.8, 6.3 of the planner."""
+"""Options of ``dynamo profile``."""
 
 from __future__ import annotations
 

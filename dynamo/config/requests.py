@@ -1,4 +1,4 @@
-"""Options of the request plane: sizes, timeouts and bounds of one connection. Spec 7.3."""
+"""Options of the request plane: sizes, timeouts and bounds of one connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the router. Spec 4; seeds: router guide, routing concepts."""
+"""Options of the router. Names, defaults: Dynamo's router guide."""
 
 from __future__ import annotations
 

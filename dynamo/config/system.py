@@ -1,4 +1,4 @@
-"""Options of a process that serves endpoints: its status server and its shutdown. Spec 7.7, 7.9."""
+"""Options of a process that serves endpoints: its status server and its shutdown."""
 
 from __future__ import annotations
 

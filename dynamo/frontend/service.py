@@ -1,7 +1,4 @@
-"""The frontend as a process: connect its parts, listen, drain on a signal, clean up.
-
-Spec 5.9.
-"""
+"""The frontend as a process: connect its parts, listen, drain on a signal, clean up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of HTTP requests: a status, and an error body with the reason. Spec 5.4."""
+"""Errors of HTTP requests: a status, and an error body with the reason."""
 
 from __future__ import annotations
 

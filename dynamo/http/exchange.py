@@ -202,7 +202,7 @@ class Exchange:
         self.respond(304, body, content_type, headers)
 
     def refuse(self, status: int, message: str, kind: str | None = None) -> None:
-        """Respond with an error body. Spec 5.4."""
+        """Respond with an error body."""
         body = self._transport.error_body(self.path, status, message)
         self.respond(status, body or error_body(status, message, kind))
 

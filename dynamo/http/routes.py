@@ -1,4 +1,4 @@
-"""Map method and path to a handler; respond to all other requests. Spec 5.1."""
+"""Map method and path to a handler; respond to all other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events that a worker publishes as one batch: their fields, checked as a whole. Spec 2.7.
+"""The events that a worker publishes as one batch: their fields, checked as a whole.
 
 A module of its own: :class:`~dynamo.llm.publishers.KvEventPublisher` only sends them.
 """

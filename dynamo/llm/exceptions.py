@@ -1,4 +1,4 @@
-"""The exceptions that this package raises. Spec 7.11."""
+"""The exceptions that this package raises."""
 
 from __future__ import annotations
 

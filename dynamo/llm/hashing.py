@@ -1,4 +1,4 @@
-"""Block hashes of a prompt, as the router computes them. Spec 1.4."""
+"""Block hashes of a prompt, as the router computes them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def mm_hashes_of(
 
 
 def short_hash(identifier: str) -> int:
-    """Return the 64 bits of a multimodal object's identifier that block hashes use. Spec 1.3."""
+    """Return the 64 bits of a multimodal object's identifier that block hashes use."""
     if _HEX_64.fullmatch(identifier):
         return int(identifier[:16], 16)
     return xxh3_64(identifier.encode())

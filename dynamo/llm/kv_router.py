@@ -1,4 +1,4 @@
-"""A KV-aware router as a Python object, for programs that do their own routing. Spec 7.11."""
+"""A KV-aware router as a Python object, for programs that do their own routing."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class KvRouter:
         lora_name: str | None = None,
         cache_namespace: str | None = None,
     ) -> list[dict[str, int]]:
-        """Return the load of each worker with the prompt added. Spec 3.7."""
+        """Return the load of each worker with the prompt added."""
         routing = _routing(lora_name=lora_name, cache_namespace=cache_namespace)
         return potential_loads(await self._connected(), codec.tokens(token_ids), routing)
 
@@ -178,7 +178,7 @@ class KvRouter:
         include_shared: bool = True,
         cache_namespace: str | None = None,
     ) -> dict[str, Any]:
-        """Return the blocks of the prompt that each worker has cached. Spec 3.7."""
+        """Return the blocks of the prompt that each worker has cached."""
         routing = _routing(lora_name=lora_name, cache_namespace=cache_namespace)
         return overlap_scores(await self._connected(), codec.tokens(token_ids), routing)
 

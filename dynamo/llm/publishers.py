@@ -1,4 +1,4 @@
-"""Publishers of a worker's KV events and load, for routers. Spec 2.7, 7.11."""
+"""Publishers of a worker's KV events and load, for routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix index as a Python object: JSON events in, overlap scores out. Spec 2.3."""
+"""The prefix index as a Python object: JSON events in, overlap scores out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The relay of an engine's own KV events, received over ZMQ. Spec 2.7."""
+"""The relay of an engine's own KV events, received over ZMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's settings under the names of the public API. Spec 7.11."""
+"""The router's settings under the names of the public API."""
 
 from __future__ import annotations
 

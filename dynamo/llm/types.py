@@ -1,4 +1,4 @@
-"""What a worker accepts, serves and can hold: the types of the public API. Spec 7.11."""
+"""What a worker accepts, serves and can hold: the types of the public API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder of KV events that engines (vLLM, SGLang) publish over ZMQ. Spec 2.7.
+"""The decoder of KV events that engines (vLLM, SGLang) publish over ZMQ.
 
 A message is MessagePack ``[timestamp, [event, …], dp_rank]``, or a map of these names; the last
 may be missing. An event is a map with ``type``, or an array of the type and the fields in the order
@@ -133,7 +133,7 @@ def _main_group(events: list[EngineEvent]) -> int | None:
 def tier_of(medium: str | None) -> str | None:
     """Return the storage tier of an engine's ``medium`` (None: the device); None if it is unknown.
 
-    The names of the tiers are valid too, in upper or lower case. Spec 2.1.
+    The names of the tiers are valid too, in upper or lower case.
     """
     return _DEVICE if medium is None else _TIER_OF.get(str(medium).upper())
 

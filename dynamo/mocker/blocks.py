@@ -1,4 +1,4 @@
-"""The KV cache of the simulated engine: blocks in use, cached blocks, eviction. Spec 10.3.
+"""The KV cache of the simulated engine: blocks in use, cached blocks, eviction.
 
 Capacity is counted in blocks. A full block has its sequence hash as its id and is shared by all
 sequences with that prefix; a partial block is private to its sequence. An unused full block stays

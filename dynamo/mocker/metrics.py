@@ -1,4 +1,4 @@
-"""The metrics of the simulated engine, under vLLM's names. Spec 6.4."""
+"""The metrics of the simulated engine, under vLLM's names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The replies of the simulated engine: random ids, ids that follow from the prompt, or the prompt.
-
-Spec 10.5.
-"""
+"""The replies of the simulated engine: random ids, ids derived from the prompt, or the prompt."""
 
 from __future__ import annotations
 

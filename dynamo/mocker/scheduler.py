@@ -1,4 +1,4 @@
-"""The scheduler of the simulated engine: which sequences one iteration computes. Spec 10.4.
+"""The scheduler of the simulated engine: which sequences one iteration computes.
 
 Continuous batching: running sequences first, one token each, then prompts from the waiting queue,
 in chunks, up to the token budget and the free blocks. When a running sequence gets no block,

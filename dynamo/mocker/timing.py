@@ -1,4 +1,4 @@
-"""The durations of iterations and of KV transfers. Spec 10.2, 10.5."""
+"""The durations of iterations and of KV transfers."""
 
 from __future__ import annotations
 

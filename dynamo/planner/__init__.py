@@ -1,4 +1,4 @@
-"""The planner: adds and removes workers as the load changes. Seed planner.txt."""
+"""The planner: adds and removes workers as the load changes."""
 
 from dynamo.config.option import preset
 

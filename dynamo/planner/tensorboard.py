@@ -1,4 +1,4 @@
-"""What the planner sees and does, as scalars and texts for tensorboard. Spec 5.7.
+"""What the planner sees and does, as scalars and texts for tensorboard.
 
 A thread writes the files, so that a full or hung disk never holds up a decision. What cannot be
 written is dropped.

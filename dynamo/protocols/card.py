@@ -1,4 +1,4 @@
-"""The model deployment card: a worker's description of the model that it serves. Spec 7.2, 7.11."""
+"""The model deployment card: a worker's description of the model that it serves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_BLOCK_SIZE = 64
 """Tokens in a KV block of a worker whose card does not say."""
 
 UNKNOWN_BATCH_TOKENS = 10_000_000
-"""Assumed ``max_num_batched_tokens`` of a worker that does not report it. Spec 3.9, 3.11."""
+"""Assumed ``max_num_batched_tokens`` of a worker that does not report it."""
 
 MAX_IMAGES_KEY = "max_images"
 """Key of ``runtime_data``: images that the model takes in a prompt; 0 for a model of text alone."""

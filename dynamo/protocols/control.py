@@ -1,4 +1,4 @@
-"""Records in the discovery store: leases, endpoint instances, event channels. Spec 7.2.
+"""Records in the discovery store: leases, endpoint instances, event channels.
 
 Also the commands to engines and to the planner.
 """

@@ -1,4 +1,4 @@
-"""The request that the frontend sends to an engine, and the items of its response. Spec 7.4."""
+"""The request that the frontend sends to an engine, and the items of its response."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class MmObject(msgspec.Struct):
 
 
 class MmRoutingInfo(msgspec.Struct):
-    """The prompt as an engine caches it: with the tokens that stand for images. Spec 1.3."""
+    """The prompt as an engine caches it: with the tokens that stand for images."""
 
     routing_token_ids: Tokens
     mm_objects: list[MmObject]

@@ -1,4 +1,4 @@
-"""KV cache events: the blocks that a worker stored, removed or cleared. Spec 2.1, 2.6.
+"""KV cache events: the blocks that a worker stored, removed or cleared.
 
 Hashes are columns of raw u64 little-endian bytes, so that one call applies an event of any length
 to the index, without a Python object per block.

@@ -1,4 +1,4 @@
-"""Load that workers report to routers, and routers to the planner. Spec 7.6."""
+"""Load that workers report to routers, and routers to the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API as typed structs: one decode, no intermediate dicts. Spec 5.5, 5.6.
+"""Requests of the OpenAI API as typed structs: one decode, no intermediate dicts.
 
 Ranges live in :data:`RANGES` and are checked while decoding; ``frontend.validation`` turns a
 failure into the text of the HTTP response. Chat messages stay plain dicts, because the
@@ -128,7 +128,7 @@ class RoutingConstraints(msgspec.Struct, omit_defaults=True):
 
 
 class NvExt(msgspec.Struct, omit_defaults=True):
-    """Dynamo's extension object ``nvext``. Spec 5.6."""
+    """Dynamo's extension object ``nvext``."""
 
     greed_sampling: bool | None = None
     use_raw_prompt: bool | None = None

@@ -1,4 +1,4 @@
-"""Messages by which replicas of a router share the load that they reserve. Spec 3.8.
+"""Messages by which replicas of a router share the load that they reserve.
 
 Hashes are raw u64 little-endian columns.
 """

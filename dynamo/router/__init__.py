@@ -1,4 +1,4 @@
-"""Routing: which worker gets a request, from cached prefixes and active load. Spec 2, 3."""
+"""Routing: which worker gets a request, from cached prefixes and active load."""
 
 from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.router.caches.predicted import PredictedCache

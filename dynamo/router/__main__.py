@@ -1,4 +1,4 @@
-"""``python -m dynamo.router``: a KV-aware router for the workers of one endpoint. Spec 4.2."""
+"""``python -m dynamo.router``: a KV-aware router for the workers of one endpoint."""
 
 from __future__ import annotations
 

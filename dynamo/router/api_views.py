@@ -1,4 +1,4 @@
-"""Cached blocks and load by worker, in the format of the public API. Spec 3.7."""
+"""Cached blocks and load by worker, in the format of the public API."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def potential_loads(
 
 
 def events_of(index: RadixTree) -> str:
-    """Return a JSON list of events that rebuild ``index`` when applied in order. Spec 2.1."""
+    """Return a JSON list of events that rebuild ``index`` when applied in order."""
     events = []
     for number, (worker, rank, parent, blocks, local, tier) in enumerate(index.dump_tiers()):
         pairs = zip(blocks, local, strict=True)

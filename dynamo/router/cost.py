@@ -1,6 +1,6 @@
 """The parameters of the cost, the overrides of a request, and the cost split into its terms.
 
-Pure. ``dynamo._fast.scoring`` computes the cost. Spec 3.1-3.4.
+Pure. ``dynamo._fast.scoring`` computes the cost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CostParams:
 
 
 def cost_params(settings: RouterSettings, block_size: int) -> CostParams:
-    """Return the parameters in the settings. Spec 3.2."""
+    """Return the parameters in the settings."""
     # The legacy weight 0 means "ignore caches": it removes the credit, not only the prefill cost.
     ignores_overlap = settings.overlap_score_weight == 0
     weights = Weights(
@@ -173,7 +173,7 @@ def effective_blocks(weights: Weights, tiers: TierCounts) -> float:
 
 
 def cached_tokens(weights: Weights, blocks: float) -> int:
-    """Return the prompt tokens in effective ``blocks``: they are no prefill load. Spec 3.5.
+    """Return the prompt tokens in effective ``blocks``: they are no prefill load.
 
     Rounds half up, as Dynamo does: ``round`` would round half to even.
     """
@@ -194,7 +194,7 @@ def add_requests(
 def formula(
     worker_id: int, scale: float, cost: float, found: CostBreakdown, cached_blocks: float
 ) -> str:
-    """Return one candidate's cost as the router guide shows it. Spec 3.4.
+    """Return one candidate's cost as Dynamo's router guide shows it.
 
     Running requests and the factor of taints appear only where they change the cost.
     """

@@ -1,7 +1,7 @@
 """Logs decisions: the chosen worker (INFO) and the cost of every candidate (DEBUG).
 
 A log entry costs more than the decision, so these are off by default; ``DYN_LOG`` turns them on:
-``DYN_LOG=info,dynamo.router.decision_log=info`` (or ``=debug``). Spec 3.4.
+``DYN_LOG=info,dynamo.router.decision_log=info`` (or ``=debug``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def log_candidates(
     decision: Decision, snapshot: DecisionSnapshot, worker_pool: WorkerPool, active: ActiveLoad
 ) -> None:
-    """Log the cost of every candidate as the router guide shows it, and the choice."""
+    """Log the cost of every candidate as Dynamo's router guide shows it, and the choice."""
     weights = snapshot.params.weights
     for slot, cost in snapshot.costs.items():
         worker_id, _ = worker_pool.owners[slot]

@@ -1,7 +1,7 @@
 """The price of a duplicate: computing a prefix that another worker has cached evicts other blocks.
 
-A block that is cached twice takes the space of another one for as long as it stays. The cost of
-spec 3.1 includes only the work of this prompt. The price grows with the prefix, and demand does not
+A block that is cached twice takes the space of another one for as long as it stays. Dynamo's
+cost includes only the work of this prompt. The price grows with the prefix, and demand does not
 lower it: alone, it would queue thousands of prompts of one hot document at a single worker. So
 copies follow the ski-rental rule. Queueing is the rent, the copy is the purchase: once the prompts
 of a prefix have paid enough rent, the next one makes a copy.

@@ -1,6 +1,6 @@
 """The explanation of a decision: one row per (worker, dp_rank), also for excluded ones.
 
-Pure; books nothing. Spec 3.1, 3.10.
+Pure; books nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ __all__ = ["make_index", "make_kv_picker", "make_picker", "make_predicted"]
 
 
 def make_index(settings: RouterSettings) -> RadixTree | None:
-    """Return the prefix index, or None where overlap must not matter (spec 3.2: weight 0).
+    """Return the prefix index, or None where overlap must not matter (weight 0).
 
     An index of predictions needs no cap: :class:`PredictedCache` bounds it.
     """

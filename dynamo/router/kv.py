@@ -1,7 +1,6 @@
 """The kv mode: weigh cached prefixes against active load; the slot of the least cost is chosen.
 
 A decision is four compiled calls over columns indexed by slot: hash, match, project, score.
-Spec 3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Metrics of routing decisions: children looked up once, then plain additions. Spec 6.2, 6.3.
+"""Metrics of routing decisions: children looked up once, then plain additions.
 
 Metrics of caches, eligibility, the queue and replicas are declared in those packages.
 """

@@ -1,4 +1,4 @@
-"""The modes that ignore KV caches: round-robin, random, by requests in flight, direct. Spec 3.12.
+"""The modes that ignore KV caches: round-robin, random, by requests in flight, direct.
 
 A slot is one (worker, dp_rank). Modes choose among slots, so that a worker with two ranks gets
 twice the requests of a worker with one.

@@ -86,7 +86,7 @@ class Hasher(NamedTuple):
 
 
 def _by_block(objects: list[MmObject], tokens: int, block_size: int) -> list[list[int]]:
-    """Return the hashes of the images that overlap each full block. Spec 1.1, 1.3."""
+    """Return the hashes of the images that overlap each full block."""
     found: list[list[int]] = [[] for _ in range(tokens // block_size)]
     for one in objects:
         blocks = {

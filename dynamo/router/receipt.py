@@ -2,7 +2,7 @@
 
 Names, terms and reasons are computed when the receipt is read. A copy costs about two microseconds,
 most of them because a thousand copies evict other data from the CPU's caches. So of each router 100
-decisions a second are copied; of others the total cost is kept. Pure. Spec 3.1-3.4, 3.10.
+decisions a second are copied; of others the total cost is kept. Pure.
 """
 
 from __future__ import annotations

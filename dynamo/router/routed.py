@@ -154,7 +154,7 @@ class RoutedEndpoint:
 
 
 def _with_decision(request: PreprocessedRequest, decision: Decision) -> PreprocessedRequest:
-    """Return the request with the decision in it, for the worker. Spec 7.4."""
+    """Return the request with the decision in it, for the worker."""
     routing = msgspec.structs.replace(request.routing or Routing(), dp_rank=decision.dp_rank)
     return msgspec.structs.replace(
         request,

@@ -22,7 +22,7 @@ _request = codec.decoder(PreprocessedRequest).decode
 
 class RouterService:
     """Serves ``generate``, ``best_worker_id``, ``get_overlap_scores`` and ``explain`` of component
-    ``router`` in the namespace of the workers that ``routed`` follows. Spec 7.11.
+    ``router`` in the namespace of the workers that ``routed`` follows.
 
     All but ``generate`` take a list of token ids, or ``{"token_ids": …, "router_config_override":
     …}``, and return one item.
@@ -62,7 +62,7 @@ class RouterService:
         yield self._picker.pick(None, tokens, override=override).worker_id
 
     async def get_overlap_scores(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """The cached blocks of the prompt by worker. Spec 3.7."""
+        """The cached blocks of the prompt by worker."""
         yield overlap_scores(self._picker, _parse(request)[0])
 
     async def explain(self, request: Any) -> AsyncIterator[Any]:

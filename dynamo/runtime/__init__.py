@@ -1,4 +1,4 @@
-"""The distributed runtime: discovery, request plane and event plane. Spec 7.
+"""The distributed runtime: discovery, request plane and event plane.
 
 Its names are imported on first use: ``dynamo ps`` needs a few of its modules, and no event loop.
 """

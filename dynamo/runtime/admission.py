@@ -1,4 +1,4 @@
-"""Admission of requests: N in the engine, Q queued, the rest rejected. Spec 9."""
+"""Admission of requests: N in the engine, Q queued, the rest rejected."""
 
 from __future__ import annotations
 

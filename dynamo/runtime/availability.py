@@ -1,4 +1,4 @@
-"""Which instances of an endpoint are out of routing, why, and since when. Spec 8.2."""
+"""Which instances of an endpoint are out of routing, why, and since when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health checks of an endpoint by its own process: a small request on the normal path. Spec 7.8.
+"""Health checks of an endpoint by its own process: a small request on the normal path.
 
 They find an engine that hangs although the process lives: the request plane's pings are answered
 by the process, a health check by the engine.

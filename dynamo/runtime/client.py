@@ -96,7 +96,7 @@ class Client:
     ``DYN_RUNTIME_INHIBITED_DURATION_SECS`` after it responded that its engine is unavailable, and
     while its record says that it is unhealthy. :meth:`random` and :meth:`round_robin` avoid it
     while there are others, and so do routers that subscribe with :meth:`on_inhibited`. With all
-    instances inhibited they are tried all the same. Spec 8.2.
+    instances inhibited they are tried all the same.
 
     ``has_fallback``: requests can be served without this endpoint, so a silent instance loses its
     requests at once, also when it is the only one.

@@ -1,4 +1,4 @@
-"""The names of endpoints (namespace, component, endpoint), and serving them. Spec 7.1, 7.10."""
+"""The names of endpoints (namespace, component, endpoint), and serving them."""
 
 from __future__ import annotations
 

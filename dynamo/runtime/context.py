@@ -1,4 +1,4 @@
-"""The cancellation handle of one request: stop asks, kill ends, children follow. Spec 8.1."""
+"""The cancellation handle of one request: stop asks, kill ends, children follow."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class DistributedRuntime:
-    """The services that a process needs to serve endpoints and to call others. Spec 7.10.
+    """The services that a process needs to serve endpoints and to call others.
 
     ``DistributedRuntime(loop)`` reads the environment; ``settings`` may also be the name of a
     discovery backend, as in ``DistributedRuntime(loop, "file", "tcp")``. ``enable_nats``
@@ -103,7 +103,7 @@ class DistributedRuntime:
 
     @functools.cached_property
     def admission(self) -> AdmissionQueue | None:
-        """The limit on requests in handlers of ``serve_endpoint``; None: there is none. Spec 9."""
+        """The limit on requests in handlers of ``serve_endpoint``; None: there is none."""
         settings = from_env(EndpointSettings)
         if settings.engine_request_limit is None:
             return None

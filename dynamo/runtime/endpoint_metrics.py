@@ -1,4 +1,4 @@
-"""Metrics of a process that serves endpoints. Spec 6.4."""
+"""Metrics of a process that serves endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The readiness of this process, from the state of its endpoints. Spec 7.7."""
+"""The readiness of this process, from the state of its endpoints."""
 
 from __future__ import annotations
 

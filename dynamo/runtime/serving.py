@@ -1,4 +1,4 @@
-"""The serving side of one process: its lease, listener, instances and shutdown. Spec 7.9.
+"""The serving side of one process: its lease, listener, instances and shutdown.
 
 A signal, ``shutdown()`` and a revoked lease all cause the same shutdown: revoke the lease, accept
 requests for a short grace period, because clients may not have seen the change yet, then reject new

@@ -1,4 +1,4 @@
-"""The status server of a worker: readiness, liveness, metrics, engine routes. Spec 7.7."""
+"""The status server of a worker: readiness, liveness, metrics, engine routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decorators for a worker's main function and its handlers. Spec 7.9, 7.10."""
+"""Decorators for a worker's main function and its handlers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The entries of a statefile: services, workers, names, GPUs. Pure.
 
 A service's first entry, ``{namespace}_{Service}``, is its template: it has the command of every
-further worker, and stays without GPUs when its own worker is removed. Spec 3.3.
+further worker, and stays without GPUs when its own worker is removed.
 """
 
 from __future__ import annotations

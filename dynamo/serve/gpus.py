@@ -1,6 +1,6 @@
-"""Assigns GPUs to workers. Pure: an inventory and requests in, identifiers out. Spec 2.
+"""Assigns GPUs to workers. Pure: an inventory and requests in, identifiers out.
 
-Unlike in the original, the parent's CUDA_VISIBLE_DEVICES applies, and a shortage is an error.
+Unlike in Dynamo, the parent's CUDA_VISIBLE_DEVICES applies, and a shortage is an error.
 """
 
 from __future__ import annotations

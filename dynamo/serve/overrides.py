@@ -1,6 +1,6 @@
 """``--Service.key=value``: overrides of a graph, parsed from a command line and merged.
 
-Spec 1.2. Unlike in the original, a merge is deep: an overridden key does not remove its siblings.
+Unlike in Dynamo, a merge is deep: an overridden key does not remove its siblings.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class RecordedComponent:
 def document_of(plan: DeploymentPlan) -> Document:
     """Return the statefile of ``plan`` before its first process, with this process as arbiter.
 
-    Holds only the variables that the planner needs: others may be secrets. Spec 3.2.
+    Holds only the variables that the planner needs: others may be secrets.
     """
     me = stat(os.getpid())
     return {

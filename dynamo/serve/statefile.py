@@ -1,4 +1,4 @@
-"""The statefile: the processes, their GPUs and their arbiter. Spec 3; schema in statefiles/.
+"""The statefile: the processes, their GPUs and their arbiter. Schema: statefiles/.
 
 A write is atomic (temporary file, fsync, rename), so readers need no lock and never see a partial
 file. An update reads, changes and writes back while it holds the lock, so no change of another

@@ -1,4 +1,4 @@
-"""The log of a worker's KV events, from which routers fetch events that they missed. Spec 2.6.
+"""The log of a worker's KV events, from which routers fetch events that they missed.
 
 A bounded ring holds the newest events, an index the blocks that result from all of them. A query is
 answered from the ring if it reaches back far enough, otherwise with a dump of the index.

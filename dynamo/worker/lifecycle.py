@@ -1,4 +1,4 @@
-"""The lifecycle of a worker process: its runtimes, signals and graceful shutdown. Spec 7.9.
+"""The lifecycle of a worker process: its runtimes, signals and graceful shutdown.
 
 The first SIGTERM or SIGINT deregisters every worker and drains its streams; a second SIGINT aborts
 them. A worker whose lease was revoked drains alone. The process exits after its last worker.

@@ -1,4 +1,4 @@
-"""The exception of a worker's handler decides the error that a client gets. Spec 5.4."""
+"""The exception of a worker's handler decides the error that a client gets."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def test_every_tier_has_its_credit(held: tuple[int, ...], expected: float) -> No
     assert compiled_costs(scoring.Weights(4, shared=0.5), 24, [load])[0] == [expected]
 
 
-def test_seed_worked_example() -> None:
-    """Seed router guide: 18, 10 and 11 with weight 1; worker 2 wins."""
+def test_worked_example_of_the_router_guide() -> None:
+    """Dynamo's router guide: 18, 10 and 11 with weight 1; worker 2 wins."""
     given_loads = [oracle.Load(0, 10), oracle.Load(0, 5, 3), oracle.Load(0, 9, 6)]
     got, _ = compiled_costs(scoring.Weights(1), 8, given_loads)
     assert got == [18.0, 10.0, 11.0]

@@ -106,7 +106,7 @@ TestHistory.settings = settings(max_examples=60, stateful_step_count=40, deadlin
 
 
 def test_observed_example() -> None:
-    """Spec 3.5: block size 4, 14 tokens with 2 blocks cached, then a cold query of 8 tokens."""
+    """As Dynamo: block size 4, 14 tokens with 2 blocks cached, then a cold query of 8 tokens."""
     active = ActiveSequences()
     handle = active.book(0, chain((1, 2, 3)), 0, 6)
     query = chain((7, 8))

@@ -1,4 +1,4 @@
-"""The reference implementation of ``dynamo._fast.scoring``. Spec 3.1-3.3."""
+"""The reference implementation of ``dynamo._fast.scoring``."""
 
 from __future__ import annotations
 

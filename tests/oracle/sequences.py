@@ -1,4 +1,4 @@
-"""The reference implementation of ``dynamo._fast.sequences``. Spec 3.5."""
+"""The reference implementation of ``dynamo._fast.sequences``."""
 
 from __future__ import annotations
 

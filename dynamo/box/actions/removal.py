@@ -116,7 +116,7 @@ async def _decrease(access: LocalAccess, entry: Entry) -> None:
 
 
 async def _drain(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
-    """Let the processes of a worker finish and exit: seed planner.txt. Raises CircusError.
+    """Let the processes of a worker finish and exit. Raises CircusError.
 
     A decode worker's lease is revoked, a prefill worker gets SIGTERM; so does a worker without a
     lease. Both leave discovery at once, finish what they hold, and exit with 0. Idempotent.

@@ -1,7 +1,7 @@
 """OpenAI chunks to the one body that a client gets without ``stream``.
 
 Deltas of a choice are joined: texts and lists of log probabilities are appended, tool calls are
-merged by their index, and the last value of everything else counts. Spec 5.8.
+merged by their index, and the last value of everything else counts.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ A stream object lives as long as its request and touches neither sockets nor rou
   (outputs pushed together become one delta);
 * ``close(choice)`` when the engine's stream of a choice has ended;
 * ``end()`` after the last, or ``error(...)``; or, for a request that does not stream, ``unary()``.
-
-Spec 5.4, 5.6, 5.8.
 """
 
 from __future__ import annotations
@@ -65,8 +63,8 @@ class Usage(msgspec.Struct, frozen=True):
 class GenerationStream:
     """The answer to one request with its ``n`` choices for each prompt.
 
-    Its user sets ``worker_id`` (a dict as in spec 5.6) and ``timing`` (called at the end), which
-    are shown if the request asks for them in ``nvext.extra_fields``.
+    Its user sets ``worker_id`` (a dict) and ``timing`` (called at the end), which are shown if the
+    request asks for them in ``nvext.extra_fields``.
     """
 
     _body_object: str
@@ -146,7 +144,7 @@ class GenerationStream:
         return self.flush() + error_event(error) + DONE
 
     def location(self) -> bytes:
-        """The whole stream of a ``query_instance_id`` request: where it would go. Spec 5.6."""
+        """The whole stream of a ``query_instance_id`` request: where it would go."""
         ids = self._prepared.prompts[0].token_ids.tolist()
         nvext = {"worker_id": self.worker_id or {}, "token_ids": ids}
         return self._start_writers()[0].chunk("", finish_reason="stop", nvext=nvext) + DONE
@@ -186,7 +184,7 @@ class GenerationStream:
     def usage(self) -> Usage:
         """Tokens so far. A prompt's tokens are the engine's count where it gave one, else ours;
         generated tokens are always counted here, also those that a second engine got in its prompt.
-        Cached tokens are those of the client's prompt, at the last engine. Spec 5.8, 8.2."""
+        Cached tokens are those of the client's prompt, at the last engine."""
         if self.final_usage is not None:
             return self.final_usage
         choices, n = self.choices, self._prepared.n

@@ -1,4 +1,4 @@
-"""Server-sent events of a stream, spliced from parts that are serialised once. Spec 5.4, 5.8.
+"""Server-sent events of a stream, spliced from parts that are serialised once.
 
 Most chunks differ in their text alone: they are ``head + JSON string of the text + tail``, which is
 four times faster than serialising an object. Only the first and the last chunk of a choice have
@@ -172,12 +172,12 @@ class CompletionChunks(ChoiceChunks):
 
 
 def annotation(name: str, value: str) -> bytes:
-    """An annotation that the client asked for: a named event with a comment. Spec 5.6."""
+    """An annotation that the client asked for: a named event with a comment."""
     return b"event: %b\n: %b\n\n" % (name.encode(), json_bytes(value))
 
 
 def error_event(error: DynamoError) -> bytes:
-    """The error object in a stream that has begun; ``[DONE]`` follows separately. Spec 5.4."""
+    """The error object in a stream that has begun; ``[DONE]`` follows separately."""
     kind = _ERROR_TYPES.get(error.status)
     if kind is None:
         kind = "invalid_request_error" if 400 <= error.status < 500 else "internal_server_error"
@@ -186,7 +186,7 @@ def error_event(error: DynamoError) -> bytes:
 
 
 def public_message(error: DynamoError) -> str:
-    """The text for the client: its own faults word for word, ours in general terms. Spec 5.4."""
+    """The text for the client: its own faults word for word, ours in general terms."""
     if error.status < 500 or (error.code in _VERBATIM and error.message):
         return error.message
     return "Service temporarily unavailable" if error.status == 503 else "Internal server error"

@@ -1,6 +1,6 @@
 """GET and POST /busy_threshold: read and set the load above which a worker is busy.
 
-Spec 5.3; seeds: request rejection, router guide.
+Bodies are those of Dynamo's request rejection page.
 """
 
 from __future__ import annotations

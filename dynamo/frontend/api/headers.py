@@ -1,4 +1,4 @@
-"""HTTP headers of a request: its id, and constraints on its routing. Spec 5.7."""
+"""HTTP headers of a request: its id, and constraints on its routing."""
 
 from __future__ import annotations
 

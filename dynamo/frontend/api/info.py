@@ -1,7 +1,4 @@
-"""The routes that report state: /live, /health, /metrics, /openapi.json, /v1/models.
-
-Spec 5.1, 5.2.
-"""
+"""The routes that report state: /live, /health, /metrics, /openapi.json, /v1/models."""
 
 from __future__ import annotations
 

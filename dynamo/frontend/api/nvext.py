@@ -1,4 +1,4 @@
-"""``nvext`` of a request and of its response: where the request would go, or went. Spec 5.6."""
+"""``nvext`` of a request and of its response: where the request would go, or went."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The generation routes: /v1/chat/completions, /v1/completions, and those of other APIs.
 
 Body → typed request → model → prompt and token ids → worker → stream, all in one call of the HTTP
-handler; only large bodies are parsed, rendered and tokenized in a thread. Spec 5.
+handler; only large bodies are parsed, rendered and tokenized in a thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reject a request before anything is spent on it, while its model can take none.
 
 Of the body only the model's name is read, about 1 µs a kilobyte: no JSON tree, no chat template,
-no tokens. Seed: request rejection.
+no tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One prompt on its way through a prefill worker. Spec 7.5."""
+"""One prompt on its way through a prefill worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DECODE_OVERRIDE: dict[str, Any] = {
     "track_prefill_tokens": False,
 }
 """Routing of the decode phase. The decode worker receives the blocks: its own cache saves nothing,
-the prompt is no prefill load, and no other request shares the blocks that arrive. Spec 7.5."""
+the prompt is no prefill load, and no other request shares the blocks that arrive."""
 
 
 class PrefillOwner(Protocol):

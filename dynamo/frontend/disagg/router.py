@@ -1,4 +1,4 @@
-"""Compute prompts on prefill workers first, while there are some. Spec 7.5, SP 7.
+"""Compute prompts on prefill workers first, while there are some.
 
 A request waits in a queue until a prefill worker has a free slot. That worker computes the prompt;
 the decode worker then gets the parameters it needs to fetch the KV blocks. If this fails, the

@@ -1,4 +1,4 @@
-"""The models that the frontend serves, from the model cards in discovery. Spec 5.2, 5.4.
+"""The models that the frontend serves, from the model cards in discovery.
 
 The first card of a model loads it; when the last worker leaves, the model is no longer listed. It
 stays loaded, so that it is ready as soon as a worker returns, and requests in between get 503

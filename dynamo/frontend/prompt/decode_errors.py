@@ -1,4 +1,4 @@
-"""Error texts for bodies that the decoder refuses: they name the field and the value. Spec 5.5.
+"""Error texts for bodies that the decoder refuses: they name the field and the value.
 
 The body is decoded a second time, without types, because the decoder's own message gives neither
 the value nor all unknown fields.

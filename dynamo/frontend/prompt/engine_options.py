@@ -1,4 +1,4 @@
-"""Options that few requests have, in the form of engines and routers. Spec 5.6, 7.4.
+"""Options that few requests have, in the form of engines and routers.
 
 ``preprocessor`` translates the common ones.
 """

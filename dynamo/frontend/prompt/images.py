@@ -201,5 +201,5 @@ def _hash(url: str) -> str:
 
 
 def _short(image_hash: str) -> int:
-    """Return the 64 bits of a hash that routing needs. Spec 1.3."""
+    """Return the 64 bits of a hash that routing needs."""
     return int(image_hash[:16], 16)

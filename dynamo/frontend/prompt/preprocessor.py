@@ -1,6 +1,6 @@
 """From a typed request to engine requests: prompt text, token ids, limits, sampling, routing.
 
-Spec 5.6, 7.4. ``n`` choices and lists of prompts become one engine request each.
+``n`` choices and lists of prompts become one engine request each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Request bodies to typed requests, or to an error that names the field and the value. Spec 5.5.
+"""Request bodies to typed requests, or to an error that names the field and the value.
 
 The decoder checks types and ranges in one pass; the checks here are those that it cannot make.
 Options that the frontend cannot serve are refused, never ignored: a client that asked for the best

@@ -310,7 +310,7 @@ class Dispatch:
         engine_request.inputs = self.picker.inputs(
             routing, engine_request.tried, engine_request.request.wants_route
         )
-        # The worker gets the decision in its request. Spec 7.4.
+        # The worker gets the decision in its request.
         preprocessed.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
         if decision.dp_rank or (routing is not None and routing.dp_rank):
             routing = msgspec.structs.replace(routing or Routing(), dp_rank=decision.dp_rank)
@@ -339,7 +339,7 @@ class Dispatch:
 
 
 def avoid_while_full(picker: Picker, worker_id: int) -> None:
-    """Treat a worker as busy that has rejected a request at its capacity. Spec 9."""
+    """Treat a worker as busy that has rejected a request at its capacity."""
     if picker.eligibility.rejected(worker_id):
         # Other frontends may have filled it, and it may report no load: this ends in any case.
         loop = asyncio.get_running_loop()

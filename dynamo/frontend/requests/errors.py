@@ -1,4 +1,4 @@
-"""Failed requests: their responses, and their labels in the counters. Spec 5.4, 6."""
+"""Failed requests: their responses, and their labels in the counters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Metrics of the frontend: children looked up once per model, then plain additions.
 
-Spec 6, 6.1, 6.2.
 Names of models that are not served share one label value: a client cannot fill the memory with
 label values.
 """
@@ -331,7 +330,7 @@ class Outcomes:
         self._cancellation = metrics.family(_CANCELLATION)
 
     def failed(self, endpoint: str, request_type: str, error_type: str) -> None:
-        """Count a request that has failed. Spec 6."""
+        """Count a request that has failed."""
         self.requests[endpoint, error_type, self.name, request_type, "error"].value += 1
         if error_type == "cancelled":
             self._cancellation[self.name, endpoint, request_type].value += 1

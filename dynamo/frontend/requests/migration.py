@@ -1,4 +1,4 @@
-"""Continue a request on another worker after its own has failed, token for token. Spec 8.2.
+"""Continue a request on another worker after its own has failed, token for token.
 
 The tokens that the client may have seen are never generated again: they follow the prompt in the
 request for the next worker, and the limits on the output shrink by their number. The state of the

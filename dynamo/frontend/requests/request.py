@@ -273,7 +273,7 @@ class ActiveRequest:
     def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
         """Send a comment, so that a client does not take a silent engine for a dead server.
 
-        It starts the response if necessary; a later error is an event then. Spec 5.8.
+        It starts the response if necessary; a later error is an event then.
         """
         if self.streaming and not self.closed and not self.exchange.above_high_water:
             if not self._started:

@@ -159,7 +159,7 @@ class RequestMetrics:
         metrics.plane_roundtrip.observe(roundtrip_s)
 
     def timing(self) -> dict[str, Any]:
-        """``nvext.timing``. Spec 5.6."""
+        """``nvext.timing``."""
         received = self._received_s
         now = time.monotonic()
         first = self._first_token_s or now

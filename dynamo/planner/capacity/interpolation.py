@@ -1,4 +1,4 @@
-"""Capacity of one worker, interpolated between the points of a profile. Spec 6.3 of the planner."""
+"""Capacity of one worker, interpolated between the points of a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capacity of prefill and decode workers without a profile: learned. Pure. Spec 6.5, 1.x.
+"""Capacity of prefill and decode workers without a profile: learned. Pure.
 
 Two lines, each through the last intervals:
 

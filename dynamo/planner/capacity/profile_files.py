@@ -1,4 +1,4 @@
-"""The files of a profile: two npz archives of Dynamo's format. Spec 6.3 of the planner.
+"""The files of a profile: two npz archives of Dynamo's format.
 
 | file | array | unit |
 |---|---|---|

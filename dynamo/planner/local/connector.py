@@ -1,4 +1,4 @@
-"""The connector to a running ``dynamo serve``: statefile, circus watchers, leases. Seed planner.
+"""The connector to a running ``dynamo serve``: statefile, circus watchers, leases.
 
 GPUs are reserved before a watcher exists and freed after its processes have exited, so that
 :func:`dynamo.planner.local.reconcile.reconcile` can repair what a crash leaves at any step.

@@ -33,9 +33,9 @@ def free_gpus(seen: Observation) -> float:
 def clamp(wanted: Workers, seen: Observation) -> Workers:
     """Return ``wanted`` within the limits of both pools and ``seen.max_gpus``.
 
-    Above the budget both pools shrink in proportion, but not below their minima: spec 6.5, the rule
-    of 1.x. Two cases differ from it. Decode never gets more than was wanted from what rounding
-    leaves over. If the minima do not fit, 1.x stops every worker; here decode workers get what
+    Above the budget both pools shrink in proportion, but not below their minima, as in
+    Dynamo 1.x. Two cases differ from it. Decode never gets more than was wanted from what rounding
+    leaves over. If the minima do not fit, Dynamo stops every worker; here decode workers get what
     fits, because they serve a prompt without prefill workers, too.
     """
     prefill, decode, budget = seen.prefill or _NO_POOL, seen.decode, seen.max_gpus

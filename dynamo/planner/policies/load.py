@@ -1,4 +1,4 @@
-"""The load policy: KV load and prefill queue against thresholds. Seed planner.txt; spec 5.3-5.5.
+"""The load policy: KV load and prefill queue against thresholds.
 
 One decision may change each pool by one worker. It checks in this order: remove a prefill worker,
 remove a decode worker, add a prefill worker, add a decode worker. All comparisons are strict.

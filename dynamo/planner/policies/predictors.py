@@ -1,4 +1,4 @@
-"""Predictors: the next values of a series of intervals. Spec 6.4 of the planner.
+"""Predictors: the next values of a series of intervals.
 
 NaN counts as 0, leading zeros (an idle start) are not stored, below five values the last one is the
 prediction, and no prediction is negative. :meth:`Predictor.predict` is exactly one interval ahead.

@@ -1,4 +1,4 @@
-"""What the SLA policy sizes pools for, and Dynamo's formulas. Spec 6.5 of the planner. Pure.
+"""What the SLA policy sizes pools for, and Dynamo's formulas. Pure.
 
 Throughputs are per GPU, as the profile has them. With ``rate`` in requests per second:
 

@@ -1,4 +1,4 @@
-"""The SLA policy: size the pools for the predicted traffic and the targets. Spec 6.5. Pure."""
+"""The SLA policy: size the pools for the predicted traffic and the targets. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a profile measured, and the thresholds that follow. Pure. Spec 5.8 of the planner."""
+"""What a profile measured, and the thresholds that follow. Pure."""
 
 from __future__ import annotations
 

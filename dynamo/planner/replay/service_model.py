@@ -23,7 +23,7 @@ class BatchTime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MockerTime:
-    """The mocker's polynomial (spec 10.2)."""
+    """The mocker's polynomial, :class:`Timing`."""
 
     timing: Timing = field(default_factory=Timing)
 

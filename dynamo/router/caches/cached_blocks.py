@@ -1,6 +1,6 @@
 """The blocks of one prompt that every slot has cached, by storage tier: columns indexed by slot.
 
-Lower tiers are searched only after a worker has reported a block there. Spec 2.1, 3.1.
+Lower tiers are searched only after a worker has reported a block there.
 """
 
 from __future__ import annotations

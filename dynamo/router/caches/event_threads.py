@@ -1,4 +1,4 @@
-"""Threads that receive, decode and apply KV events without the GIL. Spec 2.4.
+"""Threads that receive, decode and apply KV events without the GIL.
 
 Every publisher belongs to one thread, so that its events keep their order. A thread hands off to
 the loop, where :class:`Indexer` decides, whatever is not the next event of a stream: a gap, an

@@ -2,7 +2,7 @@
 
 A state machine without I/O: events and answers go in, changes to the index and recovery queries
 come out. In doubt it forgets blocks: an undercount costs a cache hit, an overcount sends requests
-to a cache that does not exist. Spec 2.1, 2.2, 2.6.
+to a cache that does not exist.
 """
 
 from __future__ import annotations

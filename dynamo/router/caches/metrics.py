@@ -1,4 +1,4 @@
-"""Metrics of the prefix index, KV events and predictions. Spec 6.3."""
+"""Metrics of the prefix index, KV events and predictions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DROPPED_BLOCKS = gauge(
     ROUTED,
 )
 
-# Predicted caches, where KV events are not followed. Spec 2.5.
+# Predicted caches, where KV events are not followed.
 _EXPIRED = counter(
     "dynamo_component_router_predicted_blocks_expired_total",
     "Predicted blocks forgotten by age",

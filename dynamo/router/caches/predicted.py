@@ -1,4 +1,4 @@
-"""Cached blocks predicted from the router's own decisions. Pure: time is handed in. Spec 2.5.
+"""Cached blocks predicted from the router's own decisions. Pure: time is handed in.
 
 Without KV events every decision stores the prompt's blocks under the chosen slot in the prefix
 index. No event reports their eviction, so they are dropped by age (``ttl``), or when the worker's

@@ -1,4 +1,4 @@
-"""The load that workers report, followed once a threshold depends on it. Spec 7.6."""
+"""The load that workers report, followed once a threshold depends on it."""
 
 from __future__ import annotations
 

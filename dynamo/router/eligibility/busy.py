@@ -1,7 +1,7 @@
 """Workers that are too busy to take a request: thresholds over reported and booked load, and
 workers that have just rejected one.
 
-Pure. A worker is busy when every rank of it is. Spec 3.11, 9; seed: request rejection.
+Pure. A worker is busy when every rank of it is.
 """
 
 from __future__ import annotations

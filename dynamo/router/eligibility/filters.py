@@ -1,4 +1,4 @@
-"""The slots that a request may go to: allow-list, pin, dp_rank, taints, busy. Spec 3.10.
+"""The slots that a request may go to: allow-list, pin, dp_rank, taints, busy.
 
 Pure. The order of the checks is part of the behaviour: it decides which error a request gets when
 several constraints exclude all workers.
@@ -93,7 +93,7 @@ def exclusion(
 
 
 def multiplier(preferred: Mapping[str, float], taints: list[str]) -> float:
-    """Return the factor for the cost of a worker with ``taints``: between 1/e and e. Spec 3.1.
+    """Return the factor for the cost of a worker with ``taints``: between 1/e and e.
 
     ``preferred`` gives weights; a negative one raises the cost. tanh bounds the effect of the sum:
     however strong a preference, an overloaded worker still loses to an idle one.

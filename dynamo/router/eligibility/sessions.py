@@ -1,4 +1,4 @@
-"""Session affinity: requests of one session go to the worker of its first request. Spec 4.
+"""Session affinity: requests of one session go to the worker of its first request.
 
 Pure: time is a parameter. Bounded: above the limit the session that was idle longest is dropped.
 """

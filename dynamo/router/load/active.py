@@ -1,4 +1,4 @@
-"""The load that the router has booked: from the pick to the end of each request. Spec 3.5.
+"""The load that the router has booked: from the pick to the end of each request.
 
 Pure: time is a parameter. ``dynamo._fast.sequences`` sums blocks and tokens by slot;
 :mod:`prefill_load` subtracts what running prefills have probably computed, where that is modelled.
@@ -42,7 +42,7 @@ class ActiveLoad:
 
     With ``prefill_model``, active prefill tokens are those that the model predicts as not computed
     yet at the time of ``clock``. Without one, a prompt counts in full until its first token, and
-    the clock is not read. Spec 3.6.
+    the clock is not read.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Estimates how much of the prompts booked on a slot is computed by now. Spec 3.6.
+"""Estimates how much of the prompts booked on a slot is computed by now.
 
 Pure: time is handed in. A slot computes its prefills in order, so elapsed time is credited to the
 oldest one, the anchor: of its tokens, ``elapsed / expected seconds`` count as done, at most all.

@@ -1,4 +1,4 @@
-"""Metrics of the queue before the workers. Spec 6.1; ``left`` and ``wait`` are our own."""
+"""Metrics of the queue before the workers. ``left`` and ``wait`` are not Dynamo's."""
 
 from __future__ import annotations
 

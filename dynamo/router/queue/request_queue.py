@@ -1,7 +1,7 @@
 """The queue before the workers: requests wait while all workers have enough prefill to do.
 
 It precedes a :class:`KvPicker` and postpones the decision: a request is routed when it reaches the
-head, with the caches and loads of that moment. Spec 3.9; seed: router guide, queue threshold.
+head, with the caches and loads of that moment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order of requests that wait for a worker. Pure: time is handed in. Spec 3.9."""
+"""The order of requests that wait for a worker. Pure: time is handed in."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Messages may be lost, doubled or reordered. Each router numbers its batches; a batch with an older
 number than the last is ignored, a newer one is applied. After a gap the state may miss requests and
-keep ended ones, until a snapshot of all running requests, sent on request, repairs it. Spec 3.8.
+keep ended ones, until a snapshot of all running requests, sent on request, repairs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shares booked load among the replicas of a router, over the event plane. Spec 3.8.
+"""Shares booked load among the replicas of a router, over the event plane.
 
 All events of one loop iteration are sent as one message. A heartbeat every second reveals the loss
 of a last message. A replica that missed a message requests a snapshot of all running requests.

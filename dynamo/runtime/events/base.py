@@ -1,4 +1,4 @@
-"""The interfaces of the event plane: sequenced messages to many subscribers. Spec 7.6."""
+"""The interfaces of the event plane: sequenced messages to many subscribers."""
 
 from __future__ import annotations
 

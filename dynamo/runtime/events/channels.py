@@ -1,4 +1,4 @@
-"""Event channels: publishers registered in discovery, subscriptions to them. Spec 7.6."""
+"""Event channels: publishers registered in discovery, subscriptions to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event plane over ZeroMQ PUB and SUB: ipc on one host, TCP between hosts. Spec 7.6.
+"""The event plane over ZeroMQ PUB and SUB: ipc on one host, TCP between hosts.
 
 A message has four frames: topic · publisher id (u64 big-endian) · sequence (u64 big-endian) · the
 packed envelope. Both ends exchange heartbeats, so that a silently broken TCP link reconnects.

@@ -1,4 +1,4 @@
-"""Answers, checked with the models of the `openai` package. Spec 5.4-5.8."""
+"""Answers, checked with the models of the `openai` package."""
 
 from __future__ import annotations
 

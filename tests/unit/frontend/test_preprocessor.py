@@ -1,4 +1,4 @@
-"""Engine requests made from client requests. Spec 5.6, 7.4."""
+"""Engine requests made from client requests."""
 
 from __future__ import annotations
 

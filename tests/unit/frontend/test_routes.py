@@ -1,4 +1,4 @@
-"""Which function answers which request, and the bodies when none does. Spec 5.1."""
+"""Which function answers which request, and the bodies when none does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error texts for invalid requests. Spec 5.5."""
+"""Error texts for invalid requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dynamo.llm.KvRouter`` over real workers in one process. Spec 7.11, 3.5, 3.7."""
+"""``dynamo.llm.KvRouter`` over real workers in one process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[TwoWorkers]:
 
 
 async def test_load_is_reserved_and_freed(cluster: TwoWorkers) -> None:
-    """Check the numbers observed in spec 3.5."""
+    """Check the numbers observed in Dynamo."""
     router = cluster.router(use_kv_events=True)
     worker_id, rank, overlap = await router.best_worker(PROMPT, request_id="a")
     assert (rank, overlap) == (0, 0) and worker_id in [w.instance_id for w in cluster.workers]

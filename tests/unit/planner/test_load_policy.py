@@ -1,4 +1,4 @@
-"""The load policy: the vectors of spec 5.5, the grace of the seed, and what must always hold."""
+"""The load policy: worked vectors, the grace period, and what must always hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerL
 from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.planner.policies.load import LoadPolicy, kv_load
 
-# Thresholds of the vectors in spec 5.5.
+# Thresholds of VECTORS.
 SETTINGS = PlannerSettings(
     prefill_queue_scale_up_threshold=5.0, prefill_queue_scale_down_threshold=0.2
 )
@@ -83,9 +83,9 @@ def with_grace(intervals: int) -> LoadPolicy:
     return policy
 
 
-# The columns of spec 5.5. Only the grace differs: the original sets it to 3 and decrements it in
-# the same adjustment, so its table has 2 after an addition and protects two intervals. The seed
-# promises three, so it is 3 here after D+.
+# What Dynamo 0.2 decides, except for the grace: its code sets 3 and decrements it in the same
+# adjustment, which protects two intervals. Its documentation promises three, so it is 3 here
+# after D+.
 VECTORS = [
     # P, D, queue, kv, grace, actions, GPUs after, grace after
     (1, 1, [0, 0], [0.1], 0, "", 2, 0),
@@ -106,7 +106,7 @@ VECTORS = [
 @pytest.mark.parametrize(
     ("prefill", "decode", "queue", "kv", "grace", "expected", "gpus_after", "grace_after"), VECTORS
 )
-def test_the_vectors_of_spec_5_5(
+def test_the_worked_vectors(
     prefill: int,
     decode: int,
     queue: list[float],
@@ -180,7 +180,7 @@ def test_the_kv_load_is_the_mean_over_all_reports_of_all_pulls() -> None:
 
 
 def test_three_full_intervals_are_protected() -> None:
-    """The seed: no decode worker is removed in the next three adjustment intervals."""
+    """Dynamo's planner page: no decode worker is removed in the next three adjustment intervals."""
     policy = LoadPolicy(PlannerSettings())
     added = policy.decide(seen(None, 1, pulls(kv=[0.95])))
     policy.applied(added, failed=())
@@ -281,7 +281,7 @@ def test_thresholds_that_contradict_each_other_are_rejected() -> None:
 
 @settings(deadline=None)
 @given(st.randoms(use_true_random=True), st.booleans())
-def test_each_pool_changes_by_one_in_the_order_of_the_spec(random: Random, prefill: bool) -> None:
+def test_each_pool_changes_by_one_in_the_documented_order(random: Random, prefill: bool) -> None:
     policy = LoadPolicy(PlannerSettings())
     protected = 0
     for _ in range(20):

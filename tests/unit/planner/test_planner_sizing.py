@@ -1,4 +1,4 @@
-"""The SLA formulas of spec 6.5 with worked numbers, and the capacity models behind them."""
+"""Dynamo's SLA formulas with worked numbers, and the capacity models behind them."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def prefill(isl: int, ttft_ms: float) -> PrefillSample:
 
 
 def test_queue_thresholds_are_the_prompts_that_fit_into_the_target() -> None:
-    """Spec 5.8: 1.2 T/t - 1 and 0.8 T/t - 1, at least 0.1."""
+    """1.2 T/t - 1 and 0.8 T/t - 1, at least 0.1."""
     points = [prefill(1000, 100.0), prefill(3000, 300.0)]
     found = prefill_advice(points, 2000, 600.0)
     assert found is not None and (found.scale_up, found.scale_down) == (2.6, 1.4)

@@ -1,4 +1,4 @@
-"""The load of a request: prefill until the first token, blocks until the end. Spec 3.5."""
+"""The load of a request: prefill until the first token, blocks until the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Busy detection: each threshold, all ranks, both sources of load. Spec 3.11."""
+"""Busy detection: each threshold, all ranks, both sources of load."""
 
 from __future__ import annotations
 

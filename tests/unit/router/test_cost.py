@@ -1,4 +1,4 @@
-"""Settings and overrides to terms; the explanation in the log. Spec 3.1-3.4."""
+"""Settings and overrides to terms; the explanation in the log."""
 
 from __future__ import annotations
 

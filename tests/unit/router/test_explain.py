@@ -1,4 +1,4 @@
-"""The table of candidates agrees with the pick, with the reason of each exclusion. Spec 3.1."""
+"""The table of candidates agrees with the pick, with the reason of each exclusion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eligibility: allow-lists, pins, dp_rank bounds, taints, busy workers. Spec 3.10."""
+"""Eligibility: allow-lists, pins, dp_rank bounds, taints, busy workers."""
 
 from __future__ import annotations
 

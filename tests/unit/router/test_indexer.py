@@ -1,4 +1,4 @@
-"""Event ids: next, old, missing; recovery by range, by dump, and without an answer. Spec 2.6."""
+"""Event ids: next, old, missing; recovery by range, by dump, and without an answer."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_the_longest_cached_prefix_wins_among_idle_workers() -> None:
     [(14, 4, 0, 6.5), (18, 4, 3, 5.5), (12, 16, 0, 0.75), (131, 16, 0, 16.1875), (80, 16, 0, 10.0)],
 )
 def test_measured_costs(tokens: int, block_size: int, cached: int, cost: float) -> None:
-    """Spec 3.1: fractional prefill, whole blocks of decode."""
+    """Fractional prefill, whole blocks of decode."""
     settings = RouterSettings(mode="kv")
     index = make_index(settings)
     assert index is not None
@@ -108,7 +108,7 @@ def test_load_outweighs_overlap() -> None:
 
 
 def test_observed_example_of_booked_load() -> None:
-    """Spec 3.5: 14 tokens with two blocks cached, then a cold query of 8 tokens."""
+    """As Dynamo: 14 tokens with two blocks cached, then a cold query of 8 tokens."""
     picker = make(1)
     cache(picker, 1, PROMPT, 2)
     picker.pick("a", PROMPT)

@@ -1,4 +1,4 @@
-"""Round-robin, random, power-of-two, least-loaded and direct. Spec 3.12."""
+"""Round-robin, random, power-of-two, least-loaded and direct."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_common_life(mode: str) -> None:
 
 
 def test_devices_get_requests_by_capacity() -> None:
-    """Spec 3.12: in flight / (workers × weight), weight 8 for a device other than a CPU."""
+    """In flight / (workers × weight), weight 8 for a device other than a CPU."""
     made = InflightPicker("device-aware-weighted", Random(3))
     made.add_worker(1, RuntimeConfig(), "cuda")
     made.add_worker(2, RuntimeConfig(), "cpu")

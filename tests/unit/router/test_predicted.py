@@ -1,4 +1,4 @@
-"""Caches predicted from own decisions: age, pruning, a worker's capacity, bounds. Spec 2.5."""
+"""Caches predicted from own decisions: age, pruning, a worker's capacity, bounds."""
 
 from __future__ import annotations
 

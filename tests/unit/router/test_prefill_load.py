@@ -1,4 +1,4 @@
-"""Estimated prefill progress: the oldest prefill of a slot is the anchor. Spec 3.6."""
+"""Estimated prefill progress: the oldest prefill of a slot is the anchor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Session affinity: a session's requests stay with one worker, in every mode. Spec 4."""
+"""Session affinity: a session's requests stay with one worker, in every mode."""
 
 from __future__ import annotations
 

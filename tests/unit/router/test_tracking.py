@@ -1,4 +1,4 @@
-"""What counts as load, and for how long: the switches of load tracking, and the sweep. Spec 3.5."""
+"""What counts as load, and for how long: the switches of load tracking, and the sweep."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_the_largest_graphs_fit() -> None:
 
 
 def test_overrides_are_merged_deeply() -> None:
-    """An overridden key keeps its siblings; the original loses the GPU request here."""
+    """An overridden key keeps its siblings; Dynamo loses the GPU request here."""
     service = worker("--Worker.ServiceArgs.workers=4", "--Worker.extra.b", "2")
     assert (service.workers, service.gpu) == (4, 1.0)
     assert service.envs["TOKEN"] == "secret"
@@ -263,7 +263,7 @@ def test_an_override_needs_a_value(words: list[str]) -> None:
 
 
 def test_a_bare_dotted_word_is_not_an_override() -> None:
-    """The original's parser loops forever on it."""
+    """Dynamo's parser loops forever on it."""
     assert split_overrides(["a.b", "graph.yaml"]) == (["a.b", "graph.yaml"], [])
 
 

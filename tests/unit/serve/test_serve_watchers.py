@@ -77,8 +77,8 @@ def test_shortage_is_an_error_with_the_table() -> None:
     assert "--gpus N" in caught.value.message
 
 
-def test_vectors_of_the_original() -> None:
-    """Spec 2, four GPUs; where the original assigns GPUs that do not exist, ours raises."""
+def test_vectors_of_dynamos_allocator() -> None:
+    """Four GPUs; where Dynamo assigns GPUs that do not exist, ours raises."""
     one = Allocator(of(0, 1, 2, 3))
     assert (one.assign("a", 1.0), one.free) == (("0",), 3)
     assert (one.assign("b", 1), one.free) == (("1",), 2)

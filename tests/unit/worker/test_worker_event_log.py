@@ -1,4 +1,4 @@
-"""The event log answers every query of spec 2.6; its answers rebuild the worker's blocks."""
+"""The event log answers every range query; its answers rebuild the worker's blocks."""
 
 from __future__ import annotations
 
