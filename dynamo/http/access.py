@@ -1,4 +1,4 @@
-"""Rules of access: API keys, client certificates, and routes for operators alone.
+"""Access rules: API keys, client certificates, and routes for operators only.
 
 Keys and certificates are checked when the head of a request is parsed, before its body is read.
 Routes for operators are checked by an :class:`OperatorGuard` in front of them.
@@ -29,7 +29,7 @@ _REMEDY = "send an operator's API key (--api-key-file), or call from this machin
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What a server demands: ``keys`` for each path that ``is_open`` refuses, and TLS.
+    """The access rules of a server: TLS, and ``keys`` for each path that is not ``is_open``.
 
     With a client CA, the same paths need a client certificate.
     """

@@ -76,7 +76,7 @@ class ApiKeys:
         return self._find(given, has_scheme) if found is None else found
 
     def is_withdrawn(self, key: ApiKey) -> bool:
-        """Return whether ``key`` has been removed from the file, or is no operator's any more."""
+        """Return whether ``key`` was removed from the file, or lost its operator role."""
         found = self.entries.get(key.digest)
         return found is None or (key.operator and not found.operator)
 

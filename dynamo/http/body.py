@@ -59,8 +59,8 @@ class ChunkedBody:
     """Decodes ``Transfer-Encoding: chunked`` up to ``limit_bytes`` of content.
 
     One call of :meth:`feed` decodes a bounded number of chunks. ``backlog`` is True when it stopped
-    there: call ``feed(b"")`` again, after others had their turn. Framing (sizes, extensions) may
-    take as many bytes as the content and 64 KiB more.
+    there: call ``feed(b"")`` again, after serving other connections. Framing (sizes, extensions)
+    may take as many bytes as the content and 64 KiB more.
     """
 
     __slots__ = (

@@ -22,14 +22,14 @@ class ResponseError(Exception):
 
 
 def cause(error: Exception) -> str:
-    """Return why a connection or a response failed, in the words of the system.
+    """Return why a connection or a response failed, as the system describes it.
 
     asyncio's own text of a refused connection is "Connect call failed", with the address.
     """
     if isinstance(error, ConnectionError) and error.errno:
         return os.strerror(error.errno)
     if isinstance(error, OSError) and error.errno is None and "Errno 111" in str(error):
-        return os.strerror(errno.ECONNREFUSED)  # by each of the addresses of a name
+        return os.strerror(errno.ECONNREFUSED)  # every address of the name refused
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or "timeout"
 
 

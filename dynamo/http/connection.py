@@ -307,7 +307,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def subscription(self) -> Exchange | None:
-        """The GET whose response has begun and has no end of its own; None without one."""
+        """The GET whose response is being streamed, if any."""
         exchange = self._exchange
         if exchange is None or not exchange.started or exchange.method != "GET":
             return None
@@ -315,7 +315,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def waiting(self) -> bool:
-        """Whether each head of a request that has arrived is answered or refused by now."""
+        """Whether no request is in progress (a partial head is none) and all output is sent."""
         if self._transport is None or self._exchange is not None or self._head is not None:
             return False
         return not (self._out or self._transport.get_write_buffer_size())

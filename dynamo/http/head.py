@@ -1,8 +1,8 @@
 """Parse one request head: httptools parses the syntax, this module adds the rules it lacks.
 
 llhttp accepts a second Host, an HTTP/1.0 request with Transfer-Encoding, versions that do not
-exist and heads without end. A server that takes two readings of one request is a smuggler's door,
-so everything ambiguous is refused. RFC 9112.
+exist and heads without end. Two readings of one request allow request
+smuggling, so everything ambiguous is refused. RFC 9112.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A field of a ``multipart/form-data`` body, found without decoding the rest. RFC 7578, 2046.
 
-A body may be large, and its files are of no interest: only the heads of its parts are read.
+A body may be large, and its files are not needed: only the heads of its parts are read.
 """
 
 from __future__ import annotations

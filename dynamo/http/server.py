@@ -309,7 +309,7 @@ class _ClientShares:
     def reserve(self, connection: HttpConnection) -> bool:
         """Count a connection in the reserve; False when that is full.
 
-        New ones give way here: a client that connects again and again must not fill the reserve.
+        Here new ones are refused: a client that connects again and again must not fill the reserve.
         """
         if len(self._reserved) >= _RESERVED and not self._close_waiting(self._reserved, _never):
             return False
@@ -329,7 +329,7 @@ class _ClientShares:
     def _close_waiting(
         self, crowd: dict[HttpConnection, None], spares: Callable[[HttpConnection], bool]
     ) -> bool:
-        """Close the waiting connection whose deadline is next, of the first ones of ``crowd``."""
+        """Close the waiting connection with the next deadline among the first of ``crowd``."""
         examined = list(itertools.islice(crowd, _EXAMINED))
         waiting = [one for one in examined if one.waiting and not spares(one)]
         if not waiting:

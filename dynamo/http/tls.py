@@ -44,7 +44,7 @@ class ServerTls:
         key = _read(_KEY, self._key_path)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.options |= ssl.OP_NO_RENEGOTIATION  # a client could demand it without end
+        context.options |= ssl.OP_NO_RENEGOTIATION  # a client could request it endlessly
         context.set_alpn_protocols(["http/1.1"])
         self._load_chain(context, chain, key)
         if self._client_ca_path is not None:

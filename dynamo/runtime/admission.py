@@ -73,7 +73,7 @@ class AdmissionQueue:
             raise WorkerAtCapacity("Server overloaded: worker at capacity")
 
     def enter(self, stream: ServerStream, start: Callable[[], None]) -> None:
-        """:meth:`submit` the request of ``stream``; one that is cancelled in the queue leaves it.
+        """:meth:`submit` the request of ``stream``; remove it from the queue if cancelled.
 
         ``start`` is not called, and nothing is to be released, for a stream that has ended.
         """

@@ -156,9 +156,9 @@ class DistributedRuntime:
         return self._event_loop or _running_loop()
 
     def set_health_status(self, ready: bool) -> None:
-        """Report the process as not ready until it is set to ready again, or as its endpoints are.
+        """Report the process as not ready; with ``ready``, as its endpoints are.
 
-        Without a served endpoint ``ready`` decides alone.
+        Without a served endpoint only ``ready`` counts.
         """
         self.serving.health.set_process(ready)
 

@@ -209,7 +209,7 @@ class Serving:
             await self._tasks.close()
 
     def abort(self, engine_died: bool = False) -> None:
-        """Stop waiting for streams; :meth:`close` aborts them, because the engine died or not."""
+        """Stop waiting for streams; :meth:`close` aborts them with EngineDied or EngineShutdown."""
         self.server.engine_died |= engine_died
         self._shutting_down = True
         for path in tuple(self._served):

@@ -1,8 +1,8 @@
-"""Notices that a process of the engine or server is stopped: by SIGSTOP, a debugger, a terminal.
+"""Detects that a process of the engine or server is stopped: by SIGSTOP, a debugger, a terminal.
 
-The worker's own process still answers pings, so clients cannot notice it. A process that is stopped
+The worker's own process still answers pings, so clients cannot detect it. A process that is stopped
 makes no progress, so this is never mistaken for a long step. ``stall_watch`` finds an engine whose
-processes run, but wait for something that never comes.
+processes run, but wait for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class ProcessWatch:
     """Watches the processes that this one had started when :meth:`run` began.
 
-    ``report`` gets what is wrong, or "" when all run again, and whether that has lasted so long
+    ``report`` receives the problem, or "" when all run again, and whether that has lasted so long
     that requests should move. A profiler that stops a process for less than half a second is not
     reported. ``stall`` finds an engine that waits for ever.
     """

@@ -1,8 +1,8 @@
-"""Finds an engine that waits for ever: a lock, a dead driver, a file system that does not answer.
+"""Detects an engine that waits for ever: for a lock, a dead driver, a hanging file system.
 
-A long step looks the same from outside: no output for seconds. Two things tell them apart. An
-engine answers a question between two steps, and during a step its processes use the CPU, also while
-they wait for a GPU, which they do by polling. An engine that does neither has stopped.
+A long step looks the same from outside: no output for seconds. Two signs distinguish them. An
+engine answers a question between two steps. During a step its processes use the CPU, even while
+they wait for a GPU, because they poll. An engine that does neither has stopped.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class WatchedEngine(Protocol):
 class StallWatch:
     """Decides at each :meth:`check` whether ``engine`` has stopped computing.
 
-    It has if it holds requests and sends nothing, does not answer a question, and its processes use
-    no CPU time in three polls. Its next message or its answer ends that.
+    It has stopped if it holds requests, sends nothing, does not answer a question, and its
+    processes use no CPU time in three polls. It has resumed with its next message or answer.
     """
 
     def __init__(self, engine: WatchedEngine) -> None:

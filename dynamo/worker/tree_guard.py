@@ -1,6 +1,6 @@
-"""The end of a worker's process tree when the worker is killed.
+"""Kills a worker's process tree after the worker was killed.
 
-Engines start processes that do not notice the death of their parent: after ``kill -9`` they would
+Engines start processes that survive their parent: after ``kill -9`` they would
 keep the GPU. A guard process holds the read end of a pipe. When the worker dies, however it dies,
 the kernel closes the other end, and the guard kills the processes that the worker named. This file
 is also the guard's program: it imports the standard library only.

@@ -72,7 +72,7 @@ class Inotify:
             self._source.remove(watch)
 
     def drain(self) -> None:
-        """Deliver all events that the kernel has queued, and look at the paths without a watch."""
+        """Deliver all events that the kernel has queued, and scan the paths without a watch."""
         self._source.drain()
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class _Source:
             before = watch.state
             try:
                 watch.state = _look(watch.path)
-            except OSError as error:  # such as no free descriptor: the next look finds the changes
+            except OSError as error:  # such as no free descriptor: the next scan finds the changes
                 log.debug("cannot read %s: %s", watch.path, error)
                 continue
             for name, mask in _changes(before, watch.state):
@@ -283,7 +283,7 @@ def _written(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _changes(before: _State, after: _State | None) -> Iterator[tuple[str, int]]:
-    """Yield the events between two looks at a path."""
+    """Yield the events between two scans of a path."""
     if after is None or after.identity != before.identity:
         yield "", _GONE
         return

@@ -1,4 +1,4 @@
-"""The files of file discovery: names, contents, atomic writes, removal that spares newer records.
+"""The files of file discovery: names, contents, atomic writes, removal that keeps newer records.
 
 ``v1/<bucket>/<percent-encoded rest of the key>`` holds a first line ``<lease hex> <size>`` and then
 the value; ``leases/<id hex>`` holds a LeaseRecord as JSON. Names that start with a dot are

@@ -25,7 +25,7 @@ __all__ = ["FORGET_AFTER_TTLS", "SLICE_S", "LeaseListener", "LeaseTable"]
 
 FORGET_AFTER_TTLS = 6
 SLICE_S = 0.01
-"""How long the loop is held at most while thousands of files are read."""
+"""The longest time that reading thousands of files may block the loop."""
 
 log = logging.getLogger(__name__)
 

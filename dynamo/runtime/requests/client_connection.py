@@ -456,7 +456,7 @@ class ClientConnection(FramedConnection):
         self._owner.answered(self)
 
     def _move_streams(self) -> None:
-        """Fail the streams that may go elsewhere; after a release none can expect an answer."""
+        """Fail the streams that another instance can take; after a release, all streams."""
         for stream in tuple(self.streams.values()):
             if self.released or stream.owner is None or stream.owner.may_move():
                 stream.give_up(self._silence())
