@@ -23,7 +23,7 @@ from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.factory import make_index, make_predicted
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Picker
 

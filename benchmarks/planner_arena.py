@@ -43,12 +43,12 @@ from dynamo.planner.capacity.profile_files import (
     WorkerProfile,
     write_profile,
 )
-from dynamo.planner.replay.compare import ORACLE, Baseline, fixed_runs, run_policy
-from dynamo.planner.replay.patterns import generate, parse_pattern, warp
-from dynamo.planner.replay.request import ReplayRequest, from_trace
-from dynamo.planner.replay.result import ReplayResult
-from dynamo.planner.replay.service_model import ServiceModel
 from dynamo.planner.replay.setup import ReplaySetup
+from dynamo.simulation.compare import ORACLE, Baseline, fixed_runs, run_policy
+from dynamo.simulation.patterns import generate, parse_pattern, warp
+from dynamo.simulation.request import ReplayRequest, from_trace
+from dynamo.simulation.result import ReplayResult
+from dynamo.simulation.service_model import ServiceModel
 
 PROFILED = ", profile"
 """Ends the name of a policy that reads a profile."""

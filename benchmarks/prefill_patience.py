@@ -21,7 +21,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index, make_predicted
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.queue.prefill import PrefillQueue, capacity_of
 
 __all__ = ["main"]

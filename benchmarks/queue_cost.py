@@ -22,7 +22,7 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue

@@ -61,10 +61,10 @@ BANNED_IDENTIFIERS = {"knob", "twin", "ticket", "desk", "house", "anew", "tiding
 
 # Ids are printed in hexadecimal; the texts of these modules are Dynamo's.
 DECIMAL_IDS_ALLOWED = {
-    "dynamo/router/decision_log.py",
+    "dynamo/router/explanations/decision_log.py",
     "dynamo/router/eligibility/filters.py",
     "dynamo/router/load/active.py",
-    "dynamo/runtime/client.py",
+    "dynamo/runtime/endpoints/client.py",
 }
 ID_NAME = re.compile(r"(?:^|_)(?:worker|instance|lease|publisher|router)_id$")
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
@@ -231,7 +231,7 @@ def test_only_the_command_line_prints() -> None:
 
 
 def test_no_orphan_tasks() -> None:
-    """Every task has a parent: a TaskGroup, or dynamo.runtime.tasks."""
+    """Every task has a parent: a TaskGroup, or dynamo.runtime.process.tasks."""
     bare = []
     for path in SOURCES:
         if path.name == "tasks.py":

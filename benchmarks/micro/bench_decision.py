@@ -20,7 +20,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels
 
 BLOCK, TOKENS, WORKERS, INDEXED = 16, 4096, 16, 100_000

@@ -19,7 +19,7 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index, make_predicted
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 
 BLOCK, WORKERS, PROMPTS = 16, 16, 96
 

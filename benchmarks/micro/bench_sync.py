@@ -17,10 +17,10 @@ from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import encode
 from dynamo.protocols.sync import SequenceBatch
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.load.active import Reservation
-from dynamo.router.prompt import HashedPrompt
-from dynamo.router.sync.local import LocalRequests
+from dynamo.router.sync.loads import LocalRequests
 from dynamo.router.sync.remote import RemoteReplicas
 from dynamo.router.sync.replicas import PickerLoadSink, decode_message
 

@@ -20,8 +20,8 @@ from dynamo.frontend.answer.generation import ChatStream
 from dynamo.frontend.answer.logprobs import ChatLogprobs
 from dynamo.frontend.answer.parsed import ParsedChatStream
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
-from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.frontend.prompt.validation import parse_chat
+from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails

@@ -19,7 +19,7 @@ import threading
 import time
 from pathlib import Path
 
-from dynamo.frontend.prompt.tokenizer import Tokenizer, load_tokenizer
+from dynamo.frontend.text.tokenizer import Tokenizer, load_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "model"
 REQUESTS = 400

@@ -14,11 +14,11 @@ from dynamo.config.worker import (
     TOOL_CALL_PARSERS,
 )
 from dynamo.llm import exceptions
-from dynamo.runtime.annotated import Responses
-from dynamo.runtime.context import SpanProxy
-from dynamo.runtime.instances import Instance, TransportType
+from dynamo.runtime.endpoints.instances import Instance, TransportType
+from dynamo.runtime.endpoints.responses import Responses
 from dynamo.runtime.logging import log_message
 from dynamo.runtime.requests import ResponseSender
+from dynamo.runtime.requests.context import SpanProxy
 
 __all__ = [
     "Instance",

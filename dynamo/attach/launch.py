@@ -16,8 +16,8 @@ from pathlib import Path
 from dynamo.attach.launcher import STOP_TIMEOUT_S
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.last_output import cause_in
-from dynamo.serve.output import OutputPipe
-from dynamo.serve.processes import become_subreaper, end_descendants
+from dynamo.serve.supervision.output import OutputPipe
+from dynamo.serve.supervision.processes import become_subreaper, end_descendants
 
 __all__ = ["LaunchedServer", "ServerExited", "command_line", "free_port"]
 

@@ -15,7 +15,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from dynamo.serve.processes import become_subreaper, die_with_parent, end_descendants, reap
+from dynamo.serve.supervision.processes import (
+    become_subreaper,
+    die_with_parent,
+    end_descendants,
+    reap,
+)
 
 __all__ = ["STOP_TIMEOUT_S", "main"]
 

@@ -15,7 +15,7 @@ from dynamo.errors import (
     DynamoError,
 )
 from dynamo.http.target import Target
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 __all__ = ["ClientRequest", "ConnectionPool", "ResponseSink"]
 

@@ -15,10 +15,10 @@ from dynamo.http.patterns import RoutePatterns
 from dynamo.http.target import Target
 from dynamo.protocols import codec
 from dynamo.protocols.relay import HttpRequest, HttpResponseHead
-from dynamo.runtime.admission import AdmissionQueue
-from dynamo.runtime.context import CancelKind
+from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.runtime.tasks import Tasks
 
 __all__ = ["AttachService", "request_message"]
 

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dynamo.attach.cards import ServerCards
 from dynamo.attach.describe import ServerDescription
 from dynamo.attach.launch import LaunchedServer, command_line
+from dynamo.attach.models import ServerCards
 from dynamo.attach.monitor import ServerMonitor
 from dynamo.attach.pool import ConnectionPool
 from dynamo.attach.probe import ServerProbe
@@ -23,7 +23,7 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.admission import AdmissionQueue
+from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.worker.process_watch import ProcessWatch
 from dynamo.worker.publish import LoadSender, connect_load
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from dynamo.box.reading import BoxReader
-from dynamo.box.status_client import STATUS_SOCKET, ask
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols.status import BoxStatus, FrontendStatus
-from dynamo.runtime.paths import planned_socket_path
+from dynamo.runtime.process.paths import planned_socket_path
+from dynamo.status.reading import BoxReader
+from dynamo.status.status_client import STATUS_SOCKET, ask
 
 __all__ = ["BoxCollector"]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from dynamo.box.components import arbiter_is_alive
 from dynamo.config import environ, from_env
 from dynamo.config.runtime import RuntimeSettings, check_namespace
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.runtime.paths import state_path
-from dynamo.serve.statefile import Document, Statefile
+from dynamo.runtime.process.paths import state_path
+from dynamo.serve.state.statefile import Document, Statefile
+from dynamo.status.components import arbiter_is_alive
 
 __all__ = ["chosen_runtime", "main_pid", "running_deployment"]
 

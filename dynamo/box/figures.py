@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dynamo.box.sighting import BoxSighting
 from dynamo.protocols.status import ModelFigures, WorkerFigures
+from dynamo.status.sighting import BoxSighting
 
 __all__ = ["model_figures", "worker_figures"]
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.box.sighting import FrontendSighting
-from dynamo.box.workers import program_of
 from dynamo.config import environ
 from dynamo.errors import ConfigError
 from dynamo.protocols.status import FrontendStatus
-from dynamo.serve.entries import Entry, argv_flags, read_entries
-from dynamo.serve.frontend_address import FrontendAddress, frontend_address
-from dynamo.serve.process_table import environment
+from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.programs import FRONTEND
-from dynamo.serve.statefile import Document
+from dynamo.serve.state.entries import Entry, argv_flags, read_entries
+from dynamo.serve.state.process_table import environment
+from dynamo.serve.state.statefile import Document
+from dynamo.status.sighting import FrontendSighting
+from dynamo.status.workers import program_of
 
 __all__ = ["ask_frontends"]
 

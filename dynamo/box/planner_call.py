@@ -11,7 +11,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerPause, PlannerState
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.paths import store_path
+from dynamo.runtime.process.paths import store_path
 
 __all__ = ["ask_planner", "call_planner"]
 

@@ -16,7 +16,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.http.target import Target
 from dynamo.observability.logs import one_line
-from dynamo.runtime.paths import state_dir
+from dynamo.runtime.process.paths import state_dir
 
 __all__ = ["main"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass
 from typing import Any
 
+from dynamo.cli.verb_options import subverbs, verb_groups
 from dynamo.config.option import fields_of
 from dynamo.config.parser import Option
-from dynamo.config.verbs import subverbs, verb_groups
 
 __all__ = ["Completion", "Values", "candidates", "verb_options"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from dynamo.box.doctor.facts import Finding
 from dynamo.cli.doctor_checks import Examination, Part
 from dynamo.config import load
 from dynamo.config.doctor import DoctorSettings
+from dynamo.doctor.facts import Finding
 from dynamo.errors import ConfigError, DynamoError
 
 __all__ = ["main"]

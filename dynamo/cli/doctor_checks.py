@@ -10,17 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.box.deployments import chosen_runtime
-from dynamo.box.doctor.deployment import (
+from dynamo.box.doctor.read_engines import read_engines, read_gpus
+from dynamo.config import environ, from_env
+from dynamo.config.doctor import DoctorSettings
+from dynamo.config.frontend import FrontendSettings
+from dynamo.config.router import RouterSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.serve import ServeSettings
+from dynamo.doctor.deployment import (
     check_block_sizes,
     check_events,
     check_frontends,
     check_listeners,
     check_names,
 )
-from dynamo.box.doctor.facts import DiskFacts, Finding, FrontendFacts, LimitFacts
-from dynamo.box.doctor.gpus import check_engines, check_gpus
-from dynamo.box.doctor.machine import check_clock, check_disks, check_limits, check_memory
-from dynamo.box.doctor.read_deployment import (
+from dynamo.doctor.facts import DiskFacts, Finding, FrontendFacts, LimitFacts
+from dynamo.doctor.gpus import check_engines, check_gpus
+from dynamo.doctor.machine import check_clock, check_disks, check_limits, check_memory
+from dynamo.doctor.read_deployment import (
     Deployed,
     FrontendGraph,
     find_running,
@@ -28,21 +35,14 @@ from dynamo.box.doctor.read_deployment import (
     read_frontends,
     read_listeners,
 )
-from dynamo.box.doctor.read_engines import read_engines, read_gpus
-from dynamo.box.doctor.read_machine import file_system, read_clock, read_limits, read_memory
-from dynamo.box.doctor.read_workers import GraphNeeds, graph_needs, read_router, read_workers
-from dynamo.cli.graph_plan import prepare, read_graph
-from dynamo.cli.service_checks import check_engines as check_graph_engines
-from dynamo.config import environ, from_env
-from dynamo.config.doctor import DoctorSettings
-from dynamo.config.frontend import FrontendSettings
-from dynamo.config.router import RouterSettings
-from dynamo.config.runtime import RuntimeSettings
-from dynamo.config.serve import ServeSettings
+from dynamo.doctor.read_machine import file_system, read_clock, read_limits, read_memory
+from dynamo.doctor.read_workers import GraphNeeds, graph_needs, read_router, read_workers
 from dynamo.errors import ConfigError
-from dynamo.runtime.paths import state_path, store_path
-from dynamo.serve.entries import service_config
-from dynamo.serve.graph import Graph, parse_graph
+from dynamo.runtime.process.paths import state_path, store_path
+from dynamo.serve.graph.graph import Graph, parse_graph
+from dynamo.serve.state.entries import service_config
+from dynamo.setup.graph_plan import prepare, read_graph
+from dynamo.setup.service_checks import check_engines as check_graph_engines
 from dynamo.vllm.engine import TESTED_VERSIONS
 
 __all__ = ["Examination", "Part"]

@@ -7,8 +7,8 @@ from dynamo.config.client import ClientSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.http.target import Target, parse_url
 from dynamo.planner.frontends import frontends_in
-from dynamo.runtime.paths import state_path
-from dynamo.serve.statefile import Statefile
+from dynamo.runtime.process.paths import state_path
+from dynamo.serve.state.statefile import Statefile
 
 __all__ = ["find_target", "find_url"]
 

@@ -11,11 +11,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from dynamo.box.engines import InstalledEngine, NamedModel, engine_names, find_engines, uninstalled
-from dynamo.box.new_graph import NewGraph
-from dynamo.cli.graph_plan import prepare
 from dynamo.cli.key import add_key
-from dynamo.cli.model_choice import (
+from dynamo.cli.options import InitSettings
+from dynamo.config import from_env, load
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.serve import ServeSettings
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.serve.gpus.gpus import Gpu
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.setup.engines import (
+    InstalledEngine,
+    NamedModel,
+    engine_names,
+    find_engines,
+    uninstalled,
+)
+from dynamo.setup.graph_plan import prepare
+from dynamo.setup.model_choice import (
     cached_model,
     choose,
     named_model,
@@ -23,13 +35,7 @@ from dynamo.cli.model_choice import (
     running_ollama,
     weights_bytes,
 )
-from dynamo.config import from_env, load
-from dynamo.config.runtime import RuntimeSettings
-from dynamo.config.serve import ServeSettings
-from dynamo.config.setup import InitSettings
-from dynamo.errors import ConfigError, DynamoError
-from dynamo.serve.gpus import Gpu
-from dynamo.serve.graph import parse_graph
+from dynamo.setup.new_graph import NewGraph
 
 __all__ = ["main"]
 

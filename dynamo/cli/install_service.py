@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dynamo.box.systemd_unit import HEADER, SystemdUnit
-from dynamo.cli.graph_plan import prepare, read_graph
+from dynamo.cli.options import InstallServiceSettings
 from dynamo.config import environ, from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
-from dynamo.config.setup import InstallServiceSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.serve.watchers import WatcherSpec
+from dynamo.serve.graph.watchers import WatcherSpec
+from dynamo.setup.graph_plan import prepare, read_graph
+from dynamo.setup.systemd_unit import HEADER, SystemdUnit
 
 __all__ = ["main"]
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo.box.deployments import chosen_runtime
-from dynamo.box.logs import LogLine, LogReader, follow, select_watchers
 from dynamo.cli.console import WatcherPrefix
 from dynamo.config import load
 from dynamo.config.operate import DeploymentSettings, LogsSettings
 from dynamo.errors import ConfigError, InvalidArgument
-from dynamo.runtime.paths import state_path
+from dynamo.runtime.process.paths import state_path
+from dynamo.status.logs import LogLine, LogReader, follow, select_watchers
 
 __all__ = ["main"]
 

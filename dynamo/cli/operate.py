@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynamo.box.deployments import chosen_runtime
-from dynamo.box.operate import BoxActions, Steps
 from dynamo.config import load as load_options
 from dynamo.config.operate import DeploymentSettings, LoadModelSettings, OperateSettings
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
+from dynamo.operations.operate import BoxActions, Steps
 
 __all__ = ["drain", "load", "pause_planner", "restart", "resume_planner", "sleep", "unload", "wake"]
 

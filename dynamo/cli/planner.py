@@ -16,9 +16,9 @@ from dynamo.config.operate import DeploymentSettings
 from dynamo.config.planner import ExplainSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog
-from dynamo.planner.explain import EXPLAIN, ExplainReport, ModelReport, report_text
-from dynamo.runtime.paths import state_path
+from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog
+from dynamo.planner.reports.explain import EXPLAIN, ExplainReport, ModelReport, report_text
+from dynamo.runtime.process.paths import state_path
 
 __all__ = ["main"]
 

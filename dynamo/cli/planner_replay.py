@@ -11,15 +11,15 @@ from dynamo.bench.trace import read_trace
 from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
-from dynamo.config.planner_replay import ReplaySettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.planner.replay.compare import Comparison, compare
-from dynamo.planner.replay.patterns import generate, parse_pattern, speed_up, warp
-from dynamo.planner.replay.plot import draw_comparison, require_matplotlib
-from dynamo.planner.replay.request import ReplayRequest, from_trace
-from dynamo.planner.replay.result import ReplayResult
-from dynamo.planner.replay.service_model import service_model
 from dynamo.planner.replay.setup import ReplaySetup
+from dynamo.simulation.compare import Comparison, compare
+from dynamo.simulation.patterns import generate, parse_pattern, speed_up, warp
+from dynamo.simulation.plot import draw_comparison, require_matplotlib
+from dynamo.simulation.request import ReplayRequest, from_trace
+from dynamo.simulation.result import ReplayResult
+from dynamo.simulation.service_model import service_model
+from dynamo.simulation.settings import ReplaySettings
 
 __all__ = ["main"]
 

@@ -15,16 +15,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from dynamo.cli.graph_plan import read_graph
 from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.profile import ProfileSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import one_line
-from dynamo.planner.profile.plots import draw_profile, require_matplotlib
-from dynamo.planner.profile.results import ProfileResult
-from dynamo.planner.profile.sweep import ProfileProgress, run_profile
-from dynamo.serve.overrides import split_overrides
+from dynamo.profiler.plots import draw_profile, require_matplotlib
+from dynamo.profiler.results import ProfileResult
+from dynamo.profiler.sweep import ProfileProgress, run_profile
+from dynamo.serve.graph.overrides import split_overrides
+from dynamo.setup.graph_plan import read_graph
 
 __all__ = ["main"]
 

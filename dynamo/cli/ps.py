@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dynamo.box.status_client import STATUS_SOCKET, ask
 from dynamo.cli.text_table import aligned
 from dynamo.config.ps_quick import QuickPs
+from dynamo.status.status_client import STATUS_SOCKET, ask
 
 __all__ = ["main"]
 
@@ -43,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     """Read the options, and collect the state here if the arbiter does not answer."""
     from dynamo.box.deployments import chosen_runtime  # these are slow to import
-    from dynamo.box.reading import report
     from dynamo.config import load
     from dynamo.config.ps import PsSettings
     from dynamo.errors import ConfigError
-    from dynamo.runtime.paths import planned_socket_path
+    from dynamo.runtime.process.paths import planned_socket_path
+    from dynamo.status.reading import report
 
     (settings,) = load("dynamo ps", DESCRIPTION, [PsSettings], argv, epilog=EPILOG)
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dynamo.bench.record_client import RecordClient
-from dynamo.bench.trace_file import TraceFile
+from dynamo.bench.recording import TraceFile
 from dynamo.cli.frontend_url import find_target
 from dynamo.config import load
 from dynamo.config.client import ClientSettings

@@ -16,11 +16,11 @@ from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ReloadSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
-from dynamo.runtime.paths import state_dir
-from dynamo.serve.graph import parse_graph
-from dynamo.serve.overrides import split_overrides
-from dynamo.serve.process_table import same_process
-from dynamo.serve.statefile import Document, Statefile
+from dynamo.runtime.process.paths import state_dir
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.overrides import split_overrides
+from dynamo.serve.state.process_table import same_process
+from dynamo.serve.state.statefile import Document, Statefile
 from dynamo.serve.yamlmap import read_text
 
 __all__ = ["main"]

@@ -16,7 +16,7 @@ from dynamo.config.frontend_client import FrontendClientSettings
 from dynamo.config.route import RouteSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
 from dynamo.protocols.openai import ModelList
-from dynamo.router.explain import Explanation, table
+from dynamo.router.explanations.explain import Explanation, table
 
 __all__ = ["main"]
 

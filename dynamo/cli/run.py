@@ -12,20 +12,20 @@ from itertools import count
 from pathlib import Path
 
 from dynamo.box.deployments import main_pid, running_deployment
-from dynamo.box.engines import find_engines
-from dynamo.box.new_graph import NewGraph
-from dynamo.cli.model_choice import choose, named_model, probe_gpus, running_ollama
+from dynamo.cli.options import RunSettings
 from dynamo.cli.serve import dry_run, start
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
-from dynamo.config.setup import RunSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
-from dynamo.serve.frontend_address import FrontendAddress
-from dynamo.serve.graph import parse_graph
-from dynamo.serve.overrides import Override, split_overrides
+from dynamo.serve.graph.frontend_address import FrontendAddress
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.overrides import Override, split_overrides
 from dynamo.serve.readiness import free_port
-from dynamo.serve.statefile import Document
+from dynamo.serve.state.statefile import Document
+from dynamo.setup.engines import find_engines
+from dynamo.setup.model_choice import choose, named_model, probe_gpus, running_ollama
+from dynamo.setup.new_graph import NewGraph
 
 __all__ = ["main"]
 

@@ -14,31 +14,31 @@ from functools import partial
 from typing import Any
 
 from dynamo.box.deployments import main_pid, running_deployment
-from dynamo.box.reading import report
-from dynamo.box.status_client import STATUS_SOCKET
-from dynamo.box.status_socket import StatusSocket
 from dynamo.cli.console import Console, ConsoleLog
-from dynamo.cli.graph_plan import SOCKETS, graph_directory, prepare, read_graph
-from dynamo.cli.service_checks import check_engine_flags, check_engines, override_hint
 from dynamo.config import environ, from_env, load_known
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.runtime.paths import (
+from dynamo.runtime.process.paths import (
     release_sockets,
     run_dir,
     socket_path,
     state_dir,
     store_dir,
 )
-from dynamo.serve.frontend_address import frontend_address
-from dynamo.serve.graph import Graph, parse_graph
-from dynamo.serve.guard import hold_signals, run_guarded
-from dynamo.serve.overrides import Override, split_overrides
+from dynamo.serve.graph.frontend_address import frontend_address
+from dynamo.serve.graph.graph import Graph, parse_graph
+from dynamo.serve.graph.overrides import Override, split_overrides
+from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.readiness import check_free, free_port
-from dynamo.serve.rundir import RunDirectory
-from dynamo.serve.statefile import Statefile
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
+from dynamo.serve.state.rundir import RunDirectory
+from dynamo.serve.state.statefile import Statefile
+from dynamo.serve.supervision.guard import hold_signals, run_guarded
+from dynamo.setup.graph_plan import SOCKETS, graph_directory, prepare, read_graph
+from dynamo.setup.service_checks import check_engine_flags, check_engines, override_hint
+from dynamo.status.reading import report
+from dynamo.status.status_client import STATUS_SOCKET
+from dynamo.status.status_socket import StatusSocket
 
 __all__ = ["dry_run", "main", "start"]
 

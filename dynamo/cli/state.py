@@ -8,21 +8,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dynamo.box.actions.access import open_access
-from dynamo.box.actions.engine_controls import open_engines
-from dynamo.box.actions.sleeping import check_sleepers, finish_interrupted
-from dynamo.box.components import ComponentStatus, StateReport, arbiter_is_alive
 from dynamo.box.deployments import chosen_runtime
 from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.state import StateSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
-from dynamo.planner.local.reconcile import reconcile
-from dynamo.runtime.paths import run_dir, state_path, store_dir, store_path
-from dynamo.serve.registered import registered_workers
-from dynamo.serve.rundir import RunDirectory
-from dynamo.serve.statefile import Statefile
+from dynamo.operations.reconcile import reconcile
+from dynamo.operations.steps.access import open_access
+from dynamo.operations.steps.engine_controls import open_engines
+from dynamo.operations.steps.sleeping import check_sleepers, finish_interrupted
+from dynamo.runtime.process.paths import run_dir, state_path, store_dir, store_path
+from dynamo.serve.state.registered import registered_workers
+from dynamo.serve.state.rundir import RunDirectory
+from dynamo.serve.state.statefile import Statefile
+from dynamo.status.components import ComponentStatus, StateReport, arbiter_is_alive
 
 __all__ = ["main"]
 

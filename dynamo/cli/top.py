@@ -12,17 +12,17 @@ from functools import partial
 from typing import Any
 
 from dynamo.box.collect import BoxCollector
-from dynamo.box.control import ActionOutcome, BoxControl
 from dynamo.box.deployments import chosen_runtime
-from dynamo.box.logs import LogLine, LogReader
 from dynamo.cli.screen import Screen, Wakeup
 from dynamo.cli.top_view import BAD, PLAIN, SORT_ORDERS, WARN, TopView, frame, sorted_workers
 from dynamo.config import load
 from dynamo.config.operate import DeploymentSettings, TopSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.operations.control import ActionOutcome, BoxControl
 from dynamo.protocols.status import WorkerStatus
-from dynamo.runtime.paths import state_path
+from dynamo.runtime.process.paths import state_path
+from dynamo.status.logs import LogLine, LogReader
 
 __all__ = ["main"]
 

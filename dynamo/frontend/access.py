@@ -6,8 +6,8 @@ import ipaddress
 import logging
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.frontend.api.ui import OPEN_UI_PATHS, OPERATOR_UI_ROUTES
 from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.ui.route import OPEN_UI_PATHS, OPERATOR_UI_ROUTES
 from dynamo.http.access import Access, OperatorGuard
 from dynamo.http.api_keys import ApiKeys
 from dynamo.http.routes import Routes

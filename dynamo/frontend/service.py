@@ -23,29 +23,29 @@ from dynamo.frontend.access import (
     show_key_requests,
     warn_if_exposed,
 )
-from dynamo.frontend.api.anthropic import MessagesRoutes, messages_error_body
-from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
-from dynamo.frontend.api.embeddings import EmbeddingRoutes
-from dynamo.frontend.api.info import InfoRoutes
-from dynamo.frontend.api.openai import OpenAIRoutes
-from dynamo.frontend.api.prompt_count import PromptCountRoutes
 from dynamo.frontend.api.recent import RecentRoutes
-from dynamo.frontend.api.record import RecordRoutes
-from dynamo.frontend.api.relay import RelayRoutes
-from dynamo.frontend.api.responses import (
+from dynamo.frontend.apis.chat.route import OpenAIRoutes
+from dynamo.frontend.apis.embeddings.route import EmbeddingRoutes
+from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
+from dynamo.frontend.apis.operator.busy_threshold import BusyThresholdRoutes
+from dynamo.frontend.apis.operator.info import InfoRoutes
+from dynamo.frontend.apis.operator.record import RecordRoutes
+from dynamo.frontend.apis.operator.routing import ExplainRoutes
+from dynamo.frontend.apis.operator.status import StatusRoutes
+from dynamo.frontend.apis.relay.route import RelayRoutes
+from dynamo.frontend.apis.responses.route import (
     ResponseRoutes,
     responses_error_body,
     show_stored_responses,
 )
-from dynamo.frontend.api.route import ExplainRoutes
-from dynamo.frontend.api.status import StatusRoutes
-from dynamo.frontend.api.tokenize import TokenizeRoutes
-from dynamo.frontend.api.ui import UiRoutes
+from dynamo.frontend.apis.responses.store import ResponseStore
+from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
+from dynamo.frontend.apis.tokenize.route import TokenizeRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.frontend.requests.response_store import ResponseStore
+from dynamo.frontend.ui.route import UiRoutes
 from dynamo.frontend.ui.source import BoxSource
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.limits import allow_open_files
@@ -54,9 +54,9 @@ from dynamo.observability.loop_delay import LoopDelay
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.summary import ineffective_settings, summarize
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.addresses import bracketed
+from dynamo.runtime.process.sockets import bracketed
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.stop_signals import StopSignals
-from dynamo.runtime.tasks import Tasks
 
 __all__ = ["Frontend"]
 

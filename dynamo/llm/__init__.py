@@ -11,8 +11,8 @@ from dynamo.llm.hashing import (
     lora_name_to_id,
 )
 from dynamo.llm.kv_router import KvRouter
+from dynamo.llm.prefix_index import OverlapScores, RadixTree
 from dynamo.llm.publishers import KvEventPublisher, WorkerMetricsPublisher
-from dynamo.llm.radix import OverlapScores, RadixTree
 from dynamo.llm.register import (
     fetch_llm,
     fetch_model,

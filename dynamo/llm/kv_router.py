@@ -13,11 +13,11 @@ from dynamo.llm.router_config import KvRouterConfig, LoadThresholdConfig
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import RoutingConstraints
-from dynamo.router.api_views import events_of, overlap_scores, potential_loads
-from dynamo.router.kv import KvPicker
+from dynamo.router.explanations.api_views import events_of, overlap_scores, potential_loads
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.routed import UNSET_OUTPUT, RoutedEndpoint
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.runtime.annotated import at_caller
+from dynamo.runtime.endpoints.responses import at_caller
 
 __all__ = ["KvRouter"]
 

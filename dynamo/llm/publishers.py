@@ -16,22 +16,22 @@ import msgspec
 
 from dynamo._fast.hashing import block_hashes as hash_blocks
 from dynamo._fast.hashing import seed_for
-from dynamo.llm.event_batch import RemovedInput, checked_batch
-from dynamo.llm.hashing import mm_hashes_of
-from dynamo.llm.register import note_block_size
-from dynamo.llm.relay import EngineEventRelay
-from dynamo.llm.vllm_events import (
+from dynamo.llm.engine_events import (
     AttentionGroup,
     EngineEvent,
     EngineRemoved,
     EngineStored,
     tier_of,
 )
+from dynamo.llm.event_batch import RemovedInput, checked_batch
+from dynamo.llm.hashing import mm_hashes_of
+from dynamo.llm.register import note_block_size
+from dynamo.llm.relay import EngineEventRelay
 from dynamo.observability.metrics import counter
 from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, Endpoint
-from dynamo.runtime.client import RuntimeServices
+from dynamo.runtime.endpoints.client import RuntimeServices
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
 __all__ = ["KvEventPublisher", "WorkerMetricsPublisher"]

@@ -19,7 +19,7 @@ from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.protocols.card import ModelCard, RuntimeConfig, decode_card
 from dynamo.protocols.control import MODEL_CARDS, instance_key
 from dynamo.runtime import Endpoint
-from dynamo.runtime.client import RuntimeServices
+from dynamo.runtime.endpoints.client import RuntimeServices
 
 __all__ = [
     "ACCEPTED",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
-from dynamo.llm.vllm_events import EngineEvent, decode_events
+from dynamo.llm.engine_events import EngineEvent, decode_events
 
 __all__ = ["EngineEventRelay"]
 

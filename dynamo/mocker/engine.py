@@ -16,7 +16,7 @@ from typing import Any
 from dynamo.errors import DynamoError
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.metrics import MockerMetrics
-from dynamo.mocker.reply import Reply
+from dynamo.mocker.replies import Reply
 from dynamo.mocker.responder import Responder
 from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
 from dynamo.mocker.timer_fd import TimerFd
@@ -24,8 +24,8 @@ from dynamo.mocker.timing import Timing, Transfer, cached_tokens
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.runtime.tasks import Tasks
 
 __all__ = ["EngineRank", "EngineShape"]
 

@@ -10,9 +10,9 @@ from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.scheduler import Sequence
 from dynamo.protocols import codec
 from dynamo.protocols.engine import EngineOutput
-from dynamo.runtime.context import CancelKind
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.runtime.tasks import Tasks
 from dynamo.worker.items import token_item, usage
 
 __all__ = ["EngineHooks", "Responder"]

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from dynamo.errors import InvalidArgument
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
-from dynamo.mocker.reply import Reply
+from dynamo.mocker.replies import Reply
 
 __all__ = ["Batch", "Limits", "Output", "Scheduler", "Sequence"]
 

@@ -12,7 +12,7 @@ import msgspec
 import tokenizers
 
 from dynamo.errors import ConfigError, InvalidArgument
-from dynamo.mocker.reply import Reply
+from dynamo.mocker.replies import Reply
 from dynamo.protocols.codec import Tokens
 
 __all__ = ["ReplyScript"]

@@ -11,12 +11,12 @@ import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.mocker.engine import EngineRank
-from dynamo.mocker.reply import Reply, echo_reply, random_reply, rest_of, sequence_reply
+from dynamo.mocker.replies import Reply, echo_reply, random_reply, rest_of, sequence_reply
 from dynamo.mocker.script import ReplyScript
 from dynamo.protocols import codec
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import GENERATED_TOKENS, PreprocessedRequest
-from dynamo.runtime.admission import AdmissionQueue
+from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.requests.stream import ServerStream
 
 __all__ = ["DEFAULT_MAX_TOKENS", "MockerService"]

@@ -21,7 +21,7 @@ from dynamo.mocker.service import MockerService
 from dynamo.mocker.sleep import SimulatedSleep
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.runtime.admission import AdmissionQueue
+from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.worker.engine_control import EngineControl
 from dynamo.worker.health_payload import health_check_payload
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load

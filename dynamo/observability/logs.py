@@ -50,7 +50,7 @@ _LEVELS = {
     "error": logging.ERROR,
     "off": logging.CRITICAL + 1,
 }
-_LOGGERS_PER_REQUEST = ("dynamo.router.decision_log",)
+_LOGGERS_PER_REQUEST = ("dynamo.router.explanations.decision_log",)
 """Loggers with a line per request at INFO: silent unless named in ``level``, or at DEBUG."""
 
 _DROPPED = b"dynamo: %d lines were dropped here: the output was not read\n"

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from dynamo.planner.explain import EXPLAIN, model_reports
-from dynamo.planner.loop import ScalingLoop
-from dynamo.planner.state_file import StateFile
+from dynamo.planner.live.loop import ScalingLoop
+from dynamo.planner.reports.explain import EXPLAIN, model_reports
+from dynamo.planner.reports.state_file import StateFile
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerPause, PlannerState
 from dynamo.runtime import DistributedRuntime
 

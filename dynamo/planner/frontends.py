@@ -18,10 +18,10 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.modules import settings_groups
 from dynamo.errors import StatefileError
 from dynamo.http.client import ResponseError, get
-from dynamo.planner.traffic import FrontendPage, read_page
-from dynamo.serve.frontend_address import FrontendAddress
-from dynamo.serve.process_table import environment, same_process
-from dynamo.serve.statefile import Statefile
+from dynamo.planner.live.traffic import FrontendPage, read_page
+from dynamo.serve.graph.frontend_address import FrontendAddress
+from dynamo.serve.state.process_table import environment, same_process
+from dynamo.serve.state.statefile import Statefile
 
 __all__ = ["FrontendPages", "KnownFrontend", "frontends_in"]
 

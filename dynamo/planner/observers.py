@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from dynamo.planner.actions import WorkerAction
-from dynamo.planner.decisions import DecisionRecord
-from dynamo.planner.model_state import Pools
+from dynamo.planner.live.actions import WorkerAction
+from dynamo.planner.live.model_state import Pools
 from dynamo.planner.observation import Observation, Pull
 from dynamo.planner.policies.base import ScalingDecision
+from dynamo.planner.reports.decisions import DecisionRecord
 
 __all__ = ["LoopObserver", "Observers"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo.errors import DynamoError
-from dynamo.planner.zero import ModelDemand
+from dynamo.planner.sharing.zero import ModelDemand
 from dynamo.protocols import codec
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel
 from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState

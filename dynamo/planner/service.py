@@ -12,33 +12,33 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from dynamo.box.actions.access import read_deployment
-from dynamo.box.actions.engine_controls import RemoteEngines
-from dynamo.box.planner_file import PLANNER_FILE
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.planner.actions import WorkerAction
-from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
+from dynamo.operations.steps.access import read_deployment
+from dynamo.operations.steps.engine_controls import RemoteEngines
 from dynamo.planner.endpoints import serve_explain, serve_pause
-from dynamo.planner.gpu_sharing import GpuSharing
+from dynamo.planner.live.actions import WorkerAction
+from dynamo.planner.live.local_connector import LocalConnector, open_connector
+from dynamo.planner.live.loop import ScalingLoop
+from dynamo.planner.live.model_state import Pools
+from dynamo.planner.live.sources import LiveSources
 from dynamo.planner.local.capacity import gpu_capacity
-from dynamo.planner.local.connector import LocalConnector, open_connector
-from dynamo.planner.loop import ScalingLoop
-from dynamo.planner.metrics import PlannerMetrics
-from dynamo.planner.model_state import Pools
 from dynamo.planner.observation import Observation, Pull
 from dynamo.planner.on_demand import OnDemandRegistry
 from dynamo.planner.policies.base import ScalingDecision
 from dynamo.planner.policies.factory import make_policy
-from dynamo.planner.sources import LiveSources
-from dynamo.planner.state_file import StateFile
-from dynamo.planner.tensorboard import TensorboardLog, default_log_dir
+from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
+from dynamo.planner.reports.metrics import PlannerMetrics
+from dynamo.planner.reports.state_file import StateFile
+from dynamo.planner.reports.tensorboard import TensorboardLog, default_log_dir
+from dynamo.planner.sharing.gpu_sharing import GpuSharing
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file
-from dynamo.runtime.paths import private_dir, run_dir, state_dir, state_path
+from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, state_path
 from dynamo.runtime.stop_signals import StopSignals
-from dynamo.serve.statefile import FileLock, Statefile
+from dynamo.serve.state.statefile import FileLock, Statefile
+from dynamo.status.planner_file import PLANNER_FILE
 
 __all__ = ["DecisionWriter", "run_planner"]
 

@@ -20,7 +20,7 @@ from dynamo.router.routed import RoutedEndpoint
 from dynamo.router.service import RouterService
 from dynamo.router.summary import ineffective_settings, summarize
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.component import parse_endpoint
+from dynamo.runtime.endpoints.component import parse_endpoint
 from dynamo.runtime.worker_main import run_until_signalled
 
 __all__ = ["main"]

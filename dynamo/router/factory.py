@@ -7,7 +7,7 @@ from random import Random
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.router.caches.predicted import PredictedCache, make_predicted_cache
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Picker

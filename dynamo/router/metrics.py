@@ -18,8 +18,8 @@ from dynamo.observability.metrics import (
     gauge,
     histogram,
 )
+from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.load.active import ActiveLoad, Reservation
-from dynamo.router.prompt import HashedPrompt
 from dynamo.router.worker_pool import Member
 
 __all__ = ["COMPONENT", "ROUTED", "DecisionMetrics", "RouterLabels", "WorkerMetrics"]

@@ -21,15 +21,15 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.constraints import constraints_of
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import pinned_worker
-from dynamo.router.explain import Explanation
-from dynamo.router.picker import Decision
-from dynamo.router.receipt import (
+from dynamo.router.explanations.explain import Explanation
+from dynamo.router.explanations.receipt import (
     MAX_CANDIDATES,
     CaptureLimit,
     DecisionInputs,
     DecisionTotals,
     InflightInputs,
 )
+from dynamo.router.picker import Decision
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 __all__ = ["MODES", "InflightPicker"]

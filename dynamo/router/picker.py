@@ -10,8 +10,8 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.explain import Explanation
-from dynamo.router.receipt import DecisionInputs
+from dynamo.router.explanations.explain import Explanation
+from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.worker_pool import WorkerPool
 
 __all__ = ["Decision", "Picker"]

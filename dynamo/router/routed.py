@@ -14,7 +14,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.discovery.router import RoutedWorkers
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.picker import Decision
 from dynamo.router.queue.request_queue import RequestQueue
 from dynamo.router.queue.wait import wait_for_decision

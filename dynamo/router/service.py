@@ -11,7 +11,7 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
-from dynamo.router.api_views import overlap_scores
+from dynamo.router.explanations.api_views import overlap_scores
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.runtime import Context, DistributedRuntime
 
@@ -66,7 +66,7 @@ class RouterService:
         yield overlap_scores(self._picker, _parse(request)[0])
 
     async def explain(self, request: Any) -> AsyncIterator[Any]:
-        """The candidates' table; see :class:`dynamo.router.explain.Explanation`."""
+        """The candidates' table; see :class:`dynamo.router.explanations.explain.Explanation`."""
         tokens, override = _parse(request)
         queued = self._routed.queue or ()
         yield self._picker.explain(tokens, override=override, queued=queued)

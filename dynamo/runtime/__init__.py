@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynamo.runtime.annotated import Annotated, InvalidRequest
-    from dynamo.runtime.client import Client
-    from dynamo.runtime.component import Component, Endpoint, Namespace
-    from dynamo.runtime.context import Context
     from dynamo.runtime.distributed import DistributedRuntime
+    from dynamo.runtime.endpoints.client import Client
+    from dynamo.runtime.endpoints.component import Component, Endpoint, Namespace
+    from dynamo.runtime.endpoints.responses import Annotated, InvalidRequest
+    from dynamo.runtime.requests.context import Context
     from dynamo.runtime.unary import UnaryClient, serve_unary_endpoint
     from dynamo.runtime.worker_main import dynamo_endpoint, dynamo_worker
 

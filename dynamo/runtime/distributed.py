@@ -22,18 +22,18 @@ from dynamo.config.worker import EndpointSettings
 from dynamo.errors import ConfigError
 from dynamo.observability.metrics import Registry
 from dynamo.observability.tracing import Tracing
-from dynamo.runtime.admission import AdmissionQueue
-from dynamo.runtime.client import Follower
-from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
 from dynamo.runtime.discovery.stale_sockets import StaleSockets
+from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.endpoints.client import Follower
+from dynamo.runtime.endpoints.component import Endpoint, Namespace, parse_endpoint
+from dynamo.runtime.endpoints.serving import Serving
 from dynamo.runtime.events import EventPlane, EventPublisher, EventSubscriber
 from dynamo.runtime.events.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
-from dynamo.runtime.paths import release_sockets, socket_dirs, store_dir
+from dynamo.runtime.process.paths import release_sockets, socket_dirs, store_dir
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import RequestClient, RequestServer
-from dynamo.runtime.serving import Serving
 from dynamo.runtime.system_status import EngineRoute, StatusServer
-from dynamo.runtime.tasks import Tasks
 
 __all__ = ["DistributedRuntime", "warn_enable_nats"]
 

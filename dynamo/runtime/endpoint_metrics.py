@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dynamo.observability.logs import dropped_lines
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
-from dynamo.runtime.health import SystemHealth
+from dynamo.runtime.endpoints.health import SystemHealth
 from dynamo.runtime.requests import EndpointStats, RequestServer
 
 __all__ = [

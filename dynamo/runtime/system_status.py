@@ -13,9 +13,9 @@ from dynamo.http import NEVER, Exchange, HttpLimits, HttpServer
 from dynamo.http.access import Access, OperatorGuard
 from dynamo.http.api_keys import ApiKeys
 from dynamo.observability.metrics import Registry
-from dynamo.runtime.addresses import bracketed
-from dynamo.runtime.health import SystemHealth
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.endpoints.health import SystemHealth
+from dynamo.runtime.process.sockets import bracketed
+from dynamo.runtime.process.tasks import Tasks
 
 __all__ = ["EngineRoute", "StatusServer"]
 

@@ -9,8 +9,8 @@ from circus.arbiter import Arbiter
 from circus.commands.base import Command
 from circus.util import synchronized
 
-from dynamo.runtime.tasks import Tasks
-from dynamo.serve.supervised import SupervisedWatcher
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.supervision.supervised import SupervisedWatcher
 
 __all__ = [
     "RELOAD_GRAPH",

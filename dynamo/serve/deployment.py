@@ -14,22 +14,22 @@ import zmq
 
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.runtime.stop_order import write_stop_stage
-from dynamo.runtime.tasks import Tasks
-from dynamo.serve.arbiter import SupervisingArbiter
-from dynamo.serve.guard import KILL_NOW, STOP_SIGNALS
-from dynamo.serve.leases import Leases
-from dynamo.serve.output import Announcer
-from dynamo.serve.processes import end_descendants
-from dynamo.serve.record import RecordedComponent, StatefileWriter, Supervision
+from dynamo.runtime.process.stop_order import write_stop_stage
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.graph.watchers import DeploymentPlan
 from dynamo.serve.reload import GraphReload, Replan
-from dynamo.serve.rolling import LEASE, MODEL, UNKNOWN, RollingRestart
-from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.startup import StartupReport
-from dynamo.serve.statefile import STOPPED
-from dynamo.serve.supervised import SupervisedWatcher
-from dynamo.serve.watcher_factory import WatcherFactory
-from dynamo.serve.watchers import DeploymentPlan
+from dynamo.serve.state.leases import Leases
+from dynamo.serve.state.record import RecordedComponent, StatefileWriter, Supervision
+from dynamo.serve.state.rundir import RunDirectory
+from dynamo.serve.state.statefile import STOPPED
+from dynamo.serve.supervision.arbiter import SupervisingArbiter
+from dynamo.serve.supervision.guard import KILL_NOW, STOP_SIGNALS
+from dynamo.serve.supervision.output import Announcer
+from dynamo.serve.supervision.processes import end_descendants
+from dynamo.serve.supervision.rolling import LEASE, MODEL, UNKNOWN, RollingRestart
+from dynamo.serve.supervision.supervised import SupervisedWatcher
+from dynamo.serve.supervision.watcher_factory import WatcherFactory
 
 __all__ = ["Deployment"]
 

@@ -10,7 +10,7 @@ import logging
 import socket
 from collections.abc import Mapping
 
-from dynamo.serve.frontend_address import FrontendAddress
+from dynamo.serve.graph.frontend_address import FrontendAddress
 
 __all__ = ["FrontendListener"]
 

@@ -15,7 +15,7 @@ import msgspec
 
 from dynamo.errors import ConfigError
 from dynamo.http.client import ResponseError, get
-from dynamo.serve.frontend_address import FrontendAddress
+from dynamo.serve.graph.frontend_address import FrontendAddress
 
 __all__ = [
     "FrontendHealth",

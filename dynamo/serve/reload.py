@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.serve.arbiter import SupervisingArbiter
 from dynamo.serve.commands import error_reply
-from dynamo.serve.gpu_ledger import GpuLedger
-from dynamo.serve.graph_changes import (
+from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.graph.changes import (
     GraphChanges,
     added_workers,
     compare,
@@ -23,14 +22,15 @@ from dynamo.serve.graph_changes import (
     without_awakening,
     without_removed,
 )
-from dynamo.serve.output import Announcer
+from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.readiness import check_free
-from dynamo.serve.record import StatefileWriter
-from dynamo.serve.rolling import RollingRestart
-from dynamo.serve.statefile import DRAINING
-from dynamo.serve.supervised import SupervisedWatcher
-from dynamo.serve.watcher_factory import WatcherFactory, address_of
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
+from dynamo.serve.state.record import StatefileWriter
+from dynamo.serve.state.statefile import DRAINING
+from dynamo.serve.supervision.arbiter import SupervisingArbiter
+from dynamo.serve.supervision.output import Announcer
+from dynamo.serve.supervision.rolling import RollingRestart
+from dynamo.serve.supervision.supervised import SupervisedWatcher
+from dynamo.serve.supervision.watcher_factory import WatcherFactory, address_of
 
 __all__ = ["GraphReload", "Replan"]
 

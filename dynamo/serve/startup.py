@@ -11,12 +11,12 @@ from pathlib import Path
 from shlex import quote
 
 from dynamo.config import environ
-from dynamo.serve.arbiter import SupervisingArbiter
-from dynamo.serve.frontend_address import FrontendAddress, frontend_address
-from dynamo.serve.leases import Leases
-from dynamo.serve.output import Announcer
+from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
+from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.readiness import FrontendHealth, wait_until_ready
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
+from dynamo.serve.state.leases import Leases
+from dynamo.serve.supervision.arbiter import SupervisingArbiter
+from dynamo.serve.supervision.output import Announcer
 
 __all__ = ["StartupReport"]
 

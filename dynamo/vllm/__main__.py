@@ -99,7 +99,7 @@ def _engine(plan: VllmPlan, config: Any, worker_id: int) -> Engine:
     from vllm.version import __version__
 
     from dynamo.vllm.engine_args import set_event_socket
-    from dynamo.vllm.params import ParamsBuilder
+    from dynamo.vllm.engine_inputs import ParamsBuilder
 
     if config.kv_transfer_config is not None:
         preset_nixl_port(config.parallel_config.data_parallel_size)

@@ -23,11 +23,11 @@ from vllm.version import __version__
 
 from dynamo.errors import DynamoError, EngineDied, EngineFailure, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.engine_inputs import CLIENT_ERRORS, ParamsBuilder, failure, priority
 from dynamo.vllm.images import image_limit, image_loader, load_images
-from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, failure, priority
 
 __all__ = ["AsyncLLMEngine"]
 

@@ -33,12 +33,12 @@ from vllm.version import __version__
 
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.engine_inputs import CLIENT_ERRORS, EMBED, ParamsBuilder, failure, priority
 from dynamo.vllm.engine_metrics import EngineMetrics
 from dynamo.vllm.images import ImageInputs, check_context, expansions, image_limit
-from dynamo.vllm.params import CLIENT_ERRORS, EMBED, ParamsBuilder, failure, priority
 from dynamo.vllm.plain_requests import PlainRequests
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
 from dynamo.vllm.sampling import is_costly

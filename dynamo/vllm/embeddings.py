@@ -12,7 +12,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.embedding import EmbeddingsEngineOutput, PreprocessedEmbeddingRequest
 from dynamo.protocols.engine import PreprocessedRequest
-from dynamo.runtime.context import CancelKind
+from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import Engine, EngineStep
 from dynamo.vllm.service import VllmService

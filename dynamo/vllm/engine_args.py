@@ -13,7 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.runtime.discovery.stale_sockets import engine_socket_name
-from dynamo.runtime.paths import socket_path
+from dynamo.runtime.process.paths import socket_path
 from dynamo.vllm.arguments import PROG, VllmArguments
 
 __all__ = ["engine_config", "engine_help", "read_engine_args", "set_event_socket"]

@@ -13,9 +13,9 @@ from dynamo.errors import DynamoError
 from dynamo.protocols import codec
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import EngineOutput
-from dynamo.runtime.context import CancelKind
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineStep
 from dynamo.vllm.logprobs import prompt_rows, sample_rows
 from dynamo.vllm.sampling import KV_TRANSFER

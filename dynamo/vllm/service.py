@@ -7,9 +7,9 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
-from dynamo.runtime.admission import AdmissionQueue
+from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import Engine
 from dynamo.vllm.response import EngineResponse
 

@@ -19,8 +19,8 @@ from dynamo.runtime.discovery.stale_sockets import (
     engine_directory_name,
     remove_sockets,
 )
-from dynamo.runtime.paths import private_dir, socket_dirs, socket_path
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.paths import private_dir, socket_dirs, socket_path
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.vllm.engine import Engine
 from dynamo.worker.tree_guard import TreeGuard
 

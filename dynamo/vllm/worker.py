@@ -14,7 +14,7 @@ from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.protocols.card import MAX_IMAGES_KEY, RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.runtime.admission import AdmissionQueue
+from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.vllm.arguments import VllmArguments
 from dynamo.vllm.embeddings import EmbeddingService
 from dynamo.vllm.engine import Engine
@@ -23,10 +23,10 @@ from dynamo.vllm.loras import parse_loras
 from dynamo.vllm.model import find_model
 from dynamo.vllm.service import VllmService
 from dynamo.worker.engine_control import EngineControl
+from dynamo.worker.engine_watch import StallWatch
 from dynamo.worker.health_payload import health_check_payload
 from dynamo.worker.process_watch import ProcessWatch
 from dynamo.worker.publish import LoadSender, connect_load
-from dynamo.worker.stall_watch import StallWatch
 
 __all__ = ["VllmPlan", "VllmWorker", "make_plan"]
 

@@ -18,9 +18,9 @@ import uvloop
 
 from dynamo.errors import DynamoError, EngineShutdown
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
+from dynamo.runtime.process.stop_order import is_supervised, wait_for_frontends
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.stop_signals import StopSignals
-from dynamo.runtime.tasks import Tasks
 
 __all__ = ["WorkerLifecycle", "leaf_errors", "run_workers"]
 

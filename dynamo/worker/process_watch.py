@@ -13,7 +13,7 @@ import os
 from collections.abc import Awaitable, Callable
 
 from dynamo.errors import DynamoError
-from dynamo.worker.stall_watch import StallWatch
+from dynamo.worker.engine_watch import StallWatch
 from dynamo.worker.tree_guard import Process, descendants, process_state
 
 __all__ = ["ProcessWatch"]

@@ -28,7 +28,7 @@ from dynamo.protocols.kv import (
     KvQueryAnswer,
 )
 from dynamo.protocols.load import KV_METRICS, KvMetrics
-from dynamo.runtime.component import Endpoint
+from dynamo.runtime.endpoints.component import Endpoint
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.worker.event_log import RING_EVENTS, EventLog
 

@@ -11,7 +11,7 @@ import os
 import uvloop
 
 from dynamo.runtime import Client, Context, DistributedRuntime, dynamo_worker
-from dynamo.runtime.annotated import Responses
+from dynamo.runtime.endpoints.responses import Responses
 
 ITEMS = 1000
 

@@ -21,12 +21,12 @@ import psutil
 import pytest
 from serving import QUICKSTART, ROOT, Serving, is_running
 
-from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
+from dynamo.operations.steps.ports import ActionFailed
 from dynamo.planner.connector import DRAINING, READY
-from dynamo.planner.local.connector import open_connector
-from dynamo.serve.statefile import FileLock
+from dynamo.planner.live.local_connector import open_connector
+from dynamo.serve.state.statefile import FileLock
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
 MODEL = QUICKSTART.parent / "model"
@@ -274,7 +274,7 @@ import asyncio, sys, os, signal
 from dynamo.config import from_env
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.planner.local.connector import open_connector
+from dynamo.planner.live.local_connector import open_connector
 
 async def main():
     async with open_connector(from_env(RuntimeSettings), PlannerSettings()) as connector:

@@ -18,10 +18,10 @@ from load_kit import Load
 from pty_screen import PtyScreen
 from serving import ROOT, Serving
 
-from dynamo.box.control import BoxControl
-from dynamo.box.planner_file import planner_summary, read_planner
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.operations.control import BoxControl
+from dynamo.status.planner_file import planner_summary, read_planner
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
 GRAPH = """

@@ -14,7 +14,7 @@ from deployment import MODEL, free_port
 from load_kit import under_load
 from serving import Serving
 
-from dynamo.planner.decisions import DECISIONS_FILE, DecisionRecord
+from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionRecord
 
 GRAPH = """
 Frontend: {{run: dynamo.frontend, http-port: {port}}}

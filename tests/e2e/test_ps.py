@@ -16,7 +16,7 @@ from typing import Any
 from certificates import Authority, needs_openssl
 from serving import ROOT, Serving
 
-from dynamo.serve.statefile import Statefile
+from dynamo.serve.state.statefile import Statefile
 
 GRAPH = f"""
 Frontend: {{run: dynamo.frontend, http-port: PORT, router-mode: kv}}

@@ -298,7 +298,7 @@ def test_a_drained_worker_is_not_started_again(serving: Serving, signum: int) ->
     (pid,) = serving.wait_for_pids("A_1")
     name = f"{serving.namespace}_A_1"
     script = (
-        "import sys, pathlib; from dynamo.serve.statefile import Statefile\n"
+        "import sys, pathlib; from dynamo.serve.state.statefile import Statefile\n"
         "Statefile(pathlib.Path(sys.argv[1]), sys.argv[2]).update(\n"
         "    lambda doc: doc['components'][sys.argv[3]].update(state='draining'))"
     )

@@ -14,7 +14,7 @@ import psutil
 from circus.client import CircusClient
 from serving import QUICKSTART, ROOT, Serving
 
-from dynamo.serve.statefile import Statefile
+from dynamo.serve.state.statefile import Statefile
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
 GPUS = "W: {run: SLEEPER, ServiceArgs: {workers: 2, resources: {gpu: 1}, envs: {MINE: '1'}}}\n"

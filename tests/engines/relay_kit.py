@@ -22,7 +22,7 @@ from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.discovery.router import RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent
-from dynamo.runtime.paths import store_dir
+from dynamo.runtime.process.paths import store_dir
 
 __all__ = ["Relay", "RelayedDiscovery", "relayed_router"]
 

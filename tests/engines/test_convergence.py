@@ -23,7 +23,7 @@ from dynamo.errors import DynamoError
 from dynamo.protocols.kv import KvQuery
 from dynamo.router.discovery import maintenance as upkeep
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 
 BLOCK = 4
 CACHE_BLOCKS = 60

@@ -16,7 +16,7 @@ from deployment import Deployment, free_port
 from prometheus_client.parser import text_string_to_metric_families
 from weights_kit import CONTEXT
 
-from dynamo.frontend.prompt.tokenizer import Tokenizer, load_tokenizer
+from dynamo.frontend.text.tokenizer import Tokenizer, load_tokenizer
 
 ENGINE_START_S = 120.0
 ENGINE_FLAGS = (

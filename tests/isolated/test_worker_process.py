@@ -17,7 +17,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import Cancelled, Disconnected
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime import Client, Context, DistributedRuntime
-from dynamo.runtime.stop_order import write_stop_stage
+from dynamo.runtime.process.stop_order import write_stop_stage
 
 WORKER = """
 import asyncio, sys

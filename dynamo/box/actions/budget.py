@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.serve.entries import ServiceEntries
-from dynamo.serve.gpu_ledger import GpuLedger
+from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.state.entries import ServiceEntries
 
 __all__ = ["budget_held", "budget_share"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from dynamo.box.actions.access import LocalAccess
 from dynamo.box.actions.patience import wait_until
-from dynamo.box.actions.ports import ActionFailed, CircusBusy
-from dynamo.serve.entries import delete_entry, is_freed
+from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.steps.ports import ActionFailed, CircusBusy
+from dynamo.serve.state.entries import delete_entry, is_freed
 
 __all__ = ["has_exited", "wait_until_gone"]
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from dynamo.box.actions.ports import CircusBusy, Registrations
+from dynamo.operations.steps.ports import CircusBusy, Registrations
 
 __all__ = ["retried", "wait_until"]
 

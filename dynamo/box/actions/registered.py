@@ -8,10 +8,10 @@ from pathlib import Path
 
 from asyncinotify import Mask
 
-from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.layout import ensure_directories, lease_path
-from dynamo.runtime.paths import private_dir
-from dynamo.serve.registered import RegisteredWorker, registered_workers
+from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.paths import private_dir
+from dynamo.serve.state.registered import RegisteredWorker, registered_workers
 
 __all__ = ["FileRegistrations"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pynvml
 
-from dynamo.box.doctor.facts import EngineFacts, GpuFacts
-from dynamo.serve.nvml import probe
+from dynamo.doctor.facts import EngineFacts, GpuFacts
+from dynamo.serve.gpus.nvml import probe
 
 __all__ = ["read_engines", "read_gpus"]
 

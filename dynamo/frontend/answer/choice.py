@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dynamo.errors import EngineFailure
-from dynamo.frontend.answer.detokenizer import TableDetokenizer, make_detokenizer
 from dynamo.frontend.answer.logprobs import LogprobsCollector
 from dynamo.frontend.answer.stops import StopMatcher, StopStrings
-from dynamo.frontend.prompt.tokenizer import Tokenizer
+from dynamo.frontend.text.detokenizer import TableDetokenizer, make_detokenizer
+from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, StopConditions
 from dynamo.protocols.openai import GenerationRequest
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.answer.detokenizer import make_detokenizer
 from dynamo.frontend.answer.logprobs import CompletionToken
 from dynamo.frontend.prompt.preprocessor import Prepared
-from dynamo.frontend.prompt.tokenizer import Tokenizer
+from dynamo.frontend.text.detokenizer import make_detokenizer
+from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.openai import MAX_ECHOED_CHARACTERS, MAX_ECHOED_TOKENS, CompletionRequest
 
 __all__ = ["EchoedPrompt", "echoed_prompts"]

@@ -14,10 +14,10 @@ from dynamo.frontend.answer.choice import Choice, ChoiceRules
 from dynamo.frontend.answer.generation import ChatStream
 from dynamo.frontend.answer.logprobs import LogprobsCollector
 from dynamo.frontend.answer.parsed import ParsedChoice
-from dynamo.frontend.answer.parsers.message import AnswerDelta
 from dynamo.frontend.answer.sse import json_bytes
+from dynamo.frontend.formats.message import AnswerDelta
 from dynamo.frontend.prompt.preprocessor import Prepared
-from dynamo.frontend.prompt.tokenizer import Tokenizer
+from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 
 __all__ = ["EventStream", "named_event"]

@@ -33,7 +33,7 @@ from dynamo.frontend.answer.sse import (
     stream_head,
 )
 from dynamo.frontend.prompt.preprocessor import Prepared
-from dynamo.frontend.prompt.tokenizer import Tokenizer
+from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 __all__ = ["ChatStream", "CompletionStream", "GenerationStream", "Usage"]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from dynamo.frontend.answer.detokenizer import make_detokenizer
-from dynamo.frontend.prompt.tokenizer import Tokenizer
+from dynamo.frontend.text.detokenizer import make_detokenizer
+from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 
 __all__ = [

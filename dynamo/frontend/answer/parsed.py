@@ -11,10 +11,10 @@ from typing import Any
 from dynamo.frontend.answer.choice import Choice, ChoiceRules
 from dynamo.frontend.answer.generation import ChatStream
 from dynamo.frontend.answer.logprobs import LogprobsCollector
-from dynamo.frontend.answer.parsers.formats import AnswerFormat
 from dynamo.frontend.answer.sse import ChoiceChunks, MessageChunks, json_bytes
+from dynamo.frontend.formats.formats import AnswerFormat
 from dynamo.frontend.prompt.preprocessor import Prepared
-from dynamo.frontend.prompt.tokenizer import Tokenizer
+from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 
 __all__ = ["ParsedChatStream", "ParsedChoice"]

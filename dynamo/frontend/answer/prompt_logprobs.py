@@ -15,7 +15,7 @@ import msgspec
 from dynamo.errors import EngineFailure, InvalidArgument, shorten
 from dynamo.frontend.answer.logprobs import CompletionLogprobs, LogprobsCollector, finite
 from dynamo.frontend.prompt.preprocessor import Prepared
-from dynamo.frontend.prompt.tokenizer import Tokenizer
+from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 from dynamo.protocols.openai import MAX_PROMPT_LOGPROBS
 

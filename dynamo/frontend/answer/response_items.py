@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dynamo.frontend.answer.parsers.literals import well_formed
-from dynamo.frontend.answer.parsers.message import AnswerDelta, ToolCallPart
 from dynamo.frontend.answer.sse import json_bytes
+from dynamo.frontend.formats.literals import well_formed
+from dynamo.frontend.formats.message import AnswerDelta, ToolCallPart
 from dynamo.frontend.prompt.response_tools import INPUT, OfferedTools
 
 __all__ = ["OutputItems"]

@@ -19,7 +19,7 @@ from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.availability import Outage
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 __all__ = ["PrefillPool", "prefill_settings"]
 

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 
 from dynamo.errors import StatefileError
-from dynamo.serve.entries import ServiceEntries, read_services
-from dynamo.serve.statefile import Statefile
+from dynamo.serve.state.entries import ServiceEntries, read_services
+from dynamo.serve.state.statefile import Statefile
 
 __all__ = ["GraphModels"]
 

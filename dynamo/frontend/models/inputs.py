@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, ModelNotFound, shorten
+from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, EMBEDDINGS
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.frontend.prompt.relayed_body import CHAT, COMPLETIONS, EMBEDDINGS
 from dynamo.http.patterns import RoutePatterns
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.relay import HTTP_INPUT, ROUTES

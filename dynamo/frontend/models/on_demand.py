@@ -30,7 +30,7 @@ from dynamo.protocols.relay import HTTP_INPUT
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.events import EventPublisher
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 __all__ = ["OnDemandModels"]
 

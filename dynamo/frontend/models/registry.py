@@ -31,9 +31,9 @@ from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.availability import Outage
 from dynamo.runtime.discovery import KeyEvent, Watch
-from dynamo.runtime.paths import state_path
-from dynamo.runtime.tasks import Tasks
-from dynamo.serve.statefile import Statefile
+from dynamo.runtime.process.paths import state_path
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.state.statefile import Statefile
 
 __all__ = ["Models"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo.protocols.control import EndpointRecord
-from dynamo.runtime.client import Client, OnInstances
+from dynamo.runtime.endpoints.client import Client, OnInstances
 
 __all__ = ["AdmittedWorkers"]
 

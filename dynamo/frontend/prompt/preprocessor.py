@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.answer.parsers.formats import AnswerFormat, ModelFormats, answer_format
+from dynamo.frontend.formats.formats import AnswerFormat, ModelFormats, answer_format
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, MAX_COUNTED_TOKENS
 from dynamo.frontend.prompt.engine_options import (
     expand_choices,
@@ -25,7 +25,7 @@ from dynamo.frontend.prompt.images import ImageReader, PromptImages
 from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.template import TemplateTimeout, load_template, template_variables
-from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
+from dynamo.frontend.text.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.observability.metrics import Histogram
 from dynamo.protocols.card import ModelCard

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS
 from dynamo.frontend.prompt.decode_errors import DESERIALIZE
-from dynamo.frontend.prompt.relayed_body import CHAT, COMPLETIONS
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
 from dynamo.protocols.codec import encode
 from dynamo.protocols.relay import HttpRequest

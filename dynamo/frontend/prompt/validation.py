@@ -13,6 +13,7 @@ import msgspec
 
 from dynamo._fast.json_shape import measure
 from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.formats.forced_calls import check_tool_choice
 from dynamo.frontend.prompt.bounds import (
     MAX_CHOICES,
     MAX_JSON_DEPTH,
@@ -22,7 +23,6 @@ from dynamo.frontend.prompt.bounds import (
     check_engine_value,
 )
 from dynamo.frontend.prompt.decode_errors import DESERIALIZE, explain_decode_error
-from dynamo.frontend.prompt.tool_choice import check_tool_choice
 from dynamo.protocols.openai import (
     MAX_BAD_WORDS_CHARACTERS,
     MAX_GRAMMAR_CHARACTERS,

@@ -18,11 +18,11 @@ import msgspec
 
 from dynamo.errors import InvalidArgument, ModelNotFound, shorten
 from dynamo.frontend.answer.generation import Usage
-from dynamo.frontend.api.headers import request_id
+from dynamo.frontend.apis.chat.headers import request_id
 from dynamo.http import Exchange
 from dynamo.protocols.status import RequestRecord, RouteReceipt
+from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision
-from dynamo.router.receipt import DecisionInputs
 
 __all__ = ["CLIENT_ID_CHARACTERS", "EndedRequest", "Prefilled", "RecentRequests"]
 

@@ -24,7 +24,7 @@ from dynamo.http import Exchange
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.protocols.record import TRACE_BLOCK_TOKENS, RecordedRequest, RecordingCount
-from dynamo.router.prompt import Hasher
+from dynamo.router.kv_mode.prompt import Hasher
 
 __all__ = ["RecordableRequest", "Recording"]
 

@@ -14,8 +14,8 @@ from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, Prefilled
 from dynamo.observability.metrics import Gauge
+from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.receipt import DecisionInputs
 
 __all__ = ["RequestMetrics", "RequestOutput", "ServedChoice"]
 

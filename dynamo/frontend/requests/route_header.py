@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from dynamo.protocols.status import RouteReceipt
+from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision
-from dynamo.router.receipt import DecisionInputs
 
 __all__ = ["ROUTE_HEADER", "route_header"]
 

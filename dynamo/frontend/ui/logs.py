@@ -13,11 +13,11 @@ from urllib.parse import parse_qs
 import msgspec
 from asyncinotify import Mask
 
-from dynamo.box.logs import LogLine, LogReader, select_watchers
 from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
-from dynamo.runtime.discovery.inotify import Inotify
+from dynamo.runtime.process.inotify import Inotify
+from dynamo.status.logs import LogLine, LogReader, select_watchers
 
 __all__ = ["LogStreams"]
 

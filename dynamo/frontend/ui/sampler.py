@@ -13,7 +13,7 @@ from dynamo.frontend.ui.source import UiSource
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
 from dynamo.protocols.status import FrontendStatus
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 __all__ = ["StatusSampler"]
 

@@ -13,8 +13,8 @@ import msgspec
 from asyncinotify import Mask
 
 from dynamo.box.collect import BoxCollector
-from dynamo.box.control import ActionOutcome, BoxControl
 from dynamo.errors import ConfigError, InvalidArgument, shorten
+from dynamo.operations.control import ActionOutcome, BoxControl
 from dynamo.protocols.control import INSTANCES, MODEL_CARDS
 from dynamo.protocols.status import (
     BoxStatus,
@@ -24,8 +24,8 @@ from dynamo.protocols.status import (
     WorkerStatus,
 )
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.discovery.inotify import Inotify
-from dynamo.runtime.paths import state_path
+from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.paths import state_path
 
 __all__ = ["BoxSource", "UiSource", "with_own_figures"]
 

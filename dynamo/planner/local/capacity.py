@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection, Sequence
 
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.planner.gpu_sharing import GpuCapacity
-from dynamo.serve.entries import read_services
-from dynamo.serve.gpu_ledger import GpuLedger
-from dynamo.serve.reservations import ledger_of
-from dynamo.serve.statefile import Document, Statefile
+from dynamo.planner.sharing.gpu_sharing import GpuCapacity
+from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.state.entries import read_services
+from dynamo.serve.state.reservations import ledger_of
+from dynamo.serve.state.statefile import Document, Statefile
 
 __all__ = ["LedgerRoom", "capacity_of", "gpu_capacity"]
 

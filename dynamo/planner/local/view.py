@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from dynamo.box.actions.budget import budget_share
-from dynamo.box.actions.ports import STOPPED, STOPPING
 from dynamo.config.planner import PlannerSettings
+from dynamo.operations.steps.ports import STOPPED, STOPPING
 from dynamo.planner.connector import (
     ASLEEP,
     DRAINING,
@@ -17,8 +17,8 @@ from dynamo.planner.connector import (
     ScaledWorker,
 )
 from dynamo.planner.policies.base import DECODE, PREFILL
-from dynamo.serve.entries import Entry, ServiceEntries
-from dynamo.serve.registered import RegisteredWorker
+from dynamo.serve.state.entries import Entry, ServiceEntries
+from dynamo.serve.state.registered import RegisteredWorker
 
 __all__ = ["Sighting", "newest", "service_now"]
 

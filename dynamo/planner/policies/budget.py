@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dynamo.planner.observation import Observation, Pool
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
-from dynamo.serve.gpus import fits
+from dynamo.serve.gpus.gpus import fits
 
 __all__ = ["Workers", "affordable", "at_limits", "clamp", "free_gpus", "kept"]
 

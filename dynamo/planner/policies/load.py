@@ -15,7 +15,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.planner.observation import Observation, Pool, WorkerLoad
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
 from dynamo.planner.policies.budget import free_gpus
-from dynamo.serve.gpus import fits
+from dynamo.serve.gpus.gpus import fits
 
 __all__ = [
     "NEW_DECODE_WORKER_GRACE_PERIOD",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo.planner.observation import Traffic
-from dynamo.planner.replay.request import RequestState
+from dynamo.simulation.request import RequestState
 
 __all__ = ["TrafficCounters"]
 

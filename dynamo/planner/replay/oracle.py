@@ -12,10 +12,10 @@ from math import ceil
 
 from dynamo.planner.observation import Observation
 from dynamo.planner.policies.base import DECODE, PoolDecision, ScalingDecision
-from dynamo.planner.replay.request import ReplayRequest
-from dynamo.planner.replay.result import ReplayResult
 from dynamo.planner.replay.setup import ReplaySetup
-from dynamo.planner.replay.simulation import simulate
+from dynamo.simulation.request import ReplayRequest
+from dynamo.simulation.result import ReplayResult
+from dynamo.simulation.simulation import simulate
 
 __all__ = ["Oracle", "SchedulePolicy"]
 

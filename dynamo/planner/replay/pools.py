@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.observation import Pool
-from dynamo.planner.replay.batch_worker import BatchWorker
 from dynamo.planner.replay.clock import VirtualClock
 from dynamo.planner.replay.setup import ReplaySetup
-from dynamo.serve.gpus import fits
+from dynamo.serve.gpus.gpus import fits
+from dynamo.simulation.batch_worker import BatchWorker
 
 __all__ = ["ReplayPool", "ReplayWorker"]
 

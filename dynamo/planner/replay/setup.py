@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dynamo.planner.replay.service_model import ServiceModel, service_model
+from dynamo.simulation.service_model import ServiceModel, service_model
 
 __all__ = ["ReplaySetup"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import Weights
 from dynamo.router.caches.predicted import OptimisticCache
-from dynamo.router.cost import TierCounts, effective_blocks
+from dynamo.router.kv_mode.cost import TierCounts, effective_blocks
 
 __all__ = ["DISK", "EXTERNAL", "HOST", "CachedBlocks"]
 

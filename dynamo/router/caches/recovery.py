@@ -13,7 +13,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEvent, KvQuery, KvQueryAnswer
 from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.runtime import Client
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 __all__ = ["RecoveryClient"]
 

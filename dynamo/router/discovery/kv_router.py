@@ -14,7 +14,7 @@ from dynamo.router.discovery.event_feed import EventFeed
 from dynamo.router.discovery.maintenance import Maintenance
 from dynamo.router.discovery.router import ConnectedRouter, InstanceSource, RoutedWorkers
 from dynamo.router.factory import make_index, make_kv_picker, make_picker
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, WorkerMetrics
 from dynamo.router.queue.request_queue import make_queue
 from dynamo.router.sync.replicas import ReplicaSync

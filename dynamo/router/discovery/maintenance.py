@@ -9,7 +9,7 @@ import time
 from dynamo.observability.metrics import Gauge
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.caches.predicted import STEP_BLOCKS, PredictedCache
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 
 __all__ = ["Maintenance"]
 

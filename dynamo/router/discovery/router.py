@@ -14,7 +14,7 @@ from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Picker
 from dynamo.router.queue.request_queue import RequestQueue
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.client import OnInstances
+from dynamo.runtime.endpoints.client import OnInstances
 
 __all__ = ["ConnectedRouter", "InstanceSource", "RoutedWorkers"]
 

@@ -20,8 +20,8 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.cost import cached_tokens
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.cost import cached_tokens
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import QueueMetrics

@@ -23,10 +23,10 @@ from dynamo.protocols.sync import (
     SequenceMessage,
     SequenceQuery,
 )
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.load.active import Reservation
 from dynamo.router.metrics import COMPONENT, RouterLabels
-from dynamo.router.sync.local import LocalRequests
+from dynamo.router.sync.loads import LocalRequests
 from dynamo.router.sync.remote import RemoteReplicas
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher

@@ -21,8 +21,8 @@ from dynamo.runtime.discovery.etcd_link import EtcdLink, NoLease, Unreachable
 from dynamo.runtime.discovery.etcd_watcher import ROOT, EtcdWatcher, is_usable
 from dynamo.runtime.discovery.key_cache import KeyCache, PrefixWatch
 from dynamo.runtime.discovery.layout import check_value, split_key
-from dynamo.runtime.discovery.process import host_id, start_ticks
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.os_process import host_id, start_ticks
+from dynamo.runtime.process.tasks import Tasks
 
 __all__ = ["EtcdDiscovery"]
 

@@ -24,7 +24,7 @@ from dynamo.runtime.discovery.etcd_link import (
     Unreachable,
     boot_time_s,
 )
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 __all__ = ["EtcdLease", "marker_key", "tombstone_key"]
 

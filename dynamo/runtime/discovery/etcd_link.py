@@ -17,7 +17,7 @@ from aetcd import rpc
 from dynamo.config.etcd import EtcdSettings
 from dynamo.errors import ConfigError
 from dynamo.runtime.discovery.etcd_address import credentials, endpoints, open_channel
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 __all__ = [
     "Change",

@@ -12,7 +12,6 @@ import msgspec
 from dynamo.errors import InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.base import OnKeyEvent
-from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.key_cache import KeyCache, PrefixWatch
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
@@ -27,10 +26,11 @@ from dynamo.runtime.discovery.layout import (
     write_atomic,
 )
 from dynamo.runtime.discovery.owned import OwnedLease
-from dynamo.runtime.discovery.process import host_id, start_ticks
 from dynamo.runtime.discovery.stale_sockets import StaleSockets
 from dynamo.runtime.discovery.store_watcher import StoreWatcher
-from dynamo.runtime.paths import private_dir
+from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.os_process import host_id, start_ticks
+from dynamo.runtime.process.paths import private_dir
 
 __all__ = ["FileDiscovery"]
 

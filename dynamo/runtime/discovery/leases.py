@@ -18,8 +18,8 @@ from typing import Protocol
 
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.layout import BadRecord, decode_lease, names, read_file
-from dynamo.runtime.discovery.process import host_id
 from dynamo.runtime.discovery.process_end import ProcessEnd
+from dynamo.runtime.process.os_process import host_id
 
 __all__ = ["FORGET_AFTER_TTLS", "SLICE_S", "LeaseListener", "LeaseTable"]
 

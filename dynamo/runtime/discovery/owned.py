@@ -16,7 +16,6 @@ import msgspec
 from asyncinotify import Mask
 
 from dynamo.protocols.control import LeaseRecord
-from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.layout import (
     BadRecord,
     decode_stored,
@@ -25,6 +24,7 @@ from dynamo.runtime.discovery.layout import (
     shown,
     write_atomic,
 )
+from dynamo.runtime.process.inotify import Inotify
 
 __all__ = ["OwnedLease"]
 

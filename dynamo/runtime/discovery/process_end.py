@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from dynamo.runtime.discovery.process import is_running
+from dynamo.runtime.process.os_process import is_running
 
 __all__ = ["ProcessEnd"]
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from asyncinotify import Mask
 
 from dynamo.errors import ConfigError
-from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.key_cache import KeyCache
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
@@ -34,7 +33,8 @@ from dynamo.runtime.discovery.layout import (
 )
 from dynamo.runtime.discovery.leases import SLICE_S, LeaseTable
 from dynamo.runtime.discovery.stale_sockets import StaleSockets
-from dynamo.runtime.paths import private_dir
+from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.paths import private_dir
 
 __all__ = ["StoreWatcher"]
 

@@ -12,9 +12,9 @@ import msgspec
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import EVENT_CHANNELS, EventChannelRecord, record_decoder
-from dynamo.runtime.addresses import advertised_host, bracketed
 from dynamo.runtime.discovery import Discovery, KeyEvent
 from dynamo.runtime.discovery.stale_sockets import event_socket_name
+from dynamo.runtime.endpoints.serving import Serving
 from dynamo.runtime.events import (
     EventPlane,
     EventPublisher,
@@ -22,8 +22,8 @@ from dynamo.runtime.events import (
     ZmqPublisher,
     ZmqSubscriber,
 )
-from dynamo.runtime.paths import socket_path
-from dynamo.runtime.serving import Serving
+from dynamo.runtime.process.paths import socket_path
+from dynamo.runtime.process.sockets import advertised_host, bracketed
 
 __all__ = ["ZMQ", "Channel", "OnEvent", "OnGap", "OnPublisher", "Publishers", "Subscription"]
 

@@ -21,7 +21,7 @@ import nats.errors
 
 from dynamo.config.nats import NatsSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 __all__ = ["NatsLink", "OnMessage"]
 

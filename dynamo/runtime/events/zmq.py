@@ -15,7 +15,7 @@ import zmq
 
 from dynamo.runtime.events.base import FIRST_SEQUENCE, OnEvent, OnGap
 from dynamo.runtime.events.sequenced import MALFORMED, SequencedSubscriber, pack, unpack
-from dynamo.runtime.paths import owner_only
+from dynamo.runtime.process.paths import owner_only
 
 __all__ = ["ZmqPublisher", "ZmqSubscriber", "subscribing_socket"]
 

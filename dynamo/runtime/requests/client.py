@@ -7,11 +7,11 @@ import asyncio
 from dynamo.config.option import from_env
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import CannotConnect, ConnectTimeout, Disconnected, DynamoError
-from dynamo.runtime.addresses import RequestAddress, parse_address
-from dynamo.runtime.context import Context
+from dynamo.runtime.process.sockets import RequestAddress, parse_address
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client_connection import ClientConnection, ClientStream, StreamSink
+from dynamo.runtime.requests.context import Context
 from dynamo.runtime.requests.peer import OnPeer, Peer
-from dynamo.runtime.tasks import Tasks
 
 __all__ = ["RequestClient"]
 

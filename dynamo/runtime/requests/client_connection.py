@@ -19,8 +19,8 @@ from dynamo.errors import (
     WorkerAtCapacity,
     WorkerSilent,
 )
-from dynamo.runtime.context import CancelKind, Context
 from dynamo.runtime.requests.connection import FramedConnection
+from dynamo.runtime.requests.context import CancelKind, Context
 from dynamo.runtime.requests.frames import (
     DATA,
     END,

@@ -17,10 +17,10 @@ from dynamo.errors import (
 )
 from dynamo.protocols import codec
 from dynamo.protocols.engine import with_every_key
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client_connection import ClientStream
 from dynamo.runtime.requests.response_items import ResponseSender, encode_item
 from dynamo.runtime.requests.stream import PushHandler, ServerStream
-from dynamo.runtime.tasks import Tasks
 
 __all__ = ["Admission", "ResponseStream", "generator_handler"]
 
@@ -30,7 +30,7 @@ HARD_CAP_FACTOR = 16
 
 
 class Admission(Protocol):
-    """Bounds the requests that run at once; see ``dynamo.runtime.admission``."""
+    """Bounds the requests that run at once; see ``dynamo.runtime.endpoints.admission``."""
 
     def enter(self, stream: ServerStream, start: Callable[[], None]) -> None:
         """Call ``start`` when there is room. Raises WorkerAtCapacity."""

@@ -19,10 +19,10 @@ from dynamo.errors import (
     WorkerAtCapacity,
     WorkerLeaving,
 )
-from dynamo.runtime.addresses import RequestAddress, parse_address
+from dynamo.runtime.process.sockets import RequestAddress, parse_address
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.server_connection import ServerConnection
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServedEndpoint
-from dynamo.runtime.tasks import Tasks
 
 __all__ = ["RequestServer"]
 

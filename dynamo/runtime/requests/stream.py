@@ -24,7 +24,7 @@ from dynamo.errors import (
     shorten,
 )
 from dynamo.observability.metrics import Counter, Gauge, Histogram
-from dynamo.runtime.context import CancelKind, Context
+from dynamo.runtime.requests.context import CancelKind, Context
 from dynamo.runtime.requests.frames import DATA, END, pack, pack_error
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from dynamo.bench.recording import Numbers, TraceFile
 from dynamo.bench.trace import read_trace
-from dynamo.bench.trace_file import Numbers, TraceFile
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.protocols.record import RecordedRequest
 

@@ -19,7 +19,7 @@ from dynamo.bench.workload import Prompts, from_trace
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import ConfigError
 from dynamo.http.target import Target
-from dynamo.planner.replay.request import from_trace as replayed
+from dynamo.simulation.request import from_trace as replayed
 
 Write = Callable[..., Path]
 

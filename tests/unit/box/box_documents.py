@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dynamo.box.sighting import BoxSighting
-from dynamo.serve.registered import RegisteredWorker
+from dynamo.serve.state.registered import RegisteredWorker
+from dynamo.status.sighting import BoxSighting
 
 PYTHON = ["python", "-m"]
 MOCKER = [*PYTHON, "dynamo.mocker", "--model-path", "m", "--model-name", "tiny"]

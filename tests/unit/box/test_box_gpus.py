@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.box import gpus
-from dynamo.box.gpus import read_gpus, vram_by_worker
+from dynamo.status import gpus
+from dynamo.status.gpus import read_gpus, vram_by_worker
 
 GIB = 1 << 30
 

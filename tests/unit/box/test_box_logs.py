@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.box.logs import LogReader, follow, select_watchers
 from dynamo.errors import InvalidArgument
-from dynamo.serve.output import LogFile
+from dynamo.serve.supervision.output import LogFile
+from dynamo.status.logs import LogReader, follow, select_watchers
 
 
 @pytest.fixture

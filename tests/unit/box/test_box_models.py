@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 from box_documents import MOCKER, document, entry, seen
 
-from dynamo.box.models import model_statuses
-from dynamo.box.sighting import BoxSighting, FrontendSighting
-from dynamo.box.workers import worker_statuses
 from dynamo.protocols.status import (
     FrontendStatus,
     ModelFigures,
@@ -18,7 +15,10 @@ from dynamo.protocols.status import (
     PlannerReport,
     WorkerFigures,
 )
-from dynamo.serve.statefile import ABSENT
+from dynamo.serve.state.statefile import ABSENT
+from dynamo.status.models import model_statuses
+from dynamo.status.sighting import BoxSighting, FrontendSighting
+from dynamo.status.workers import worker_statuses
 
 FAILED = {"status": "given up", "reason": "5 deaths within 60 s"}
 

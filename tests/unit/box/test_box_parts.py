@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from dynamo.box.output_tail import last_line, progress_in
-from dynamo.box.status_client import ask
-from dynamo.box.status_socket import StatusSocket
 from dynamo.config import from_env
 from dynamo.config.ps import PsSettings
 from dynamo.config.ps_quick import QuickPs
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.runtime.paths import planned_socket_path
+from dynamo.runtime.process.paths import planned_socket_path
+from dynamo.status.status_client import ask
+from dynamo.status.status_socket import StatusSocket
 
 
 def test_the_last_line_is_what_the_terminal_shows(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_other_options_are_left_to_the_parser(argv: list[str], env: dict[str, st
 
 
 def test_a_report_decodes(tmp_path: Path) -> None:
-    from dynamo.box.reading import report
     from dynamo.protocols.status import BoxStatus
+    from dynamo.status.reading import report
 
     runtime = from_env(RuntimeSettings, {"DYN_LOCAL_STATE_DIR": str(tmp_path)})
     found = msgspec.json.decode(report(runtime), type=BoxStatus)

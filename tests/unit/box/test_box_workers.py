@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from box_documents import MOCKER, PYTHON, document, entry, seen
 
-from dynamo.box.sighting import BoxSighting, FrontendSighting
-from dynamo.box.workers import worker_statuses
 from dynamo.protocols.status import (
     FrontendStatus,
     GpuHolder,
@@ -17,7 +15,9 @@ from dynamo.protocols.status import (
     WorkerFigures,
     WorkerStatus,
 )
-from dynamo.serve.registered import RegisteredWorker
+from dynamo.serve.state.registered import RegisteredWorker
+from dynamo.status.sighting import BoxSighting, FrontendSighting
+from dynamo.status.workers import worker_statuses
 
 FRONTEND = [*PYTHON, "dynamo.frontend"]
 

@@ -11,8 +11,8 @@ import pytest
 from dynamo.box.deployments import chosen_runtime
 from dynamo.config.ps_quick import QuickPs
 from dynamo.errors import ConfigError
-from dynamo.runtime.discovery.process import host_id
-from dynamo.serve.process_table import stat
+from dynamo.runtime.process.os_process import host_id
+from dynamo.serve.state.process_table import stat
 
 
 @pytest.fixture

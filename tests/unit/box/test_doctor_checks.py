@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from dynamo.box.doctor.deployment import (
+from dynamo.doctor.deployment import (
     check_block_sizes,
     check_events,
     check_frontends,
     check_listeners,
     check_names,
 )
-from dynamo.box.doctor.facts import (
+from dynamo.doctor.facts import (
     ClockFacts,
     DiskFacts,
     EngineFacts,
@@ -29,9 +29,9 @@ from dynamo.box.doctor.facts import (
     RouterFacts,
     WorkerFacts,
 )
-from dynamo.box.doctor.gpus import check_engines, check_gpus
-from dynamo.box.doctor.machine import check_clock, check_disks, check_limits, check_memory
-from dynamo.serve.gpus import Gpu, GpuProcess
+from dynamo.doctor.gpus import check_engines, check_gpus
+from dynamo.doctor.machine import check_clock, check_disks, check_limits, check_memory
+from dynamo.serve.gpus.gpus import Gpu, GpuProcess
 
 GIB = 1 << 30
 LIMITS = LimitFacts(files_soft=1024, files_hard=65536, locked_bytes=-1, tasks=-1, tasks_used=0)

@@ -13,19 +13,19 @@ import asyncinotify
 import pynvml
 import pytest
 
-from dynamo.box.doctor import read_deployment
 from dynamo.box.doctor import read_engines as engines
-from dynamo.box.doctor.read_deployment import (
+from dynamo.doctor import read_deployment
+from dynamo.doctor.read_deployment import (
     Deployed,
     find_running,
     frontends_of,
     read_frontends,
     read_listeners,
 )
-from dynamo.box.doctor.read_machine import file_system, read_clock, read_limits, read_memory
-from dynamo.box.doctor.read_workers import graph_needs, read_router
-from dynamo.serve.gpus import Gpu
-from dynamo.serve.graph import parse_graph
+from dynamo.doctor.read_machine import file_system, read_clock, read_limits, read_memory
+from dynamo.doctor.read_workers import graph_needs, read_router
+from dynamo.serve.gpus.gpus import Gpu
+from dynamo.serve.graph.graph import parse_graph
 
 NOTHING = Deployed(None, {})
 

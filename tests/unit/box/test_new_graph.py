@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynamo.box.engines import InstalledEngine, NamedModel, choose_engine
-from dynamo.box.new_graph import NewGraph, flags_as_keys
-from dynamo.cli.model_choice import choose, named_model
 from dynamo.errors import ConfigError
-from dynamo.serve.graph import parse_graph
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.setup.engines import InstalledEngine, NamedModel, choose_engine
+from dynamo.setup.model_choice import choose, named_model
+from dynamo.setup.new_graph import NewGraph, flags_as_keys
 
 VLLM = InstalledEngine("vllm", (), "this environment")
 VLLM_PROGRAM = InstalledEngine("vllm", ("/opt/v/bin/vllm", "serve"), "/opt/v/bin/vllm")

@@ -126,7 +126,7 @@ def test_a_closed_standard_stream_is_not_an_error(streams: str) -> None:
     assert ("dynamo-appliance" in done.stdout) is ("1" not in streams)
 
 
-@pytest.mark.parametrize("loaded", ["dynamo.serve.graph", "dynamo.config.serve"])
+@pytest.mark.parametrize("loaded", ["dynamo.serve.graph.graph", "dynamo.config.serve"])
 def test_ctrl_c_while_modules_load_shows_no_traceback(loaded: str) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "dynamo", "serve", "none.yaml"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

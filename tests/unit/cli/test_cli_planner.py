@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import main as cli
-from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord, PoolChange
-from dynamo.planner.explain import ExplainReport, ModelReport, report_text
+from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord, PoolChange
+from dynamo.planner.reports.explain import ExplainReport, ModelReport, report_text
 
 CHANGE = PoolChange(
     pool="decode", before=1, wanted=2, after=2, rule="KV load 0.95 > 0.9", inputs={"kv_load": 0.95}

@@ -22,9 +22,9 @@ from serving import QUICKSTART, ROOT
 
 from dynamo.cli import completion
 from dynamo.cli.main import VERBS, main
+from dynamo.cli.verb_options import subverbs, verb_groups
 from dynamo.config.option import fields_of, load_known
 from dynamo.config.option import load as real_load
-from dynamo.config.verbs import subverbs, verb_groups
 
 BIN = Path(sys.executable).parent
 DOCUMENT = ROOT / "statefiles/two-workers.json"

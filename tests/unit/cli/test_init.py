@@ -11,12 +11,12 @@ import pytest
 import yaml
 from deployment import MODEL
 
-from dynamo.box.engines import uninstalled
 from dynamo.cli import init
 from dynamo.cli.init import main
-from dynamo.cli.model_choice import cached_model
 from dynamo.cli.serve import main as serve
-from dynamo.serve.gpus import Gpu
+from dynamo.serve.gpus.gpus import Gpu
+from dynamo.setup.engines import uninstalled
+from dynamo.setup.model_choice import cached_model
 
 GIB = 1 << 30
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from deployment import MODEL
 
-from dynamo.box.systemd_unit import SystemdUnit
 from dynamo.cli.install_service import main
+from dynamo.setup.systemd_unit import SystemdUnit
 
 GRAPH = f"""
 namespace: installed

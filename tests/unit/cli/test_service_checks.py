@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from dynamo.box.engines import InstalledEngine
-from dynamo.cli import run, serve, service_checks
-from dynamo.cli.service_checks import check_engine_flags, check_engines, check_services
+from dynamo.cli import run, serve
 from dynamo.config.modules import settings_groups
 from dynamo.config.option import fields_of
 from dynamo.errors import ConfigError
-from dynamo.serve.graph import parse_graph
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.setup import service_checks
+from dynamo.setup.engines import InstalledEngine
+from dynamo.setup.service_checks import check_engine_flags, check_engines, check_services
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"
 

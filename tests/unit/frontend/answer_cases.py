@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dynamo.frontend.answer.parsers.formats import TOOL_FORMATS, RequestTools
-from dynamo.frontend.answer.parsers.message import AnswerMessage, AnswerParser
+from dynamo.frontend.formats.formats import TOOL_FORMATS, RequestTools
+from dynamo.frontend.formats.message import AnswerMessage, AnswerParser
 
 CITY = {"type": "string", "description": "The city"}
 TOOLS: list[dict[str, Any]] = [

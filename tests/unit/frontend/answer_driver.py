@@ -20,11 +20,11 @@ from text_kit import card
 
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import DynamoError
-from dynamo.frontend.api.anthropic import MessagesRoutes
-from dynamo.frontend.api.prompt_count import PromptCountRoutes
-from dynamo.frontend.api.responses import ResponseRoutes
+from dynamo.frontend.apis.messages.route import MessagesRoutes
+from dynamo.frontend.apis.responses.route import ResponseRoutes
+from dynamo.frontend.apis.responses.store import ResponseStore
+from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.frontend.requests.response_store import ResponseStore
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import EngineOutput

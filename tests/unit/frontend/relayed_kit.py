@@ -12,15 +12,15 @@ from test_request import Site
 from text_kit import card
 
 from dynamo.errors import DynamoError
-from dynamo.frontend.api.openai import OpenAIRoutes
-from dynamo.frontend.api.prompt_count import PromptCountRoutes
-from dynamo.frontend.api.relay import RelayRoutes
-from dynamo.frontend.api.responses import ResponseRoutes
-from dynamo.frontend.api.tokenize import TokenizeRoutes
+from dynamo.frontend.apis.chat.route import OpenAIRoutes
+from dynamo.frontend.apis.relay.request import RelayedEngineRequest
+from dynamo.frontend.apis.relay.route import RelayRoutes
+from dynamo.frontend.apis.responses.route import ResponseRoutes
+from dynamo.frontend.apis.responses.store import ResponseStore
+from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
+from dynamo.frontend.apis.tokenize.route import TokenizeRoutes
 from dynamo.frontend.models.inputs import paths_of, patterns_of
 from dynamo.frontend.requests.dispatch import Dispatch
-from dynamo.frontend.requests.relayed import RelayedEngineRequest
-from dynamo.frontend.requests.response_store import ResponseStore
 from dynamo.http.patterns import RoutePatterns
 from dynamo.http.routes import Routes
 from dynamo.protocols.codec import plain_decode

@@ -12,13 +12,13 @@ import pytest
 from http_bench import Bench
 
 from dynamo.errors import ModelNotFound
-from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
-from dynamo.frontend.api.route import ExplainRoutes
+from dynamo.frontend.apis.operator.busy_threshold import BusyThresholdRoutes
+from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.router.eligibility.busy import Thresholds
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 NESTED = b"[" * 100_000
 

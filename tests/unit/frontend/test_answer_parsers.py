@@ -20,9 +20,9 @@ from dynamo.config.worker import (
     TOOL_CALL_ALIASES,
     TOOL_CALL_PARSERS,
 )
-from dynamo.frontend.answer.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, RequestTools
-from dynamo.frontend.answer.parsers.message import AnswerMessage, AnswerParser
-from dynamo.frontend.answer.parsers.reasoning import ContentParser, ReasoningParser, ReasoningShape
+from dynamo.frontend.formats.formats import REASONING_FORMATS, TOOL_FORMATS, RequestTools
+from dynamo.frontend.formats.message import AnswerMessage, AnswerParser
+from dynamo.frontend.formats.reasoning import ContentParser, ReasoningParser, ReasoningShape
 
 THINK = ReasoningShape("<think>", "</think>")
 

@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 from text_kit import EXAMPLE, card, outputs
 
 from dynamo.errors import EngineFailure, InvalidArgument, NoInstances, Overloaded
-from dynamo.frontend.answer.anthropic import MessagesStream, error_message, error_object
-from dynamo.frontend.api.anthropic import prepare_message
-from dynamo.frontend.prompt.anthropic import parse_messages
+from dynamo.frontend.apis.messages.answer import MessagesStream, error_message, error_object
+from dynamo.frontend.apis.messages.prompt import parse_messages
+from dynamo.frontend.apis.messages.route import prepare_message
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails

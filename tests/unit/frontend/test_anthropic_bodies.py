@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.prompt.anthropic import parse_count, parse_messages
+from dynamo.frontend.apis.messages.prompt import parse_count, parse_messages
 from dynamo.protocols.anthropic import MessagesChatRequest
 
 USER: Any = {"role": "user", "content": "hi"}

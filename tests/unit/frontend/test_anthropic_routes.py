@@ -11,10 +11,10 @@ from relayed_kit import RelaySite
 from test_request import Site, ids, turn
 
 from dynamo.errors import Disconnected, NoInstances, Overloaded
-from dynamo.frontend.api.anthropic import MessagesRoutes, messages_error_body
-from dynamo.frontend.api.openai import OpenAIRoutes
-from dynamo.frontend.api.prompt_count import PromptCountRoutes
-from dynamo.frontend.api.relay import RelayRoutes
+from dynamo.frontend.apis.chat.route import OpenAIRoutes
+from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
+from dynamo.frontend.apis.relay.route import RelayRoutes
+from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
 from dynamo.http.routes import Routes
 
 PATH = "/v1/messages?beta=true"

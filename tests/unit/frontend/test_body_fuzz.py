@@ -10,12 +10,12 @@ from hostile_bodies import SHAPES, Mutations
 from http_bench import Bench
 from test_request import Site
 
-from dynamo.frontend.api.anthropic import MessagesRoutes
-from dynamo.frontend.api.openai import OpenAIRoutes
-from dynamo.frontend.api.prompt_count import PromptCountRoutes
-from dynamo.frontend.api.responses import ResponseRoutes
-from dynamo.frontend.api.route import ExplainRoutes
-from dynamo.frontend.requests.response_store import ResponseStore
+from dynamo.frontend.apis.chat.route import OpenAIRoutes
+from dynamo.frontend.apis.messages.route import MessagesRoutes
+from dynamo.frontend.apis.operator.routing import ExplainRoutes
+from dynamo.frontend.apis.responses.route import ResponseRoutes
+from dynamo.frontend.apis.responses.store import ResponseStore
+from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
 from dynamo.http.routes import Routes
 
 BODIES = 1500

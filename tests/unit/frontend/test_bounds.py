@@ -22,12 +22,12 @@ from text_kit import EXAMPLE, card, chat_body, completion_body, example_preproce
 from tokenizer_kit import write_llama_like, write_metaspace, write_model
 
 from dynamo.errors import InvalidArgument, Unavailable
-from dynamo.frontend.api.route import ExplainRoutes
+from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.prompt import bounds
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.frontend.prompt.tokenizer import Tokenizer, load_tokenizer
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
+from dynamo.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from dynamo.http.routes import Routes
 
 COMPLETION = "/v1/completions"

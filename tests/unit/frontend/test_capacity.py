@@ -20,7 +20,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.load import KvMetrics
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue
 

@@ -26,7 +26,7 @@ from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
 from dynamo.protocols.relay import HTTP_INPUT, ROUTES, HttpResponseHead
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
-from dynamo.serve.statefile import Statefile
+from dynamo.serve.state.statefile import Statefile
 
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
 _STATE = codec.decoder(OnDemandState).decode

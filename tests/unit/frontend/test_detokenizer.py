@@ -15,13 +15,13 @@ from text_kit import example_preprocessor, example_reference
 from tokenizer_kit import write_llama_like, write_metaspace
 from tokenizers import Tokenizer as Reference
 
-from dynamo.frontend.answer.detokenizer import (
+from dynamo.frontend.text.detokenizer import (
     Detokenizer,
     PrefixDetokenizer,
     TableDetokenizer,
     make_detokenizer,
 )
-from dynamo.frontend.prompt.tokenizer import Tokenizer, load_tokenizer
+from dynamo.frontend.text.tokenizer import Tokenizer, load_tokenizer
 
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llama": write_llama_like,

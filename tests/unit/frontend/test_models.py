@@ -21,10 +21,10 @@ from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import ServerStream
-from dynamo.runtime.tasks import Tasks
 
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
 

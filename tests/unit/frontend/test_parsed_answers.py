@@ -20,7 +20,7 @@ from dynamo.config.worker import REASONING_PARSERS
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.answer.generation import ChatStream
 from dynamo.frontend.answer.parsed import ParsedChatStream
-from dynamo.frontend.answer.parsers.formats import RequestTools
+from dynamo.frontend.formats.formats import RequestTools
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat

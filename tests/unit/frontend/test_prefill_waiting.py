@@ -11,14 +11,14 @@ import pytest
 from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
 
 from dynamo.errors import DynamoError, Overloaded, WorkerAtCapacity
-from dynamo.frontend.api.route import explain_request
+from dynamo.frontend.apis.operator.routing import explain_request
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
 from dynamo.protocols.load import KvMetrics
-from dynamo.router.explain import Explanation, table
-from dynamo.router.kv import KvPicker
+from dynamo.router.explanations.explain import Explanation, table
+from dynamo.router.kv_mode.kv import KvPicker
 
 
 def first_tokens(box: Box) -> list[int]:

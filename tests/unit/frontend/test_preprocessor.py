@@ -11,11 +11,11 @@ import pytest
 from text_kit import EXAMPLE, card, chat_body, completion_body, example_preprocessor, ids_of
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.api.anthropic import prepare_message
-from dynamo.frontend.prompt.anthropic import parse_messages
+from dynamo.frontend.apis.messages.prompt import parse_messages
+from dynamo.frontend.apis.messages.route import prepare_message
+from dynamo.frontend.apis.responses.prompt import parse_response
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
-from dynamo.frontend.prompt.response_body import parse_response
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig

@@ -15,14 +15,14 @@ import pytest
 from http_bench import Bench
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.frontend.api.record import RecordRoutes
+from dynamo.frontend.apis.operator.record import RecordRoutes
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.engine import MmObject, MmRoutingInfo, PreprocessedRequest, Routing
 from dynamo.protocols.record import TRACE_BLOCK_TOKENS as B
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 
 class Site:

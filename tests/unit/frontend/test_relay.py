@@ -21,7 +21,7 @@ from dynamo.errors import (
     NoInstances,
     Overloaded,
 )
-from dynamo.frontend.answer.relayed_http import HttpAnswer
+from dynamo.frontend.apis.relay.http_answer import HttpAnswer
 
 ANSWER = b'{"id": 1,  "odd": [1,2], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}'
 

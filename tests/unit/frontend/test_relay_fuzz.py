@@ -10,9 +10,9 @@ from hostile_bodies import SHAPES, Mutations
 from http_bench import Bench
 from relayed_kit import RelaySite
 
-from dynamo.frontend.api.openai import OpenAIRoutes
-from dynamo.frontend.api.relay import RelayRoutes
-from dynamo.frontend.api.route import ExplainRoutes
+from dynamo.frontend.apis.chat.route import OpenAIRoutes
+from dynamo.frontend.apis.operator.routing import ExplainRoutes
+from dynamo.frontend.apis.relay.route import RelayRoutes
 from dynamo.http.routes import Routes
 
 BODIES = 700

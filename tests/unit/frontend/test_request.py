@@ -31,7 +31,7 @@ from dynamo.errors import (
     NoInstances,
     Overloaded,
 )
-from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
@@ -48,7 +48,7 @@ from dynamo.protocols.engine import (
 )
 from dynamo.router.picker import Decision
 from dynamo.router.worker_pool import Saturation
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
 _decode_request = decoder(PreprocessedRequest).decode

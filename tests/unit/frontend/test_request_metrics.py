@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.api import info
+from dynamo.frontend.apis.operator import info
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request_metrics import RequestMetrics
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.router.picker import Decision
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 DECISION = Decision(1, 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from dynamo.frontend.requests.response_store import ResponseStore, StoredResponse
+from dynamo.frontend.apis.responses.store import ResponseStore, StoredResponse
 
 
 def made(parent: StoredResponse | None = None, size: int = 100, name: str = "") -> StoredResponse:

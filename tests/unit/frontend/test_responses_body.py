@@ -11,8 +11,8 @@ import pytest
 from text_kit import example_preprocessor
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.prompt.response_body import ResponseChatRequest, parse_response
-from dynamo.frontend.prompt.response_items import arranged
+from dynamo.frontend.apis.responses.input_items import arranged
+from dynamo.frontend.apis.responses.prompt import ResponseChatRequest, parse_response
 
 CODEX = json.loads(Path(__file__).with_name("codex_request.json").read_text())
 

@@ -15,9 +15,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from test_request import Site, ids, turn
 
 from dynamo.errors import Disconnected, EngineFailure, Overloaded
-from dynamo.frontend.api.prompt_count import PromptCountRoutes
-from dynamo.frontend.api.responses import ResponseRoutes
-from dynamo.frontend.requests.response_store import ResponseStore
+from dynamo.frontend.apis.responses.route import ResponseRoutes
+from dynamo.frontend.apis.responses.store import ResponseStore
+from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
 from dynamo.http import Exchange
 
 PATH = "/v1/responses"

@@ -22,18 +22,18 @@ from tokenizer_kit import write_llama_like, write_metaspace, write_model
 from tokenizers import Tokenizer as Reference
 
 from dynamo.errors import ConfigError
-from dynamo.frontend.prompt import tokenizer as tokenizer_module
-from dynamo.frontend.prompt import tokenizer_facts
-from dynamo.frontend.prompt.segments import SegmentCache
 from dynamo.frontend.prompt.template import load_template
-from dynamo.frontend.prompt.tokenizer import (
+from dynamo.frontend.prompt.tokenizer_file import read_tokenizer_file
+from dynamo.frontend.text import tokenizer as tokenizer_module
+from dynamo.frontend.text import tokenizer_facts
+from dynamo.frontend.text.segments import SegmentCache
+from dynamo.frontend.text.tokenizer import (
     CacheStats,
     _encode_all,
     _EncoderThread,
     _FastEncoder,
     load_tokenizer,
 )
-from dynamo.frontend.prompt.tokenizer_file import read_tokenizer_file
 
 pieces = st.one_of(
     st.text(),

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from dynamo.box.control import ActionOutcome
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access import frontend_access, guard_ui_routes
-from dynamo.frontend.api.ui import UiRoutes
 from dynamo.frontend.ui import files, sampler
+from dynamo.frontend.ui.route import UiRoutes
 from dynamo.frontend.ui.source import with_own_figures
 from dynamo.http import HttpLimits, HttpServer
 from dynamo.http.api_keys import key_line, new_key
 from dynamo.http.routes import Routes
+from dynamo.operations.control import ActionOutcome
 from dynamo.protocols.status import BoxStatus, FrontendStatus, ModelFigures, WorkerFigures
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 OWN = "http://localhost:8000"
 STATIC = Path(files.__file__).with_name("static")

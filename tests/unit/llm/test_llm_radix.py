@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dynamo.llm.radix import RadixTree
+from dynamo.llm.prefix_index import RadixTree
 
 
 def event(data: object, dp_rank: int = 0) -> bytes:

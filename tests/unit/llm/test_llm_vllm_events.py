@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dynamo._fast.hashing import xxh3_64
-from dynamo.llm.vllm_events import (
+from dynamo.llm.engine_events import (
     AttentionGroup,
     EngineCleared,
     EngineEvent,

@@ -12,7 +12,7 @@ from dynamo.config.mocker import MockerSettings
 from dynamo.errors import InvalidArgument
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
-from dynamo.mocker.reply import random_reply
+from dynamo.mocker.replies import random_reply
 from dynamo.mocker.scheduler import Scheduler, Sequence
 from dynamo.protocols.codec import tokens
 

@@ -30,10 +30,10 @@ from dynamo.protocols.engine import (
 )
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
-from dynamo.runtime.admission import AdmissionQueue
+from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
-from dynamo.runtime.tasks import Tasks
 
 DECODE = codec.decoder(EngineOutput).decode
 ENDPOINT = "test/backend/generate"

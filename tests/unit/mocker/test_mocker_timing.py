@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from dynamo.mocker.reply import echo_reply, random_reply, sequence_reply
+from dynamo.mocker.replies import echo_reply, random_reply, sequence_reply
 from dynamo.mocker.timing import Timing
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import StopConditions

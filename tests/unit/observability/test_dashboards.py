@@ -17,7 +17,7 @@ from boxes import binary, needs
 from metric_specs import declarations, kind_of
 from promql import Use, uses
 
-from dynamo.planner import metrics as planner
+from dynamo.planner.reports import metrics as planner
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy/grafana"

@@ -25,7 +25,7 @@ def restore() -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(False)
-    for name in ("dynamo.test", "dynamo.router", "dynamo.router.decision_log"):
+    for name in ("dynamo.test", "dynamo.router", "dynamo.router.explanations.decision_log"):
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
@@ -102,7 +102,7 @@ def test_levels_by_module_and_unknown_words() -> None:
     [
         ("info", False),
         ("info,dynamo.router=info", False),
-        ("info,dynamo.router.decision_log=info", True),
+        ("info,dynamo.router.explanations.decision_log=info", True),
         ("info,dynamo.router=debug", True),
         ("debug", True),
         ("warn", False),
@@ -112,7 +112,7 @@ def test_lines_per_request_are_shown_on_demand(level: str, shown: bool) -> None:
     out = io.StringIO()
     setup_logging("svc", "debug", stream=out)
     setup_logging("svc", level, stream=out)
-    logging.getLogger("dynamo.router.decision_log").info("Selected worker")
+    logging.getLogger("dynamo.router.explanations.decision_log").info("Selected worker")
     assert ("Selected worker" in out.getvalue()) is shown
 
 

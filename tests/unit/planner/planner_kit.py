@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from dynamo.box.actions.ports import ActionFailed
-from dynamo.planner.actions import WorkerAction
+from dynamo.operations.steps.ports import ActionFailed
 from dynamo.planner.connector import (
     DRAINING,
     READY,
@@ -15,10 +14,11 @@ from dynamo.planner.connector import (
     ScaledService,
     ScaledWorker,
 )
-from dynamo.planner.decisions import DecisionRecord
-from dynamo.planner.model_state import Pools
+from dynamo.planner.live.actions import WorkerAction
+from dynamo.planner.live.model_state import Pools
 from dynamo.planner.observation import Observation, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.base import PoolDecision, ScalingDecision
+from dynamo.planner.reports.decisions import DecisionRecord
 from dynamo.planner.scaled_model import ScaledModel
 
 

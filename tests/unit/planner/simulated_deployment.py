@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from dynamo.box.actions.ports import (
+from dynamo.operations.steps.ports import (
     STOPPED,
     CircusBusy,
     CircusError,
     NoSuchWatcher,
     WatcherOptions,
 )
-from dynamo.runtime.tasks import Tasks
-from dynamo.serve.gpus import Inventory
-from dynamo.serve.graph import parse_graph
-from dynamo.serve.record import RecordedComponent, StatefileWriter
-from dynamo.serve.registered import RegisteredWorker
-from dynamo.serve.statefile import Statefile
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan, plan_added
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.gpus.gpus import Inventory
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, place, plan, plan_added
+from dynamo.serve.state.record import RecordedComponent, StatefileWriter
+from dynamo.serve.state.registered import RegisteredWorker
+from dynamo.serve.state.statefile import Statefile
 
 __all__ = ["Faults", "SimulatedDeployment", "SimulatedProcess", "SimulatedWatcher"]
 

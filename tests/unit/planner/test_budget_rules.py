@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dynamo.planner.observation import Observation, Pool, Traffic
 from dynamo.planner.policies.budget import Workers, affordable, clamp, free_gpus
-from dynamo.planner.sharing import SharedModel, SharedService, SharingLimits, share
+from dynamo.planner.sharing.sharing import SharedModel, SharedService, SharingLimits, share
 
 
 def seen(prefill: Pool | None, decode: Pool, max_gpus: float = 8) -> Observation:

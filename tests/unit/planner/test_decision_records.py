@@ -9,9 +9,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.planner.decisions import DecisionLog, DecisionRecord, PoolChange
 from dynamo.planner.observation import Observation, Pool, Traffic
 from dynamo.planner.policies.base import PoolDecision, ScalingDecision
+from dynamo.planner.reports.decisions import DecisionLog, DecisionRecord, PoolChange
 
 SEEN = Observation(
     now_s=0.0,

@@ -13,20 +13,20 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment
 from virtual_time import run_virtual
 
-from dynamo.box.actions import circus
-from dynamo.box.actions.access import LocalAccess
-from dynamo.box.actions.circus import CircusEndpoint
-from dynamo.box.actions.ports import ActionFailed, CircusBusy, CircusError, EngineControls
 from dynamo.box.planner_call import ask_planner
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import StatefileError
+from dynamo.operations.steps import circus
+from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.steps.circus import CircusEndpoint
+from dynamo.operations.steps.ports import ActionFailed, CircusBusy, CircusError, EngineControls
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
-from dynamo.planner.local.connector import LocalConnector
+from dynamo.planner.live.local_connector import LocalConnector
 from dynamo.planner.local.view import Sighting, service_now
 from dynamo.planner.service import run_planner
-from dynamo.serve.entries import read_services
-from dynamo.serve.registered import RegisteredWorker
+from dynamo.serve.state.entries import read_services
+from dynamo.serve.state.registered import RegisteredWorker
 
 GRAPH = """
 W: {run: dynamo.mocker, model-path: tiny, ServiceArgs: {resources: {gpu: 1}}}

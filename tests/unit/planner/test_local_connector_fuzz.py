@@ -16,13 +16,13 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment, SimulatedProcess
 from virtual_time import run_virtual
 
-from dynamo.box.actions.access import LocalAccess
-from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
-from dynamo.planner.local.connector import LocalConnector
-from dynamo.serve.entries import read_services
-from dynamo.serve.reservations import ledger_of
+from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.steps.ports import ActionFailed
+from dynamo.planner.live.local_connector import LocalConnector
+from dynamo.serve.state.entries import read_services
+from dynamo.serve.state.reservations import ledger_of
 
 ROOT = Path(__file__).resolve().parents[3]
 VALIDATOR = jsonschema.Draft202012Validator(

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 
-from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.planner.gpu_sharing import GpuCapacity, GpuSharing
-from dynamo.planner.loop import ScalingLoop
+from dynamo.operations.steps.ports import ActionFailed
+from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.on_demand import OnDemandRegistry
-from dynamo.planner.zero import ModelDemand
+from dynamo.planner.sharing.gpu_sharing import GpuCapacity, GpuSharing
+from dynamo.planner.sharing.zero import ModelDemand
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel
 from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState

@@ -18,9 +18,9 @@ from dynamo.planner.policies.forecast import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.pacing import ActionLimit, StartUpTime
 from dynamo.planner.policies.staffing import MeanLimits, WorkerLoadModel, wait_factor
-from dynamo.planner.replay.patterns import flat, generate, sine
 from dynamo.planner.replay.setup import ReplaySetup
-from dynamo.planner.replay.simulation import simulate
+from dynamo.simulation.patterns import flat, generate, sine
+from dynamo.simulation.simulation import simulate
 
 TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
 LIMITS = MeanLimits(ttft_ms=800.0, itl_ms=30.0, kv_usage=0.85)

@@ -19,8 +19,8 @@ from deployment import free_port
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.planner.frontends import FrontendPages, frontends_in
-from dynamo.serve.process_table import stat
-from dynamo.serve.statefile import Statefile
+from dynamo.serve.state.process_table import stat
+from dynamo.serve.state.statefile import Statefile
 
 
 def component(*flags: str, module: str = "dynamo.frontend", pid: int | None = None) -> Any:

@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 
-from dynamo.box.actions.ports import ActionFailed
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import StatefileError
-from dynamo.planner.actions import WorkerActions
+from dynamo.operations.steps.ports import ActionFailed
 from dynamo.planner.connector import DRAINING, READY, STARTING
-from dynamo.planner.gpu_sharing import GpuCapacity, GpuSharing
-from dynamo.planner.loop import ScalingLoop
+from dynamo.planner.live.actions import WorkerActions
+from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.policies.factory import make_policy
-from dynamo.planner.zero import ModelDemand
+from dynamo.planner.sharing.gpu_sharing import GpuCapacity, GpuSharing
+from dynamo.planner.sharing.zero import ModelDemand
 from dynamo.protocols.control import OnDemandModel
 
 FAST = PlannerSettings(

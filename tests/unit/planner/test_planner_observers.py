@@ -13,14 +13,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.observability.metrics import Registry
-from dynamo.planner import tensorboard
-from dynamo.planner.actions import WorkerAction
-from dynamo.planner.decisions import DecisionRecord
-from dynamo.planner.metrics import PlannerMetrics
+from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.base import PoolDecision, ScalingDecision
-from dynamo.planner.state_file import StateFile
-from dynamo.planner.tensorboard import TensorboardLog, default_log_dir
+from dynamo.planner.reports import tensorboard
+from dynamo.planner.reports.decisions import DecisionRecord
+from dynamo.planner.reports.metrics import PlannerMetrics
+from dynamo.planner.reports.state_file import StateFile
+from dynamo.planner.reports.tensorboard import TensorboardLog, default_log_dir
 
 NAMES = {
     "num_prefill_replicas",

@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
-from dynamo.planner.traffic import FrontendPage, TrafficCounter, read_page
+from dynamo.planner.live.traffic import FrontendPage, TrafficCounter, read_page
 
 SINCE = 1000.0
 

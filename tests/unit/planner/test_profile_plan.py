@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from dynamo.errors import ConfigError
-from dynamo.planner.profile.deployment import NAMESPACE, profiled_graph
-from dynamo.planner.profile.plan import FULL, QUICK, EngineLimits, decode_steps, prefill_lengths
-from dynamo.planner.profile.results import (
+from dynamo.profiler.deployment import NAMESPACE, profiled_graph
+from dynamo.profiler.plan import FULL, QUICK, EngineLimits, decode_steps, prefill_lengths
+from dynamo.profiler.results import (
     DecodeSample,
     PrefillSample,
     decode_advice,
     prefill_advice,
 )
-from dynamo.planner.profile.sweep import choose_services
-from dynamo.serve.graph import Graph, parse_graph
+from dynamo.profiler.sweep import choose_services
+from dynamo.serve.graph.graph import Graph, parse_graph
 
 LIMITS = EngineLimits(context_tokens=8192, kv_tokens=100_000, max_seqs=64, batched_tokens=2048)
 DISAGG = """

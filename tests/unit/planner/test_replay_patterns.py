@@ -9,8 +9,8 @@ import pytest
 
 from dynamo.bench.trace import TraceRequest
 from dynamo.errors import ConfigError
-from dynamo.planner.replay.patterns import generate, parse_pattern, speed_up, warp
-from dynamo.planner.replay.request import ReplayRequest, from_trace
+from dynamo.simulation.patterns import generate, parse_pattern, speed_up, warp
+from dynamo.simulation.request import ReplayRequest, from_trace
 
 
 def counts(requests: list[ReplayRequest], window_s: float) -> list[int]:

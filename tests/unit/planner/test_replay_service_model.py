@@ -11,13 +11,13 @@ import pytest
 
 from dynamo.errors import ConfigError
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
-from dynamo.mocker.reply import random_reply
+from dynamo.mocker.replies import random_reply
 from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
 from dynamo.mocker.timing import Timing
-from dynamo.planner.replay.batch_worker import BatchWorker
-from dynamo.planner.replay.patterns import flat, generate
-from dynamo.planner.replay.request import BLOCK_TOKENS, ReplayRequest, RequestState
-from dynamo.planner.replay.service_model import ServiceModel, service_model
+from dynamo.simulation.batch_worker import BatchWorker
+from dynamo.simulation.patterns import flat, generate
+from dynamo.simulation.request import BLOCK_TOKENS, ReplayRequest, RequestState
+from dynamo.simulation.service_model import ServiceModel, service_model
 
 BLOCK = 64
 

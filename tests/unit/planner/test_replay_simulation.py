@@ -13,14 +13,14 @@ from dynamo.planner.observation import Observation
 from dynamo.planner.policies.base import DECODE, PREFILL, Policy, PoolDecision, ScalingDecision
 from dynamo.planner.policies.factory import named_policy
 from dynamo.planner.replay.clock import VirtualClock
-from dynamo.planner.replay.cluster import ReplayCluster
-from dynamo.planner.replay.compare import compare, run_policy
-from dynamo.planner.replay.patterns import flat, generate, parse_pattern
-from dynamo.planner.replay.request import ReplayRequest
-from dynamo.planner.replay.scaling import ReplayPlanner
-from dynamo.planner.replay.service_model import service_model
 from dynamo.planner.replay.setup import ReplaySetup
-from dynamo.planner.replay.simulation import simulate
+from dynamo.simulation.cluster import ReplayCluster
+from dynamo.simulation.compare import compare, run_policy
+from dynamo.simulation.patterns import flat, generate, parse_pattern
+from dynamo.simulation.request import ReplayRequest
+from dynamo.simulation.scaling import ReplayPlanner
+from dynamo.simulation.service_model import service_model
+from dynamo.simulation.simulation import simulate
 
 SETTINGS = PlannerSettings(adjustment_interval_s=10.0, ttft_ms=1000.0)
 SETUP = ReplaySetup(start_up_s=10.0, ttft_ms=1000.0)

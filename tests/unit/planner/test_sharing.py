@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo.planner.local.capacity import LedgerRoom, capacity_of
 from dynamo.planner.observation import Pool
-from dynamo.planner.sharing import (
+from dynamo.planner.sharing.sharing import (
     GpuRoom,
     ServiceChange,
     SharedModel,
@@ -20,9 +20,9 @@ from dynamo.planner.sharing import (
     SharingLimits,
     share,
 )
-from dynamo.planner.zero import cold_decision
-from dynamo.serve.reservations import ledger_of
-from dynamo.serve.statefile import Document
+from dynamo.planner.sharing.zero import cold_decision
+from dynamo.serve.state.reservations import ledger_of
+from dynamo.serve.state.statefile import Document
 
 LIMITS = SharingLimits(gpus=1, idle_timeout_s=300, yield_idle_s=2, residency_s=30, patience_s=120)
 

@@ -16,10 +16,10 @@ from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sla import SlaPolicy
-from dynamo.planner.replay.patterns import generate, sine
-from dynamo.planner.replay.service_model import service_model
 from dynamo.planner.replay.setup import ReplaySetup
-from dynamo.planner.replay.simulation import simulate
+from dynamo.simulation.patterns import generate, sine
+from dynamo.simulation.service_model import service_model
+from dynamo.simulation.simulation import simulate
 
 TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0, load_predictor="kalman")
 TRAFFIC = Traffic(

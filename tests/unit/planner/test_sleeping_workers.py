@@ -13,20 +13,20 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment
 from virtual_time import run_virtual
 
-from dynamo.box.actions.access import LocalAccess
-from dynamo.box.actions.gpu_room import crowded_gpus, reserved_share
-from dynamo.box.actions.ports import ActionFailed, CircusError
-from dynamo.box.actions.removal import finish_removal, mark_draining
-from dynamo.box.actions.sleeping import check_wakeable, sleep_worker, wake_worker
-from dynamo.box.loading import ModelLoad
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import EngineFailure, StatefileError
-from dynamo.planner.local.connector import LocalConnector
-from dynamo.serve.entries import read_services
-from dynamo.serve.gpus import Gpu
-from dynamo.serve.process_table import stat
-from dynamo.serve.reservations import ledger_of, owner_mark
-from dynamo.serve.statefile import Document, Statefile
+from dynamo.operations.loading import ModelLoad
+from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.steps.gpu_room import crowded_gpus, reserved_share
+from dynamo.operations.steps.ports import ActionFailed, CircusError
+from dynamo.operations.steps.removal import finish_removal, mark_draining
+from dynamo.operations.steps.sleeping import check_wakeable, sleep_worker, wake_worker
+from dynamo.planner.live.local_connector import LocalConnector
+from dynamo.serve.gpus.gpus import Gpu
+from dynamo.serve.state.entries import read_services
+from dynamo.serve.state.process_table import stat
+from dynamo.serve.state.reservations import ledger_of, owner_mark
+from dynamo.serve.state.statefile import Document, Statefile
 
 GRAPH = """
 A: {run: dynamo.vllm, model: a, ServiceArgs: {workers: 1, resources: {gpu: 1}}}

@@ -11,15 +11,15 @@ import pytest
 from simulated_deployment import SimulatedDeployment
 from virtual_time import run_virtual
 
-from dynamo.box.actions.access import reserve
-from dynamo.box.actions.ports import ActionFailed
-from dynamo.box.targets import find_model, find_processes, find_workers
 from dynamo.errors import ConfigError, InvalidArgument
-from dynamo.serve.entries import next_name, read_services
-from dynamo.serve.process_table import stat
-from dynamo.serve.record import StatefileWriter
-from dynamo.serve.reservations import ledger_of, owner_mark
-from dynamo.serve.statefile import RESERVED_BY, Document, Statefile
+from dynamo.operations.steps.access import reserve
+from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.targets import find_model, find_processes, find_workers
+from dynamo.serve.state.entries import next_name, read_services
+from dynamo.serve.state.process_table import stat
+from dynamo.serve.state.record import StatefileWriter
+from dynamo.serve.state.reservations import ledger_of, owner_mark
+from dynamo.serve.state.statefile import RESERVED_BY, Document, Statefile
 
 GRAPH = """
 A: {run: dynamo.mocker, model-path: tiny, ServiceArgs: {workers: 2, resources: {gpu: 2}}}

@@ -13,9 +13,9 @@ from replay import Arrival
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router import duplicates
 from dynamo.router.factory import make_index
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode import duplicates
+from dynamo.router.kv_mode.kv import KvPicker
 
 BLOCK = 4
 CACHE_FIRST: dict[str, Any] = {"prefill_load_scale": 64.0, "duplicate_cost": 32.0}

@@ -9,7 +9,7 @@ import pytest
 from dynamo.config.option import load
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
-from dynamo.router.cost import (
+from dynamo.router.kv_mode.cost import (
     CostBreakdown,
     Load,
     TierCounts,

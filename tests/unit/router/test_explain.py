@@ -14,9 +14,9 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.explain import table
+from dynamo.router.explanations.explain import table
 from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 
 BLOCK = 4
 PROMPT = array("I", range(100, 114))

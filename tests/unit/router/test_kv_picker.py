@@ -20,9 +20,9 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.sync import AddRequest, SequenceEvent
 from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels
-from dynamo.router.sync.local import LocalRequests
+from dynamo.router.sync.loads import LocalRequests
 from dynamo.router.sync.replicas import PickerLoadSink
 
 BLOCK = 4
@@ -241,7 +241,7 @@ def test_requests_that_were_never_freed_expire() -> None:
 def test_the_decision_is_explained_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     picker = make(2)
     cache(picker, 2, PROMPT, 3)
-    with caplog.at_level(logging.DEBUG, "dynamo.router.decision_log"):
+    with caplog.at_level(logging.DEBUG, "dynamo.router.explanations.decision_log"):
         picker.pick("a", PROMPT)
     assert [record.getMessage() for record in caplog.records] == [
         "Formula for worker_1: 6.500 = 1.0 * 3.500 + 3.0 (cached_blocks: 0)",

@@ -30,7 +30,7 @@ from dynamo.router.caches import recovery as recovery_module
 from dynamo.router.discovery import maintenance as upkeep_module
 from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.router import ConnectedRouter
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.runtime import distributed as distributed_module
 from dynamo.runtime.discovery import KeyEvent
 

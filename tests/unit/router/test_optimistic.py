@@ -14,7 +14,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.caches.predicted import OptimisticCache
 from dynamo.router.factory import make_index
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 
 BLOCK = 4
 

@@ -17,7 +17,7 @@ from dynamo.errors import DynamoError
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index, make_predicted
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.modes import InflightPicker
 
 BLOCK = 2

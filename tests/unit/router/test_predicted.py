@@ -18,7 +18,7 @@ from dynamo.router.caches import predicted as predicted_module
 from dynamo.router.caches.metrics import predictions
 from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.factory import make_index, make_picker
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 
 TTL_S = 10.0

@@ -12,7 +12,7 @@ from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.load.prefill_fit import PrefillFit
 from dynamo.router.load.prefill_model import prefill_model
 

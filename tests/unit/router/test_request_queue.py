@@ -30,7 +30,7 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import QueueMetrics

@@ -18,11 +18,11 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvQueryAnswer
 from dynamo.router import metrics
-from dynamo.router.api_views import overlap_scores
 from dynamo.router.caches import metrics as caches
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.eligibility import eligibility_filter
-from dynamo.router.kv import KvPicker
+from dynamo.router.explanations.api_views import overlap_scores
+from dynamo.router.kv_mode.kv import KvPicker
 
 
 @pytest_asyncio.fixture

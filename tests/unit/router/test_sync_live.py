@@ -16,7 +16,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.sync import ACTIVE_SEQUENCES
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.sync import replicas as sync
 from dynamo.runtime import DistributedRuntime
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from dynamo.protocols.codec import encode
 from dynamo.protocols.sync import AddRequest, SequenceBatch, SequenceEvent, SequenceMessage
+from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.load.active import Reservation
-from dynamo.router.prompt import HashedPrompt
-from dynamo.router.sync import local as sync_local
+from dynamo.router.sync import loads as sync_local
 from dynamo.router.sync import remote as sync_remote
-from dynamo.router.sync.local import LocalRequests
+from dynamo.router.sync.loads import LocalRequests
 from dynamo.router.sync.remote import RemoteReplicas
 from dynamo.router.sync.replicas import decode_message
 

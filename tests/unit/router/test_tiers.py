@@ -13,11 +13,11 @@ from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from dynamo.router.api_views import overlap_scores, potential_loads
 from dynamo.router.caches.indexer import Indexer
-from dynamo.router.explain import table
+from dynamo.router.explanations.api_views import overlap_scores, potential_loads
+from dynamo.router.explanations.explain import table
 from dynamo.router.factory import make_index
-from dynamo.router.kv import KvPicker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels
 
 BLOCK = 4

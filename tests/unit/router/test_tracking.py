@@ -13,8 +13,8 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import Overloaded
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.api_views import potential_loads
-from dynamo.router.kv import KvPicker
+from dynamo.router.explanations.api_views import potential_loads
+from dynamo.router.kv_mode.kv import KvPicker
 
 BLOCK = 4
 PROMPT = array("I", range(14))

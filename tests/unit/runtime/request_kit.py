@@ -11,7 +11,6 @@ from typing import Any
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import DynamoError
 from dynamo.protocols import codec
-from dynamo.runtime.context import Context
 from dynamo.runtime.requests import (
     ClientStream,
     RequestClient,
@@ -19,6 +18,7 @@ from dynamo.runtime.requests import (
     ResponseStream,
     ServerStream,
 )
+from dynamo.runtime.requests.context import Context
 
 TIMEOUT_S = 20.0
 ENDPOINT = "ns/worker/generate"

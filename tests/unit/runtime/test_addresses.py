@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.runtime import addresses
-from dynamo.runtime.addresses import advertised_host, bracketed
+from dynamo.runtime.process import sockets as addresses
+from dynamo.runtime.process.sockets import advertised_host, bracketed
 
 
 def test_an_explicit_address_is_advertised_unchanged() -> None:

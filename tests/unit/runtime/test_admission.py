@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.errors import Overloaded
 from dynamo.observability.metrics import Registry
-from dynamo.runtime.admission import AdmissionQueue
+from dynamo.runtime.endpoints.admission import AdmissionQueue
 
 
 def test_exactly_n_plus_q_are_admitted() -> None:

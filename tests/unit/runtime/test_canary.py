@@ -14,8 +14,8 @@ from dynamo.errors import DynamoError, EngineFailure, InvalidArgument, WorkerUna
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.runtime.canary import Canary
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import EndpointStats, StreamSink
-from dynamo.runtime.tasks import Tasks
 
 SHORT = HealthCheckSettings(enabled=True, canary_wait_s=0.02, request_timeout_s=0.02)
 

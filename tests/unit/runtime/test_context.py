@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from dynamo.runtime.context import Context
+from dynamo.runtime.requests.context import Context
 
 
 def test_levels_rise_and_never_fall() -> None:

@@ -28,7 +28,7 @@ from dynamo.runtime.discovery import FileDiscovery, KeyEvent, MemoryDiscovery, l
 from dynamo.runtime.discovery.etcd_link import Change, Listing, Step
 from dynamo.runtime.discovery.etcd_watcher import EtcdWatcher
 from dynamo.runtime.discovery.key_cache import KeyCache
-from dynamo.runtime.discovery.process import host_id
+from dynamo.runtime.process.os_process import host_id
 
 KEY = "v1/instances/ns/comp/ep/1f"
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"

@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from dynamo.errors import WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, Lease, layout
-from dynamo.runtime.discovery.process import host_id, start_ticks
+from dynamo.runtime.process.os_process import host_id, start_ticks
 
 KEYS = [f"v1/{bucket}/ns/c/e/1" for bucket in layout.BUCKETS]
 stores = st.integers(0, 1)

@@ -35,7 +35,7 @@ from dynamo.protocols.engine import (
     StopConditions,
 )
 from dynamo.runtime import Annotated, Client, Context, DistributedRuntime, dynamo_endpoint
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 
 class Deployment:

@@ -20,16 +20,10 @@ import pytest
 
 from dynamo.errors import InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
-from dynamo.runtime.discovery import (
-    FileDiscovery,
-    KeyEvent,
-    inotify,
-    layout,
-    leases,
-    store_watcher,
-)
-from dynamo.runtime.discovery.process import host_id, is_running, start_ticks
+from dynamo.runtime.discovery import FileDiscovery, KeyEvent, layout, leases, store_watcher
 from dynamo.runtime.discovery.process_end import ProcessEnd
+from dynamo.runtime.process import inotify
+from dynamo.runtime.process.os_process import host_id, is_running, start_ticks
 
 KEY = "v1/instances/ns/comp/ep/1f"
 

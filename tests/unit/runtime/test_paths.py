@@ -11,7 +11,8 @@ import pytest
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime import DistributedRuntime, paths
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.process import paths
 
 
 def _mode(path: Path) -> int:

@@ -24,7 +24,7 @@ from dynamo.errors import (
     Overloaded,
     UnknownEndpoint,
 )
-from dynamo.runtime.context import Context
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import (
     EndpointStats,
     RequestClient,
@@ -32,7 +32,7 @@ from dynamo.runtime.requests import (
     ServerStream,
     generator_handler,
 )
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.requests.context import Context
 
 SMALL = RequestPlaneSettings(max_message_size_bytes=4096)
 

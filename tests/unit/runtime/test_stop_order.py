@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.runtime import stop_order
-from dynamo.runtime.stop_order import (
+from dynamo.runtime.process import stop_order
+from dynamo.runtime.process.stop_order import (
     STOP_STAGE,
     is_supervised,
     wait_for_frontends,

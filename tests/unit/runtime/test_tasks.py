@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 
 async def test_a_finished_task_leaves_and_gives_its_result() -> None:

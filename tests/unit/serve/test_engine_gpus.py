@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from dynamo.cli import gpu_placement
-from dynamo.cli.gpu_placement import place_workers
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
-from dynamo.serve import nvml
-from dynamo.serve.engine_gpus import engine_flags, with_engine_gpus
-from dynamo.serve.gpu_memory import EngineMemory, memory_warnings
-from dynamo.serve.gpus import Gpu, GpuProcess
-from dynamo.serve.graph import Graph, parse_graph
-from dynamo.serve.watchers import WatcherSpec, plan
+from dynamo.serve.gpus import nvml
+from dynamo.serve.gpus.engine_gpus import engine_flags, with_engine_gpus
+from dynamo.serve.gpus.gpus import Gpu, GpuProcess
+from dynamo.serve.gpus.memory import EngineMemory, memory_warnings
+from dynamo.serve.graph.graph import Graph, parse_graph
+from dynamo.serve.graph.watchers import WatcherSpec, plan
+from dynamo.setup import gpu_placement
+from dynamo.setup.gpu_placement import place_workers
 
 GIB = 1 << 30
 

@@ -18,16 +18,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dynamo.box.actions.access import reserve
-from dynamo.box.actions.ports import ActionFailed
-from dynamo.box.actions.sleeping import _fall_asleep, _reserve_sleeper, _set_state
 from dynamo.errors import ConfigError, Unavailable
-from dynamo.serve.entries import new_entry, next_name, read_entries, read_services, release
-from dynamo.serve.gpus import Inventory
-from dynamo.serve.graph import parse_graph
-from dynamo.serve.record import RecordedComponent, StatefileWriter, Supervision
-from dynamo.serve.reservations import is_reserved, ledger_of, owner_mark, reclaim
-from dynamo.serve.statefile import (
+from dynamo.operations.steps.access import reserve
+from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.sleeping import _fall_asleep, _reserve_sleeper, _set_state
+from dynamo.serve.gpus.gpus import Inventory
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.watchers import (
+    DeploymentPlan,
+    WatcherSpec,
+    place,
+    plan,
+    plan_added,
+    with_gpus,
+)
+from dynamo.serve.state.entries import new_entry, next_name, read_entries, read_services, release
+from dynamo.serve.state.record import RecordedComponent, StatefileWriter, Supervision
+from dynamo.serve.state.reservations import is_reserved, ledger_of, owner_mark, reclaim
+from dynamo.serve.state.statefile import (
     ASLEEP,
     DRAIN,
     DRAINING,
@@ -38,7 +46,6 @@ from dynamo.serve.statefile import (
     Document,
     Statefile,
 )
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan, plan_added, with_gpus
 
 GPUS = ("0", "1", "2", "3")
 GRAPH = """
@@ -94,7 +101,9 @@ class Histories(RuleBasedStateMachine):
         self.pids = itertools.count(10)
         self.dead: set[int] = set()
         self.patches: list[Any] = [
-            patch("dynamo.serve.reservations.same_process", lambda pid, _: pid not in self.dead),
+            patch(
+                "dynamo.serve.state.reservations.same_process", lambda pid, _: pid not in self.dead
+            ),
             patch.object(os, "fsync", lambda descriptor: None),
         ]
         for one in self.patches:

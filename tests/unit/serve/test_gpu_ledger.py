@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynamo.errors import ConfigError
-from dynamo.serve.gpu_ledger import GpuLedger, fits
+from dynamo.serve.gpus.ledger import GpuLedger, fits
 
 GONE, HERE = {"pid": 1}, {"pid": 2}
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo.serve.graph import parse_graph
-from dynamo.serve.graph_changes import (
+from dynamo.serve.graph.changes import (
     GraphChanges,
     added_workers,
     compare,
@@ -15,7 +14,8 @@ from dynamo.serve.graph_changes import (
     without_awakening,
     without_removed,
 )
-from dynamo.serve.watchers import WatcherSpec, drain_env, plan, plan_added, with_gpus
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.watchers import WatcherSpec, drain_env, plan, plan_added, with_gpus
 
 TEXT = """
 A: {run: m, x: 1, ServiceArgs: {workers: 2, resources: {gpu: 1}}}

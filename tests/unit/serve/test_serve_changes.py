@@ -13,15 +13,15 @@ from typing import Any, cast
 import pytest
 
 from dynamo.errors import StatefileError
-from dynamo.runtime.tasks import Tasks
-from dynamo.serve.gpus import Inventory
-from dynamo.serve.graph import parse_graph
-from dynamo.serve.record import RecordedComponent, StatefileWriter
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.gpus.gpus import Inventory
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, place, plan
 from dynamo.serve.reload import GraphReload
-from dynamo.serve.reservations import ledger_of, owner_mark
-from dynamo.serve.rolling import RollingRestart
-from dynamo.serve.statefile import Document, FileLock, Statefile
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan
+from dynamo.serve.state.record import RecordedComponent, StatefileWriter
+from dynamo.serve.state.reservations import ledger_of, owner_mark
+from dynamo.serve.state.statefile import Document, FileLock, Statefile
+from dynamo.serve.supervision.rolling import RollingRestart
 
 GRAPH = "A: {run: dynamo.mocker, ServiceArgs: {workers: 3, resources: {gpu: 1}}}"
 GPUS = ("0", "1", "2")
@@ -247,7 +247,7 @@ def test_a_failed_write_and_a_kept_entry_are_tried_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No further event comes: neither from the disk, nor from the process of the operation."""
-    monkeypatch.setattr("dynamo.serve.record._AGAIN_S", 0.01)
+    monkeypatch.setattr("dynamo.serve.state.record._AGAIN_S", 0.01)
     world.change("dynamo_A_2", reserved_by=owner_mark("sleep"))
     world.vanish("dynamo_A_2")
     world.statefile.lock_path.unlink()

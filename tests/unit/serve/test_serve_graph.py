@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import ConfigError
-from dynamo.serve.graph import Graph, parse_graph
-from dynamo.serve.overrides import merge, parse_value, split_overrides
-from dynamo.serve.service import Service
+from dynamo.serve.graph.graph import Graph, parse_graph
+from dynamo.serve.graph.overrides import merge, parse_value, split_overrides
+from dynamo.serve.graph.service import Service
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "dynamo/serve/graph.schema.json").read_text())

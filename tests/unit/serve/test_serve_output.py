@@ -13,7 +13,7 @@ import pytest
 
 from dynamo.box.output_tail import last_line
 from dynamo.serve.last_output import cause_in, refusal_in, telling_line
-from dynamo.serve.output import LogFile, OutputPipe, ServiceOutput
+from dynamo.serve.supervision.output import LogFile, OutputPipe, ServiceOutput
 
 
 async def test_lines_arrive_complete_and_the_rest_at_the_end() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 from circus.process import RUNNING, UNEXISTING
 
-from dynamo.serve.process_table import children, environment, same_process, snapshot, stat
-from dynamo.serve.supervised_process import SupervisedProcess
+from dynamo.serve.state.process_table import children, environment, same_process, snapshot, stat
+from dynamo.serve.supervision.supervised_process import SupervisedProcess
 
 
 def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -55,8 +55,8 @@ def test_daemons_in_other_sessions_are_killed() -> None:
     done = run(
         """
         import os, subprocess, time
-        from dynamo.serve.process_table import children
-        from dynamo.serve.processes import become_subreaper, end_descendants
+        from dynamo.serve.state.process_table import children
+        from dynamo.serve.supervision.processes import become_subreaper, end_descendants
         become_subreaper()
         if os.fork() == 0:
             os.setsid()
@@ -78,7 +78,7 @@ def test_daemons_in_other_sessions_are_killed() -> None:
 GUARDED = """
     import os, signal, sys
     from pathlib import Path
-    from dynamo.serve.guard import STOP_SIGNALS, run_guarded
+    from dynamo.serve.supervision.guard import STOP_SIGNALS, run_guarded
 
     def body():
         {body}

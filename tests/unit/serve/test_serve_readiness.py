@@ -10,7 +10,7 @@ import pytest
 
 from dynamo.errors import ConfigError
 from dynamo.serve import readiness
-from dynamo.serve.frontend_address import FrontendAddress, frontend_address
+from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.readiness import (
     FrontendHealth,
     check_free,

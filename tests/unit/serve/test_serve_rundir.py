@@ -15,10 +15,10 @@ from serving_documents import document
 from dynamo.errors import StatefileError
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.layout import encode_stored, ensure_directories, key_path, lease_path
-from dynamo.runtime.discovery.process import host_id, start_ticks
-from dynamo.serve.process_table import stat
-from dynamo.serve.rundir import RunDirectory
-from dynamo.serve.statefile import Statefile
+from dynamo.runtime.process.os_process import host_id, start_ticks
+from dynamo.serve.state.process_table import stat
+from dynamo.serve.state.rundir import RunDirectory
+from dynamo.serve.state.statefile import Statefile
 
 KEY = "v1/instances/ns/backend/generate/a1"
 

@@ -15,10 +15,10 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.llm import ModelInput, ModelType, register_model
 from dynamo.runtime import DistributedRuntime
 from dynamo.serve import startup
-from dynamo.serve.leases import Leases
-from dynamo.serve.output import LogFile, ServiceOutput
+from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.startup import StartupReport
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
+from dynamo.serve.state.leases import Leases
+from dynamo.serve.supervision.output import LogFile, ServiceOutput
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"
 

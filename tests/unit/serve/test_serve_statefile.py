@@ -17,11 +17,11 @@ import pytest
 from serving_documents import document
 
 from dynamo.errors import StatefileError
-from dynamo.serve.gpus import Inventory
-from dynamo.serve.graph import parse_graph
-from dynamo.serve.record import document_of
-from dynamo.serve.statefile import FileLock, Statefile
-from dynamo.serve.watchers import DeploymentPlan, place, plan
+from dynamo.serve.gpus.gpus import Inventory
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.watchers import DeploymentPlan, place, plan
+from dynamo.serve.state.record import document_of
+from dynamo.serve.state.statefile import FileLock, Statefile
 
 DIRECTORY = Path(__file__).resolve().parents[3] / "statefiles"
 SCHEMA = json.loads((DIRECTORY / "statefile.schema.json").read_text())
@@ -179,7 +179,7 @@ def test_no_update_is_lost(statefile: Statefile) -> None:
 def test_a_lock_is_freed_by_the_kernel(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     script = (
-        "import sys, pathlib; from dynamo.serve.statefile import FileLock\n"
+        "import sys, pathlib; from dynamo.serve.state.statefile import FileLock\n"
         "lock = FileLock(pathlib.Path(sys.argv[1])); lock.acquire(); lock.note('held')\n"
         "print('held', flush=True); sys.stdin.read()"
     )

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import ConfigError
-from dynamo.serve.gpus import Allocator, Gpu, Inventory, inventory_of
-from dynamo.serve.graph import parse_graph
-from dynamo.serve.watchers import WatcherSpec, place, plan
+from dynamo.serve.gpus.gpus import Allocator, Gpu, Inventory, inventory_of
+from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.watchers import WatcherSpec, place, plan
 
 DEVICES = [Gpu(index=i, uuid=f"GPU-{i}{i}{i}-aaaa") for i in range(4)]
 

@@ -15,10 +15,10 @@ from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.embedding import EmbeddingsEngineOutput, PreprocessedEmbeddingRequest
-from dynamo.runtime.admission import AdmissionQueue
+from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
-from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.embeddings import EmbeddingService
 
 DECODE = codec.decoder(EmbeddingsEngineOutput).decode

@@ -25,7 +25,7 @@ from dynamo.protocols.engine import (
     SamplingOptions,
     StopConditions,
 )
-from dynamo.runtime.tasks import Tasks
+from dynamo.runtime.process.tasks import Tasks
 
 
 class Stub(ModuleType):

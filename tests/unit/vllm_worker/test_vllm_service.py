@@ -18,11 +18,11 @@ from dynamo.errors import DynamoError, InvalidArgument, Overloaded
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing, StopConditions
-from dynamo.runtime.admission import AdmissionQueue
+from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
 from dynamo.vllm.service import VllmService

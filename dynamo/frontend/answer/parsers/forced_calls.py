@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dynamo.frontend.answer.parsers.message import AnswerMessage
-from dynamo.frontend.answer.parsers.scan import JsonSpan, TextSteps
+from dynamo.frontend.formats.message import AnswerMessage
+from dynamo.frontend.formats.scan import JsonSpan, TextSteps
 
 __all__ = ["NamedCallParser"]
 

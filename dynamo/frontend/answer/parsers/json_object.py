@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Callable
 
-from dynamo.frontend.answer.parsers.literals import well_formed
-from dynamo.frontend.answer.parsers.message import AnswerMessage
-from dynamo.frontend.answer.parsers.scan import MAX_HELD, JsonSpan, TextSteps
+from dynamo.frontend.formats.literals import well_formed
+from dynamo.frontend.formats.message import AnswerMessage
+from dynamo.frontend.formats.scan import MAX_HELD, JsonSpan, TextSteps
 
 __all__ = ["JsonObjectCall"]
 

@@ -1,0 +1,244 @@
+"""Checks of limits, shared memory, disks, huge pages and clocks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from shlex import quote
+
+from dynamo.doctor.facts import (
+    ClockFacts,
+    DiskFacts,
+    FileSystemFacts,
+    Finding,
+    LimitFacts,
+    MemoryFacts,
+)
+
+__all__ = ["check_clock", "check_disks", "check_limits", "check_memory"]
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+_FEW_FILES = 1024
+_FEW_TASKS = 4096
+_TOO_FEW_TASKS = 512
+_FEW_PROCESSES = 8
+_WATCHES_PER_PROCESS = 16
+_ABOVE_ANY_USE = 1 << 30
+_LOCKED_BYTES = 1 << 30
+_SHM_BYTES = 1 << 30
+_MODEL_BYTES = 20 << 30
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "afs", "ceph", "glusterfs", "fuse.sshfs")
+_STEP_S = 0.05
+_PAUSE_S = 0.5
+_SUSPEND_S = 1.0
+
+
+def check_limits(facts: LimitFacts) -> Iterator[Finding]:
+    """Check the limits on open files, locked memory, inotify and threads."""
+    yield _check_files(facts)
+    yield _check_locked(facts)
+    yield from _check_inotify(facts)
+    left = _ABOVE_ANY_USE if facts.tasks < 0 else facts.tasks - facts.tasks_used
+    shown = "no limit" if facts.tasks < 0 else f"{facts.tasks_used} of {facts.tasks} used"
+    if left >= _FEW_TASKS:
+        yield Finding(check="nproc", severity="ok", summary=f"processes and threads: {shown}")
+        return
+    yield Finding(
+        check="nproc",
+        severity="error" if left < _TOO_FEW_TASKS else "warning",
+        summary=f"processes and threads: {shown}",
+        cause="an engine starts hundreds of threads; above the limit it ends with EAGAIN or "
+        "'can't start new thread'",
+        remedy="sudo prlimit --pid $$ --nproc=65536  # in a container: --pids-limit=-1",
+    )
+
+
+def _check_files(facts: LimitFacts) -> Finding:
+    hard = facts.files_hard
+    if hard < 0 or hard >= facts.files_needed:
+        shown = "no limit" if hard < 0 else f"up to {hard}"
+        return Finding(check="nofile", severity="ok", summary=f"open files: {shown}")
+    return Finding(
+        check="nofile",
+        severity="error" if hard < _FEW_FILES else "warning",
+        summary=f"open files: at most {hard}, the frontend may need {facts.files_needed}",
+        cause="each client takes a descriptor; above the limit connections are refused",
+        remedy="sudo prlimit --pid $$ --nofile=65536:65536  # dynamo install-service sets it",
+    )
+
+
+def _check_inotify(facts: LimitFacts) -> Iterator[Finding]:
+    """Check that each process gets its instance and a few watches."""
+    processes = max(facts.processes_needed, _FEW_PROCESSES)
+    for what, limit, used, needed, raised in (
+        ("instances", facts.inotify_instances, facts.inotify_instances_used, processes, 1024),
+        ("watches", facts.inotify_watches, facts.inotify_watches_used,
+         processes * _WATCHES_PER_PROCESS, 524_288),
+    ):  # fmt: skip
+        shown = "no limit" if limit < 0 else f"{used} of {limit} used"
+        if limit < 0 or limit - used >= needed:
+            yield Finding(check="inotify", severity="ok", summary=f"inotify {what}: {shown}")
+            continue
+        yield Finding(
+            check="inotify",
+            severity="warning",
+            summary=f"inotify {what}: {shown}, the deployment needs {needed}",
+            cause="a process without them looks once a second which workers are alive",
+            remedy=f"sudo sysctl fs.inotify.max_user_{what}={max(raised, 2 * limit)}",
+        )
+
+
+def _check_locked(facts: LimitFacts) -> Finding:
+    limit = facts.locked_bytes
+    shown = "no limit" if limit < 0 else _size(limit)
+    if not facts.transfers_blocks or limit < 0 or limit >= _LOCKED_BYTES:
+        return Finding(check="memlock", severity="ok", summary=f"locked memory: {shown}")
+    return Finding(
+        check="memlock",
+        severity="warning",
+        summary=f"locked memory: at most {shown}",
+        cause="prefill and decode workers register memory to transfer KV blocks, which fails above "
+        "the limit",
+        remedy="sudo prlimit --pid $$ --memlock=unlimited  # dynamo install-service sets it",
+    )
+
+
+def check_memory(facts: MemoryFacts) -> Iterator[Finding]:
+    """Check /dev/shm and reserved huge pages."""
+    yield _check_shm(facts)
+    unused = facts.huge_free_bytes
+    if facts.ram_bytes and unused > facts.ram_bytes // 20:
+        yield Finding(
+            check="hugepages",
+            severity="warning",
+            summary=f"huge pages: {_size(unused)} of RAM reserved and unused",
+            cause="engines cannot use that memory for weights or pinned buffers",
+            remedy="sudo sysctl vm.nr_hugepages=0",
+        )
+    else:
+        shown = f"{_size(facts.huge_bytes)} reserved" if facts.huge_bytes else "none reserved"
+        yield Finding(check="hugepages", severity="ok", summary=f"huge pages: {shown}")
+
+
+def _check_shm(facts: MemoryFacts) -> Finding:
+    remedy = "sudo mount -o remount,size=16G /dev/shm  # in a container: --shm-size=16g"
+    if facts.shm_bytes is None:
+        return Finding(
+            check="shm",
+            severity="error",
+            summary="/dev/shm is missing",
+            cause="engines exchange data between their processes there",
+            remedy="sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o size=16G tmpfs /dev/shm",
+        )
+    shown = f"/dev/shm: {_size(facts.shm_free_bytes)} of {_size(facts.shm_bytes)} free"
+    if facts.shm_free_bytes >= _SHM_BYTES:
+        return Finding(check="shm", severity="ok", summary=shown)
+    if facts.shm_bytes >= _SHM_BYTES:
+        remedy = "ls -lhS /dev/shm  # files of crashed programs may be removed"
+    return Finding(
+        check="shm",
+        severity="error" if facts.shards > 1 else "warning",
+        summary=shown,
+        cause="an engine over several GPUs or processes needs about 1 GiB there, and ends with "
+        "'Bus error' or an NCCL error without it",
+        remedy=remedy,
+    )
+
+
+def check_disks(facts: DiskFacts) -> Iterator[Finding]:
+    """Check the space for state, logs and models, and the file system of the state directory."""
+    state = facts.state
+    if state.read_only:
+        yield Finding(
+            check="state",
+            severity="error",
+            summary=f"cannot write {state.path}: the file system is mounted read-only",
+            cause="statefile, sockets and logs are written there",
+            remedy="export DYN_LOCAL_STATE_DIR=/path/on/another/disk  # or: sudo mount -o "
+            f'remount,rw "$(findmnt -n -o TARGET -T {quote(str(state.path))})"',
+        )
+    elif not state.writable:
+        yield Finding(
+            check="state",
+            severity="error",
+            summary=f"cannot write {state.path}",
+            cause="statefile, sockets and logs are written there",
+            remedy=f'sudo install -d -o "$USER" {quote(str(state.path))}'
+            "  # or: export DYN_LOCAL_STATE_DIR=…",
+        )
+    if state.kind in _NETWORK:
+        yield Finding(
+            check="state",
+            severity="error",
+            summary=f"{state.path} is on a network file system ({state.kind})",
+            cause="discovery needs inotify, UNIX sockets and locks, which work on a local disk",
+            remedy="export DYN_LOCAL_STATE_DIR=/var/lib/dynamo",
+        )
+    needed = max(_GIB, facts.log_bytes)
+    yield _check_space("logs", "state and logs", state, needed, 64 * _MIB)
+    if facts.models is not None:
+        yield _check_space("models", "downloaded models", facts.models, _MODEL_BYTES, _GIB)
+
+
+def _check_space(
+    check: str, what: str, found: FileSystemFacts, wanted_bytes: int, least_bytes: int
+) -> Finding:
+    shown = f"{what}: {_size(found.free_bytes)} free in {found.path}"
+    if found.free_bytes >= wanted_bytes and found.free_files != 0:
+        return Finding(check=check, severity="ok", summary=shown)
+    move = "HF_HOME=/path/on/another/disk" if check == "models" else "DYN_LOCAL_STATE_DIR=…"
+    if found.free_files == 0:
+        shown += ", but no inodes"
+    return Finding(
+        check=check,
+        severity="error" if found.free_bytes < least_bytes or not found.free_files else "warning",
+        summary=shown,
+        cause=f"at least {_size(wanted_bytes)} should be free; a full disk ends downloads and "
+        "loses logs",
+        remedy=f"du -xhd1 {quote(str(found.path))} | sort -h  # or: export {move}",
+    )
+
+
+def check_clock(facts: ClockFacts) -> Iterator[Finding]:
+    """Check that wall time is synchronized, and that no clock jumps."""
+    if facts.synchronized is False:
+        yield Finding(
+            check="clock",
+            severity="warning",
+            summary="the clock is not synchronized",
+            cause="TLS certificates, logs and traces of several machines disagree",
+            remedy="sudo timedatectl set-ntp true",
+        )
+    if abs(facts.stepped_s) > _STEP_S:
+        yield Finding(
+            check="clock",
+            severity="warning",
+            summary=f"the wall clock jumped by {facts.stepped_s:+.2f} s while it was observed",
+            cause="a program sets the clock in steps: times in logs and records are wrong",
+            remedy="timedatectl timesync-status  # or: chronyc tracking",
+        )
+    if facts.paused_s > _PAUSE_S:
+        yield Finding(
+            check="clock",
+            severity="warning",
+            summary=f"this process was paused for {facts.paused_s:.1f} s",
+            cause="a virtual machine without enough CPU time; leases expire after 10 s of silence",
+            remedy="vmstat 1 5  # column st: time that the host took away",
+        )
+    if facts.suspended_s > _SUSPEND_S:
+        yield Finding(
+            check="clock",
+            severity="warning",
+            summary=f"the machine was suspended for {facts.suspended_s:.0f} s since it booted",
+            cause="a suspend ends leases, streams and often the GPU's memory",
+            remedy="sudo systemctl mask sleep.target suspend.target hibernate.target",
+        )
+    if facts.synchronized is not False:
+        how = "synchronized" if facts.synchronized else "not known whether it is synchronized"
+        yield Finding(check="clock", severity="ok", summary=f"clock: {how}")
+
+
+def _size(count: int) -> str:
+    if count >= _GIB:
+        return f"{count / _GIB:.1f} GiB"
+    return f"{count / _MIB:.0f} MiB"

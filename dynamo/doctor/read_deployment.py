@@ -1,0 +1,244 @@
+"""Reads the frontends of a graph, and the processes and sockets of a running deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import re
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from dynamo.config import environ
+from dynamo.config.check import check_options
+from dynamo.config.frontend import FrontendSettings
+from dynamo.config.router import RouterSettings
+from dynamo.doctor.facts import FrontendFacts, ListenerFacts
+from dynamo.errors import ConfigError, StatefileError
+from dynamo.http.client import ResponseError, get
+from dynamo.serve.graph.frontend_address import FrontendAddress
+from dynamo.serve.graph.service import Service
+from dynamo.serve.readiness import check_free, free_port
+from dynamo.serve.state.process_table import ProcessStat, snapshot
+from dynamo.serve.state.statefile import Document, Statefile
+from dynamo.status.components import arbiter_is_alive
+
+__all__ = [
+    "Deployed",
+    "FrontendGraph",
+    "find_running",
+    "frontends_of",
+    "read_frontends",
+    "read_listeners",
+]
+
+_ANSWER_S = 1.0
+_PAGE_BYTES = 64 << 20
+_SILENT = re.compile(
+    r"^dynamo_component_router_kv_event_source_mismatch_workers\{[^}]*"
+    r'\bmodel="((?:[^"\\]|\\.)*)"[^}]*\} (\d+)',
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """The running deployments of a state directory.
+
+    ``document`` is the statefile of the one that is asked for, None if it does not run. ``owners``
+    has the component of each process of every deployment.
+    """
+
+    document: Document | None
+    owners: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class FrontendGraph:
+    """A frontend of a graph with its options, which are valid."""
+
+    service: str
+    settings: FrontendSettings
+    router: RouterSettings
+
+    @property
+    def address(self) -> FrontendAddress:
+        """Where it listens."""
+        tls = self.settings.tls_cert_path is not None
+        return FrontendAddress(self.settings.http_host, self.settings.http_port, tls)
+
+
+def find_running(directory: Path, namespace: str) -> Deployed:
+    """Return what runs under the state directory: the processes of each component, and theirs."""
+    wanted: Document | None = None
+    roots: dict[int, str] = {}
+    for path in sorted(directory.glob("[!.]*.json")):
+        with contextlib.suppress(StatefileError):
+            document = Statefile(directory, path.stem).read()
+            if document is not None and arbiter_is_alive(document):
+                wanted = document if path.stem == namespace else wanted
+                roots |= _roots(document)
+    processes = {one.pid: one for one in snapshot()} if roots else {}
+    owners = {pid: _owner(pid, processes, roots) for pid in processes}
+    return Deployed(wanted, {pid: owner for pid, owner in owners.items() if owner})
+
+
+def _roots(document: Document) -> dict[int, str]:
+    roots = {
+        process["pid"]: name
+        for name, entry in document["components"].items()
+        for process in entry.get("processes") or ()
+    }
+    arbiter = document["arbiter"]
+    return {arbiter.get("guard_pid", 0): "dynamo serve", arbiter["pid"]: "dynamo serve", **roots}
+
+
+def _owner(pid: int, processes: Mapping[int, ProcessStat], roots: Mapping[int, str]) -> str:
+    """Return the component whose session, or whose descendant, the process ``pid`` is."""
+    while pid in processes:
+        process = processes[pid]
+        if pid in roots or process.session in roots:
+            return roots.get(pid) or roots[process.session]
+        if process.parent == pid:
+            break
+        pid = process.parent
+    return ""
+
+
+def frontends_of(services: Sequence[Service]) -> list[FrontendGraph]:
+    """Return the frontends of a graph; one with invalid options is reported by `prepare`."""
+    found = []
+    for service in services:
+        if service.is_frontend:
+            groups = (FrontendSettings, RouterSettings)
+            checked = check_options(groups, service.words, {**environ(), **service.envs})
+            if checked.settings is not None:
+                found.append(FrontendGraph(service.name, *checked.settings))
+    return found
+
+
+def read_frontends(
+    graph: Sequence[FrontendGraph], deployed: Deployed
+) -> tuple[list[FrontendFacts], tuple[tuple[str, int], ...]]:
+    """Return each frontend, and the workers of each model whose KV events are missing.
+
+    Blocking, for a second if a frontend hangs.
+    """
+    facts: list[FrontendFacts] = []
+    silent: dict[str, int] = {}
+    for frontend in graph:
+        address = frontend.address
+        problem = _problem(address)
+        holder = _listener(address.port) if problem else None
+        ours = holder is not None and holder.pid in deployed.owners
+        page = asyncio.run(_metrics(address)) if ours else None
+        for quoted, count in _SILENT.findall(page or ""):
+            model = _unquoted(quoted)
+            silent[model] = max(silent.get(model, 0), int(count))
+        settings = frontend.settings
+        facts.append(
+            FrontendFacts(
+                service=frontend.service,
+                url=address.url,
+                port=address.port,
+                is_loopback=_is_loopback(address.host),
+                has_keys=bool(settings.api_key_file or settings.tls_client_ca_cert_path),
+                has_tls=address.tls,
+                is_ours=ours,
+                answers=page is not None,
+                problem="" if ours else problem,
+                holder=_shown(holder) if holder is not None and not ours else "",
+                free_port=free_port(address) if problem and not ours else 0,
+            )
+        )
+    return facts, tuple(silent.items())
+
+
+def _unquoted(label: str) -> str:
+    """Return the value of a label, in which quotes and backslashes are escaped."""
+    return re.sub(r"\\(.)", r"\1", label)
+
+
+def _problem(address: FrontendAddress) -> str:
+    try:
+        check_free(address)
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Listening(NamedTuple):
+    """A TCP socket that listens; ``pid`` is 0 if it is another user's."""
+
+    pid: int
+    address: str
+    port: int
+
+
+def _listening() -> Iterator[_Listening]:
+    for one in psutil.net_connections(kind="tcp"):
+        if one.status == psutil.CONN_LISTEN and one.laddr:
+            yield _Listening(one.pid or 0, one.laddr.ip, one.laddr.port)
+
+
+def _listener(port: int) -> _Listening | None:
+    found = [one for one in _listening() if one.port == port]
+    return max(found, default=None)
+
+
+def _shown(holder: _Listening) -> str:
+    return _program(holder.pid) + (f" (pid {holder.pid})" if holder.pid else "")
+
+
+def _program(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name() if pid else "a program of another user"
+    except psutil.Error:
+        return "a program"
+
+
+async def _metrics(address: FrontendAddress) -> str | None:
+    """Return the metrics page, which needs no key; None without an answer."""
+    tls = None
+    if address.tls:  # the certificate is for other names than this address
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    place = (address.reachable, address.port, address.authority)
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            found = await get(*place, "/metrics", _PAGE_BYTES, tls)
+    except (OSError, TimeoutError, ResponseError):
+        return None
+    return found.body.decode(errors="replace") if found.status == 200 else None
+
+
+def read_listeners(
+    deployed: Deployed, frontends: Sequence[FrontendFacts]
+) -> Iterator[ListenerFacts]:
+    """Return the sockets of our processes that are not on loopback, once each."""
+    if not deployed.owners:
+        return
+    ports = {frontend.port for frontend in frontends}
+    for one in sorted({one[1:]: one for one in _listening()}.values()):
+        owner = deployed.owners.get(one.pid)
+        if owner is not None and not _is_loopback(one.address):
+            yield ListenerFacts(
+                component=owner,
+                program=_program(one.pid),
+                pid=one.pid,
+                address=f"[{one.address}]" if ":" in one.address else one.address,
+                port=one.port,
+                is_frontend=one.port in ports,
+            )

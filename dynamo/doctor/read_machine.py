@@ -1,0 +1,182 @@
+"""Reads limits, memory, disks and clocks of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from dynamo.doctor.facts import ClockFacts, FileSystemFacts, LimitFacts, MemoryFacts
+
+__all__ = ["file_system", "read_clock", "read_limits", "read_memory"]
+
+_SHM = Path("/dev/shm")
+_INOTIFY = Path("/proc/sys/fs/inotify")
+_OBSERVED_S = 0.2
+_SLEEP_S = 0.005
+_STA_UNSYNC = 0x40
+_TIME_ERROR = 5
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def read_limits(files_needed: int, transfers_blocks: bool, processes_needed: int = 0) -> LimitFacts:
+    """Return the limits of this process; its children get the same."""
+    instances, watches = _inotify_used()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    tasks, used = _tasks()
+    return LimitFacts(
+        files_soft=soft,
+        files_hard=hard,
+        locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        tasks=tasks,
+        tasks_used=used,
+        files_needed=files_needed,
+        transfers_blocks=transfers_blocks,
+        inotify_instances=_inotify_limit("max_user_instances"),
+        inotify_instances_used=instances,
+        inotify_watches=_inotify_limit("max_user_watches"),
+        inotify_watches_used=watches,
+        processes_needed=processes_needed,
+    )
+
+
+def _inotify_limit(name: str) -> int:
+    try:
+        return int((_INOTIFY / name).read_text())
+    except OSError:  # a container without it
+        return -1
+
+
+def _inotify_used() -> tuple[int, int]:
+    """Return the inotify instances and watches of the processes of this user."""
+    instances = watches = 0
+    for process in _own_processes():
+        with contextlib.suppress(OSError):  # it ended, or may not be read
+            for descriptor in (process / "fd").iterdir():
+                if str(descriptor.readlink()) == "anon_inode:inotify":
+                    instances += 1
+                    info = (process / "fdinfo" / descriptor.name).read_text()
+                    watches += info.count("inotify wd:")
+    return instances, watches
+
+
+def _own_processes() -> Iterator[Path]:
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.geteuid():
+                yield path
+
+
+def _tasks() -> tuple[int, int]:
+    """Return the nearer limit on threads and its use: RLIMIT_NPROC, or that of the cgroup."""
+    found: list[tuple[int, int]] = []
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if limit >= 0 and os.geteuid():  # does not apply to root
+        found.append((limit, _threads()))
+    group = _cgroup()
+    with_limit = [path for path in (group, *group.parents) if (path / "pids.max").is_file()]
+    for path in with_limit:
+        most = (path / "pids.max").read_text().strip()
+        if most.isdigit():
+            found.append((int(most), int((path / "pids.current").read_text())))
+    return min(found, key=lambda pair: pair[0] - pair[1], default=(-1, 0))
+
+
+def _cgroup() -> Path:
+    """Return the directory of this process's cgroup, version 2."""
+    line = Path("/proc/self/cgroup").read_text().strip().rpartition("\n")[2]
+    return Path("/sys/fs/cgroup") / line.rpartition(":")[2].lstrip("/")
+
+
+def _threads() -> int:
+    """Return the number of threads of this user."""
+    threads = 0
+    for path in _own_processes():
+        with contextlib.suppress(OSError):  # it ended
+            fields = (path / "stat").read_bytes().rpartition(b")")[2].split()
+            threads += int(fields[17])
+    return threads
+
+
+def read_memory(shards: int) -> MemoryFacts:
+    """Return the sizes of /dev/shm and of reserved huge pages."""
+    text = Path("/proc/meminfo").read_text()
+    sizes = {name: int(number) for name, number in re.findall(r"^(\w+):\s+(\d+)", text, re.M)}
+    page = sizes.get("Hugepagesize", 0) << 10
+    shm = os.statvfs(_SHM) if _SHM.is_dir() else None
+    return MemoryFacts(
+        shm_bytes=None if shm is None else shm.f_blocks * shm.f_frsize,
+        shm_free_bytes=0 if shm is None else shm.f_bavail * shm.f_frsize,
+        huge_bytes=sizes.get("HugePages_Total", 0) * page,
+        huge_free_bytes=sizes.get("HugePages_Free", 0) * page,
+        ram_bytes=sizes.get("MemTotal", 0) << 10,
+        shards=shards,
+    )
+
+
+def file_system(path: Path) -> FileSystemFacts:
+    """Return the file system of ``path``, or of the nearest directory above that exists."""
+    nearest = next(one for one in (path, *path.parents) if one.exists())
+    found = os.statvfs(nearest)
+    return FileSystemFacts(
+        path=str(path),
+        kind=_kind(nearest.resolve()),
+        free_bytes=found.f_bavail * found.f_frsize,
+        free_files=found.f_favail if found.f_files else -1,  # some have no fixed number
+        writable=os.access(nearest, os.W_OK | os.X_OK),
+        read_only=bool(found.f_flag & os.ST_RDONLY),
+    )
+
+
+def _kind(path: Path) -> str:
+    """Return the type of the file system that is mounted over ``path``."""
+    best, kind = -1, ""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        mounted = re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), fields.split()[4])
+        if path.is_relative_to(mounted) and len(mounted) >= best:
+            best, kind = len(mounted), rest.split()[0]
+    return kind
+
+
+def read_clock() -> ClockFacts:
+    """Return the state of the clocks, which are observed for 0.2 s. Blocking."""
+    before_s = time.time() - time.monotonic()
+    end_s, paused_s = time.monotonic() + _OBSERVED_S, 0.0
+    while (start_s := time.monotonic()) < end_s:
+        time.sleep(_SLEEP_S)
+        paused_s = max(paused_s, time.monotonic() - start_s - _SLEEP_S)
+    suspended_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    return ClockFacts(
+        synchronized=_synchronized(),
+        stepped_s=time.time() - time.monotonic() - before_s,
+        paused_s=paused_s,
+        suspended_s=suspended_s,
+    )
+
+
+class _Timex(ctypes.Structure):
+    """The head of ``struct timex`` (adjtimex(2)); the kernel writes to the rest."""
+
+    _fields_ = [
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("frequency", ctypes.c_long),
+        ("maximum_error", ctypes.c_long),
+        ("estimated_error", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_char * 256),
+    ]
+
+
+def _synchronized() -> bool | None:
+    found = _Timex()
+    state = _libc.adjtimex(ctypes.byref(found))  # modes is 0: only reads
+    if state < 0:
+        return None
+    return state != _TIME_ERROR and not found.status & _STA_UNSYNC

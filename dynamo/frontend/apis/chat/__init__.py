@@ -1,0 +1,3 @@
+"""OpenAI's chat and text completions."""
+
+__all__: list[str] = []

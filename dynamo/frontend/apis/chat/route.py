@@ -1,0 +1,235 @@
+"""The generation routes: /v1/chat/completions, /v1/completions, and those of other APIs.
+
+Body → typed request → model → prompt and token ids → worker → stream, all in one call of the HTTP
+handler; only large bodies are parsed, rendered and tokenized in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+from typing import Any
+
+from dynamo.errors import DynamoError, NoInstances
+from dynamo.frontend.api.nvext import location, location_phase, worker_id_field
+from dynamo.frontend.apis.chat.generation import CHAT, COMPLETION, GenerationApi
+from dynamo.frontend.apis.chat.headers import ROUTING_HEADERS, request_id, routed
+from dynamo.frontend.apis.chat.rejection import reject_early, reject_large
+from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.registry import Models
+from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
+from dynamo.frontend.prompt.image_fetch import ImageFetcher
+from dynamo.frontend.prompt.preprocessor import Prepared
+from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.frontend.requests.recent import Prefilled
+from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.requests.request import ActiveRequest, RequestInfo
+from dynamo.http import Exchange
+from dynamo.http.routes import Route, Routes
+from dynamo.protocols.openai import GenerationRequest
+from dynamo.router.picker import Decision
+from dynamo.runtime.process.tasks import Tasks
+
+__all__ = ["OpenAIRoutes"]
+
+log = logging.getLogger(__name__)
+_TOKENS_PER_TURN = 1 << 19  # routed and sent by one request in one loop turn: 5-10 ms
+_TOKENS_PER_CHOICE = 8192  # the cost of routing and sending a choice of no tokens, in tokens
+
+
+class OpenAIRoutes:
+    """Parse requests and start them; :class:`ActiveRequest` does the rest."""
+
+    def __init__(self, registry: RequestRegistry, models: Models, tasks: Tasks) -> None:
+        self._registry = registry
+        self._models = models
+        self._tasks = tasks
+        self._lenient = registry.settings.ignore_unsupported_fields
+        domains = registry.settings.allowed_media_domains
+        self._images = ImageFetcher(domains) if domains else None
+        self._ignores_nvext = registry.settings.disable_nvext
+
+    def install(self, routes: Routes) -> None:
+        """Add the routes to the table."""
+        routes.post("/v1/chat/completions", self.route(CHAT))
+        routes.post("/v1/completions", self.route(COMPLETION))
+
+    def route(self, api: GenerationApi) -> Route:
+        """The route of ``api``, whose errors have its shape from now on."""
+        if api.errors is not None:
+            self._registry.error_shapes[api.endpoint] = api.errors
+        return partial(self._serve, api)
+
+    def _serve(self, api: GenerationApi, exchange: Exchange) -> None:
+        registry, models, size_bytes = self._registry, self._models, len(exchange.body)
+        limited = registry.refuses or models.saturation.count
+        if limited and reject_early(registry, models, exchange, api.endpoint):
+            return
+        if size_bytes > INLINE_BODY_BYTES:
+            self._tasks.spawn(self._serve_large(api, exchange), name="large body")
+            return
+        model = "unknown"
+        try:
+            parsed = api.parse(exchange.body, ignore_unsupported=self._lenient)
+            model = parsed.model
+            entry = models.find(model, api.model_type)
+            if api.complete is not None:
+                size_bytes += api.complete(parsed, exchange)
+        except DynamoError as error:
+            if isinstance(error, NoInstances) and models.is_loading(model):
+                self._tasks.spawn(self._serve_large(api, exchange), name="wait for the model")
+                return
+            self._refuse(exchange, api, error, model)
+            return
+        if self._ignores_nvext:
+            parsed.nvext = None
+        exchange.body = b""
+        info = RequestInfo(api.endpoint, *request_id(exchange.headers))
+        request = ActiveRequest(registry, exchange, info, entry.metrics, bool(parsed.stream))
+        preprocessor = entry.preprocessor
+        images = self._images
+        if size_bytes > preprocessor.inline_limit_bytes or (
+            images is not None and api.model_type == "Chat" and images.wanted(parsed.messages)
+        ):
+            later = self._prepare_off_loop(request, entry, api, parsed)
+            self._tasks.spawn(later, name="long prompt")
+            return
+        try:
+            self._dispatch(request, entry, api, parsed, api.prepare(preprocessor, parsed))
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+            request.crashed(error)
+
+    async def _serve_large(self, api: GenerationApi, exchange: Exchange) -> None:
+        """As :meth:`_serve`, with all work on the body in a thread; wait for a loading model."""
+        registry, models = self._registry, self._models
+        threads = registry.off_loop
+        model = "unknown"
+        registry.enter()
+        try:
+            with threads.hold(len(exchange.body)):
+                if models.saturation.count and await reject_large(
+                    registry, models, exchange, api.endpoint
+                ):
+                    return
+                parsed = await threads.run(
+                    api.parse, exchange.body, ignore_unsupported=self._lenient
+                )
+                model = parsed.model
+                entry = await models.find_loaded(model, api.model_type)
+                exchange.body = b""
+                if exchange.gone:
+                    registry.abandoned(exchange, api.endpoint, model, bool(parsed.stream))
+                    return
+                if api.complete is not None:
+                    api.complete(parsed, exchange)
+                if self._ignores_nvext:
+                    parsed.nvext = None
+                info = RequestInfo(api.endpoint, *request_id(exchange.headers))
+                streams = bool(parsed.stream)
+                request = ActiveRequest(registry, exchange, info, entry.metrics, streams)
+                await self._prepare_off_loop(request, entry, api, parsed)
+        except DynamoError as error:
+            self._refuse(exchange, api, error, model)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # also panics in Rust
+            log.exception("a request to %s failed", api.endpoint)
+            self._refuse(exchange, api, DynamoError("Internal server error"), "unknown")
+        finally:
+            registry.leave()
+
+    async def _prepare_off_loop(
+        self, request: ActiveRequest, entry: ModelEntry, api: GenerationApi, parsed: Any
+    ) -> None:
+        try:
+            threads = self._registry.off_loop
+            images = self._images if api.model_type == "Chat" else None
+            if images is not None and entry.preprocessor.images is not None:
+                await images.fetch(parsed.messages)
+                if request.closed:
+                    return
+            prepared = await api.prepare_off_loop(entry.preprocessor, parsed, threads)
+            if not request.closed:
+                self._dispatch(request, entry, api, parsed, prepared)
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+            request.crashed(error)
+
+    def _refuse(
+        self, exchange: Exchange, api: GenerationApi, error: DynamoError, model: str
+    ) -> None:
+        """Respond to a request that has not reached a model."""
+        self._registry.refuse(exchange, api.endpoint, error, model)
+
+    def _dispatch(
+        self,
+        request: ActiveRequest,
+        entry: ModelEntry,
+        api: GenerationApi,
+        parsed: GenerationRequest,
+        prepared: Prepared,
+    ) -> None:
+        """Choose a worker for every choice, reserve its load, send."""
+        registry, dispatch, info = self._registry, entry.dispatch, request.info
+        request.metrics.prepared_s = time.monotonic()
+        stream = api.stream if prepared.answer is None else api.parsed_stream
+        generation = request.generation = stream(
+            parsed,
+            prepared,
+            entry.preprocessor.tokenizer,
+            api.id_prefix + info.request_id,
+            int(time.time()),
+            force_usage=registry.settings.force_usage,
+        )
+        routing, headers = prepared.requests[0].routing, request.exchange.headers
+        if not ROUTING_HEADERS.isdisjoint(headers):
+            routing = routed(routing, headers)
+        if parsed.nvext is not None:
+            # A bound method of the metrics: one of the request would make a cycle.
+            generation.timing = request.metrics.timing
+            request.worker_id_field = self._worker_id_field
+            phase = location_phase(parsed.nvext)
+            if phase is not None:
+                tokens = prepared.prompts[0].token_ids
+                found = location(dispatch, tokens, routing, phase, self._models.kv_mode)
+                generation.worker_id = found
+                request.respond_location(generation.location())
+                return
+        engine_requests = request.engine_requests = []
+        for index, preprocessed in enumerate(prepared.requests):
+            preprocessed.routing = routing
+            # Engines identify requests by id, so each choice has an id of its own.
+            choice_id = f"{request.engine_id}-{index}" if index else request.engine_id
+            engine_requests.append(EngineRequest(request, index, dispatch, choice_id, preprocessed))
+        prompt_tokens = prepared.prompt_tokens
+        at_once = 1
+        if len(engine_requests) > 1:
+            choice_tokens = _TOKENS_PER_CHOICE + prompt_tokens // len(prepared.prompts)
+            at_once = max(1, _TOKENS_PER_TURN // choice_tokens)
+        for engine_request in engine_requests[:at_once]:
+            dispatch.send(engine_request)
+            if request.closed:  # its queue or its prefill step failed at once
+                return
+        request.dispatched(prompt_tokens)
+        if len(engine_requests) > at_once:
+            rest = _send_rest(request, entry, engine_requests[at_once:], at_once)
+            self._tasks.spawn(rest, name="many choices")
+
+    def _worker_id_field(self, decision: Decision, prefilled: Prefilled | None) -> dict[str, Any]:
+        return worker_id_field(decision, prefilled, self._models.kv_mode)
+
+
+async def _send_rest(
+    request: ActiveRequest, entry: ModelEntry, rest: list[EngineRequest], per_turn: int
+) -> None:
+    """Send the choices that exceed the time of one loop turn, ``per_turn`` in each turn."""
+    try:
+        for number, engine_request in enumerate(rest):
+            if number % per_turn == 0:
+                await asyncio.sleep(0)
+            if request.closed:
+                return
+            entry.dispatch.send(engine_request)
+    except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+        request.crashed(error)

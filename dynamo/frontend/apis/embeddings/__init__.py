@@ -1,0 +1,3 @@
+"""OpenAI's embeddings."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Anthropic's Messages API."""
+
+__all__: list[str] = []

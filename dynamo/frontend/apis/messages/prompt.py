@@ -1,0 +1,157 @@
+"""Bodies of Anthropic's Messages API to chat requests. Pure; errors name field and remedy."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.apis.messages.blocks import chat_messages, chat_tools, system_message
+from dynamo.frontend.prompt.bounds import MAX_MESSAGES, MAX_TOOLS
+from dynamo.frontend.prompt.decode_errors import decoder_text
+from dynamo.frontend.prompt.validation import check_chat, check_json
+from dynamo.protocols.anthropic import (
+    MessagesBody,
+    MessagesChatRequest,
+    PromptBody,
+    StrictMessagesBody,
+    StrictPromptBody,
+    ToolChoice,
+)
+from dynamo.protocols.openai import NvExt
+
+__all__ = ["ThreadUnsupported", "parse_count", "parse_messages"]
+
+Body = TypeVar("Body", bound=PromptBody)
+Message = dict[str, Any]
+
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Chat templates know low, medium and high."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NAMED = 8
+_THINKING = ("enable_thinking", "thinking")
+"""What chat templates call it: those of Qwen and GLM, those of DeepSeek and Granite."""
+
+
+class ThreadUnsupported(InvalidArgument):
+    """The request refers to stored messages. Anthropic's clients then send all of them."""
+
+    code = "thread_unsupported"
+
+
+def parse_messages(
+    body: bytes, *, ignore_unsupported: bool = False, strip_preamble: bool = True
+) -> MessagesChatRequest:
+    """Decode a body of /v1/messages. Raises InvalidArgument. O(bytes).
+
+    ``ignore_unsupported`` lets unknown fields pass; ``strip_preamble`` leaves the billing header of
+    Claude Code out of the prompt.
+    """
+    kind = MessagesBody if ignore_unsupported else StrictMessagesBody
+    given = _decoded(body, kind)
+    if given.thread not in (None, False):
+        raise ThreadUnsupported("thread: nothing is stored; send all messages")
+    request = _chat_request(given, strip_preamble)
+    request.stream = given.stream
+    request.stop = given.stop_sequences or None
+    request.temperature, request.top_p = given.temperature, given.top_p
+    request.top_k = given.top_k
+    if given.output_config is not None and given.output_config.format is not None:
+        schema = {"name": "output", "schema": given.output_config.format.schema}
+        request.response_format = {"type": "json_schema", "json_schema": schema}
+    if given.thinking is not None:
+        request.hides_thinking = given.thinking.display == "omitted"
+        budget = given.thinking.budget_tokens
+        if budget is not None:
+            request.nvext = NvExt(max_thinking_tokens=budget)
+    check_chat(request)
+    request.max_tokens = given.max_tokens  # behind the check: any number counts as the context
+    return request
+
+
+def parse_count(
+    body: bytes, *, ignore_unsupported: bool = False, strip_preamble: bool = True
+) -> MessagesChatRequest:
+    """Decode a body of /v1/messages/count_tokens; as :func:`parse_messages`."""
+    kind = PromptBody if ignore_unsupported else StrictPromptBody
+    request = _chat_request(_decoded(body, kind), strip_preamble)
+    check_chat(request)
+    return request
+
+
+def _decoded(body: bytes, kind: type[Body]) -> Body:
+    check_json(body)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _explained(body, error, kind) from None
+
+
+def _explained(body: bytes, error: Exception, kind: type[PromptBody]) -> InvalidArgument:
+    """The error for the client: what is wrong with ``body``, which is no ``kind``."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as syntax:
+        return InvalidArgument(f"The body is not valid JSON: {syntax}")
+    if not isinstance(raw, dict):
+        return InvalidArgument(f"The body must be a JSON object, got `{type(raw).__name__}`")
+    unknown = sorted(raw.keys() - set(kind.__struct_fields__))
+    if unknown and kind.__struct_config__.forbid_unknown_fields:
+        names = ", ".join(f"`{shorten(name)}`" for name in unknown[:_NAMED])
+        return InvalidArgument(f"{names}: not supported by this server; leave it out")
+    return InvalidArgument(decoder_text(error))
+
+
+def _chat_request(given: PromptBody, strip_preamble: bool) -> MessagesChatRequest:
+    """The part of the request that makes the prompt."""
+    if not given.messages:
+        raise InvalidArgument("messages: at least one message is required")
+    for name, values, limit in (
+        ("messages", given.messages, MAX_MESSAGES),
+        ("tools", given.tools or (), MAX_TOOLS),
+    ):
+        if len(values) > limit:
+            raise InvalidArgument(f"{name}: at most {limit} entries, got {len(values)}")
+    messages = _with_system(
+        system_message(given.system, strip_preamble), chat_messages(given.messages)
+    )
+    request = MessagesChatRequest(model=given.model, messages=messages)
+    if messages[-1]["role"] == "assistant":  # the answer goes on from this text
+        request.continue_final_message, request.add_generation_prompt = True, False
+    if given.tools:
+        request.tools = chat_tools(given.tools)
+    if given.tool_choice is not None:
+        _choose_tool(request, given.tool_choice)
+    variables = {} if given.chat_template_kwargs is None else dict(given.chat_template_kwargs)
+    if given.thinking is not None and given.thinking.type != "adaptive":
+        for name in _THINKING:
+            variables.setdefault(name, given.thinking.type == "enabled")
+    request.chat_template_kwargs = variables or None
+    effort = None if given.output_config is None else given.output_config.effort
+    request.reasoning_effort = None if effort is None else _EFFORTS.get(effort, effort)
+    return request
+
+
+def _with_system(first: Message | None, messages: list[Message]) -> list[Message]:
+    """``messages`` behind the text of ``system``, which one of the role system continues."""
+    if not messages:
+        raise InvalidArgument("messages: none has content; send a text or another block")
+    if first is None:
+        return messages
+    later = messages[0]
+    if later["role"] == "system" and isinstance(later["content"], str):
+        first = {**first, "content": f"{first['content']}\n\n{later['content']}"}
+        messages = messages[1:]
+    return [first, *messages]
+
+
+def _choose_tool(request: MessagesChatRequest, choice: ToolChoice) -> None:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise InvalidArgument("tool_choice.name: required for the type `tool`")
+        request.tool_choice = {"type": "function", "function": {"name": choice.name}}
+    elif choice.type != "auto":
+        request.tool_choice = _CHOICES[choice.type]
+    if choice.disable_parallel_tool_use:
+        request.parallel_tool_calls = False

@@ -1,0 +1,175 @@
+"""/v1/route: which worker a chat or completion request would go to now, and why. Sends nothing.
+
+POST takes the body of such a request; GET takes ``?prompt=…`` and ``model=…``, optional with a
+single model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from dynamo.errors import DynamoError, InvalidArgument, NoInstances
+from dynamo.frontend.apis.chat.headers import routed
+from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, peek, prompt_ids
+from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
+from dynamo.frontend.disagg.router import PrefillRouter
+from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.registry import Models
+from dynamo.frontend.prompt.off_loop import OffLoop
+from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
+from dynamo.frontend.requests.errors import error_response, explained
+from dynamo.http import Exchange
+from dynamo.http.routes import Routes, in_task
+from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
+from dynamo.router.explanations.explain import Explanation
+from dynamo.router.picker import Picker
+from dynamo.runtime.process.tasks import Tasks
+
+__all__ = ["ExplainRoutes", "explain_request"]
+
+_NO_SLOT = "no free slot"
+
+
+class _Shape(msgspec.Struct):
+    """The field that distinguishes a chat request from a completion."""
+
+    messages: Any = None
+
+
+_shape = msgspec.json.Decoder(_Shape).decode
+
+
+class ExplainRoutes:
+    """For operators: takes the body and headers of a generation request. kv mode only."""
+
+    def __init__(
+        self, models: Models, tasks: Tasks, overload_status: int, threads: OffLoop
+    ) -> None:
+        self._models = models
+        self._tasks = tasks
+        self._overload_status = overload_status
+        self._threads = threads
+
+    def install(self, routes: Routes) -> None:
+        """Add the route to the table."""
+        route = in_task(self._tasks, self._answer)
+        routes.post("/v1/route", route)
+        routes.get("/v1/route", route)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            posted = exchange.method == "POST"
+            body = exchange.body if posted else self._from_query(exchange.query)
+            found = await self._explanation(body, exchange.headers)
+        except DynamoError as error:
+            status, text = error_response(explained(error, "unknown"), self._overload_status)
+            exchange.respond(status, text)
+        else:
+            exchange.respond(200, found)
+
+    def _from_query(self, query: str) -> bytes:
+        """The completion request that the query describes. Raises InvalidArgument."""
+        given = {name: values[-1] for name, values in parse_qs(query).items()}
+        unknown = ", ".join(f"`{name}`" for name in sorted(given.keys() - {"model", "prompt"}))
+        if unknown or "prompt" not in given:
+            what = f"not {unknown}" if unknown else "`prompt` is missing"
+            raise InvalidArgument(f"The query takes `prompt` and `model`: {what}")
+        names = [entry.name for entry in self._models.entries() if entry.served]
+        if not names:
+            raise NoInstances
+        if "model" not in given and len(names) > 1:
+            raise InvalidArgument(f"The query needs `model`, one of: {', '.join(names)}")
+        return msgspec.json.encode({"model": names[0], **given})
+
+    async def _explanation(self, body: bytes, headers: Mapping[str, str]) -> bytes:
+        threads = self._threads
+        with threads.hold(len(body)):
+            found = await self._relayed(body) if self._models.relays else None
+            entry, request = found or await self._tokenized(body)
+        routing = routed(request.routing, headers)
+        queued = entry.dispatch.queue or ()
+        return msgspec.json.encode(
+            explain_request(entry.picker, entry.prefill.router, request, routing, queued)
+        )
+
+    async def _tokenized(self, body: bytes) -> tuple[ModelEntry, PreprocessedRequest]:
+        threads = self._threads
+        parsed = await threads.run(_parse, body)
+        if isinstance(parsed, ChatCompletionRequest):
+            entry = self._models.find(parsed.model, "Chat")
+            prepared = await entry.preprocessor.chat_off_loop(parsed, threads)
+        else:
+            entry = self._models.find(parsed.model, "Completions")
+            prepared = await entry.preprocessor.completion_off_loop(parsed, threads)
+        return entry, prepared.requests[0]
+
+    async def _relayed(self, body: bytes) -> tuple[ModelEntry, PreprocessedRequest] | None:
+        """The same for a relayed model; None for others."""
+        threads = self._threads
+        asked = await threads.run(peek, body)
+        entry = self._models.named(asked.model)
+        if entry is None or not entry.relayed:
+            return None
+        if not entry.served:
+            raise NoInstances
+        preprocessor = entry.preprocessor if entry.has_preprocessor else None
+        path = CHAT if bytes(asked.messages) else COMPLETIONS
+        most = entry.context_length
+        ids = await threads.run(prompt_ids, preprocessor, path, body, asked, most)
+        return entry, PreprocessedRequest(asked.model, ids)
+
+
+def _parse(body: bytes) -> ChatCompletionRequest | CompletionRequest:
+    check_json(body)
+    try:
+        is_chat = _shape(body).messages is not None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"Failed to deserialize the JSON body: {error}") from None
+    parse = parse_chat if is_chat else parse_completion
+    return parse(body, ignore_unsupported=True)
+
+
+def explain_request(
+    picker: Picker,
+    prefill: PrefillRouter | None,
+    request: PreprocessedRequest,
+    routing: Routing | None,
+    queued: Sized,
+) -> Explanation:
+    """The table of the decode workers. It contains the table of the prefill workers if the prompt
+    would go to one first, else the reason why not. Raises InvalidArgument for a bad override."""
+    override = request.router_config_override
+    tokens = request.token_ids
+    if prefill is None or not prefill.active:
+        return picker.explain(tokens, routing, override, queued)
+    stays = prefill.local_reason(tokens, routing)
+    if stays:
+        found = picker.explain(tokens, routing, override, queued)
+        found.stays = stays
+        return found
+    found = picker.explain(tokens, routing, {**(override or {}), **DECODE_OVERRIDE}, queued)
+    chooser = prefill.workers.picker
+    if chooser is not None:
+        inner = chooser.explain(tokens, prefill_routing(routing), override, prefill.queue)
+        found.prefill = _with_slots(inner, prefill)
+    return found
+
+
+def _with_slots(found: Explanation, prefill: PrefillRouter) -> Explanation:
+    """Mark the candidates without a free slot: the prompt waits for the chosen one, or with no
+    patience goes to the best of those with a slot."""
+    free = prefill.queue.free_workers
+    able = [row for row in found.candidates if row.cost is not None]
+    for row in able:
+        if row.worker_id not in free:
+            row.excluded = _NO_SLOT
+            row.chosen = row.chosen and prefill.patient
+    ready = [row for row in able if not row.excluded]
+    if ready and not any(row.chosen for row in able):
+        ready[0].chosen = True  # candidates are in order of cost
+    return found

@@ -1,0 +1,3 @@
+"""OpenAI's Responses API."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Formats of tool calls and reasoning, a module per family."""
+
+__all__: list[str] = []

@@ -1,0 +1,325 @@
+"""The formats by name, and what they make of one request.
+
+A model's card names its formats. ``dynamo.config.worker`` lists the same names, for the flags.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from dynamo.config.worker import REASONING_ALIASES, TOOL_CALL_ALIASES
+from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.answer.parsers.forced_calls import NamedCallParser
+from dynamo.frontend.formats.brace_calls import GEMMA_4_MARKERS, BraceCallParser
+from dynamo.frontend.formats.element_calls import MINIMAX_M3_MARKERS, ElementCallParser
+from dynamo.frontend.formats.forced_calls import (
+    forced_name,
+    forced_schema,
+    is_forced,
+    tool_functions,
+)
+from dynamo.frontend.formats.harmony import HARMONY_MARKERS, HarmonyParser
+from dynamo.frontend.formats.json_calls import (
+    JsonCallParser,
+    JsonCallShape,
+    MistralCallParser,
+)
+from dynamo.frontend.formats.message import AnswerMessage, AnswerParser
+from dynamo.frontend.formats.pythonic_calls import PythonicCallParser
+from dynamo.frontend.formats.reasoning import ContentParser, ReasoningParser, ReasoningShape
+from dynamo.frontend.formats.section_calls import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V3_1,
+    KIMI_K2,
+    SectionCallParser,
+    SectionShape,
+)
+from dynamo.frontend.formats.xml_calls import (
+    DEEPSEEK_V3_2,
+    DEEPSEEK_V4,
+    GLM_45,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    XmlCallParser,
+    XmlCallShape,
+)
+from dynamo.frontend.prompt.messages import message_text
+from dynamo.frontend.text.tokenizer import Tokenizer
+from dynamo.protocols.card import ModelCard
+from dynamo.protocols.openai import ChatCompletionRequest
+
+__all__ = [
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "AnswerFormat",
+    "ModelFormats",
+    "RequestTools",
+    "answer_format",
+]
+
+log = logging.getLogger(__name__)
+
+
+class RequestTools(NamedTuple):
+    """The names of the request's tools, and the JSON schemas of their parameters."""
+
+    names: frozenset[str]
+    schemas: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, tools: list[dict[str, Any]] | None) -> RequestTools:
+        """The tools of a request."""
+        schemas: dict[str, Mapping[str, Any]] = {}
+        for function in tool_functions(tools):
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            schemas[function["name"]] = properties if isinstance(properties, dict) else {}
+        return cls(frozenset(schemas), schemas)
+
+
+MakeParser = Callable[[AnswerMessage, RequestTools], AnswerParser]
+
+
+class ToolFormat(NamedTuple):
+    """``markers`` are shown to the parser even if they are special tokens. ``short_ids``: the chat
+    template takes ids of nine letters and digits only. ``begins``: a marker that begins calls, and
+    so ends reasoning that the model has not closed."""
+
+    make: MakeParser
+    markers: tuple[str, ...] = ()
+    short_ids: bool = False
+    begins: tuple[str, ...] = ()
+
+
+def _json(shape: JsonCallShape, kind: type[JsonCallParser] = JsonCallParser) -> MakeParser:
+    return lambda message, tools: kind(message, shape, tools.names)
+
+
+def _tagged(opens: str, closes: str) -> ToolFormat:
+    shape = JsonCallShape((opens,), closes)
+    return ToolFormat(_json(shape), (opens, closes), begins=(opens,))
+
+
+def _section(shape: SectionShape) -> ToolFormat:
+    return ToolFormat(
+        lambda message, tools: SectionCallParser(message, shape),
+        shape.every_marker,
+        begins=shape.markers[:1],
+    )
+
+
+def _xml(shape: XmlCallShape) -> ToolFormat:
+    return ToolFormat(
+        lambda message, tools: XmlCallParser(message, tools.schemas, shape),
+        shape.every_marker,
+        begins=shape.call[:1],
+    )
+
+
+_REQUIRED = JsonCallShape((), bare=True)
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "deepseek_v3": _section(DEEPSEEK_V3),
+    "deepseek_v3_1": _section(DEEPSEEK_V3_1),
+    "deepseek_v3_2": _xml(DEEPSEEK_V3_2),
+    "deepseek_v4": _xml(DEEPSEEK_V4),
+    "gemma4": ToolFormat(
+        lambda message, tools: BraceCallParser(message),
+        GEMMA_4_MARKERS,
+        begins=GEMMA_4_MARKERS[:1],
+    ),
+    "glm45": _xml(GLM_45),
+    "harmony": ToolFormat(lambda message, tools: HarmonyParser(message, True), HARMONY_MARKERS),
+    "hermes": _tagged("<tool_call>", "</tool_call>"),
+    "jamba": _tagged("<tool_calls>", "</tool_calls>"),
+    "kimi_k2": _section(KIMI_K2),
+    "llama3_json": ToolFormat(
+        _json(JsonCallShape(("<|python_tag|>",), bare=True)), ("<|python_tag|>",)
+    ),
+    "minimax_m2": _xml(MINIMAX_M2),
+    "minimax_m3": ToolFormat(
+        lambda message, tools: ElementCallParser(message, tools.schemas),
+        MINIMAX_M3_MARKERS,
+        begins=(MINIMAX_M3_MARKERS[0],),
+    ),
+    "mistral": ToolFormat(
+        _json(JsonCallShape(("[TOOL_CALLS]",)), MistralCallParser),
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        short_ids=True,
+        begins=("[TOOL_CALLS]",),
+    ),
+    "nemotron_deci": _tagged("<TOOLCALL>", "</TOOLCALL>"),
+    "phi4": ToolFormat(_json(JsonCallShape(("functools",)))),
+    "pythonic": ToolFormat(lambda message, tools: PythonicCallParser(message, tools.names)),
+    "qwen3_coder": _xml(QWEN3_CODER),
+}
+
+_THINK = ReasoningShape("<think>", "</think>")
+_FORCED = _THINK._replace(forced=True)
+REASONING_FORMATS: Mapping[str, ReasoningShape | None] = {
+    "basic": _THINK,
+    "deepseek_r1": _FORCED,
+    "deepseek_v3": _THINK,
+    "deepseek_v3_1": _THINK,
+    "deepseek_v4": _THINK,
+    "gemma4": ReasoningShape("<|channel>thought\n", "<channel|>", tokens=("<|channel>",)),
+    "glm45": _THINK,
+    "gpt_oss": None,  # harmony
+    "kimi": ReasoningShape("◁think▷", "◁/think▷"),
+    "kimi_k2": _THINK,
+    "kimi_k25": _FORCED,
+    "minimax_append_think": _FORCED,
+    "minimax_m2": _THINK,
+    "minimax_m3": ReasoningShape("<mm:think>", "</mm:think>"),
+    "mistral": ReasoningShape("[THINK]", "[/THINK]"),
+    "nemotron_deci": _THINK,
+    "nemotron_nano": _FORCED,
+    "qwen3": _THINK,
+    "step3": _FORCED,
+}
+
+
+class AnswerFormat(NamedTuple):
+    """How to read the answers to one request, whose ids ``tokenizer`` turns into text.
+
+    ``named``: it names the only function that may be called.
+    """
+
+    tokenizer: Tokenizer
+    make: Callable[[AnswerMessage], AnswerParser]
+    new_id: Callable[[], str]
+    max_calls: int | None
+    named: bool = False
+
+    def start(self) -> tuple[AnswerMessage, AnswerParser]:
+        """The message of one choice, and its parser."""
+        message = AnswerMessage(self.new_id, self.max_calls)
+        return message, self.make(message)
+
+
+class ModelFormats:
+    """The formats of one model; at least one of ``tool`` and ``reasoning`` is a known name."""
+
+    def __init__(self, tool: str | None, reasoning: str | None, tokenizer: Tokenizer) -> None:
+        self._tool = None if tool is None else TOOL_FORMATS[tool]
+        self._shape = None if reasoning is None else REASONING_FORMATS[reasoning]
+        self._calls = tool == "harmony"
+        self._harmony = self._calls or reasoning == "gpt_oss"
+        marks = HARMONY_MARKERS if self._harmony else self._shape.markers if self._shape else ()
+        self._tokenizer = tokenizer.showing(marks)
+        self._with_tools = tokenizer.showing((*marks, *(self._tool.markers if self._tool else ())))
+
+    @classmethod
+    def of(cls, card: ModelCard, tokenizer: Tokenizer) -> ModelFormats | None:
+        """The formats that ``card`` names, None without any. An unknown name is logged."""
+        config = card.runtime_config
+        tool = _known(card, "tool_call_parser", config.tool_call_parser, TOOL_CALL_ALIASES)
+        reasoning = _known(card, "reasoning_parser", config.reasoning_parser, REASONING_ALIASES)
+        return None if tool is reasoning is None else cls(tool, reasoning, tokenizer)
+
+    @property
+    def can_force(self) -> bool:
+        """Whether a tool call can be forced by a grammar; messages of harmony have none."""
+        return self._tool is not None and not self._harmony
+
+    def answer(self, request: ChatCompletionRequest, prompt: str | None) -> AnswerFormat | None:
+        """How to read the answer to ``prompt``; None if it is content alone."""
+        with_tools = bool(request.tools) and request.tool_choice != "none"
+        tool = self._tool if with_tools else None
+        if tool is None and self._shape is None and not self._harmony:
+            return None
+        return AnswerFormat(
+            self._with_tools if tool is not None else self._tokenizer,
+            partial(
+                self._parser,
+                request,
+                tool,
+                RequestTools.of(request.tools),
+                self._inside(request, prompt),
+            ),
+            _short_id if tool is not None and tool.short_ids else _id,
+            1 if request.parallel_tool_calls is False else None,
+            tool is not None and forced_name(request.tool_choice) is not None,
+        )
+
+    def _inside(self, request: ChatCompletionRequest, prompt: str | None) -> bool:
+        if self._shape is None:
+            return False
+        prefill = None
+        if request.continue_final_message:
+            prefill = message_text(len(request.messages) - 1, request.messages[-1])
+        return self._shape.begins_inside(prompt, prefill)
+
+    def _parser(
+        self,
+        request: ChatCompletionRequest,
+        tool: ToolFormat | None,
+        tools: RequestTools,
+        inside: bool,
+        message: AnswerMessage,
+    ) -> AnswerParser:
+        if self._harmony:
+            return HarmonyParser(message, self._calls and tool is not None)
+        parser = ContentParser(message) if tool is None else _calls(request, tool, tools, message)
+        if self._shape is None:
+            return parser
+        shape, forced = self._shape, False
+        if tool is not None:
+            forced = is_forced(request.tool_choice)
+            shape = shape._replace(calls=() if forced else tool.begins)
+        return ReasoningParser(message, shape, inside, parser, forced)
+
+
+def answer_format(
+    formats: ModelFormats | None, request: ChatCompletionRequest, prompt: str | None
+) -> AnswerFormat | None:
+    """How to read the answer to ``prompt`` of a model with ``formats``; None for content alone.
+
+    A forced tool call sets the request's grammar. Raises InvalidArgument where none can be forced.
+    """
+    if is_forced(request.tool_choice):
+        if formats is None or not formats.can_force:
+            raise InvalidArgument(
+                f"Validation: 'tool_choice' {shorten(repr(request.tool_choice))} is not "
+                f"possible with model `{request.model}`: its workers name no tool-call parser "
+                "(--dyn-tool-call-parser), or harmony, which takes no grammar; use 'auto'"
+            )
+        request.guided_json = forced_schema(request)
+    return None if formats is None else formats.answer(request, prompt)
+
+
+def _calls(
+    request: ChatCompletionRequest, tool: ToolFormat, tools: RequestTools, message: AnswerMessage
+) -> AnswerParser:
+    name = forced_name(request.tool_choice)
+    if name is not None:
+        return NamedCallParser(message, name)
+    if request.tool_choice == "required":
+        return JsonCallParser(message, _REQUIRED, tools.names)
+    return tool.make(message, tools)
+
+
+def _known(card: ModelCard, field: str, name: str | None, aliases: Mapping[str, str]) -> str | None:
+    """The canonical name of a format; None, with an error in the log, for an unknown one."""
+    formats: Mapping[str, Any] = TOOL_FORMATS if field == "tool_call_parser" else REASONING_FORMATS
+    found = aliases.get(name, name) if name is not None else None
+    if found is None or found in formats:
+        return found
+    log.error(
+        "the card of model %s names the %s %r, which this frontend does not know: its answers are "
+        "not parsed. Known are %s",
+        card.display_name, field, name, ", ".join(formats),
+    )  # fmt: skip
+    return None
+
+
+def _id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:
+    return secrets.token_hex(5)[:9]

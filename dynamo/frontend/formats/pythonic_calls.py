@@ -1,0 +1,175 @@
+"""Tool calls as a Python list of function calls: Llama 3.2 and 4, and others."""
+
+from __future__ import annotations
+
+import re
+
+from dynamo.frontend.formats.literals import json_text, value_json
+from dynamo.frontend.formats.message import AnswerMessage
+from dynamo.frontend.formats.scan import MAX_HELD, TextSteps
+
+__all__ = ["PythonicCallParser"]
+
+_NAME = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*\(")
+_NAME_BEGINS = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")
+_KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)")
+_KEYWORD_BEGINS = re.compile(r"\s*(?:[A-Za-z_]\w*\s*=?)?")
+_MAX_NAME = 256
+_STRUCTURE = re.compile(r"[\"'()\[\]{},]")
+_IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
+
+
+class PythonicCallParser(TextSteps):
+    """``[f(a=1), g(b="x")]`` as the whole answer; ``known`` are the names of the request's tools.
+
+    Each argument is passed on, as JSON, when it is complete. Anything that is not such a list, with
+    keywords alone and tools of the request, is content.
+    """
+
+    __slots__ = ("_arguments", "_expression", "_known", "_message", "_name")
+
+    def __init__(self, message: AnswerMessage, known: frozenset[str]) -> None:
+        super().__init__(self._beginning)
+        self._message = message
+        self._known = known
+        self._name = ""  # of a function whose first argument is to come
+        self._arguments = 0
+        self._expression = _Expression()
+
+    def finish(self) -> None:
+        """Take the text held back into the message: nothing follows."""
+        if self._step == self._value:
+            self._message.add_arguments(self._text.strip())
+        elif self._step != self._keyword or self._name:
+            self._message.add_content(self._take_aside() + self._text)
+        self._message.finish()
+
+    def _beginning(self) -> bool:
+        self._put_space_aside()
+        if not self._text:
+            return False
+        opens = self._text[0] == "["
+        self._put_aside(1 if opens else 0)
+        self._step = self._call if opens else self._outside
+        return True
+
+    def _outside(self) -> bool:
+        """Content, to the end of the answer."""
+        self._message.add_content(self._take_aside() + self._take(len(self._text)))
+        return False
+
+    def _call(self) -> bool:
+        """At the name of a function."""
+        found = _NAME.match(self._text)
+        if found is None and self._incomplete(_NAME_BEGINS):
+            return False
+        if found is None or found.end() > _MAX_NAME or found[1] not in self._known:
+            self._step = self._outside
+            return True
+        self._put_aside(found.end())
+        self._name = found[1]
+        self._arguments = 0
+        self._step = self._keyword
+        return True
+
+    def _keyword(self) -> bool:
+        """At the name of an argument, or the end of the call."""
+        found = _KEYWORD.match(self._text)
+        complete = found is not None and found.end() < len(self._text)  # "=" may become "=="
+        if not complete and self._incomplete(_KEYWORD_BEGINS):
+            return False
+        if self._text.lstrip()[:1] == ")":
+            self._begin()
+            self._take(self._text.index(")") + 1)
+            self._end_call()
+            self._step = self._separator
+        elif found is None or found.end() > _MAX_NAME:
+            if not self._name:
+                self._end_call()
+            self._step = self._outside
+        else:
+            self._begin()
+            self._take(found.end())
+            separator = ", " if self._arguments else "{"
+            self._message.add_arguments(f"{separator}{json_text(found[1])}: ")
+            self._arguments += 1
+            self._expression = _Expression()
+            self._step = self._value
+        return True
+
+    def _value(self) -> bool:
+        end = self._expression.end(self._text)
+        if end < 0:
+            if len(self._text) <= MAX_HELD:
+                return False
+            end = len(self._text)
+        self._message.add_arguments(value_json(self._take(end)))
+        if self._text[:1] == ",":
+            self._take(1)
+        self._step = self._keyword
+        return True
+
+    def _separator(self) -> bool:
+        """After a call: another, or the end of the list."""
+        self._take_space()
+        if not self._text:
+            return False
+        self._step = self._call if self._text[0] == "," else self._outside
+        self._take(1 if self._text[0] in ",]" else 0)
+        return True
+
+    def _begin(self) -> None:
+        """Begin the call, now that it has the form of one."""
+        if self._name:
+            self._message.begin_call(self._name)
+            self._name = ""
+            self._take_aside()
+
+    def _end_call(self) -> None:
+        self._message.add_arguments("}" if self._arguments else "{}")
+
+    def _incomplete(self, beginning: re.Pattern[str]) -> bool:
+        """Whether more text may make the beginning of something out of all text so far."""
+        text = self._text
+        return len(text) <= _MAX_NAME and beginning.fullmatch(text) is not None
+
+
+class _Expression:
+    """Finds the end of an argument: a comma or a bracket that belongs to the call."""
+
+    __slots__ = ("_at", "_depth", "_quote")
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._depth = 0
+        self._quote = ""
+
+    def end(self, text: str) -> int:
+        """The length of the argument at the beginning of ``text``, -1 if it goes on.
+
+        ``text`` may have grown since the last call. O(new characters).
+        """
+        while self._at < len(text):
+            pattern = _IN_STRING[self._quote] if self._quote else _STRUCTURE
+            found = pattern.search(text, self._at)
+            if found is None:
+                self._at = len(text)
+                return -1
+            self._at = found.end()
+            if self._quote:
+                self._in_string(found[0])
+            elif found[0] in "\"'":
+                self._quote = found[0]
+            elif found[0] in "([{":
+                self._depth += 1
+            elif not self._depth:
+                return found.start()
+            elif found[0] != ",":
+                self._depth -= 1
+        return -1
+
+    def _in_string(self, char: str) -> None:
+        if char == "\\":
+            self._at += 1
+        else:
+            self._quote = ""

@@ -1,0 +1,155 @@
+"""Reasoning between tags at the beginning of an answer, and answers without any."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynamo.frontend.formats.message import AnswerMessage, AnswerParser
+from dynamo.frontend.formats.scan import SPACE, Markers, TextSteps
+
+__all__ = ["ContentParser", "ReasoningParser", "ReasoningShape"]
+
+
+class ReasoningShape(NamedTuple):
+    """The tags. ``forced``: an answer is reasoning from its beginning even without the first tag,
+    unless the prompt ends with the second. ``calls``: markers of tool calls, which end it too.
+    ``tokens``: special tokens that are parts of the tags."""
+
+    opens: str
+    closes: str
+    forced: bool = False
+    calls: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All that may be special tokens."""
+        return (self.opens, self.closes, *self.tokens)
+
+    def begins_inside(self, prompt: str | None, prefill: str | None = None) -> bool:
+        """Whether the answer to ``prompt`` begins inside the reasoning.
+
+        ``prefill`` is the text at the end of the prompt that the answer continues, if any.
+        """
+        end = "" if prompt is None else prompt[-1024:].rstrip(SPACE)
+        if end.endswith(self.opens.rstrip(SPACE)):
+            return True
+        if prefill is not None:
+            return prefill.rfind(self.opens.rstrip(SPACE)) > prefill.rfind(self.closes)
+        return self.forced and not end.endswith(self.closes)
+
+
+class ContentParser:
+    """All text is content."""
+
+    __slots__ = ("_message",)
+
+    def __init__(self, message: AnswerMessage) -> None:
+        self._message = message
+
+    def push(self, text: str) -> None:
+        """Add text."""
+        self._message.add_content(text)
+
+    def finish(self) -> None:
+        """Nothing follows."""
+        self._message.finish()
+
+
+class ReasoningParser(TextSteps):
+    """Reasoning first, then all text goes to ``rest``.
+
+    The white space around the tags is dropped. With ``json_only`` a grammar makes the answer JSON:
+    an engine that applies it from the first token leaves no room for reasoning, so an answer that
+    begins with a bracket has none.
+
+    A tool call inside the reasoning goes to ``rest``, and so does all that follows, without the
+    second tag.
+    """
+
+    __slots__ = ("_close", "_ends", "_inside", "_json_only", "_message", "_open", "_rest")
+
+    def __init__(
+        self,
+        message: AnswerMessage,
+        shape: ReasoningShape,
+        inside: bool,
+        rest: AnswerParser,
+        json_only: bool = False,
+    ) -> None:
+        super().__init__(self._beginning)
+        self._message = message
+        self._open = Markers(shape.opens)
+        self._close = Markers(shape.closes)
+        self._ends = Markers(shape.closes, *shape.calls)
+        self._inside = inside
+        self._json_only = json_only
+        self._rest = rest
+
+    def finish(self) -> None:
+        """Take the text held back into the message: nothing follows."""
+        if self._step == self._reasoning:
+            self._message.add_reasoning(self._text)
+        elif text := self._take_aside() + self._text:
+            self._rest.push(text)
+        self._rest.finish()
+
+    def _beginning(self) -> bool:
+        self._put_space_aside()
+        text = self._text
+        if self._open.may_begin(text):
+            return False
+        space = self._take_aside()
+        if self._open.leading(text):
+            self._take(len(self._open.texts[0]))
+            self._step = self._first
+        elif self._inside and not (self._json_only and text[0] in "[{"):
+            self._step = self._first
+        else:
+            self._text = space + text
+            self._step = self._after
+        return True
+
+    def _first(self) -> bool:
+        """Drop the white space before the reasoning."""
+        self._take_space()
+        if not self._text:
+            return False
+        self._step = self._reasoning
+        return True
+
+    def _reasoning(self) -> bool:
+        count, marker = self._ends.find(self._text)
+        if count:
+            self._message.add_reasoning(self._take(count))
+        if marker:
+            self._message.end_reasoning()
+            self._step = self._unclosed
+            if marker == self._close.texts[0]:
+                self._take(len(marker))
+                self._step = self._gap
+        return bool(marker)
+
+    def _unclosed(self) -> bool:
+        """After a call in the reasoning: drop the tag that may still follow."""
+        count, marker = self._close.find(self._text)
+        if count:
+            self._rest.push(self._take(count))
+        if marker:
+            self._take(len(marker))
+            self._step = self._gap
+        return bool(marker)
+
+    def _gap(self) -> bool:
+        """Drop the white space after the reasoning."""
+        self._take_space()
+        if not self._text:
+            return False
+        self._step = self._after
+        return True
+
+    def _after(self) -> bool:
+        text, self._text = self._text, ""
+        if text:
+            self._rest.push(text)
+        return False

@@ -1,0 +1,113 @@
+"""The tool calls of DeepSeek V3 and V3.1, and of Kimi K2: a section of calls between markers."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from dynamo.frontend.formats.message import AnswerMessage, CallSteps
+from dynamo.frontend.formats.scan import Markers
+
+__all__ = ["DEEPSEEK_V3", "DEEPSEEK_V3_1", "KIMI_K2", "SectionCallParser", "SectionShape"]
+
+_SECTION, _END_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _SEPARATOR, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_MAX_HEADER = 512
+_KIMI_END = "<|tool_call_end|>"
+_NUMBERED = re.compile(r"^(?:functions\.)?(.*?)(?::\d+)?$", re.DOTALL)
+
+
+class SectionShape(NamedTuple):
+    """``markers`` are those of the section's beginning and end, and of a call.
+
+    A call is a header, ``opens`` and its arguments, up to one of ``closes``. The name follows
+    ``before_name`` in the header. With ``numbered`` the header is the id of the call, as
+    ``functions.NAME:NUMBER``; later prompts must have this id.
+    """
+
+    markers: tuple[str, str, str]
+    before_name: str
+    opens: str
+    closes: tuple[str, ...]
+    numbered: bool = False
+
+    @property
+    def every_marker(self) -> tuple[str, ...]:
+        """All that may be special tokens."""
+        return tuple(filter(None, (*self.markers, self.before_name, self.opens, *self.closes)))
+
+
+_DEEPSEEK = (_SECTION, _END_SECTION, _CALL)
+DEEPSEEK_V3 = SectionShape(_DEEPSEEK, _SEPARATOR, "```json\n", ("\n```" + _END_CALL, _END_CALL))
+DEEPSEEK_V3_1 = SectionShape(_DEEPSEEK, "", _SEPARATOR, (_END_CALL,))
+KIMI_K2 = SectionShape(
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    "",
+    "<|tool_call_argument_begin|>",
+    (_KIMI_END,),
+    numbered=True,
+)
+
+
+class SectionCallParser(CallSteps):
+    """Content, then one section of calls, then perhaps content again."""
+
+    __slots__ = ("_closes", "_in_section", "_shape", "_start")
+
+    def __init__(self, message: AnswerMessage, shape: SectionShape) -> None:
+        super().__init__(self._outside, message)
+        self._shape = shape
+        section, end_section, call = shape.markers
+        self._start = Markers(section)
+        self._in_section = Markers(call, end_section)
+        self._closes = Markers(*shape.closes)
+
+    def finish(self) -> None:
+        """Take the text held back into the message: nothing follows."""
+        markup = self._step == self._between and self._in_section.may_begin(self._text)
+        if self._aside or not (markup or self._step == self._arguments):
+            self._message.add_content(self._take_aside() + self._text)
+        self._message.finish()
+
+    def _outside(self) -> bool:
+        """Content up to a section."""
+        marker = self._content(self._start)
+        if marker:
+            self._step = self._between
+        return bool(marker)
+
+    def _between(self) -> bool:
+        """In a section, between calls."""
+        _, end_section, call = self._shape.markers
+        marker = self._next_marker(self._in_section, end_section)
+        if marker is None:
+            return False
+        self._step = self._header if marker == call else self._outside
+        return True
+
+    def _header(self) -> bool:
+        """After the marker of a call."""
+        shape = self._shape
+        end = self._text.find(shape.opens)
+        if end < 0 and len(self._text) <= _MAX_HEADER + len(shape.opens):
+            return False
+        before, _, name = self._text[: max(0, end)].rpartition(shape.before_name or "\n")
+        name = call_id = name.strip()
+        if shape.numbered:
+            name = _NUMBERED.sub(r"\1", call_id)
+        if not name or end > _MAX_HEADER or (shape.before_name and not before):
+            self._step = self._outside
+            return True
+        self._take(end + len(shape.opens))
+        self._take_aside()
+        self._message.begin_call(name, call_id if shape.numbered else None)
+        self._step = self._arguments
+        return True
+
+    def _arguments(self) -> bool:
+        count, marker = self._closes.find(self._text)
+        self._message.add_arguments(self._take(count))
+        if marker:
+            self._take(len(marker))
+            self._step = self._between
+        return bool(marker)

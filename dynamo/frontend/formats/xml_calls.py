@@ -1,0 +1,349 @@
+"""The tool calls of Qwen3-Coder, MiniMax M2, GLM 4.5 and DeepSeek V3.2: a tag a parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from dynamo.frontend.formats.literals import (
+    begins_value,
+    escaped,
+    is_text,
+    json_text,
+    kinds_of,
+    text_or_value_json,
+    value_json,
+)
+from dynamo.frontend.formats.message import AnswerMessage, CallSteps
+from dynamo.frontend.formats.scan import MAX_HELD, Markers
+
+__all__ = [
+    "DEEPSEEK_V3_2",
+    "DEEPSEEK_V4",
+    "GLM_45",
+    "MINIMAX_M2",
+    "QWEN3_CODER",
+    "XmlCallParser",
+    "XmlCallShape",
+]
+
+_MAX_NAME = 256
+_QUOTES = "\"'"
+_BARE_NAME = re.compile(r"[\w./:-]+")
+_TYPED = re.compile(r'(.*?)"?\s+string\s*=\s*"(true|false)"', re.DOTALL)
+
+
+class XmlCallShape(NamedTuple):
+    """``call`` and ``function`` are the tags around a call and a function, each as (opens, closes).
+
+    ``function`` and ``parameter`` are followed by a name, in quotes or not, up to ``name_ends``.
+    Where ``function`` opens with "", the name follows ``call`` at once, and the first parameter or
+    the end of the call ends it. ``value_opens`` is a tag between the name of a parameter and its
+    value. Line breaks around a value are dropped with ``trims``. ``token`` is a special token that
+    the tags contain. With ``string="true"`` or ``"false"`` behind its name a parameter says itself
+    whether it is a text.
+    """
+
+    call: tuple[str, str]
+    function: tuple[str, str]
+    parameter: tuple[str, str]
+    name_ends: str = ">"
+    value_opens: str = ""
+    trims: bool = True
+    token: str = ""
+
+    @property
+    def every_marker(self) -> tuple[str, ...]:
+        """All that may be special tokens."""
+        tags = [*self.call, *self.function, *self.parameter]
+        tags += self.name_ends, self.value_opens, self.token
+        return tuple(tag for tag in dict.fromkeys(tags) if len(tag) > 1)
+
+
+QWEN3_CODER = XmlCallShape(
+    ("<tool_call>", "</tool_call>"), ("<function=", "</function>"), ("<parameter=", "</parameter>")
+)
+MINIMAX_M2 = XmlCallShape(
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ("<invoke name=", "</invoke>"),
+    ("<parameter name=", "</parameter>"),
+    trims=False,
+)
+GLM_45 = XmlCallShape(
+    ("<tool_call>", "</tool_call>"),
+    ("", "</tool_call>"),
+    ("<arg_key>", "</arg_value>"),
+    "</arg_key>",
+    "<arg_value>",
+    trims=False,
+)
+DEEPSEEK_V3_2 = XmlCallShape(
+    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    ("<｜DSML｜invoke name=", "</｜DSML｜invoke>"),
+    ("<｜DSML｜parameter name=", "</｜DSML｜parameter>"),
+    trims=False,
+    token="｜DSML｜",
+)
+DEEPSEEK_V4 = DEEPSEEK_V3_2._replace(call=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
+
+
+class _Tags:
+    """The tags of one shape, as what is searched for in each step."""
+
+    __slots__ = ("call_end", "function", "in_function", "starts", "value", "value_end")
+
+    def __init__(self, shape: XmlCallShape) -> None:
+        functions = (shape.function[0],) if shape.function[0] else ()
+        closes = dict.fromkeys((shape.function[1], shape.call[1]))
+        self.starts = Markers(shape.call[0], *functions)
+        self.function = Markers(*functions)
+        self.call_end = Markers(shape.call[1])
+        self.in_function = Markers(shape.parameter[0], *closes)
+        self.value = Markers(*((shape.value_opens,) if shape.value_opens else ()))
+        self.value_end = Markers(shape.parameter[1])
+
+
+_TAGS = {
+    shape: _Tags(shape) for shape in (QWEN3_CODER, MINIMAX_M2, GLM_45, DEEPSEEK_V3_2, DEEPSEEK_V4)
+}
+
+
+class XmlCallParser(CallSteps):
+    """``<tool_call><function=f><parameter=a>value</parameter></function></tool_call>``, and alike.
+
+    ``schemas`` maps the name of a tool to the JSON schemas of its parameters. They decide whether a
+    value is a text, which is passed on as it arrives, or a JSON value. Where a schema allows both,
+    the value decides, as early as it can.
+    """
+
+    __slots__ = (
+        "_kinds",
+        "_parameters",
+        "_reads_text",
+        "_schema",
+        "_schemas",
+        "_shape",
+        "_strays",
+        "_tags",
+        "_types",
+    )
+
+    def __init__(
+        self,
+        message: AnswerMessage,
+        schemas: Mapping[str, Mapping[str, Any]],
+        shape: XmlCallShape = QWEN3_CODER,
+    ) -> None:
+        super().__init__(self._outside, message)
+        self._shape = shape
+        self._tags = _TAGS[shape]
+        self._schemas = schemas
+        self._types: Mapping[str, Any] = {}
+        self._parameters = 0
+        self._reads_text = False
+        self._kinds: set[str] = set()
+        self._schema: Any = None  # of the value, while it may be a text or another value
+        self._strays: list[str] = []
+
+    def finish(self) -> None:
+        """Take the text held back into the message: nothing follows."""
+        self._end_stray()
+        # What is held back of a text value is the beginning of its end.
+        if self._step in (self._json_value, self._either_value):
+            self._message.add_arguments(self._take_aside().strip())
+        elif self._step in (self._outside, self._tag, self._name, self._bare_name):
+            self._message.add_content(self._take_aside() + self._text)
+        self._message.finish()
+
+    def _outside(self) -> bool:
+        """Content up to a call."""
+        marker = self._content(self._tags.starts)
+        if marker:
+            self._step = self._tag if marker == self._shape.call[0] else self._name
+        return bool(marker)
+
+    def _tag(self) -> bool:
+        """After ``<tool_call>``."""
+        self._put_space_aside()
+        if not self._shape.function[0]:
+            self._step = self._bare_name
+            return True
+        if self._tags.function.may_begin(self._text):
+            return False
+        found = self._tags.function.leading(self._text)
+        self._put_aside(len(found))
+        self._step = self._name if found else self._outside
+        return True
+
+    def _name(self) -> bool:
+        """After ``<function=``."""
+        end = self._text.find(">")
+        if end < 0 and len(self._text) <= _MAX_NAME:
+            return False
+        name = self._text[: max(0, end)].strip().strip(_QUOTES)
+        if not name or end > _MAX_NAME:
+            self._step = self._outside
+            return True
+        self._take(end + 1)
+        self._begin(name)
+        return True
+
+    def _bare_name(self) -> bool:
+        """After ``<tool_call>``, where the name follows: up to the next tag."""
+        self._put_space_aside()
+        count, marker = self._tags.in_function.find(self._text)
+        name = self._text[:count].strip()
+        plain = count <= _MAX_NAME and _BARE_NAME.fullmatch(name) is not None
+        if not marker and (plain or not name):
+            return False
+        if not plain:
+            self._step = self._outside
+            return True
+        self._take(count)
+        self._begin(name)
+        return True
+
+    def _begin(self, name: str) -> None:
+        self._take_aside()
+        self._types = self._schemas.get(name, {})
+        self._parameters = 0
+        self._message.begin_call(name)
+        self._step = self._function
+
+    def _function(self) -> bool:
+        """Between parameters."""
+        self._take_space()
+        if self._tags.in_function.may_begin(self._text):
+            return False
+        marker = self._tags.in_function.leading(self._text)
+        if marker == self._shape.parameter[0]:
+            self._take(len(marker))
+            self._step = self._parameter
+        elif marker:
+            self._message.add_arguments("}" if self._parameters else "{}")
+            self._take(len(marker) if marker == self._shape.function[1] else 0)
+            self._end_stray()
+            self._step = self._after
+        else:
+            self._step = self._stray
+        return True
+
+    def _stray(self) -> bool:
+        """Text between parameters, which belongs to none of them: content behind the call."""
+        count, marker = self._tags.in_function.find(self._text)
+        self._strays.append(self._take(count))
+        if marker:
+            self._step = self._function
+        return bool(marker)
+
+    def _end_stray(self) -> None:
+        self._message.add_content("".join(self._strays))
+        self._strays.clear()
+
+    def _parameter(self) -> bool:
+        """After ``<parameter=``."""
+        ends = self._shape.name_ends
+        end = self._text.find(ends)
+        if end < 0 and len(self._text) <= _MAX_NAME:
+            return False
+        if not 0 <= end <= _MAX_NAME:
+            self._step = self._stray
+            return True
+        name = self._take(end + len(ends))[:end].strip()
+        typed = _TYPED.fullmatch(name) if self._shape.token else None
+        name = (name if typed is None else typed[1]).strip(_QUOTES)
+        schema = None if typed is not None else self._types.get(name)
+        self._reads_text = is_text(schema) if typed is None else typed[2] == "true"
+        self._kinds = kinds_of(schema)
+        self._schema = schema if "string" in self._kinds and not self._reads_text else None
+        quote = '"' if self._reads_text else ""
+        separator = ", " if self._parameters else "{"
+        self._message.add_arguments(f"{separator}{json_text(name)}: {quote}")
+        self._parameters += 1
+        self._step = self._before_value if self._shape.value_opens else self._value
+        return True
+
+    def _before_value(self) -> bool:
+        """Between the name of a parameter and its value, where a tag separates them."""
+        self._take_space()
+        if self._tags.value.may_begin(self._text):
+            return False
+        self._take(len(self._tags.value.leading(self._text)))
+        self._step = self._value
+        return True
+
+    def _value(self) -> bool:
+        """At the beginning of a value: drop the line break that the format puts there."""
+        if not self._text:
+            return False
+        if self._text[0] == "\n" and self._shape.trims:
+            self._take(1)
+        self._step = self._text_value if self._reads_text else self._json_value
+        if self._schema is not None:
+            self._step = self._either_value
+        return True
+
+    def _text_value(self) -> bool:
+        trims = self._shape.trims
+        count, marker = self._tags.value_end.find(self._text)
+        if trims and not marker and self._text[:count].endswith("\n"):
+            count -= 1  # dropped if the tag follows
+        text = self._take(count)
+        if marker:
+            self._take(len(marker))
+            self._step = self._function
+            text = text.removesuffix("\n") if trims else text
+            self._message.add_arguments(escaped(text) + '"')
+        else:
+            self._message.add_arguments(escaped(text))
+        return bool(marker)
+
+    def _either_value(self) -> bool:
+        """At the beginning of a value that may be a text: find out whether it can be another."""
+        count, marker = self._tags.value_end.find(self._text)
+        self._put_aside(count)
+        if marker:
+            self._step = self._json_value
+            return True
+        other = begins_value("".join(self._aside), self._kinds)
+        if other:
+            self._step = self._json_value
+        elif other is not None:
+            self._begin_text()
+        return other is not None
+
+    def _json_value(self) -> bool:
+        count, marker = self._tags.value_end.find(self._text)
+        self._put_aside(count)
+        if marker:
+            self._end_json(self._take_aside())
+            self._take(len(marker))
+            self._step = self._function
+        elif self._aside_size > MAX_HELD:
+            self._begin_text()
+        else:
+            return False
+        return True
+
+    def _end_json(self, text: str) -> None:
+        if self._schema is None:
+            self._message.add_arguments(value_json(text))
+            return
+        text = text.removesuffix("\n") if self._shape.trims else text
+        self._message.add_arguments(text_or_value_json(text, self._schema))
+
+    def _begin_text(self) -> None:
+        """The value put aside is the beginning of a text."""
+        self._message.add_arguments('"')
+        self._text = self._take_aside() + self._text
+        self._step = self._text_value
+
+    def _after(self) -> bool:
+        """After ``</function>``."""
+        self._message.add_content(self._take_space())
+        if self._tags.call_end.may_begin(self._text):
+            return False
+        self._take(len(self._tags.call_end.leading(self._text)))
+        self._step = self._outside
+        return True

@@ -1,0 +1,3 @@
+"""Text and token ids: tokenizers, detokenizers, stop strings."""
+
+__all__: list[str] = []

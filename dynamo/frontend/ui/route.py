@@ -1,0 +1,109 @@
+"""/ui: the web page, its samples and logs as server-sent events, and its buttons.
+
+The files are open to everyone who reaches the port; all else is for operators, and for pages of
+this frontend alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from dynamo.config.frontend import FrontendSettings
+from dynamo.errors import DynamoError
+from dynamo.frontend.ui.files import HEADERS, PAGE, file_paths, install_files
+from dynamo.frontend.ui.logs import LogStreams
+from dynamo.frontend.ui.sampler import StatusSampler
+from dynamo.frontend.ui.source import UiSource
+from dynamo.http import Exchange
+from dynamo.http.routes import Routes, in_task
+from dynamo.protocols.status import FrontendStatus
+from dynamo.runtime.process.tasks import Tasks
+
+__all__ = ["OPEN_UI_PATHS", "OPERATOR_UI_ROUTES", "UiRoutes"]
+
+_ABOUT = f"{PAGE}/about.json"
+_ACTIONS = f"{PAGE}/actions"
+_EVENTS = f"{PAGE}/events"
+_LOGS = f"{PAGE}/logs"
+_ROOT = "/"
+OPEN_UI_PATHS = file_paths() | {_ABOUT, _ROOT}
+OPERATOR_UI_ROUTES = {_EVENTS: ("GET", "HEAD"), _LOGS: ("GET", "HEAD"), _ACTIONS: ("POST",)}
+
+
+class _Action(msgspec.Struct):
+    """A button that was pressed."""
+
+    action: str
+    name: str
+
+
+_action = msgspec.json.Decoder(_Action).decode
+
+
+class UiRoutes:
+    """The routes of the page. :meth:`stop` ends its streams, so that a drain need not wait."""
+
+    def __init__(
+        self,
+        source: UiSource,
+        own: Callable[[], FrontendStatus],
+        tasks: Tasks,
+        settings: FrontendSettings,
+    ) -> None:
+        self.sampler = StatusSampler(source, own, tasks)
+        self._logs = LogStreams(source.logs, source.namespace)
+        self._source = source
+        self._tasks = tasks
+        self._about = msgspec.json.encode({"keys": settings.api_key_file is not None})
+
+    def install(self, routes: Routes) -> None:
+        """Add the routes to the table."""
+        install_files(routes)
+        routes.get(_ROOT, _redirect)
+        routes.get(_ABOUT, self._describe)
+        routes.get(_EVENTS, self.sampler.open)
+        routes.get(_LOGS, self._logs.open)
+        routes.post(_ACTIONS, in_task(self._tasks, self._run))
+
+    def stop(self) -> None:
+        """End every stream: the frontend drains."""
+        message = "the frontend is stopping; the page connects again when one runs"
+        self.sampler.pages.end(message)
+        self._logs.end(message)
+
+    def close(self) -> None:
+        """Stop, and end what buttons have begun."""
+        self.stop()
+        self._source.close()
+
+    def _describe(self, exchange: Exchange) -> None:
+        headers = [*HEADERS, ("cache-control", "no-store")]
+        exchange.respond(200, self._about, headers=headers)
+
+    async def _run(self, exchange: Exchange) -> None:
+        try:
+            asked = _action(exchange.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            exchange.refuse(400, f"Failed to deserialize the JSON body: {error}")
+            return
+        try:
+            message = await asyncio.to_thread(self._source.act, asked.action, asked.name)
+        except DynamoError as error:
+            # Not 500: most often the state of the worker does not allow it.
+            exchange.refuse(409 if error.status == 500 else error.status, error.message)
+            return
+        finally:
+            self.sampler.wake()
+        headers = [*HEADERS, ("cache-control", "no-store")]
+        exchange.respond(200, msgspec.json.encode({"message": message}), headers=headers)
+
+
+def _redirect(exchange: Exchange) -> None:
+    """Send a browser from the address that ``dynamo serve`` prints to the page."""
+    if "text/html" in exchange.headers.get("accept", ""):
+        exchange.respond(307, b"", "", [("location", PAGE), ("cache-control", "no-store")])
+    else:
+        exchange.refuse(404, f"Route not found: {exchange.method} {exchange.path}")

@@ -1,0 +1,263 @@
+"""What an operator does to the workers of a running deployment: restart, drain, sleep, wake, load.
+
+Each action is an asynchronous generator. It first checks what it is given and takes the first step,
+which may fail with a DynamoError; then it yields a sentence about what happens now. It ends when
+the action is complete, or raises. The statefile changes as it does for the planner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from functools import partial
+
+from dynamo.box.actions.patience import retried
+from dynamo.box.planner_call import ask_planner
+from dynamo.config.planner import PlannerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import DynamoError, InvalidArgument, StatefileError
+from dynamo.operations.loading import ModelLoad, Worker, sleepers_and_others, wait_until_served
+from dynamo.operations.outside import find_outside
+from dynamo.operations.steps.access import LocalAccess, open_access
+from dynamo.operations.steps.circus import CircusEndpoint
+from dynamo.operations.steps.engine_controls import open_engines
+from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.removal import finish_removal, mark_draining
+from dynamo.operations.steps.sleeping import (
+    check_sleepable,
+    check_sleepers,
+    check_wakeable,
+    sleep_worker,
+    wake_worker,
+)
+from dynamo.operations.targets import find_model, find_processes, find_workers, restartable
+from dynamo.protocols.control import PlannerState
+from dynamo.serve.state.reservations import is_reserved
+from dynamo.status.components import arbiter_is_alive
+
+__all__ = ["BoxActions", "Steps"]
+
+_BUSY_S = 30.0
+_NO_BUDGET = 1 << 31  # the planner's; the GPUs of the deployment limit what a person loads
+Steps = AsyncIterator[str]
+
+
+class BoxActions:
+    """The actions on the deployment in the namespace of ``runtime``, on one event loop.
+
+    NAME is a worker (``dynamo_Worker_1``), or a service: then it means all of its workers. Drain,
+    sleep and wake also take the id of a worker that was started outside of the deployment.
+    """
+
+    def __init__(self, runtime: RuntimeSettings) -> None:
+        self._runtime = runtime
+        self._active: set[str] = set()
+
+    async def restart(self, name: str) -> Steps:
+        """Replace the processes of a watcher or a service, one after another; start failed ones."""
+        async with self._open() as access:
+            document = access.document()
+            found = restartable(
+                find_processes(document, name, await access.statuses()), self._active
+            )
+            names = [one.name for one in found]
+            yield f"restarting {_joined(names)}" + (", one after another" if names[1:] else "")
+            circus = CircusEndpoint(document["circus_endpoint"])
+            deadline_s = asyncio.get_running_loop().time() + _BUSY_S
+            try:
+                await retried(lambda: circus.roll(names, partial(_is_alive, access)), deadline_s)
+            finally:
+                circus.close()
+            await wait_until_served(access, [one.name for one in found if one.owner])
+        yield f"{_joined(names)}: restarted"
+
+    async def drain(self, name: str) -> Steps:
+        """Let workers finish their requests and exit; their GPUs are free then."""
+        if outside := find_outside(self._runtime, name):
+            async for text in outside.drain():
+                yield text
+            return
+        async with self._open() as access, contextlib.AsyncExitStack() as stack:
+            document = access.document()
+            found = find_workers(document, name, await access.statuses(), access.model)
+            workers = [w for w in found if not w[1].draining or not is_reserved(w[1], self._active)]
+            if not workers:
+                raise ActionFailed(f"{name} is being drained already")
+            note = await self._planner_note(access, workers, "start another one")
+            self._mark(access, stack, workers)
+            names = _names(workers)
+            yield f"draining {names}: requests in flight finish, then it exits{note}"
+            await _all(finish_removal(access, e, service.is_prefill) for service, e in workers)
+        yield f"{names}: drained" + _freed(workers)
+
+    async def sleep(self, name: str) -> Steps:
+        """Let workers finish their requests and free the memory of their GPUs."""
+        if outside := find_outside(self._runtime, name):
+            async for text in outside.sleep(open_engines(self._runtime)):
+                yield text
+            return
+        async with self._open() as access, open_engines(self._runtime) as engines:
+            await check_sleepers(access, engines)
+            document, watchers = access.document(), await access.statuses()
+            found = find_workers(document, name, watchers, access.model)
+            workers = [one for one in found if not one[1].asleep]
+            if not workers:
+                raise ActionFailed(f"{name} sleeps already; wake it with: dynamo wake {name}")
+            for _, entry in workers:
+                await check_sleepable(engines, entry)
+            note = await self._planner_note(access, workers, "wake it")
+            yield f"putting {_names(workers)} to sleep when the requests are finished{note}"
+            await _all(sleep_worker(access, engines, entry) for _, entry in workers)
+        yield f"{_names(workers)}: asleep" + _freed(workers)
+
+    async def wake(self, name: str) -> Steps:
+        """Restore the memory of workers that sleep; they serve again."""
+        if outside := find_outside(self._runtime, name):
+            async for text in outside.wake(open_engines(self._runtime)):
+                yield text
+            return
+        async with self._open() as access, open_engines(self._runtime) as engines:
+            await check_sleepers(access, engines)
+            document, watchers = access.document(), await access.statuses()
+            found = find_workers(document, name, watchers, access.model)
+            workers = [one for one in found if one[1].asleep]
+            if not workers:
+                raise ActionFailed(f"{name} is not asleep")
+            for _, entry in workers:
+                check_wakeable(access.document(), entry.name)
+            yield f"waking {_names(workers)}"
+            await _all(wake_worker(access, engines, service, e) for service, e in workers)
+        yield f"{_names(workers)}: awake, ready for requests"
+
+    async def load(self, model: str) -> Steps:
+        """Wake or start a worker in each service of a model that has none."""
+        async with self._open() as access, open_engines(self._runtime) as engines:
+            await check_sleepers(access, engines)
+            services = find_model(access.document(), model, access.model)
+            loads = await ModelLoad(access, engines, services).prepare()
+            yield f"loading {model}: " + ", ".join(one.text for one in loads)
+            await _all(one.work() for one in loads)
+        yield f"{model}: loaded, ready for requests"
+
+    async def unload(self, model: str) -> Steps:
+        """Free the GPUs of a model: one worker of each service sleeps if it can, others drain."""
+        async with self._open() as access, open_engines(self._runtime) as engines:
+            await check_sleepers(access, engines)
+            document, watchers = access.document(), await access.statuses()
+            services = find_model(document, model, access.model)
+            await self._check_unload(model)
+            sleepers, drained = await sleepers_and_others(engines, services, watchers)
+            if not sleepers and not drained:
+                raise ActionFailed(f"{model} holds no GPU: it has no worker that is awake")
+            async with contextlib.AsyncExitStack() as stack:
+                self._mark(access, stack, drained)
+                parts = [f"putting {_names(sleepers)} to sleep"] if sleepers else []
+                parts += [f"draining {_names(drained)}"] if drained else []
+                yield f"unloading {model}: {'; '.join(parts)}"
+                work: list[Awaitable[object]] = [
+                    finish_removal(access, e, service.is_prefill) for service, e in drained
+                ]
+                await _all(work + [sleep_worker(access, engines, e) for _, e in sleepers])
+        yield f"{model}: unloaded" + _freed([*sleepers, *drained])
+
+    async def pause_planner(self) -> Steps:
+        """Let the planner observe only, until it is resumed or restarted."""
+        await self._set_planner(True)
+        yield "the planner is paused: it observes, and changes no workers; changes in flight end"
+
+    async def resume_planner(self) -> Steps:
+        """End the pause."""
+        await self._set_planner(False)
+        yield "the planner is resumed: its next decisions follow within an interval"
+
+    @contextlib.asynccontextmanager
+    async def _open(self) -> AsyncIterator[LocalAccess]:
+        settings = PlannerSettings(max_gpu_budget=_NO_BUDGET)
+        async with open_access(self._runtime, settings) as access:
+            access.active = self._active
+            if not arbiter_is_alive(access.document()):
+                raise StatefileError(
+                    f"the deployment in namespace {self._runtime.namespace!r} has crashed; see: "
+                    "dynamo state repair --dry-run"
+                )
+            yield access
+
+    def _mark(
+        self, access: LocalAccess, stack: contextlib.AsyncExitStack, workers: Iterable[Worker]
+    ) -> None:
+        """Mark workers as draining, all or none; they are active until ``stack`` ends."""
+        names = [entry.name for _, entry in workers]
+        for name in names:
+            stack.enter_context(access.acting_on(name))
+        mark_draining(access, names)
+
+    async def _set_planner(self, paused: bool) -> None:
+        state = await ask_planner(self._runtime, paused)
+        if state is None:
+            raise InvalidArgument(
+                f"no planner runs in namespace {self._runtime.namespace!r}; add a service with "
+                "run: dynamo.planner to the graph, or start one with: dynamo planner"
+            )
+
+    async def _scaling(self) -> PlannerState | None:
+        """Return the state of a planner that changes workers now, None without one."""
+        try:
+            state = await ask_planner(self._runtime)
+        except DynamoError:
+            return None  # an operator's action does not depend on it
+        return state if state is not None and state.acts and not state.paused else None
+
+    async def _planner_note(
+        self, access: LocalAccess, workers: Iterable[Worker], would: str
+    ) -> str:
+        state = await self._scaling()
+        models = {access.model(entry) or service.model for service, entry in workers}
+        if state is None or models.isdisjoint(state.models):
+            return ""
+        return f"; the planner may {would} (to prevent that: dynamo planner pause)"
+
+    async def _check_unload(self, model: str) -> None:
+        state = await self._scaling()
+        if state is not None and model in state.models and model not in state.on_demand:
+            raise ActionFailed(
+                f"the planner keeps a worker of {model}: pause it first with: dynamo planner "
+                "pause, or let the model go to zero with min: 0 in its ServiceArgs"
+            )
+
+
+def _is_alive(access: LocalAccess) -> bool:
+    try:
+        return arbiter_is_alive(access.document())
+    except StatefileError:
+        return False
+
+
+async def _all(work: Iterable[Awaitable[object]]) -> None:
+    """Await all at once. Raises ActionFailed with all problems, when all have ended."""
+    problems: list[str] = []
+
+    async def one(part: Awaitable[object]) -> None:
+        try:
+            await part
+        except DynamoError as error:
+            problems.append(error.message)
+
+    async with asyncio.TaskGroup() as group:
+        for part in work:
+            group.create_task(one(part))
+    if problems:
+        raise ActionFailed("; ".join(problems))
+
+
+def _names(workers: Iterable[Worker]) -> str:
+    return _joined(entry.name for _, entry in workers)
+
+
+def _joined(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _freed(workers: Iterable[Worker]) -> str:
+    gpus = sorted({gpu for _, entry in workers for gpu in entry.gpus})
+    return f"; GPU {_joined(gpus)} is free" if gpus else ""

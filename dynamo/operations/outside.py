@@ -1,0 +1,123 @@
+"""Workers that no deployment started, such as a ``python -m dynamo.vllm`` of a shell.
+
+No statefile has them: their id, which is that of their lease in file discovery, names them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import StatefileError
+from dynamo.operations.steps.engine_controls import RemoteEngines
+from dynamo.operations.steps.ports import ActionFailed
+from dynamo.protocols.control import LeaseRecord
+from dynamo.runtime.discovery.layout import BadRecord, decode_lease, lease_path, names, read_file
+from dynamo.runtime.discovery.process_end import ProcessEnd
+from dynamo.runtime.process.os_process import host_id, is_running
+from dynamo.runtime.process.paths import state_path, store_path
+from dynamo.serve.state.entries import read_entries
+from dynamo.serve.state.statefile import Statefile
+
+__all__ = ["OutsideWorker", "find_outside"]
+
+_ID = re.compile(r"[0-9a-f]{1,16}")
+_WAKE_TIMEOUT_S = 600.0
+_Engines = AbstractAsyncContextManager[RemoteEngines]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutsideWorker:
+    """The worker with ``lease`` in ``store``."""
+
+    store: Path
+    lease: LeaseRecord
+
+    @property
+    def name(self) -> str:
+        """How texts name it."""
+        return f"worker {self.lease.lease_id:x}"
+
+    async def drain(self) -> AsyncIterator[str]:
+        """Revoke its lease: it finishes its requests, then its process exits."""
+        lease = self.lease
+        ended = asyncio.Event()
+        try:
+            process = ProcessEnd(lease.pid, lease.pid_start, ended.set)
+        except ProcessLookupError:
+            raise ActionFailed(f"{self.name}: its process has exited already") from None
+        try:
+            lease_path(self.store, lease.lease_id).unlink(missing_ok=True)
+            others = [one for one in _leases(self.store) if one.pid == lease.pid]
+            if others:
+                yield f"draining {self.name}: it gets no more requests"
+                yield f"{self.name}: left; its process {lease.pid} has {len(others)} more"
+                return
+            yield f"draining {self.name}: requests in flight finish, then it exits"
+            await ended.wait()
+        finally:
+            process.close()
+        yield f"{self.name}: drained"
+
+    async def sleep(self, opened: _Engines) -> AsyncIterator[str]:
+        """Let it finish its requests and free the memory of its GPUs."""
+        async with opened as engines:
+            await self._check(engines)
+            yield f"putting {self.name} to sleep when its requests are finished"
+            await engines.sleep(self.lease.lease_id)
+        yield f"{self.name}: asleep; wake it with: dynamo wake {self.lease.lease_id:x}"
+
+    async def wake(self, opened: _Engines) -> AsyncIterator[str]:
+        """Restore its memory."""
+        async with opened as engines:
+            await self._check(engines)
+            yield f"waking {self.name}"
+            await engines.wake(self.lease.lease_id, _WAKE_TIMEOUT_S)
+        yield f"{self.name}: awake, ready for requests"
+
+    async def _check(self, engines: RemoteEngines) -> None:
+        if not await engines.can_sleep(self.lease.lease_id):
+            raise ActionFailed(
+                f"{self.name}: its engine has no sleep mode (vLLM, mocker: --enable-sleep-mode); "
+                f"free its GPU with: dynamo drain {self.lease.lease_id:x}"
+            )
+
+
+def find_outside(runtime: RuntimeSettings, name: str) -> OutsideWorker | None:
+    """Return the living worker of this machine with the id ``name`` that no statefile has."""
+    if runtime.discovery_backend != "file" or not _ID.fullmatch(name):
+        return None
+    store = store_path(runtime)
+    lease = _read(store, f"{int(name, 16):x}")
+    if lease is None or os.getsid(lease.pid) in _recorded(runtime):
+        return None
+    return OutsideWorker(store=store, lease=lease)
+
+
+def _read(store: Path, name: str) -> LeaseRecord | None:
+    try:
+        lease = decode_lease(name, read_file(store / "leases" / name) or b"")
+    except BadRecord:
+        return None
+    return lease if lease.host == host_id() and is_running(lease.pid, lease.pid_start) else None
+
+
+def _leases(store: Path) -> Iterator[LeaseRecord]:
+    for name in names(store / "leases"):
+        if (lease := _read(store, name)) is not None:
+            yield lease
+
+
+def _recorded(runtime: RuntimeSettings) -> set[int]:
+    """Return the processes in the statefile; each leads a session."""
+    try:
+        document = Statefile(state_path(runtime), runtime.namespace).read()
+    except StatefileError:
+        return set()
+    return {pid for entry in read_entries(document or {"components": {}}) for pid in entry.pids}

@@ -1,0 +1,224 @@
+"""Repairs what a crash of planner, worker or arbiter left between statefile and circus."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dynamo.box.actions.leaving import wait_until_gone
+from dynamo.box.actions.patience import retried
+from dynamo.errors import StatefileError
+from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.steps.ports import (
+    STOPPED,
+    ActionFailed,
+    CircusError,
+    NoSuchWatcher,
+    WatcherOptions,
+)
+from dynamo.operations.steps.removal import finish_removal
+from dynamo.serve.state.entries import (
+    Entry,
+    ServiceEntries,
+    delete_entry,
+    new_entry,
+    read_services,
+    release,
+)
+from dynamo.serve.state.reservations import is_reserved, reclaim
+from dynamo.serve.state.statefile import (
+    ASLEEP,
+    LOAD,
+    REPLACING,
+    RESERVED_BY,
+    RUNNING,
+    SLEEP,
+    WAKE,
+    Document,
+)
+
+__all__ = ["reconcile"]
+
+_COMMAND_TIMEOUT_S = 30.0
+_ARBITER_WRITES_WITHIN_S = 0.5
+log = logging.getLogger(__name__)
+
+
+async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
+    """Make statefile and circus agree; return what was repaired, one sentence each.
+
+    Safe while the deployment and a planner run: watchers that a living process adds or removes now
+    are left alone. ``dry_run`` only says what would be repaired. Raises ActionFailed, which leaves
+    the rest as it is, and StatefileError.
+    """
+    statuses = await access.statuses()
+    # A process that has just started is in the statefile after this time, at the latest.
+    await asyncio.sleep(_ARBITER_WRITES_WITHIN_S)
+    document = access.document()
+    services = read_services(document)
+    found: list[str] = []
+    removals: list[tuple[ServiceEntries, Entry]] = []
+    try:
+        for service in services.values():
+            for entry in service.entries:
+                if _is_changed(access, document, entry):
+                    continue
+                status = statuses.get(entry.name)
+                if entry.draining and (status is not None or entry.pids):
+                    found.append(f"{entry.name}: finished its removal")
+                    removals.append((service, entry))
+                elif status is None:
+                    found += await _without_watcher(access, service, entry, dry_run)
+                else:
+                    found += await _with_watcher(access, entry, status, dry_run)
+        for name in _without_entry(services, statuses):
+            found += await _add_entry(access, services, name, dry_run)
+        found += _reclaim(access, services, dry_run)
+        if not dry_run:
+            await _finish(access, removals)
+    except CircusError as error:
+        access.needs_repair = True
+        raise ActionFailed(f"repaired in part: {error.message}") from error
+    for sentence in found:
+        log.warning("%s%s", "would repair: " if dry_run else "repaired: ", sentence)
+    return found
+
+
+def _is_changed(access: LocalAccess, document: Document, entry: Entry) -> bool:
+    """Whether a living process changes the worker now."""
+    replacing = REPLACING in document["components"][entry.name]  # by the arbiter, which lives
+    return replacing or entry.name in access.active or is_reserved(entry, access.active)
+
+
+def _reclaim(
+    access: LocalAccess, services: Mapping[str, ServiceEntries], dry_run: bool
+) -> list[str]:
+    """Delete entries of interrupted starts in services that have left the graph."""
+    known = {entry.name for service in services.values() for entry in service.entries}
+    names = [name for name in reclaim(access.document()) if name not in known]
+    if names and not dry_run:
+        access.statefile.update(reclaim)
+    return [f"{name}: deleted its entry; its start was interrupted" for name in names]
+
+
+async def _finish(access: LocalAccess, removals: list[tuple[ServiceEntries, Entry]]) -> None:
+    """Finish removals side by side: each may take as long as its worker drains."""
+    problems: list[str] = []
+
+    async def finish(entry: Entry, is_prefill: bool) -> None:
+        try:
+            await finish_removal(access, entry, is_prefill)
+        except (ActionFailed, CircusError, StatefileError) as error:
+            problems.append(error.message)
+
+    names = {entry.name for _, entry in removals}
+    access.active |= names
+    try:
+        async with asyncio.TaskGroup() as group:
+            for service, entry in removals:
+                group.create_task(finish(entry, service.is_prefill))
+    finally:
+        access.active -= names
+    if problems:
+        raise ActionFailed(f"repaired in part: {'; '.join(problems)}")
+
+
+async def _without_watcher(
+    access: LocalAccess, service: ServiceEntries, entry: Entry, dry_run: bool
+) -> list[str]:
+    """Free what the entry of a missing watcher holds, unless its processes are still exiting."""
+    if entry.pids or (entry is service.template and entry.index == 0 and _is_empty(entry)):
+        return []
+    if entry.name in await access.statuses():
+        return []  # a reload has added it since
+    if not dry_run:
+        access.statefile.update(lambda document: delete_entry(document, entry.name))
+    freed = f"; GPU {', '.join(entry.gpus)} is free again" if entry.gpus else ""
+    verb = "emptied" if entry.index == 0 else "deleted"
+    return [f"{entry.name}: {verb} its entry, which had no watcher{freed}"]
+
+
+def _is_empty(entry: Entry) -> bool:
+    held = entry.gpus or entry.draining or entry.reserved_by is not None
+    return not held and entry.lease is None
+
+
+async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run: bool) -> list[str]:
+    """Keep a worker that a crashed planner had started; remove one that it had only added."""
+    if entry.reserved_by is not None and status == STOPPED and not entry.pids:
+        if not dry_run:
+            await _remove_unstarted(access, entry.name)
+        return [f"{entry.name}: removed its watcher, which a planner added and never started"]
+    found: list[str] = []
+    operation = (entry.reserved_by or {}).get("operation", LOAD)
+    if operation in (SLEEP, WAKE) and entry.pids:
+        return [f"{entry.name}: its {operation} was interrupted"] if dry_run else []  # done later
+    if entry.reserved_by is not None:
+        found.append(f"{entry.name}: kept; the process of its {operation} has exited")
+    try:
+        options = await _options(access, entry.name)
+    except NoSuchWatcher:
+        return []  # removed since; the arbiter frees it
+    if options.gpus != entry.gpus:
+        has = ", ".join(options.gpus) or "none"
+        found.append(f"{entry.name}: corrected its GPUs in the statefile to {has}")
+    if found and not dry_run:
+        access.statefile.update(lambda document: _correct(document, entry.name, options))
+    return found
+
+
+async def _remove_unstarted(access: LocalAccess, name: str) -> None:
+    deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+    access.statefile.update(lambda document: release(document, name))
+    await access.remove_watcher(name, deadline_s)
+    await wait_until_gone(access, name, 0.0)
+
+
+def _correct(document: Document, name: str, options: WatcherOptions) -> None:
+    entry: dict[str, Any] | None = document["components"].get(name)
+    if entry is not None:
+        if RESERVED_BY in entry and entry.get("state") == ASLEEP:
+            entry["state"] = RUNNING  # it was being woken: its GPUs are its own until it is known
+        release(document, name)
+        entry["resources"] = {"allocated_gpus": list(options.gpus)} if options.gpus else {}
+
+
+def _without_entry(
+    services: Mapping[str, ServiceEntries], statuses: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the watchers of scaled services that the statefile does not have."""
+    known = {entry.name for service in services.values() for entry in service.entries}
+    for name in statuses:
+        if name not in known and _service_of(services, name) is not None:
+            yield name
+
+
+def _service_of(services: Mapping[str, ServiceEntries], name: str) -> ServiceEntries | None:
+    for service in services.values():
+        if re.fullmatch(re.escape(service.base) + r"_\d+", name):
+            return service
+    return None
+
+
+async def _add_entry(
+    access: LocalAccess, services: Mapping[str, ServiceEntries], name: str, dry_run: bool
+) -> list[str]:
+    service = _service_of(services, name)
+    try:
+        options = await _options(access, name)
+    except NoSuchWatcher:
+        return []
+    if service is None or name in access.document()["components"]:
+        return []  # the arbiter has written it since
+    if not dry_run:
+        entry = new_entry(service, name, options.argv, options.gpus)
+        access.statefile.update(lambda document: document["components"].setdefault(name, entry))
+    return [f"{name}: added the entry of a watcher that had none"]
+
+
+async def _options(access: LocalAccess, name: str) -> WatcherOptions:
+    deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+    return await retried(lambda: access.circus.options(name), deadline_s)

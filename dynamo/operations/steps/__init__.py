@@ -1,0 +1,3 @@
+"""The steps in statefile, circus and leases that operations consist of."""
+
+__all__: list[str] = []

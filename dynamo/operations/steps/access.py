@@ -1,0 +1,194 @@
+"""A running deployment, as actions on its workers read it and change it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dynamo.box.actions.patience import retried
+from dynamo.box.actions.registered import FileRegistrations
+from dynamo.box.output_tail import last_line
+from dynamo.config.planner import PlannerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError, StatefileError
+from dynamo.operations.steps.circus import CircusEndpoint
+from dynamo.operations.steps.gpu_room import probe_gpus
+from dynamo.operations.steps.ports import (
+    ActionFailed,
+    CircusControl,
+    CircusError,
+    NoSuchWatcher,
+    Registrations,
+)
+from dynamo.runtime.process.paths import run_dir, state_dir, store_dir
+from dynamo.serve.gpus.gpus import Gpu
+from dynamo.serve.state.entries import Entry, ServiceEntries, read_entries, read_services
+from dynamo.serve.state.reservations import is_reserved, owner_mark
+from dynamo.serve.state.statefile import REPLACING, RESERVED_BY, Document, Statefile
+
+__all__ = ["LocalAccess", "check_unreserved", "open_access", "read_deployment", "reserve"]
+
+_COMMAND_TIMEOUT_S = 30.0
+_GRACEFUL_TIMEOUT_S = 30.0
+
+
+@dataclass(kw_only=True)
+class LocalAccess:
+    """The parts of a running deployment.
+
+    ``logs`` has the watchers' log files. ``active`` are the watchers that an action of this process
+    adds or removes now. ``needs_repair``: an action failed and could not be undone. ``devices``
+    returns the GPUs with their free memory, None without a driver.
+    """
+
+    settings: PlannerSettings
+    statefile: Statefile
+    circus: CircusControl
+    registrations: Registrations
+    logs: Path
+    active: set[str] = field(default_factory=set)
+    needs_repair: bool = False
+    devices: Callable[[], Awaitable[Sequence[Gpu] | None]] = probe_gpus
+
+    def document(self) -> Document:
+        """Read the statefile. Raises StatefileError, also without one."""
+        return read_deployment(self.statefile)
+
+    def entries(self) -> list[Entry]:
+        """Return all entries of the statefile. Raises StatefileError."""
+        return read_entries(self.document())
+
+    def service(self, document: Document, name: str) -> ServiceEntries:
+        """Return a service of the statefile. Raises ActionFailed for one that is not scaled."""
+        services = read_services(document)
+        if name not in services:
+            raise ActionFailed(
+                f"{name}: not a service with workers that register a model; the statefile has "
+                f"{', '.join(services) or 'none'}"
+            )
+        return services[name]
+
+    @contextlib.contextmanager
+    def acting_on(self, name: str) -> Iterator[None]:
+        """Count ``name`` as active in the block. Raises ActionFailed if it is so already."""
+        if name in self.active:
+            raise ActionFailed(f"{name}: another action on it runs; wait for its end")
+        self.active.add(name)
+        try:
+            yield
+        finally:
+            self.active.discard(name)
+
+    async def statuses(self) -> Mapping[str, str]:
+        """Return the status of each watcher, by name. Raises ActionFailed."""
+        deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+        try:
+            return await retried(self.circus.statuses, deadline_s)
+        except CircusError as error:
+            raise ActionFailed(error.message) from error
+
+    async def graceful_timeout_s(self, name: str) -> float:
+        """Return how long the processes of a watcher may drain."""
+        deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+        try:
+            options = await retried(lambda: self.circus.options(name), deadline_s)
+        except CircusError:
+            return _GRACEFUL_TIMEOUT_S
+        return options.graceful_timeout_s
+
+    async def remove_watcher(self, name: str, deadline_s: float) -> bool:
+        """Remove a watcher; False if there was none. Raises CircusError."""
+        try:
+            await retried(lambda: self.circus.remove(name), deadline_s)
+        except NoSuchWatcher:
+            return False
+        return True
+
+    def leases(self, pids: Collection[int]) -> list[int]:
+        """Return the leases that processes hold."""
+        workers = self.registrations.workers()
+        return [lease for pid in pids if pid in workers for lease in workers[pid].leases]
+
+    def model(self, entry: Entry) -> str | None:
+        """Return the model that a process of the watcher has registered, None before."""
+        workers = self.registrations.workers()
+        models = (workers[pid].model for pid in entry.pids if pid in workers)
+        return next((model for model in models if model is not None), None)
+
+    def last_line(self, name: str) -> str:
+        """Return the last line that the watcher wrote, "" without one."""
+        return last_line(self.logs / f"{name}.log")
+
+
+def reserve(document: Document, name: str, operation: str) -> None:
+    """Begin an ``operation`` of this process on a worker: write its record.
+
+    Raises ActionFailed as :func:`check_unreserved`.
+    """
+    check_unreserved(document, name)
+    document["components"][name][RESERVED_BY] = owner_mark(operation)
+
+
+def check_unreserved(document: Document, name: str) -> None:
+    """Raise ActionFailed if a worker is gone, or another living process changes it."""
+    entry = next((one for one in read_entries(document) if one.name == name), None)
+    if entry is None:
+        raise ActionFailed(f"{name}: removed by another command")
+    if is_reserved(entry, ()):
+        mark = entry.reserved_by or {}
+        begun = f" ({mark['operation']})" if "operation" in mark else ""
+        raise ActionFailed(f"{name}: process {mark['pid']} changes it{begun}; wait for its end")
+    if REPLACING in document["components"][name]:
+        raise ActionFailed(f"{name}: the deployment replaces its process; wait for its end")
+
+
+def read_deployment(statefile: Statefile) -> Document:
+    """Read the statefile of a deployment. Raises StatefileError, also without one."""
+    document = statefile.read()
+    if document is None:
+        raise StatefileError(
+            f"no deployment runs in namespace {statefile.namespace!r} (no {statefile.path}); start "
+            "it with dynamo serve, or name another one with --namespace"
+        )
+    return document
+
+
+@contextlib.asynccontextmanager
+async def open_access(
+    runtime: RuntimeSettings, settings: PlannerSettings
+) -> AsyncIterator[LocalAccess]:
+    """Open the deployment of ``runtime``'s namespace for the block.
+
+    Raises StatefileError without one, ConfigError if its workers do not register in files.
+    """
+    if runtime.discovery_backend != "file":
+        raise ConfigError(
+            f"--discovery-backend {runtime.discovery_backend}: workers are operated with file "
+            "discovery only, where a lease names its process"
+        )
+    statefile = Statefile(state_dir(runtime), runtime.namespace)
+    document = read_deployment(statefile)
+    circus = CircusEndpoint(document["circus_endpoint"])
+    registrations = FileRegistrations(store_dir(runtime), statefile.path)
+    try:
+        yield LocalAccess(
+            settings=settings,
+            statefile=statefile,
+            circus=circus,
+            registrations=registrations,
+            logs=run_dir(runtime) / "logs",
+        )
+    finally:
+        registrations.close()
+        circus.close()

@@ -1,0 +1,161 @@
+"""Commands to the arbiter over its ZeroMQ endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from dynamo.operations.steps.ports import CircusBusy, CircusError, NoSuchWatcher, WatcherOptions
+
+__all__ = ["CircusEndpoint"]
+
+_REPLY_TIMEOUT_S = 10.0
+_CHECK_MS = 1000
+_SOCKET_S = 2.0
+"""How long the socket of an arbiter that starts may be missing."""
+_ROLL = "roll_watchers"  # a command of dynamo.serve.commands, which imports circus
+_BUSY = ("arbiter is already running", "arbiter is restarting")
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+class CircusEndpoint:
+    """A :class:`CircusControl` of the arbiter at ``endpoint``. Close it after use."""
+
+    def __init__(self, endpoint: str, reply_timeout_s: float = _REPLY_TIMEOUT_S) -> None:
+        self.endpoint = endpoint
+        self._timeout_ms = int(reply_timeout_s * 1000)
+        self._context = zmq.asyncio.Context()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._context.destroy(linger=0)
+
+    async def statuses(self) -> Mapping[str, str]:
+        """See :class:`CircusControl`."""
+        found = (await self._call("status")).get("statuses")
+        return {str(name): str(status) for name, status in dict(found or {}).items()}
+
+    async def options(self, name: str) -> WatcherOptions:
+        """See :class:`CircusControl`."""
+        keys = ["cmd", "args", "env", "graceful_timeout", "numprocesses"]
+        found = (await self._call("get", name=name, keys=keys))["options"]
+        args = found.get("args") or ()
+        words = shlex.split(args) if isinstance(args, str) else [str(word) for word in args]
+        gpus = str((found.get("env") or {}).get(_GPUS) or "")
+        return WatcherOptions(
+            argv=(*shlex.split(found["cmd"]), *words),
+            gpus=tuple(gpu for gpu in gpus.split(",") if gpu),
+            graceful_timeout_s=float(found["graceful_timeout"]),
+            numprocesses=int(found["numprocesses"]),
+        )
+
+    async def add(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """See :class:`CircusControl`."""
+        # The command is a list of words: circus would split and format a line.
+        program, *args = argv
+        try:
+            await self._call(
+                "add",
+                name=name,
+                cmd=shlex.quote(program),
+                args=args,
+                start=False,
+                options={"env": dict(env)},
+            )
+        except CircusError as error:
+            if "already exist" not in error.message:
+                raise
+
+    async def start(self, name: str) -> None:
+        """See :class:`CircusControl`."""
+        await self._call("start", name=name, match="simple")
+
+    async def signal(self, name: str, signum: int) -> None:
+        """See :class:`CircusControl`."""
+        await self._call("signal", name=name, signum=int(signum))
+
+    async def decrease(self, name: str) -> None:
+        """See :class:`CircusControl`."""
+        await self._call("decr", name=name, nb=1)
+
+    async def remove(self, name: str) -> None:
+        """See :class:`CircusControl`."""
+        await self._call("rm", name=name)
+
+    async def roll(self, names: Sequence[str], is_running: Callable[[], bool]) -> None:
+        """Replace the processes of watchers one after another; return when the new ones serve.
+
+        Loading a model has no time limit. Raises CircusError if a new process failed, or if
+        ``is_running()`` becomes false: then there is no answer any more.
+        """
+        reply = await self._exchange(_ROLL, {"names": list(names), "waiting": True}, is_running)
+        if reply.get("status") == "error":
+            found = _refused(_ROLL, {}, str(reply.get("reason")))
+            raise found if isinstance(found, CircusBusy) else CircusError(str(reply.get("reason")))
+
+    async def _call(self, command: str, **properties: Any) -> dict[str, Any]:
+        reply = await self._exchange(command, properties)
+        if reply.get("status") == "error":
+            raise _refused(command, properties, str(reply.get("reason")))
+        return dict(reply)
+
+    async def _exchange(
+        self,
+        command: str,
+        properties: Mapping[str, Any],
+        is_running: Callable[[], bool] | None = None,
+    ) -> dict[str, Any]:
+        """Send a command, return the reply; with ``is_running`` it may take any time."""
+        await self._check_socket()
+        message = {"id": uuid.uuid4().hex, "command": command, "properties": properties}
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        try:
+            socket.connect(self.endpoint)
+            await socket.send(json.dumps(message).encode())
+            timeout_ms = self._timeout_ms if is_running is None else _CHECK_MS
+            while not await socket.poll(timeout_ms):
+                if is_running is None:
+                    raise CircusBusy(
+                        f"circus at {self.endpoint} did not answer {command!r} within "
+                        f"{timeout_ms / 1000:g} s"
+                    )
+                if not is_running():
+                    raise CircusError(f"the deployment ended before {command!r} was complete")
+            return dict(json.loads(await socket.recv()))
+        except (zmq.ZMQError, ValueError) as error:
+            raise CircusError(f"circus at {self.endpoint}: {command!r} failed: {error}") from error
+        finally:
+            socket.close()
+
+    async def _check_socket(self) -> None:
+        """Raise CircusError without a socket: ZeroMQ would wait for one as long as for a reply."""
+        path = Path(self.endpoint.removeprefix("ipc://"))
+        if path == Path(self.endpoint):
+            return  # TCP
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _SOCKET_S
+        while not path.exists():
+            if loop.time() >= deadline_s:
+                raise CircusError(
+                    f"circus at {self.endpoint}: the socket was deleted; only a restart of the "
+                    "deployment brings it back"
+                )
+            await asyncio.sleep(_SOCKET_S / 20)
+
+
+def _refused(command: str, properties: Mapping[str, Any], reason: str) -> CircusError:
+    text = f"circus refused {command} {properties.get('name', '')}".rstrip() + f": {reason}"
+    if any(mark in reason for mark in _BUSY):  # a normal reply while another command runs
+        return CircusBusy(text)
+    if reason.startswith("program ") and reason.endswith(" not found"):
+        return NoSuchWatcher(text)
+    return CircusError(text)

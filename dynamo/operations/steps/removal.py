@@ -1,0 +1,135 @@
+"""The removal of one worker: it finishes its requests, exits, and its GPUs are free again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Iterable
+
+from dynamo.box.actions.leaving import has_exited, wait_until_gone
+from dynamo.box.actions.patience import retried, wait_until
+from dynamo.errors import DynamoError, StatefileError
+from dynamo.operations.steps.access import LocalAccess, reserve
+from dynamo.operations.steps.ports import ActionFailed, CircusError, NoSuchWatcher
+from dynamo.serve.state.entries import Entry, ServiceEntries, release
+from dynamo.serve.state.statefile import ASLEEP, DRAIN, DRAINING, HOLDS_GPUS, Document
+
+__all__ = ["finish_removal", "mark_draining", "remove_entry", "remove_worker"]
+
+_COMMAND_TIMEOUT_S = 30.0
+log = logging.getLogger(__name__)
+
+
+async def remove_worker(access: LocalAccess, service: ServiceEntries, entry: Entry) -> str:
+    """Remove a worker, or one of several processes of its watcher; return it at its exit.
+
+    Raises ActionFailed, StatefileError. After a crash the planner's reconcile finishes a removal.
+    """
+    access.active.add(entry.name)
+    try:
+        if len(entry.pids) > 1:
+            await _decrease(access, entry)
+        else:
+            await remove_entry(access, service, entry)
+    except CircusError as error:
+        raise ActionFailed(f"{entry.name}: not removed: {error.message}") from error
+    finally:
+        access.active.discard(entry.name)
+    return entry.name
+
+
+async def remove_entry(access: LocalAccess, service: ServiceEntries, entry: Entry) -> None:
+    """Remove a worker with all its processes. Raises as :func:`remove_worker`."""
+    try:
+        mark_draining(access, [entry.name])
+        await finish_removal(access, entry, service.is_prefill)
+    except (CircusError, StatefileError) as error:
+        raise ActionFailed(f"{entry.name}: not removed: {error.message}") from error
+
+
+async def finish_removal(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
+    """Let a worker that is marked as draining finish and exit, remove its watcher, free its GPUs.
+
+    Raises ActionFailed, CircusError, StatefileError; then it is to be tried again.
+    """
+    try:
+        await _finish(access, entry, is_prefill)
+    except BaseException as error:  # also when cancelled: a later action repairs it
+        access.needs_repair = True
+        if isinstance(error, DynamoError):  # this process goes on: let others finish it, too
+            with contextlib.suppress(StatefileError):
+                access.statefile.update(lambda document: release(document, entry.name))
+        raise
+
+
+async def _finish(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
+    loop = asyncio.get_running_loop()
+    graceful_s = await access.graceful_timeout_s(entry.name)
+    await _drain(access, entry, is_prefill)
+
+    async def exited() -> bool:
+        return await has_exited(access, entry.name)
+
+    # The arbiter removes the watcher of a draining worker that has exited.
+    if entry.pids and not await wait_until(exited, access.registrations, loop.time() + graceful_s):
+        log.warning("%s: has not finished within %g s; stopping it", entry.name, graceful_s)
+    await access.remove_watcher(entry.name, loop.time() + graceful_s + _COMMAND_TIMEOUT_S)
+    await wait_until_gone(access, entry.name, graceful_s)
+
+
+def mark_draining(access: LocalAccess, names: Iterable[str]) -> None:
+    """Mark workers as draining, so that they are not restarted: all of them, or none.
+
+    Raises ActionFailed if one is gone, or another process changes it.
+    """
+
+    def change(document: Document) -> None:
+        for name in names:
+            reserve(document, name, DRAIN)
+            entry = document["components"][name]
+            if entry.get("state") == ASLEEP:
+                entry[HOLDS_GPUS] = False
+            entry["state"] = DRAINING
+
+    access.statefile.update(change)
+
+
+async def _decrease(access: LocalAccess, entry: Entry) -> None:
+    """Stop one of several processes of a watcher, as ``circusctl incr`` made them."""
+    loop = asyncio.get_running_loop()
+    options = await retried(
+        lambda: access.circus.options(entry.name), loop.time() + _COMMAND_TIMEOUT_S
+    )
+    if options.numprocesses < len(entry.pids):
+        raise ActionFailed(f"{entry.name}: its process is being replaced; try again later")
+    limit_s = loop.time() + options.graceful_timeout_s + _COMMAND_TIMEOUT_S
+    await retried(lambda: access.circus.decrease(entry.name), limit_s)
+
+    async def fewer() -> bool:
+        found = access.document()["components"].get(entry.name) or {}
+        return len(found.get("processes") or ()) < len(entry.pids)
+
+    if not await wait_until(fewer, access.registrations, limit_s):
+        raise ActionFailed(f"{entry.name}: none of its processes exited in time")
+
+
+async def _drain(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
+    """Let the processes of a worker finish and exit. Raises CircusError.
+
+    A decode worker's lease is revoked, a prefill worker gets SIGTERM; so does a worker without a
+    lease. Both leave discovery at once, finish what they hold, and exit with 0. Idempotent.
+    """
+    leases = [] if is_prefill else access.leases(entry.pids)
+    for lease in leases:
+        log.info("%s: revoking its lease %x", entry.name, lease)
+        await access.registrations.revoke(lease)
+    if leases or not entry.pids:
+        return
+    log.info("%s: sending SIGTERM", entry.name)
+    deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+    try:
+        await retried(lambda: access.circus.signal(entry.name, signal.SIGTERM), deadline_s)
+    except NoSuchWatcher:
+        log.info("%s: its watcher is removed already", entry.name)

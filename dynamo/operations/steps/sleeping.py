@@ -1,0 +1,245 @@
+"""Workers that sleep: they keep their process, and hold neither GPU memory nor a GPU of the budget.
+
+Their entry has the state ``asleep``. A sleeping worker is bound to its GPUs: it can be woken while
+nothing else holds them, and is removed if a new worker needs their memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from functools import partial
+
+from dynamo.errors import DynamoError, StatefileError
+from dynamo.operations.steps.access import LocalAccess, check_unreserved, reserve
+from dynamo.operations.steps.ports import ActionFailed, EngineControls
+from dynamo.operations.steps.removal import remove_entry
+from dynamo.serve.state.entries import Entry, ServiceEntries, entry_gpus, read_services
+from dynamo.serve.state.reservations import is_reserved, ledger_of, owner_mark
+from dynamo.serve.state.statefile import ASLEEP, RESERVED_BY, RUNNING, SLEEP, WAKE, Document
+
+__all__ = [
+    "check_sleepable",
+    "check_sleepers",
+    "check_wakeable",
+    "finish_interrupted",
+    "finish_wake",
+    "put_to_sleep",
+    "sleep_worker",
+    "sleeper_to_wake",
+    "sleepers_on",
+    "wake_worker",
+]
+
+log = logging.getLogger(__name__)
+
+
+def sleeper_to_wake(
+    document: Document, service: ServiceEntries, active: Collection[str]
+) -> Entry | None:
+    """Return the oldest sleeping worker of ``service`` whose GPUs are free, if any."""
+    ledger = ledger_of(document)
+    for entry in service.entries:
+        if entry.asleep and not is_reserved(entry, active) and ledger.can_hold(entry.name):
+            return entry
+    return None
+
+
+def sleepers_on(document: Document, gpus: Collection[str]) -> list[tuple[ServiceEntries, Entry]]:
+    """Return the sleeping workers that are bound to some of ``gpus``."""
+    return [
+        (service, entry)
+        for service in read_services(document).values()
+        for entry in service.entries
+        if entry.asleep and entry.reserved_by is None and not {*gpus}.isdisjoint(entry.gpus)
+    ]
+
+
+async def put_to_sleep(access: LocalAccess, engines: EngineControls, entry: Entry) -> bool:
+    """Let a worker finish its requests and sleep; False if it cannot, and still serves."""
+    if entry.lease is None or len(entry.pids) != 1 or not await engines.can_sleep(entry.lease):
+        return False
+    try:
+        await sleep_worker(access, engines, entry)
+    except DynamoError as error:
+        log.warning("%s", error.message)
+        return False
+    return True
+
+
+async def sleep_worker(access: LocalAccess, engines: EngineControls, entry: Entry) -> None:
+    """Let a worker finish its requests and sleep.
+
+    Raises ActionFailed, StatefileError; then it serves as before.
+    """
+    lease = await check_sleepable(engines, entry)
+    with access.acting_on(entry.name):
+        access.statefile.update(partial(reserve, name=entry.name, operation=SLEEP))
+        try:
+            state = await _sleep(access, engines, entry.name, lease)
+        except ActionFailed:
+            raise
+        except BaseException:  # cancelled, or a full disk: check_sleepers finds out if it sleeps
+            access.needs_repair = True
+            raise
+        if state != ASLEEP:
+            raise ActionFailed(f"{entry.name}: was restarted while it fell asleep")
+
+
+async def _sleep(access: LocalAccess, engines: EngineControls, name: str, lease: int) -> str:
+    """Put the engine of a reserved worker to sleep; return its state, which is written."""
+    try:
+        log.info("%s: putting its engine to sleep", name)
+        await engines.sleep(lease)
+        # Its GPUs stay its own until the arbiter would not restart it and it is known to sleep.
+        access.statefile.update(partial(_fall_asleep, name=name))
+        state = ASLEEP if await engines.is_sleeping(lease) else RUNNING
+    except StatefileError:
+        raise
+    except DynamoError as error:
+        access.statefile.update(partial(_set_state, name=name, state=RUNNING))
+        raise ActionFailed(f"{name}: does not sleep: {error.message}") from error
+    access.statefile.update(partial(_set_state, name=name, state=state))
+    return state
+
+
+async def check_sleepable(engines: EngineControls, entry: Entry) -> int:
+    """Return the lease of a worker that can sleep. Raises ActionFailed that says why not."""
+    if entry.lease is None:
+        raise ActionFailed(f"{entry.name}: it does not serve yet, so it cannot sleep")
+    if len(entry.pids) != 1:
+        raise ActionFailed(
+            f"{entry.name}: it has {len(entry.pids)} processes, and only 1 can sleep"
+        )
+    if not await engines.can_sleep(entry.lease):
+        raise ActionFailed(
+            f"{entry.name}: its engine has no sleep mode (vLLM: enable-sleep-mode: true in the "
+            f"graph); free its GPU with: dynamo drain {entry.name}"
+        )
+    return entry.lease
+
+
+async def wake_worker(
+    access: LocalAccess, engines: EngineControls, service: ServiceEntries, entry: Entry
+) -> str:
+    """Wake a sleeping worker; return its watcher when it serves.
+
+    One that cannot be woken is removed. Raises ActionFailed, StatefileError.
+    """
+    with access.acting_on(entry.name):
+        access.statefile.update(partial(_reserve_sleeper, name=entry.name))
+        return await finish_wake(access, engines, service, entry)
+
+
+async def finish_wake(
+    access: LocalAccess, engines: EngineControls, service: ServiceEntries, entry: Entry
+) -> str:
+    """Wake a worker that is reserved for it; see :func:`wake_worker`."""
+    log.info("%s: waking its engine", entry.name)
+    try:
+        await engines.wake(entry.lease or 0, access.settings.start_timeout_s)
+        access.statefile.update(partial(_set_state, name=entry.name, state=RUNNING))
+    except (asyncio.CancelledError, StatefileError):  # check_sleepers finds out if it is awake
+        access.needs_repair = True
+        raise
+    except DynamoError as error:
+        log.warning("%s: cannot be woken: %s; removing it", entry.name, error.message)
+        await remove_entry(access, service, entry)
+        text = f"{entry.name}: cannot be woken: {error.message}; it is removed"
+        raise ActionFailed(text) from error
+    finally:
+        access.active.discard(entry.name)
+    return entry.name
+
+
+async def check_sleepers(access: LocalAccess, engines: EngineControls) -> list[str]:
+    """Make the statefile agree with the engines; return what was corrected."""
+    found = []
+    for service in read_services(access.document()).values():
+        for entry in service.entries:
+            reserved = entry.name in access.active or is_reserved(entry, access.active)
+            if entry.lease is None or entry.draining or reserved:
+                continue
+            asleep = await engines.is_sleeping(entry.lease)
+            begun = _interrupted(entry, access.active)
+            agrees = asleep != (begun == SLEEP) if begun else asleep == entry.asleep
+            if asleep is None or agrees:  # what was interrupted may still go on in the engine
+                continue
+            state = ASLEEP if asleep else RUNNING
+            access.statefile.update(partial(_correct_state, found=entry, state=state))
+            found.append(f"{entry.name}: its state is {state}")
+    return found
+
+
+async def finish_interrupted(access: LocalAccess, engines: EngineControls) -> list[str]:
+    """Put to sleep, and wake, what processes that have exited began; return what was done.
+
+    An engine goes on with a command whose caller has gone, and the same command again waits for it.
+    """
+    found = []
+    for service in read_services(access.document()).values():
+        for entry in service.entries:
+            begun = _interrupted(entry, access.active)
+            if not begun or entry.draining:
+                continue
+            try:
+                if begun == SLEEP:
+                    await sleep_worker(access, engines, entry)
+                else:
+                    await wake_worker(access, engines, service, entry)
+                found.append(f"{entry.name}: finished its {begun}")
+            except ActionFailed as error:
+                access.statefile.update(partial(_correct_state, found=entry, state=RUNNING))
+                found.append(f"{entry.name}: undid its {begun}: {error.message}")
+    return found
+
+
+def _interrupted(entry: Entry, active: Collection[str]) -> str:
+    """Return the sleep or wake that no living process carries out; "" without one."""
+    operation = (entry.reserved_by or {}).get("operation")
+    ended = entry.pids and not is_reserved(entry, active)
+    return operation if ended and operation in (SLEEP, WAKE) else ""
+
+
+def check_wakeable(document: Document, name: str) -> None:
+    """Raise ActionFailed that says why the worker ``name`` cannot be woken now, if so."""
+    entry = document["components"].get(name)
+    if not isinstance(entry, dict) or entry.get("state") != ASLEEP:
+        raise ActionFailed(f"{name}: it does not sleep any more")
+    check_unreserved(document, name)
+    ledger = ledger_of(document)
+    if not ledger.can_hold(name):
+        mine = entry_gpus(entry)
+        holders = ledger.holders(mine, without=name)
+        raise ActionFailed(
+            f"{name}: GPU {', '.join(mine)} is in use by {', '.join(holders)}; free it with: "
+            f"dynamo drain {holders[0]} (or, if its engine has a sleep mode: dynamo sleep "
+            f"{holders[0]})"
+        )
+
+
+def _reserve_sleeper(document: Document, name: str) -> None:
+    """Take the GPUs of a sleeping worker again. Raises ActionFailed."""
+    check_wakeable(document, name)
+    reserve(document, name, WAKE)
+
+
+def _fall_asleep(document: Document, name: str) -> None:
+    entry = document["components"].get(name)
+    if isinstance(entry, dict):
+        entry.update({"state": ASLEEP, RESERVED_BY: owner_mark(SLEEP)})
+
+
+def _set_state(document: Document, name: str, state: str) -> None:
+    entry = document["components"].get(name)
+    if isinstance(entry, dict):
+        entry["state"] = state
+        entry.pop(RESERVED_BY, None)
+
+
+def _correct_state(document: Document, found: Entry, state: str) -> None:
+    """Set the state, unless another operation has begun since the entry was ``found``."""
+    entry = document["components"].get(found.name)
+    if isinstance(entry, dict) and entry.get(RESERVED_BY) == found.reserved_by:
+        _set_state(document, found.name, state)

@@ -1,0 +1,197 @@
+"""The start of one worker: GPUs, watcher, registration; undone completely if a step fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+
+from dynamo.box.actions.budget import budget_held, budget_share
+from dynamo.box.actions.leaving import wait_until_gone
+from dynamo.box.actions.patience import retried, wait_until
+from dynamo.errors import ConfigError, StatefileError
+from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.steps.gpu_room import reserved_share, without_room
+from dynamo.operations.steps.ports import STOPPED, ActionFailed, CircusBusy, CircusError
+from dynamo.operations.steps.removal import remove_entry
+from dynamo.operations.steps.sleeping import sleepers_on
+from dynamo.serve.gpus.ledger import GpuLedger, fits
+from dynamo.serve.state.entries import (
+    ServiceEntries,
+    new_entry,
+    next_name,
+    read_services,
+    release,
+)
+from dynamo.serve.state.reservations import ledger_of, owner_mark
+from dynamo.serve.state.statefile import LOAD, RESERVED_BY, Document
+
+__all__ = ["WorkerStart"]
+
+_UNDO_TIMEOUT_S = 60.0
+_GPUS = "CUDA_VISIBLE_DEVICES"
+log = logging.getLogger(__name__)
+
+
+class WorkerStart:
+    """Starts one worker of ``service``. Use it once."""
+
+    def __init__(self, access: LocalAccess, service: str) -> None:
+        self._access = access
+        self._service = service
+        self._name = ""
+        self._argv: tuple[str, ...] = ()
+        self._gpus: tuple[str, ...] = ()
+        self._avoid: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The name of its watcher; "" before :meth:`prepare`."""
+        return self._name
+
+    async def prepare(self) -> None:
+        """Reserve its name and its GPUs. Raises ActionFailed, StatefileError."""
+        watchers = await self._access.statuses()
+        await self.find_room()
+        # Blocks, so that a cancellation cannot arrive between the write and our note of it.
+        self._access.statefile.update(lambda document: self.reserve(document, watchers))
+        self._access.active.add(self._name)
+
+    async def find_room(self) -> None:
+        """Look for the GPUs that have too little memory; remove workers that sleep on the last."""
+        self._avoid = await self._gpus_without_room()
+
+    async def run(self) -> str:
+        """Start it; return the name of its watcher once it serves. See :class:`Connector`.
+
+        A cancelled start leaves its reservation to the planner's reconcile, like a crash.
+        """
+        access = self._access
+        deadline_s = asyncio.get_running_loop().time() + access.settings.start_timeout_s
+        if not self._name:
+            await self.prepare()
+        try:
+            await self._start(deadline_s)
+            access.statefile.update(self._confirm)
+        except (ActionFailed, CircusError, StatefileError) as error:
+            log.warning("%s: not added: %s; undoing it", self._name, error.message)
+            await self._undo()
+            raise ActionFailed(f"{self._name}: {error.message}") from error
+        except BaseException:  # cancelled, or a bug: a later action repairs it
+            access.needs_repair = True
+            raise
+        finally:
+            access.active.discard(self._name)
+        return self._name
+
+    async def _gpus_without_room(self) -> frozenset[str]:
+        """Return the GPUs that have too little free memory for the worker.
+
+        Where no others are left, workers that sleep on them are removed first.
+        """
+        access = self._access
+        document = access.document()
+        service = access.service(document, self._service)
+        share = reserved_share(service.template.argv)
+        free = [gpu for gpu, share in ledger_of(document).free().items() if fits(share, 1.0)]
+        crowded = await without_room(free, share, access.devices)
+        if len(free) - len(crowded) >= service.gpus:
+            return crowded
+        sleepers = sleepers_on(document, crowded)
+        for owner, entry in sleepers:
+            log.info("%s: removing it; %s needs the memory of its GPU", entry.name, self._service)
+            await remove_entry(access, owner, entry)
+        return await without_room(free, share, access.devices) if sleepers else crowded
+
+    def reserve(self, document: Document, watchers: Collection[str]) -> None:
+        """Write the entry of a new worker with its GPUs. Raises ActionFailed.
+
+        ``watchers`` are those of the arbiter.
+        """
+        service = self._access.service(document, self._service)
+        ledger = ledger_of(document)
+        self._check_budget(document, ledger, budget_share(service, self._access.settings))
+        taken = {*watchers, *self._access.active}
+        self._name = next_name(document, self._service, taken)
+        self._argv = service.template.argv
+        self._gpus = ()
+        if service.gpus and ledger.ids:  # none if the user places the workers
+            self._gpus = self._free_gpus(ledger, service.gpus)
+        entry = new_entry(service, self._name, self._argv, self._gpus)
+        document["components"][self._name] = {**entry, RESERVED_BY: owner_mark(LOAD)}
+
+    def _free_gpus(self, ledger: GpuLedger, count: float) -> tuple[str, ...]:
+        try:
+            return ledger.assign(self._name, count, avoid=self._avoid)
+        except ConfigError as error:
+            raise ActionFailed(error.message.partition("\nLower workers")[0]) from None
+
+    def _check_budget(self, document: Document, ledger: GpuLedger, needed: float) -> None:
+        settings = self._access.settings
+        services = [one for one in read_services(document).values() if self._is_scaled(one)]
+        held = budget_held(ledger, services, settings)
+        if not fits(settings.max_gpu_budget - held, needed):
+            raise ActionFailed(
+                f"{self._service}: {held:g} GPUs are in use and a worker needs {needed:g}: "
+                f"more than --max-gpu-budget {settings.max_gpu_budget}"
+            )
+
+    def _is_scaled(self, service: ServiceEntries) -> bool:
+        """Whether the planner scales the service, or only another model."""
+        wanted = self._access.settings.served_model_name
+        return wanted in (None, service.model) or any(
+            self._access.model(entry) == wanted for entry in service.entries
+        )
+
+    async def _start(self, deadline_s: float) -> None:
+        access, name = self._access, self._name
+        env = {_GPUS: ",".join(self._gpus)} if self._gpus else {}
+        await retried(lambda: access.circus.add(name, self._argv, env), deadline_s)
+        # Added stopped, then started: only the second command can find circus busy.
+        await retried(lambda: access.circus.start(name), deadline_s)
+        if not await wait_until(self._serves, access.registrations, deadline_s):
+            raise ActionFailed(
+                f"it did not serve within {access.settings.start_timeout_s:g} s"
+                + self._last_output()
+            )
+
+    async def _serves(self) -> bool:
+        """Whether the worker is registered. Raises ActionFailed if it will never be."""
+        access = self._access
+        service = access.service(access.document(), self._service)
+        entry = next((one for one in service.entries if one.name == self._name), None)
+        if entry is not None and access.model(entry) is not None:
+            return True
+        try:
+            status = (await access.circus.statuses()).get(self._name)
+        except CircusBusy:
+            return False
+        if status is None:
+            raise ActionFailed("its watcher was removed")
+        if status == STOPPED:
+            raise ActionFailed("its watcher was stopped, or given up" + self._last_output())
+        return False
+
+    def _last_output(self) -> str:
+        line = self._access.last_line(self._name)
+        return f"; last output: {line}" if line else ""
+
+    def _confirm(self, document: Document) -> None:
+        if self._name not in document["components"]:
+            raise ActionFailed("its entry was deleted from the statefile")
+        release(document, self._name)
+
+    async def _undo(self) -> None:
+        """Remove the watcher, free the GPUs. What fails is left to the planner's reconcile."""
+        access, name = self._access, self._name
+        try:
+            deadline_s = asyncio.get_running_loop().time() + _UNDO_TIMEOUT_S
+            graceful_s = await access.graceful_timeout_s(name)
+            # From here on the arbiter deletes the entry, when the last process has exited.
+            access.statefile.update(lambda document: release(document, name))
+            # Without a watcher, a person removed it, or circus refused it.
+            await access.remove_watcher(name, deadline_s)
+            await wait_until_gone(access, name, graceful_s)
+        except (ActionFailed, CircusError, StatefileError) as error:
+            access.needs_repair = True
+            log.error("%s: cannot undo its start now: %s", name, error.message)

@@ -1,0 +1,150 @@
+"""Which workers a name on the command line or in a request stands for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from dynamo.errors import InvalidArgument
+from dynamo.operations.steps.ports import ActionFailed
+from dynamo.serve.state.entries import Entry, ServiceEntries, read_entries, read_services
+from dynamo.serve.state.reservations import is_reserved
+from dynamo.serve.state.statefile import Document
+
+__all__ = ["ActionTarget", "find_model", "find_processes", "find_workers", "restartable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionTarget:
+    """The watcher of ``entry``. ``owner`` is its service, None if that registers no model."""
+
+    entry: Entry
+    service: str
+    owner: ServiceEntries | None
+
+    @property
+    def name(self) -> str:
+        """The name of the watcher."""
+        return self.entry.name
+
+
+def find_processes(document: Document, name: str, watchers: Collection[str]) -> list[ActionTarget]:
+    """Return the watcher ``name``, or all of the service ``name``, without those that are removed.
+
+    ``watchers`` are those of the arbiter. A watcher is found without the namespace before its name,
+    too. Raises InvalidArgument that lists the names.
+    """
+    targets = _all_targets(document)
+    namespace = document["namespace"]
+    chosen = [one for one in targets if one.name == name]
+    chosen = chosen or [one for one in targets if one.service == name]
+    chosen = chosen or [one for one in targets if one.name == f"{namespace}_{name}"]
+    if not chosen:
+        wrong = f"no service or worker {name!r}" if name else "name a service or a worker"
+        raise InvalidArgument(f"{wrong} in namespace {namespace!r}: {_listed(targets)}")
+    found = [one for one in chosen if one.entry.pids or one.name in watchers]
+    if not found:
+        model = next((one.owner.model for one in chosen if one.owner), "")
+        remedy = f"; start one with: dynamo load {model}" if model else "; try: dynamo reload"
+        raise InvalidArgument(f"{name} has no process now{remedy}")
+    return found
+
+
+def find_workers(
+    document: Document,
+    name: str,
+    watchers: Collection[str],
+    registered: Callable[[Entry], str | None],
+) -> list[tuple[ServiceEntries, Entry]]:
+    """Return the same, for names of workers that register a model and of their services alone.
+
+    Those of other programs than ours count once they have ``registered`` their model.
+    """
+    found = find_processes(document, name, watchers)
+    workers = [(owner, one.entry) for one in found if (owner := _owner(one, registered))]
+    if not workers:
+        others = [one for one in _all_targets(document) if _owner(one, registered)]
+        raise InvalidArgument(
+            f"{name} is not a worker that registers a model, so only dynamo restart applies to it; "
+            f"the workers are {_listed(others)}"
+        )
+    return workers
+
+
+def _owner(
+    target: ActionTarget, registered: Callable[[Entry], str | None]
+) -> ServiceEntries | None:
+    """Return the service of a worker, None for a process that is none."""
+    entry, model = target.entry, registered(target.entry)
+    if target.owner is not None or model is None:
+        return target.owner
+    return ServiceEntries(
+        name=target.service,
+        base=entry.name,
+        model=model,
+        is_prefill=False,
+        gpus=len(entry.gpus),
+        template=entry,
+        entries=(entry,),
+    )
+
+
+def find_model(
+    document: Document, model: str, registered: Callable[[Entry], str | None]
+) -> list[ServiceEntries]:
+    """Return the services of ``model``; ``registered`` returns the model of a running worker.
+
+    Raises InvalidArgument that lists the models.
+    """
+    models: dict[str, list[ServiceEntries]] = {}
+    for service in read_services(document).values():
+        names = {registered(entry) for entry in service.entries} - {None}
+        for name in names or {service.model}:
+            models.setdefault(str(name), []).append(service)
+    if model not in models:
+        wrong = f"no model {model!r}" if model else "name a model"
+        raise InvalidArgument(
+            f"{wrong} in namespace {document['namespace']!r}: {', '.join(sorted(models)) or 'none'}"
+        )
+    return models[model]
+
+
+def restartable(targets: Iterable[ActionTarget], active: Collection[str]) -> list[ActionTarget]:
+    """Return those that may be restarted now. Raises ActionFailed if there are none."""
+    found, problems = [], []
+    for one in targets:
+        if one.entry.asleep:
+            problems.append(f"{one.name} sleeps; wake it first with: dynamo wake {one.name}")
+        elif one.entry.draining:
+            problems.append(f"{one.name} is being drained and is not started again")
+        elif is_reserved(one.entry, active):
+            problems.append(f"{one.name} is being started or removed; wait for its end")
+        else:
+            found.append(one)
+    if not found:
+        raise ActionFailed("; ".join(problems))
+    return found
+
+
+def _all_targets(document: Document) -> list[ActionTarget]:
+    owners = {
+        entry.name: service
+        for service in read_services(document).values()
+        for entry in service.entries
+    }
+    return [
+        ActionTarget(
+            entry=entry,
+            service=str(document["components"][entry.name].get("service", "")),
+            owner=owners.get(entry.name),
+        )
+        for entry in read_entries(document)
+    ]
+
+
+def _listed(targets: Iterable[ActionTarget]) -> str:
+    """List services with their workers."""
+    services: dict[str, list[str]] = {}
+    for one in targets:
+        services.setdefault(one.service, []).append(one.name)
+    return "; ".join(f"{name} ({', '.join(found)})" for name, found in services.items()) or "none"

@@ -1,0 +1,214 @@
+"""Adding and removing workers: within the GPU budget, and in one direction at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.errors import DynamoError
+from dynamo.operations.steps.ports import ActionFailed
+from dynamo.planner.connector import (
+    ASLEEP,
+    Connector,
+    ScaledService,
+    ScaledWorker,
+)
+from dynamo.planner.observation import Pool
+from dynamo.planner.scaled_model import InFlight, gpus_per_worker, pool_of
+from dynamo.serve.gpus.gpus import fits
+
+__all__ = ["OnAction", "WorkerAction", "WorkerActions"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAction:
+    """One worker was added to, or removed from, a service; ``problem`` says why it was not."""
+
+    service: str
+    model: str
+    pool: str
+    adds: bool
+    seconds: float
+    worker: str = ""
+    problem: str = ""
+
+    def __str__(self) -> str:
+        verb = "add" if self.adds else "remove"
+        where = f"{'to' if self.adds else 'from'} {self.service}"
+        if self.problem:
+            return f"cannot {verb} a worker {where}: {self.problem}"
+        return f"{verb.rstrip('e')}ed {self.worker} {where} in {self.seconds:.1f} s"
+
+
+OnAction = Callable[[WorkerAction], object]
+
+
+@dataclass(eq=False, slots=True)
+class _Add:
+    """An add in flight; ``before`` are the workers listed when it began, None until then."""
+
+    before: set[str] | None = None
+
+
+@dataclass(slots=True)
+class _Flight:
+    """The actions in flight in one service."""
+
+    adds: list[_Add] = field(default_factory=list)
+    removing: int = 0
+
+
+class WorkerActions:
+    """Carries out the changes of all models through ``connector``.
+
+    Before each add it counts the GPUs of all ``services()`` again, so that together they never
+    exceed --max-gpu-budget. A failed action is logged and reported to ``on_action``.
+    """
+
+    def __init__(
+        self, connector: Connector, settings: PlannerSettings, on_action: OnAction
+    ) -> None:
+        self._connector = connector
+        self._settings = settings
+        self._on_action = on_action
+        self._flights: dict[str, _Flight] = {}
+        self._adding: set[asyncio.Task[object]] = set()
+        self._gate = asyncio.Lock()
+
+    def pool(self, service: ScaledService) -> Pool:
+        """Return the pool of ``service`` with the actions in flight."""
+        return self._pool(service)
+
+    def gpus(self, services: Iterable[ScaledService]) -> float:
+        """Return the GPUs that ``services`` hold, those of adds in flight included."""
+        return sum(self.pool(service).gpus for service in services)
+
+    def conflict(self, service: str, delta: int) -> str:
+        """Return why ``service`` cannot be changed by ``delta`` workers now, else ""."""
+        flight = self._flight(service)
+        if delta > 0 and flight.removing:
+            return f"{flight.removing} of its workers are still being removed"
+        if delta < 0 and flight.adds:
+            return f"{len(flight.adds)} workers are still being added to it"
+        return ""
+
+    def begin(self, service: ScaledService, delta: int) -> Coroutine[object, object, str]:
+        """Count a change by ``delta`` workers from now on; the result carries it out.
+
+        It returns "", or what went wrong.
+        """
+        flight = self._flight(service.name)
+        adds = [_Add() for _ in range(delta)]
+        flight.adds += adds
+        flight.removing += max(0, -delta)
+        work = [partial(self._add, service, add) for add in adds]
+        work += [partial(self._remove, service)] * -delta
+        return self._run_all(work)
+
+    def cancel_adds(self) -> None:
+        """Cancel the adds in flight: the connector undoes them."""
+        for task in self._adding:
+            task.cancel()
+
+    async def _run_all(self, work: Iterable[Callable[[], Coroutine[object, object, str]]]) -> str:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one()) for one in work]
+        problems = {"cancelled" if task.cancelled() else task.result() for task in tasks} - {""}
+        return "; ".join(sorted(problems))
+
+    async def _add(self, service: ScaledService, add: _Add) -> str:
+        adds = self._flight(service.name).adds
+        task = asyncio.current_task()
+        assert task is not None
+        self._adding.add(task)
+        try:
+            return await self._act(service, True, self._admitted(service, add))
+        finally:
+            self._adding.discard(task)
+            adds.remove(add)
+
+    async def _remove(self, service: ScaledService) -> str:
+        try:
+            return await self._act(service, False, self._connector.remove(service.name))
+        finally:
+            self._flight(service.name).removing -= 1
+
+    async def _admitted(self, service: ScaledService, add: _Add) -> str:
+        """Add a worker if the budget allows it."""
+        async with self._gate:
+            services = await self._connector.services()
+            mine = [one for one in services.values() if self._is_scaled(one)]
+            limit, wanted = self._settings.max_gpu_budget, gpus_per_worker(service, self._settings)
+            held = sum(self._pool(one, admitted=True).gpus for one in mine)
+            if not fits(limit - held, wanted):
+                raise ActionFailed(
+                    f"it needs {wanted:g} GPUs, and {held:g} of --max-gpu-budget {limit} are in use"
+                )
+            listed = services.get(service.name, service).workers
+            add.before = _awake(listed)
+        name = await self._connector.add(service.name)
+        for other in self._flight(service.name).adds:
+            if other.before is not None:
+                other.before.add(name)  # it is not the new worker of the others
+        return name
+
+    async def _act(self, service: ScaledService, adds: bool, work: Awaitable[str]) -> str:
+        """Await ``work``, report its outcome, return the problem or ""."""
+        started_s = time.monotonic()
+        worker = problem = ""
+        try:
+            worker = await work
+        except DynamoError as error:
+            problem = error.message
+        except Exception as error:  # the planner outlives every failure of an action
+            log.exception("%s: an action failed", service.name)
+            problem = repr(error)
+        action = WorkerAction(
+            service=service.name,
+            model=service.model,
+            pool=service.pool,
+            adds=adds,
+            seconds=time.monotonic() - started_s,
+            worker=worker,
+            problem=problem,
+        )
+        log.log(logging.WARNING if problem else logging.INFO, "%s", action)
+        self._on_action(action)
+        return problem
+
+    def _pool(self, service: ScaledService, admitted: bool = False) -> Pool:
+        flight = self._flight(service.name)
+        adds = [add for add in flight.adds if add.before is not None or not admitted]
+        in_flight = InFlight(_unseen(adds, service), flight.removing)
+        return pool_of(service, self._settings, in_flight)
+
+    def _is_scaled(self, service: ScaledService) -> bool:
+        return self._settings.served_model_name in (None, service.model)
+
+    def _flight(self, service: str) -> _Flight:
+        return self._flights.setdefault(service, _Flight())
+
+
+def _unseen(adds: Sequence[_Add], service: ScaledService) -> int:
+    """Return how many of ``adds`` have no new worker in ``service`` yet."""
+    names = _awake(service.workers)
+    unseen = 0
+    for add in reversed(adds):  # a newer one has fewer workers that can be its own
+        new = set() if add.before is None else names - add.before
+        if new:
+            names.discard(max(new))
+        else:
+            unseen += 1
+    return unseen
+
+
+def _awake(workers: Iterable[ScaledWorker]) -> set[str]:
+    """Return the names of those that do not sleep: a sleeping one may be the next to be added."""
+    return {worker.name for worker in workers if worker.state != ASLEEP}

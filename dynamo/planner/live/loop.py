@@ -1,0 +1,364 @@
+"""The live loop: pull metrics, let each model's policy decide, change its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.errors import DynamoError
+from dynamo.planner.connector import Connector, ScaledService
+from dynamo.planner.live.actions import WorkerActions
+from dynamo.planner.live.model_state import ModelState, Pools
+from dynamo.planner.live.sources import MetricSources
+from dynamo.planner.observation import Observation
+from dynamo.planner.observers import LoopObserver, Observers
+from dynamo.planner.policies.base import Policy, ScalingDecision
+from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
+from dynamo.planner.scaled_model import ScaledModel, left_out, models_of
+from dynamo.planner.sharing.gpu_sharing import GpuSharing
+from dynamo.planner.sharing.zero import cold_decision, is_on_demand
+from dynamo.runtime.process.tasks import Tasks
+
+__all__ = ["ScalingLoop"]
+
+_EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """Why changes of a decision were not tried, and why others ``failed``, by pool."""
+
+    postponed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class ScalingLoop:
+    """Runs one policy per model until :meth:`stop`.
+
+    A blocking policy's model is left alone while its workers change. ``make_policy(prefill)``
+    makes the policy of a model that appears. ``clock`` is that of ``sources``.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a planner
+        self,
+        connector: Connector,
+        sources: MetricSources,
+        settings: PlannerSettings,
+        make_policy: Callable[[bool], Policy],
+        observers: Sequence[LoopObserver] = (),
+        clock: Callable[[], float] = time.monotonic,
+        sharing: GpuSharing | None = None,
+    ) -> None:
+        self._connector = connector
+        self._sources = sources
+        self._settings = settings
+        self._make_policy = make_policy
+        self._observers = Observers(observers)
+        self._clock = clock
+        self._sharing = sharing
+        self._woken = asyncio.Event()
+        self._actions = WorkerActions(connector, settings, self._observers.acted)
+        self._models: dict[str, ModelState] = {}
+        self._tasks = Tasks("planner")
+        self._stopped = asyncio.Event()
+        self._problem = ""
+        self._paused = False
+
+    async def run(self) -> None:
+        """Pull and decide until :meth:`stop`."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while not self._stopped.is_set():
+            await self._tick()
+            # Pulls that took too long are left out, not made up for.
+            due_s = max(due_s + self._settings.metric_pulling_interval_s, loop.time())
+            self._woken.clear()
+            try:
+                async with asyncio.timeout_at(due_s):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+
+    def wake(self) -> None:
+        """Look at the models now: requests wait for a first worker."""
+        self._woken.set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether the loop only observes."""
+        return self._paused
+
+    def pause(self) -> None:
+        """Observe only, until :meth:`resume`; changes in flight go on. Idempotent."""
+        if not self._paused:
+            log.info("paused: no worker is added or removed until the planner is resumed")
+        self._paused = True
+
+    def resume(self) -> None:
+        """End the pause: each model begins an interval. Idempotent."""
+        if self._paused:
+            log.info("resumed")
+            for state in self._models.values():
+                state.is_new = state.begins = True
+        self._paused = False
+        self.wake()
+
+    def models(self) -> list[str]:
+        """Return the names of the models that are scaled."""
+        return list(self._models)
+
+    def on_demand(self) -> list[str]:
+        """Return those of them whose workers start with the first request."""
+        return [
+            state.model.name
+            for state in self._models.values()
+            if is_on_demand(self._pools(state.model))
+        ]
+
+    async def stop(self, timeout_s: float) -> None:
+        """Decide nothing more: cancel starts, which undoes them, and let removals finish.
+
+        Those that last longer than ``timeout_s`` are cancelled.
+        """
+        self._stopped.set()
+        self._woken.set()
+        self._actions.cancel_adds()
+        running = [task for state in self._models.values() for task in state.tasks]
+        if running:
+            log.info("finishing %d changes, at most %g s", len(running), timeout_s)
+            await asyncio.wait(running, timeout=timeout_s)
+        await self._tasks.close()
+
+    def abort(self) -> None:
+        """Cancel all changes in flight; their rest is done at the next start."""
+        for state in self._models.values():
+            for task in state.tasks:
+                task.cancel()
+
+    async def explain(self) -> list[tuple[ModelState, DecisionRecord]]:
+        """Return each model, and what its policy would decide now."""
+        await self._sources.read_frontends()
+        found = []
+        for state in list(self._models.values()):
+            seen = self._observe(state, ends=False)
+            cold = self._is_cold(state)
+            pools = self._pools(state.model)
+            made = cold_decision(pools) if cold else await state.rehearse(seen)
+            found.append((state, self._record(state, made, seen)))
+        return found
+
+    async def _tick(self) -> None:
+        if not await self._refresh():
+            return
+        self._sources.follow(state.model for state in self._models.values())
+        for state in self._models.values():
+            self._observers.counted(state.model.name, self._clock(), self._pools(state.model))
+        active = [state for state in self._models.values() if not state.is_paused]
+        if any(state.is_new for state in active):
+            await self._sources.read_frontends()
+        for state in active:
+            self._pull(state)
+        if self._sharing is not None:
+            await self._share(self._sharing)
+            active = [state for state in active if not state.is_paused]
+        if self._paused:
+            return
+        soon_s = self._clock() + _EARLY * self._settings.metric_pulling_interval_s
+        due = [state for state in active if state.due_s <= soon_s and not self._is_cold(state)]
+        if due:
+            await self._sources.read_frontends()
+        for state in due:
+            if not self._stopped.is_set():
+                await self._decide(state)
+
+    async def _share(self, sharing: GpuSharing) -> None:
+        """Carry out what the sharing of GPUs changes, beside the policies."""
+        states = self._models.values()
+        await sharing.update(
+            {state.model.name: (state, self._pools(state.model)) for state in states}
+        )
+        if self._stopped.is_set() or self._paused:
+            return
+        for state in self._models.values():
+            made = sharing.decision(state)
+            if made.pools and not state.is_busy and not state.is_new:
+                seen = self._observe(state, ends=False)
+                state.wanted = {}
+                self._execute(state, made, seen, self._record(state, made, seen, "sharing"))
+
+    def _is_cold(self, state: ModelState) -> bool:
+        return self._sharing is not None and self._sharing.is_cold(self._pools(state.model))
+
+    def _pull(self, state: ModelState) -> None:
+        name, now_s = state.model.name, self._clock()
+        if state.is_new:
+            self._sources.traffic(name, now_s, ends=True)
+        if state.begins:
+            state.begin(now_s)
+        pull = self._sources.pull(state.model, now_s)
+        state.pulls.append(pull)
+        self._observers.pulled(name, pull, self._pools(state.model))
+
+    async def _refresh(self) -> bool:
+        """Ask the connector for the services; return whether they are known."""
+        services = await self._services()
+        if services is not None:
+            models = models_of(services.values(), self._settings.served_model_name)
+            if models.keys() - self._models.keys():
+                for problem in left_out(services.values(), models.values()):
+                    log.warning("%s", problem)
+            self._update_models(models)
+        return services is not None
+
+    async def _services(self) -> Mapping[str, ScaledService] | None:
+        try:
+            services = await self._connector.services()
+        except DynamoError as error:
+            if error.message != self._problem:  # once per outage
+                log.warning("the services are unknown: %s; nothing is changed", error.message)
+            self._problem = error.message
+            return None
+        self._problem = ""
+        return services
+
+    def _update_models(self, models: Mapping[str, ScaledModel]) -> None:
+        for name in self._models.keys() - models.keys():
+            if not self._models[name].is_busy:
+                log.info("model %s has no services any more", name)
+                del self._models[name]
+                self._observers.forgotten(name)
+        for name, model in models.items():
+            state = self._models.get(name)
+            if state is None or (state.model.prefill is None) != (model.prefill is None):
+                policy = self._make_policy(model.prefill is not None)
+                log.info(
+                    "model %s: policy %s decides every %g s on %s",
+                    *(name, policy.name, policy.interval_s),
+                    " and ".join(service.name for service in model.services),
+                )
+                needs_traffic = self._settings.mode != "load"
+                self._models[name] = ModelState(model, policy, needs_traffic)
+            else:
+                state.model = model
+
+    def _pools(self, model: ScaledModel) -> Pools:
+        return {service.pool: self._actions.pool(service) for service in model.services}
+
+    def _observe(self, state: ModelState, *, ends: bool) -> Observation:
+        now_s = self._clock()
+        others = [
+            service
+            for other in self._models.values()
+            if other is not state
+            for service in other.model.services
+        ]
+        pools = self._pools(state.model)
+        max_gpus = self._settings.max_gpu_budget - self._actions.gpus(others)
+        if self._sharing is not None:
+            pools = self._sharing.seen(pools)
+            max_gpus = self._sharing.max_gpus(state.model.name)
+        traffic = self._sources.traffic(state.model.name, now_s, ends=ends)
+        return state.observation(now_s, pools, traffic, max_gpus)
+
+    async def _decide(self, state: ModelState) -> None:
+        seen = self._observe(state, ends=True)
+        try:
+            made = await state.decide(seen)
+            record = self._record(state, made, seen)
+        except Exception:  # a mistake in a policy must not stop the planner
+            log.exception("policy %s failed; nothing is changed", state.policy.name)
+            state.begin(seen.now_s)
+            return
+        state.begin(seen.now_s)
+        if self._stopped.is_set() or self._paused:  # in the meantime
+            state.applied(made, [pool.pool for pool in made.pools])
+            return
+        state.wanted = {}
+        self._execute(state, made, seen, record)
+
+    def _execute(
+        self, state: ModelState, made: ScalingDecision, seen: Observation, record: DecisionRecord
+    ) -> None:
+        """Log and report a decision; begin its changes."""
+        if self._settings.no_operation:
+            record = record.observed()
+        log.info("%s", record.text())
+        self._observers.decided(record, seen, made)
+        if record.changes and not self._settings.no_operation:
+            state.apply(self._tasks.spawn(self._apply(state, made, record), name="scale"))
+        else:
+            state.applied(made, [pool.pool for pool in made.pools if record.changes])
+            self._observers.finished(record)
+
+    def _record(
+        self, state: ModelState, made: ScalingDecision, seen: Observation, mode: str = ""
+    ) -> DecisionRecord:
+        name, mode = state.model.name, mode or state.policy.name
+        return DecisionRecord.of(made, seen, at_s=time.time(), model=name, mode=mode)
+
+    async def _apply(
+        self, state: ModelState, made: ScalingDecision, record: DecisionRecord
+    ) -> None:
+        state.pending.append(record)
+        started_s = self._clock()
+        outcome = _Outcome()
+        try:
+            await self._carry_out(state, record, outcome)
+            await self._refresh()
+        finally:
+            errors = {**outcome.postponed, **outcome.failed}
+            state.pending.remove(record)
+            state.applied(made, errors.keys())
+            if outcome.failed or not outcome.postponed:
+                state.changed(bool(outcome.failed), self._clock())
+            after = {name: pool.workers for name, pool in self._pools(state.model).items()}
+            self._observers.finished(record.finished(after, self._clock() - started_s, errors))
+            if self._sharing is not None:
+                self.wake()  # another model may wait for the GPUs that are free now
+
+    async def _carry_out(
+        self, state: ModelState, record: DecisionRecord, outcome: _Outcome
+    ) -> None:
+        """Start all changes at once; with a blocking policy after its removals, which free GPUs."""
+        changes = list(record.pools)
+        if state.policy.blocking:
+            for change in changes:
+                if change.wanted < change.before:
+                    await self._change(state, change, outcome)
+            changes = [change for change in changes if change.wanted > change.before]
+        async with asyncio.TaskGroup() as group:
+            for change in changes:
+                group.create_task(self._change(state, change, outcome))
+
+    async def _change(self, state: ModelState, change: PoolChange, outcome: _Outcome) -> None:
+        service, delta = state.model.service(change.pool), change.wanted - change.before
+        if service is None or not delta:
+            return
+        problem = self._actions.conflict(service.name, delta)
+        pause_s = state.retry_s - self._clock()
+        if not problem and delta > 0 and pause_s > 0:
+            problem = f"the last change has failed; the next one may begin in {pause_s:.0f} s"
+        if not problem and self._waits_for_gpus(service, delta):
+            problem = "it waits for GPUs of other models"
+            # Only this: what it adds now must not be added again when it is lost, by a person
+            # or because it cannot start.
+            state.wanted[change.pool] = change.wanted
+        if problem:
+            outcome.postponed[change.pool] = problem
+        elif problem := await self._actions.begin(service, delta):
+            outcome.failed[change.pool] = problem
+
+    def _waits_for_gpus(self, service: ScaledService, delta: int) -> bool:
+        """Whether other models are to give up GPUs first; the sharing adds the workers then."""
+        if self._sharing is None or delta < 0:
+            return False
+        held = self._actions.gpus(
+            one for state in self._models.values() for one in state.model.services
+        )
+        needed = delta * self._actions.pool(service).gpus_per_worker
+        return not self._sharing.has_room(service, delta, held, needed)

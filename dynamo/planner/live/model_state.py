@@ -1,0 +1,140 @@
+"""One model in the live loop: its policy, the current interval, its changes in flight. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
+
+from dynamo.planner.observation import Observation, Pool, Pull, Traffic
+from dynamo.planner.policies.base import DECODE, PREFILL, Policy, PoolDecision, ScalingDecision
+from dynamo.planner.reports.decisions import DecisionRecord
+from dynamo.planner.scaled_model import ScaledModel
+
+__all__ = ["ModelState", "Pools"]
+
+Pools = Mapping[str, Pool]
+"""The pools of a model, by name."""
+
+_Applied: TypeAlias = tuple[ScalingDecision, tuple[str, ...]]
+"""A decision that was carried out, and the pools in which that failed."""
+
+_PULLS = 100_000
+_LONGEST_PAUSE_S = 60.0
+
+
+class ModelState:
+    """``model`` as the connector lists it now, and the ``pulls`` since the last decision.
+
+    ``wanted`` has the workers of the pools that the last decision of its policy enlarges once other
+    models have given up GPUs. Before ``retry_s`` nothing is started: the last change has failed.
+
+    A policy that ``needs_traffic`` is not asked while a frontend's metrics are missing: the traffic
+    would look as if it had ended.
+    """
+
+    def __init__(self, model: ScaledModel, policy: Policy, needs_traffic: bool) -> None:
+        self.model = model
+        self.policy = policy
+        self._needs_traffic = needs_traffic
+        self.pulls: deque[Pull] = deque(maxlen=_PULLS)
+        self.pending: list[DecisionRecord] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.wanted: dict[str, int] = {}
+        self.retry_s = -math.inf
+        self._failures = 0
+        self.is_new = True
+        self.begins = True
+        self.due_s = math.inf
+        self._ready = frozenset[str]()
+        self._deciding = asyncio.Lock()
+        self._applied: list[_Applied] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether workers are being added or removed."""
+        return bool(self.tasks)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether pulls and decisions wait for a change."""
+        return self.policy.blocking and self.is_busy
+
+    def begin(self, now_s: float) -> None:
+        """Begin an interval."""
+        self.is_new = self.begins = False
+        self.due_s = now_s + self.policy.interval_s
+        self.pulls.clear()
+        self._ready = self.model.ready()
+
+    def apply(self, task: asyncio.Task[None]) -> None:
+        """Count ``task`` as a change; after that of a blocking policy, an interval begins."""
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def changed(self, failed: bool, now_s: float) -> None:
+        """Count the outcome of a change: each failure in a row doubles the pause behind it."""
+        self._failures = self._failures + 1 if failed else 0
+        self.retry_s = now_s + min(_LONGEST_PAUSE_S, 2.0**self._failures) if failed else -math.inf
+
+    def observation(
+        self, now_s: float, pools: Pools, traffic: Traffic, max_gpus: float
+    ) -> Observation:
+        """Return what the policy sees at the end of the interval."""
+        return Observation(
+            now_s=now_s,
+            interval_s=self.policy.interval_s,
+            decode=pools[DECODE],
+            prefill=pools.get(PREFILL),
+            traffic=traffic,
+            pulls=tuple(self.pulls),
+            max_gpus=max_gpus,
+            changed=self.model.ready() != self._ready,
+        )
+
+    async def decide(self, seen: Observation) -> ScalingDecision:
+        """Return what the policy decides.
+
+        It decides in a thread: a forecast takes up to a second.
+        """
+        async with self._deciding:
+            applied, self._applied = self._applied, []
+            return await asyncio.to_thread(self._ask, self.policy, applied, seen)
+
+    async def rehearse(self, seen: Observation) -> ScalingDecision:
+        """Return what the policy would decide, without effect on it."""
+        async with self._deciding:
+            policy, applied = copy.deepcopy(self.policy), list(self._applied)
+        return await asyncio.to_thread(self._ask, policy, applied, seen)
+
+    def applied(self, made: ScalingDecision, failed: Collection[str]) -> None:
+        """Count ``made`` as carried out, except in the pools ``failed``.
+
+        The policy gets it with its next decision: it may be deciding now.
+        """
+        self._applied.append((made, tuple(failed)))
+
+    def _ask(
+        self, policy: Policy, applied: Sequence[_Applied], seen: Observation
+    ) -> ScalingDecision:
+        for made, failed in applied:
+            policy.applied(made, failed)
+        if seen.traffic.known or not self._needs_traffic:
+            return policy.decide(seen)
+        rule = "the traffic is unknown: a frontend does not answer"
+        pools = {PREFILL: seen.prefill, DECODE: seen.decode}
+        return ScalingDecision(
+            pools=tuple(
+                PoolDecision(pool=name, wanted=pool.workers, rule=rule)
+                for name, pool in pools.items()
+                if pool is not None
+            )
+        )
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if self.policy.blocking:
+            self.begins = True

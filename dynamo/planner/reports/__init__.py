@@ -1,0 +1,3 @@
+"""What the planner shows of itself: metrics, tensorboard, files, explanations."""
+
+__all__: list[str] = []

@@ -1,0 +1,481 @@
+"""The kv mode: weigh cached prefixes against active load; the slot of the least cost is chosen.
+
+A decision is four compiled calls over columns indexed by slot: hash, match, project, score.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sized
+from random import Random
+from typing import Any, TypeAlias
+
+from dynamo._fast.radix import RadixTree
+from dynamo._fast.scoring import choose, costs
+from dynamo.config.router import RouterSettings
+from dynamo.errors import DynamoError
+from dynamo.observability.metrics import Counter
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.codec import Tokens
+from dynamo.protocols.engine import Routing
+from dynamo.router.caches.cached_blocks import CachedBlocks
+from dynamo.router.caches.predicted import (
+    PredictedCache,
+    make_optimistic_cache,
+    make_predicted_cache,
+)
+from dynamo.router.constraints import constraints_of
+from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
+from dynamo.router.eligibility.filters import apply_preferred_taints
+from dynamo.router.explanations.decision_log import log as decision_log
+from dynamo.router.explanations.decision_log import log_candidates, log_selected
+from dynamo.router.explanations.explain import Explanation, explain
+from dynamo.router.explanations.receipt import (
+    MAX_CANDIDATES,
+    CaptureLimit,
+    DecisionInputs,
+    DecisionTotals,
+    KvInputs,
+)
+from dynamo.router.explanations.snapshot import DecisionSnapshot
+from dynamo.router.kv_mode.cost import (
+    CostParams,
+    add_requests,
+    cached_tokens,
+    cost_params,
+    overridden,
+)
+from dynamo.router.kv_mode.duplicates import CopyOffer, CopyPolicy
+from dynamo.router.kv_mode.prompt import HashedPrompt, Hasher
+from dynamo.router.load.active import ActiveLoad, Reservation
+from dynamo.router.load.prefill_model import prefill_model
+from dynamo.router.metrics import DecisionMetrics
+from dynamo.router.picker import Decision
+from dynamo.router.sync.loads import LocalRequests
+from dynamo.router.worker_pool import DenseSlots, WorkerPool
+
+__all__ = ["KvPicker"]
+
+_Decided: TypeAlias = "tuple[CostParams, array[int], int, HashedPrompt, CopyOffer | None]"
+"""The last decision: parameters, eligible slots, the chosen one, the prompt, a copy of blocks."""
+
+
+class KvPicker:
+    """Chooses by cost. ``index`` is None where prefix overlap must not matter.
+
+    ``served`` counts, by worker, the prompts of at least one block that got a first token;
+    ``on_first_served`` is called with each worker at its first one. ``local_requests``, where set,
+    records all reservations for other replicas of the router. ``recovering`` are the slots whose
+    cache is in doubt. ``clock`` gives seconds; only differences count. A decision is O(prompt +
+    slots × log prompt).
+    """
+
+    def __init__(  # noqa: PLR0913 - the last four are for tests and replays
+        self,
+        settings: RouterSettings,
+        block_size: int,
+        index: RadixTree | None,
+        metrics: DecisionMetrics | None = None,
+        random: Random | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        predicted: PredictedCache | None = None,
+    ) -> None:
+        self.worker_pool = WorkerPool(DenseSlots() if index is None else index)
+        self.block_size = block_size
+        self.active = ActiveLoad(
+            block_size,
+            settings.track_active_blocks,
+            settings.track_output_blocks,
+            prefill_model(settings),
+            clock,
+        )
+        self.add_output_tokens = self.active.add_output_tokens  # called for each token: no layer
+        self.eligibility = EligibilityFilter(self.worker_pool, settings, self._booked_prefill)
+        self.index = index
+        self.weighs_overlap = index is not None
+        self.tracks_output = settings.track_output_blocks
+        self.predicted = predicted
+        self.optimistic = make_optimistic_cache(settings)
+        self.predicts = predicted is not None or self.optimistic is not None
+        self.served: dict[int, int] = {}
+        self.on_first_served: Callable[[int], None] = _ignore
+        self.local_requests: LocalRequests | None = None
+        self._copies = CopyPolicy() if settings.duplicate_cost else None
+        chains = self.predicts or self._copies is not None
+        self._hasher = Hasher(
+            block_size, index is not None, chains, settings.track_active_blocks, clock
+        )
+        self._params = cost_params(settings, block_size)
+        self._cached_blocks = CachedBlocks(
+            index, settings.shared_cache_type != "none", self.optimistic
+        )
+        self._metrics = metrics
+        self.reused_tokens = Counter() if metrics is None else metrics.reused
+        self._uniform = (random or Random()).random
+        self._clock = clock
+        self._decided: _Decided | None = None
+        self._chosen_cost = 0.0
+        self._captures = CaptureLimit()
+        self.recovering: Collection[int] = ()
+        self._predicts_all = predicted is not None
+        self._settings = settings
+        self._index_state = "exact" if predicted is None else "predicted"
+        if index is None:
+            self._index_state = "none"
+        self._resize()
+
+    def pick(
+        self,
+        request_id: str | None,
+        tokens: Tokens,
+        *,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+    ) -> Decision:
+        """See :meth:`dynamo.router.picker.Picker.pick`."""
+        now_s = self._clock()
+        params = overridden(self._params, override) if override else self._params
+        # The common request has no constraints and all workers are eligible: skip the filter.
+        slots = self.worker_pool.all_eligible if routing is None else None
+        if slots is None:
+            slots = self.eligibility.slots(routing, now_s)
+        prompt, offer = self._weigh(tokens, routing, params, slots, now_s)
+        slot = self._choose(slots, params, routing)
+        worker_id, dp_rank = self.worker_pool.owners[slot]
+        overlap_blocks = self._cached_blocks.device[slot]
+        decision = Decision(worker_id, dp_rank, overlap_blocks, prompt.blocks)
+        if decision_log.isEnabledFor(logging.INFO):
+            snapshot = self._snapshot(prompt, params, slots, offer)._replace(chosen=slot)
+            self._log(request_id, decision, snapshot)
+        if request_id is not None:
+            self._book(request_id, slot, prompt, routing, params)
+            if offer is not None and self._copies is not None:
+                self._copies.routed(request_id, slot, offer, now_s)
+            self._decided = params, slots, slot, prompt, offer
+        return decision
+
+    def inputs(
+        self, routing: Routing | None, failed: Collection[int] = (), wanted: bool = False
+    ) -> DecisionInputs | None:
+        """See :meth:`dynamo.router.picker.Picker.inputs`."""
+        # Nothing has run since the decision, so the columns are still its own.
+        decided, captures = self._decided, self._captures
+        if decided is None:
+            return None
+        _, slots, slot, prompt, _ = decided
+        if not captures.left and not wanted and not captures.renew(prompt.begun_s):
+            owner, cost = self.worker_pool.owners[slot], self._chosen_cost
+            return DecisionTotals("kv", self._index_state, owner, len(slots), cost)
+        captures.left -= not wanted
+        found = self._capture(decided, routing, failed)
+        return found if len(found.owners) <= MAX_CANDIDATES else found.narrowed(wanted)
+
+    def snapshot(
+        self,
+        tokens: Tokens,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+    ) -> DecisionSnapshot:
+        """Return what :meth:`pick` would weigh, over all slots. Books nothing.
+
+        Raises InvalidArgument for a bad ``override`` only; other errors are in the snapshot.
+        """
+        now_s = self._clock()
+        params = overridden(self._params, override) if override else self._params
+        slots, chosen, error = array("I"), None, None
+        try:
+            slots = self.eligibility.slots(routing, now_s)
+        except DynamoError as failure:
+            error = failure
+        prompt, offer = self._weigh(tokens, routing, params, slots, now_s)
+        if error is None:
+            try:
+                chosen = self._choose(slots, params, routing)
+            except DynamoError as failure:
+                error = failure
+        snapshot = self._snapshot(prompt, params, slots, offer)
+        if error is not None:
+            return snapshot._replace(costs={}, error=error)
+        return snapshot._replace(chosen=chosen)
+
+    def explain(
+        self,
+        tokens: Tokens,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+        queued: Sized = (),
+    ) -> Explanation:
+        """See :meth:`dynamo.router.picker.Picker.explain`."""
+        snapshot = self.snapshot(tokens, routing, override)
+        return explain(snapshot, self.worker_pool, self.active, routing, len(queued))
+
+    def predict(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
+        """Without KV events, predict that a prompt sent by other means is cached there."""
+        member = self.worker_pool.members.get(worker_id)
+        if self.predicted is None or member is None or dp_rank not in member.slots:
+            return
+        now_s = self._clock()
+        prompt = self._hasher.hash(tokens, None, True, now_s)
+        slot = member.slots[dp_rank]
+        self.predicted.routed(None, slot, prompt.chained, prompt.hashes, now_s)
+
+    def predict_blocks(
+        self,
+        request_id: str,
+        slot: int,
+        chained: array[int],
+        hashes: array[int],
+        now_s: float,
+    ) -> None:
+        """Predict the blocks of a request on ``slot``, where decisions predict caches. O(blocks).
+
+        The request may be one of another replica.
+        """
+        if self.predicted is not None:
+            self.predicted.routed(request_id, slot, chained, hashes, now_s)
+        if self.optimistic is not None:
+            self.optimistic.routed(slot, chained, hashes, now_s)
+
+    def mark_prefill_complete(self, request_id: str) -> None:
+        """Drop the prompt from the load: its first token has arrived."""
+        if self._copies is not None:
+            self._copies.ended(request_id)
+        now_s = self._clock()
+        reservation = self.active.mark_prefill_complete(request_id, now_s)
+        if reservation is None:
+            return
+        worker_id = reservation.worker_id
+        if self.local_requests is not None:
+            self.local_requests.prefill_completed(request_id)
+        if self.eligibility.follows_load:
+            self.eligibility.load_changed(worker_id)
+        if reservation.isl_tokens >= self.block_size:
+            served = self.served.get(worker_id, 0)
+            self.served[worker_id] = served + 1
+            if not served:
+                self.on_first_served(worker_id)
+        if self._metrics is not None:
+            self._metrics.ttft.observe(now_s - reservation.booked_at_s)
+
+    def free(self, request_id: str, output_tokens: int = 0) -> None:
+        """Drop the load of a request that has ended, in whatever way."""
+        reservation = self._end(request_id, output_tokens)
+        if reservation is not None and self.eligibility.follows_load:
+            self.eligibility.load_changed(reservation.worker_id)
+
+    def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
+        """Add a worker, or replace its configuration."""
+        member = self.worker_pool.add(worker_id, config, device_type)
+        self._resize()
+        self.eligibility.load_changed(worker_id)
+        predicted = self._prediction_of(config)
+        for slot in member.slots.values():
+            if predicted is not None:
+                predicted.add_slot(slot, config.total_kv_blocks)
+            if self.optimistic is not None:
+                self.optimistic.add_slot(slot)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Remove a worker, its blocks and the load of its requests."""
+        # While the index still has the slots: the end of a request may evict its blocks there.
+        slots = self.worker_pool.slots_of(worker_id)
+        for request_id in self.active.booked_on(set(slots)):
+            self._end(request_id)
+        self.eligibility.forget(worker_id)
+        self.worker_pool.remove(worker_id)
+        for slot in slots:
+            for owner in (self._copies, self.predicted, self.optimistic):
+                if owner is not None:
+                    owner.drop_slot(slot)
+        self.served.pop(worker_id, None)
+
+    def expire(self, age_s: float) -> list[str]:
+        """Drop the load of requests older than ``age_s`` that their caller never freed."""
+        stale = self.active.stale(self._clock() - age_s)
+        for request_id in stale:
+            self.free(request_id)
+        return stale
+
+    def _prediction_of(self, config: RuntimeConfig) -> PredictedCache | None:
+        """The prediction of a worker's cache; None where its KV events are followed, or no index.
+
+        Beside workers with events, it is made for the first one without.
+        """
+        if self._predicts_all or self.index is None:
+            return self.predicted
+        if config.kv_event_publishing_enabled is not False:
+            return None
+        if self.predicted is None:
+            self.predicted, self.predicts = make_predicted_cache(self._settings, self.index), True
+            self._hasher = self._hasher._replace(chain=True)
+        return self.predicted
+
+    def _weigh(
+        self,
+        tokens: Tokens,
+        routing: Routing | None,
+        params: CostParams,
+        slots: array[int],
+        now_s: float,
+    ) -> tuple[HashedPrompt, CopyOffer | None]:
+        """Fill the columns and the costs of ``slots`` for a prompt.
+
+        Returns the prompt and the best place for another copy of its cached blocks.
+        """
+        prompt = self._hasher.hash(tokens, routing, params.assume_kv_reuse, now_s)
+        if self.predicted is not None:
+            self.predicted.expire(now_s)
+        copies = () if self._copies is None else self._copies.in_progress(prompt.chained)
+        cached, prefill, decode = self._cached_blocks, self._prefill, self._decode
+        cached.match(prompt.hashes, now_s, copies)
+        prompt.matched_s = self._clock()
+        self.active.project_into(prompt.shared, prompt.unique_blocks, prefill, decode)
+        prompt.best_overlap = costs(
+            params.weights,
+            prompt.isl_tokens,
+            slots,
+            prefill,
+            decode,
+            self._costs,
+            cached.device,
+            cached.host,
+            cached.disk,
+            cached.shared,
+        )
+        if params.request_weight:
+            add_requests(params.request_weight, slots, self._costs, self.active.load)
+        if self._copies is None:
+            return prompt, None
+        return prompt, self._copies.add_prices(params, slots, cached, prompt, self._costs)
+
+    def _choose(self, slots: array[int], params: CostParams, routing: Routing | None) -> int:
+        """The chosen one of the weighed ``slots``."""
+        if routing is not None and routing.preferred_taints:
+            preferred = routing.preferred_taints
+            apply_preferred_taints(self._costs, slots, self.worker_pool, preferred)
+        place = choose(self._costs, len(slots), params.temperature, self._uniform())
+        self._chosen_cost = self._costs[place]
+        return slots[place]
+
+    def _book(
+        self,
+        request_id: str,
+        slot: int,
+        prompt: HashedPrompt,
+        routing: Routing | None,
+        params: CostParams,
+    ) -> None:
+        """Add the request to the load of the chosen slot."""
+        worker_id, dp_rank = self.worker_pool.owners[slot]
+        cached, now_s = self._cached_blocks, prompt.matched_s
+        overlap_blocks = cached.device[slot]
+        overlap: float = overlap_blocks
+        cached_prompt_tokens = overlap_blocks * self.block_size
+        if cached.tiered:
+            overlap = cached.effective(params.weights, slot)
+            cached_prompt_tokens = cached_tokens(params.weights, overlap)
+        prefill = 0
+        if params.track_prefill_tokens:
+            prefill = max(prompt.isl_tokens - cached_prompt_tokens, 0)
+        expected = None if routing is None else routing.expected_output_tokens
+        reservation = Reservation(
+            slot, worker_id, dp_rank, prompt.isl_tokens, overlap_blocks, now_s, expected
+        )
+        self.active.book(request_id, reservation, prompt.shared, prompt.unique_blocks, prefill)
+        if routing is not None and routing.session_id is not None:
+            self.eligibility.bind_session(routing.session_id, worker_id, dp_rank, now_s)
+        if self.eligibility.follows_load:
+            self.eligibility.load_added(worker_id)
+        if self.local_requests is not None:
+            self.local_requests.booked(request_id, reservation, prompt, prefill)
+        if self.predicts:
+            self.predict_blocks(request_id, slot, prompt.chained, prompt.hashes, now_s)
+        if self._metrics is not None:
+            self._metrics.decided(prompt, self._clock(), overlap, self.block_size)
+            if cached.shares:
+                self._metrics.shared(cached.shared_blocks, cached.of(slot).shared, prompt.blocks)
+
+    def _end(self, request_id: str, output_tokens: int = 0) -> Reservation | None:
+        """Release everything booked for the request; return its reservation, if it had one."""
+        if self._copies is not None:
+            self._copies.ended(request_id)
+        reservation = self.active.free(request_id, output_tokens)
+        if self.local_requests is not None:
+            self.local_requests.freed(request_id)
+        if self.predicted is not None:
+            self.predicted.ended(request_id, self._clock())
+        if reservation is not None and self._metrics is not None and not reservation.remote:
+            self._metrics.ended(reservation, self._clock())
+        return reservation
+
+    def _booked_prefill(self, slot: int) -> int:
+        return self.active.load(slot)[0]
+
+    def _capture(
+        self, decided: _Decided, routing: Routing | None, failed: Collection[int]
+    ) -> KvInputs:
+        """Copy the columns of the decision."""
+        params, slots, slot, prompt, offer = decided
+        pool, cached = self.worker_pool, self._cached_blocks
+        constraints = None
+        if routing is not None or failed or slots is not pool.candidates:
+            session = self.eligibility.sessions is not None
+            constraints = constraints_of(routing, pool, slots, session, failed)
+        requests: tuple[int, ...] = ()
+        if params.request_weight:  # before this request, which is booked by now
+            requests = tuple(self.active.load(one)[2] - (one == slot) for one in slots)
+        return KvInputs(
+            self._index_state,
+            params,
+            pool.owners,
+            slots,
+            slot,
+            prompt.isl_tokens,
+            prompt.best_overlap,
+            cached.device.tobytes(),
+            self._prefill.tobytes(),
+            self._decode.tobytes(),
+            self._costs.tobytes(),
+            cached.lower_columns() if cached.tiered or cached.shared else None,
+            requests,
+            offer.target if offer is not None and offer.free else None,
+            tuple(self.recovering) if self.recovering else (),
+            constraints,
+        )
+
+    def _resize(self) -> None:
+        """Make the columns long enough for all slots that the index has ever assigned."""
+        known = 0 if self.index is None else self.index.capacity()
+        width = 16
+        while width < max(self.worker_pool.width, known):
+            width *= 2
+        self._cached_blocks.resize(width)
+        self._prefill = array("q", bytes(8 * width))
+        self._decode = array("q", bytes(8 * width))
+        self._costs = array("d", bytes(8 * width))
+
+    def _snapshot(
+        self,
+        prompt: HashedPrompt,
+        params: CostParams,
+        slots: array[int],
+        offer: CopyOffer | None,
+    ) -> DecisionSnapshot:
+        """Copy the columns of the decision that :meth:`_weigh` has just prepared."""
+        costs = dict(zip(slots, self._costs, strict=False))
+        columns = self._cached_blocks.copy(), self._prefill[:], self._decode[:]
+        free_copy = offer.target if offer is not None and offer.free else None
+        return DecisionSnapshot(prompt, params, slots, *columns, costs, free_copy=free_copy)
+
+    def _log(self, request_id: str | None, decision: Decision, snapshot: DecisionSnapshot) -> None:
+        if decision_log.isEnabledFor(logging.DEBUG):
+            log_candidates(decision, snapshot, self.worker_pool, self.active)
+        if request_id is not None:
+            worker_type = "decode" if self._metrics is None else self._metrics.worker_type
+            log_selected(request_id, decision, snapshot, worker_type)
+
+
+def _ignore(worker_id: int) -> None:
+    """Do nothing on the first prompt of a worker."""

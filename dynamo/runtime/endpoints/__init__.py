@@ -1,0 +1,3 @@
+"""Endpoints: serving them, admission, health, and clients of their instances."""
+
+__all__: list[str] = []

@@ -1,0 +1,172 @@
+"""The items and errors of a response as Dynamo's callers read them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dynamo.errors import (
+    Cancelled,
+    ConnectionTimeout,
+    DeadlineExceeded,
+    DynamoError,
+    HandlerCancelled,
+    HttpFailure,
+    InvalidArgument,
+    InvalidRequest,
+    ModelNotFound,
+    Unavailable,
+)
+from dynamo.runtime.requests import ENVELOPE, ResponseStream
+from dynamo.runtime.requests.context import Context
+
+__all__ = ["Annotated", "InvalidRequest", "NoResponses", "Responses", "at_caller"]
+
+_KINDS: tuple[tuple[type[DynamoError], str], ...] = (
+    (InvalidArgument, "InvalidRequest"),
+    (ModelNotFound, "NotFound"),
+    (Cancelled, "Cancelled"),
+    (ConnectionTimeout, "DeadlineExceeded"),
+    (DeadlineExceeded, "DeadlineExceeded"),
+    (Unavailable, "Unavailable"),
+    (DynamoError, "Internal"),
+)
+_KIND_OF_STATUS = {
+    404: "NotFound",
+    415: "UnsupportedMedia",
+    429: "RateLimited",
+    499: "Cancelled",
+    503: "Unavailable",
+    504: "DeadlineExceeded",
+}
+
+
+class Annotated:
+    """One response item; ``id``, ``event`` and ``comments`` if the handler yielded an envelope."""
+
+    __slots__ = ("_data", "_envelope")
+
+    def __init__(self, data: Any, envelope: dict[str, Any] | None = None) -> None:
+        self._data = data
+        self._envelope = envelope or {}
+
+    def data(self) -> Any:
+        """Return the value that the handler yielded."""
+        return self._data
+
+    def id(self) -> str | None:
+        """Return the id of the item, if any."""
+        return self._envelope.get("id")
+
+    def event(self) -> str | None:
+        """Return the name of the event, if any."""
+        return self._envelope.get("event")
+
+    def comments(self) -> list[str] | None:
+        """Return the comments, if any."""
+        return self._envelope.get("comment")
+
+    def is_error(self) -> bool:
+        """Return False: the iteration raises errors."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"Annotated({self._data!r})"
+
+
+class Responses:
+    """``async for`` over one response. Dropping it before the end kills the request.
+
+    After its caller stopped ``context``, the iteration ends where the worker ends the request.
+    After a kill it raises Cancelled, and items that had arrived are dropped.
+    """
+
+    def __init__(
+        self, stream: ResponseStream, annotated: bool, context: Context | None = None
+    ) -> None:
+        self._stream = stream
+        self._annotated = annotated
+        self._context = context
+
+    def __aiter__(self) -> Responses:
+        return self
+
+    async def __anext__(self) -> Any:
+        """Return the next item. Raises the error of :func:`at_caller`."""
+        if self._context is not None and self._context.is_killed():
+            await self._stream.aclose()  # no effect on the worker, which has the kill already
+            raise at_caller(Cancelled("the request was cancelled"))
+        try:
+            item = await self._stream.__anext__()
+        except Cancelled as error:
+            context = self._context
+            if context is not None and context.is_stopped() and not context.is_killed():
+                raise StopAsyncIteration from None
+            raise at_caller(error) from None
+        except DynamoError as error:
+            raise at_caller(error) from None
+        envelope = None
+        if type(item) is dict and ENVELOPE in item:
+            envelope, item = item, item.get("data")
+        return Annotated(item, envelope) if self._annotated else item
+
+    async def aclose(self) -> None:
+        """Kill the request unless it has ended. Idempotent."""
+        await self._stream.aclose()
+
+
+class NoResponses(Responses):
+    """The response to a caller that had stopped its context before the call: no items."""
+
+    def __init__(self) -> None:
+        super().__init__(ResponseStream(), False)
+
+    async def __anext__(self) -> Any:
+        raise StopAsyncIteration
+
+
+def at_caller(error: DynamoError) -> DynamoError:
+    """Return ``error`` as Dynamo's Python callers expect it.
+
+    It is a ValueError with the text ``<Kind>: <Type>: <message>``, and still of its own class, so
+    that either ``except`` clause works. An InvalidArgument that the handler raised stays as it is.
+    """
+    if type(error) is InvalidArgument or isinstance(error, _CallerError):
+        return error
+    made = _caller_class(type(error)).__new__(_caller_class(type(error)))
+    made.__dict__.update(error.__dict__)
+    made.args = (f"{_kind(error)}: {_text(error)}",)
+    return made
+
+
+class _CallerError(ValueError):
+    """The base of the classes that :func:`at_caller` makes."""
+
+
+_CALLER_CLASSES: dict[type[DynamoError], type[DynamoError]] = {}
+
+
+def _caller_class(kind: type[DynamoError]) -> type[DynamoError]:
+    made = _CALLER_CLASSES.get(kind)
+    if made is None:
+        made = type(kind.__name__, (kind, _CallerError), {"__module__": __name__})
+        _CALLER_CLASSES[kind] = made
+    return made
+
+
+def _kind(error: DynamoError) -> str:
+    if isinstance(error, HttpFailure):
+        fallback = "InvalidRequest" if error.status < 500 else "Internal"
+        return _KIND_OF_STATUS.get(error.status, fallback)
+    return next(name for kind, name in _KINDS if isinstance(error, kind))
+
+
+def _text(error: DynamoError) -> str:
+    if isinstance(error, HttpFailure):
+        body = {"message": error.message, "code": error.status}
+        return json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+    if isinstance(error, HandlerCancelled):
+        return "CancelledError: "
+    if isinstance(error, InvalidRequest):
+        return f"{error.cause}: {error.message}"
+    return error.message

@@ -1,0 +1,152 @@
+"""The GPU ledger of a statefile: the GPUs that each worker holds or has reserved. Pure.
+
+The entries are its rows. An entry holds, of each GPU, the most of
+
+* what is assigned to its watcher (``resources.allocated_gpus``), also between two processes,
+* what its processes use (``gpus`` of each): after a change of the assignment, until they exit,
+* what the arbiter has reserved for a process that is to start (``replacing.gpus``).
+
+A worker that sleeps or was given up stays assigned to its GPUs and holds none. A reservation ends
+with the process that made it: then an entry that the arbiter never received holds nothing.
+
+Change it only under the lock of the statefile, and before a process is configured or started.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from dynamo.serve.gpus.gpus import Allocator, Inventory, fits
+from dynamo.serve.state.entries import Lives, entry_gpus, is_void, service_config, stated_gpus
+from dynamo.serve.state.statefile import (
+    ASLEEP,
+    GIVEN_UP,
+    HOLDS_GPUS,
+    REPLACING,
+    RESERVED_BY,
+    WATCHER,
+    Document,
+)
+
+__all__ = ["GpuLedger", "fits", "gpu_ids"]
+
+
+def gpu_ids(document: Document) -> list[str]:
+    """Return the GPUs of the deployment, as text."""
+    resources = document["environment"].get("SYSTEM_RESOURCES")
+    ids = resources.get("gpu_info") if isinstance(resources, Mapping) else None
+    return [str(gpu) for gpu in ids or ()]
+
+
+class GpuLedger:
+    """The ledger of ``document``; ``ids`` are the GPUs if not those of the statefile.
+
+    It reads the document once: make another one after a change.
+    """
+
+    def __init__(self, document: Document, lives: Lives, ids: Sequence[str] | None = None) -> None:
+        self.ids = sorted(gpu_ids(document) if ids is None else ids, key=_gpu_order)
+        self._assigned = {name: dict(shares) for name, shares in _assigned(document)}
+        self.held: dict[str, dict[str, float]] = {}
+        """The share of each GPU that each holder has, by its name; 1 is a whole one."""
+        for name, entry in document["components"].items():
+            if isinstance(entry, dict):
+                held = _held(entry, self._assigned.get(name, {}), lives)
+                if held:
+                    self.held[name] = held
+
+    def amount(self, name: str) -> float:
+        """Return how many GPUs ``name`` holds."""
+        return sum(self.held.get(name, {}).values())
+
+    def free(self, without: Collection[str] = ()) -> dict[str, float]:
+        """Return what is free of each GPU, 1 of a whole one, if ``without`` had none."""
+        left = dict.fromkeys(self.ids, 1.0)
+        for name, shares in self.held.items():
+            for gpu, share in shares.items():
+                if gpu in left and name not in without:
+                    left[gpu] = max(0.0, left[gpu] - share)
+        return left
+
+    def holders(self, gpus: Collection[str], without: str = "") -> list[str]:
+        """Return those that hold some of ``gpus``."""
+        return [
+            n for n, one in self.held.items() if n != without and not one.keys().isdisjoint(gpus)
+        ]
+
+    def assign(
+        self, name: str, count: float, without: Collection[str] = (), avoid: Collection[str] = ()
+    ) -> tuple[str, ...]:
+        """Return ``count`` GPUs for ``name``, lowest first; a fraction below 1 is a share of one.
+
+        ``without``: as if these held none. GPUs to ``avoid`` have no room. Raises ConfigError that
+        lists the holders.
+        """
+        return self.allocator(without, avoid).assign(name, count)
+
+    def allocator(self, without: Collection[str] = (), avoid: Collection[str] = ()) -> Allocator:
+        """Return an allocator of what is free. See :meth:`assign`."""
+        allocator = Allocator(Inventory(ids=tuple(self.ids), source="statefile"))
+        for name, shares in self.held.items():
+            for gpu, share in shares.items() if name not in without else ():
+                allocator.hold(name, (gpu,), share)
+        for gpu in avoid:
+            allocator.hold("too little free memory", (gpu,), 1.0)
+        return allocator
+
+    def can_hold(self, name: str) -> bool:
+        """Whether the GPUs that are assigned to ``name`` have room for it, again or still."""
+        free = self.free(without=(name,))
+        return all(fits(free.get(gpu, 1.0), s) for gpu, s in self._assigned.get(name, {}).items())
+
+
+def _assigned(document: Document) -> Iterator[tuple[str, Mapping[str, float]]]:
+    config = service_config(document)
+    for name, entry in document["components"].items():
+        gpus = entry_gpus(entry)
+        if not gpus:
+            continue
+        given = config.get(str(entry.get("service")))
+        args = given.get("ServiceArgs") if isinstance(given, Mapping) else None
+        stated = stated_gpus(entry, args if isinstance(args, Mapping) else {})
+        yield name, dict.fromkeys(gpus, stated if stated and stated < 1 else 1.0)
+
+
+def _held(
+    entry: Mapping[str, Any], assigned: Mapping[str, float], lives: Lives
+) -> dict[str, float]:
+    mark = entry.get(RESERVED_BY)
+    if not entry.get(HOLDS_GPUS, True) or (entry.get("state") == ASLEEP and mark is None):
+        return {}
+    processes = [one for one in entry.get("processes") or () if isinstance(one, Mapping)]
+    held: dict[str, float] = defaultdict(float)
+    for process in processes:
+        for gpu, share in _shares(process).items():
+            held[gpu] += share
+    replacing = entry.get(REPLACING)
+    reserved = _shares(replacing) if isinstance(replacing, Mapping) else {}
+    for shares in (assigned if _keeps(entry, processes, lives) else {}, reserved):
+        for gpu, share in shares.items():
+            held[gpu] = max(held[gpu], share)
+    return dict(held)
+
+
+def _keeps(entry: Mapping[str, Any], processes: Collection[object], lives: Lives) -> bool:
+    """Whether the watcher has a process, or may start one without asking for its GPUs.
+
+    One that was given up asks, also while an operation is to start it again: others may have them.
+    """
+    watcher = entry.get(WATCHER)
+    given_up = isinstance(watcher, Mapping) and watcher.get("status") == GIVEN_UP
+    return bool(processes) or not (given_up or is_void(entry, lives))
+
+
+def _shares(row: Mapping[str, Any]) -> dict[str, float]:
+    gpus = row.get("gpus")
+    return {str(gpu): float(share) for gpu, share in gpus.items()} if isinstance(gpus, dict) else {}
+
+
+def _gpu_order(gpu: str) -> tuple[bool, int]:
+    return (not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0)

@@ -1,0 +1,3 @@
+"""The graph file, and the processes that it asks for. Pure."""
+
+__all__: list[str] = []

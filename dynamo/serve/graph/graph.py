@@ -1,0 +1,272 @@
+"""The graph file: the services, their flags, their number of workers and of GPUs.
+
+Pure: text in, a checked :class:`Graph` out. Every error names file, line and key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from dynamo.config.runtime import NAMESPACE_RULE, is_namespace
+from dynamo.errors import ConfigError
+from dynamo.serve.flags import are_words, as_flags, as_word
+from dynamo.serve.graph.overrides import Override, merge
+from dynamo.serve.graph.service import PYTHON, Service
+from dynamo.serve.scaling import SCALING_KEYS, BadScaling, read_scaling, read_workers
+from dynamo.serve.yamlmap import YamlDocument, parse_yaml
+
+__all__ = ["Graph", "parse_graph"]
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RESERVED = ("run", "ServiceArgs", "common-configs")
+_SERVICE_ARGS = ("workers", "resources", "envs", "graceful_timeout", *SCALING_KEYS)
+_RESOURCES = ("gpu", "cpu", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """The checked graph. ``config`` is the resolved document, without the services' ``envs``."""
+
+    namespace: str
+    services: tuple[Service, ...]
+    config: Mapping[str, Any]
+    source: str
+
+
+def parse_graph(
+    text: str,
+    source: str,
+    overrides: Sequence[Override] = (),
+    namespace: str | None = None,
+    default_namespace: str = "dynamo",
+) -> Graph:
+    """Parse the graph in ``text`` and apply ``overrides``; ``namespace`` overrides the text's.
+
+    Raises ConfigError that starts with ``source:line:column``, or with the override.
+    """
+    reader = _Reader(parse_yaml(text, source), source)
+    for override in overrides:
+        reader.override(override)
+    return reader.graph(namespace, default_namespace)
+
+
+class _Reader:
+    def __init__(self, document: YamlDocument, source: str) -> None:
+        self.values = document.values
+        self.origins = document.origins
+        self.source = source
+
+    def override(self, override: Override) -> None:
+        name = override.path[0]
+        known = [key for key in self.values if key != "namespace"]
+        if name not in known:
+            raise ConfigError(
+                f"{override.text}: no service {name!r} in {self.source}; it has "
+                f"{', '.join(known) or 'none'}{_hint(name, known)}"
+            )
+        self.values = merge(self.values, override.path, override.value)
+        self.origins[override.path] = override.text
+
+    def fail(self, path: Sequence[str], problem: str) -> NoReturn:
+        """Raise an error for the key at ``path``, at the position of its nearest parent."""
+        place = self.source
+        for size in range(len(path), 0, -1):
+            if tuple(path[:size]) in self.origins:
+                place = self.origins[tuple(path[:size])]
+                break
+        raise ConfigError(f"{place}: {'.'.join(path)} {problem}")
+
+    def graph(self, namespace: str | None, default_namespace: str) -> Graph:
+        given = namespace if namespace is not None else self.values.get("namespace")
+        name = default_namespace if given is None else given
+        if not is_namespace(name):
+            self.fail(("namespace",), f"{NAMESPACE_RULE}, got {name!r}")
+        common = self.mapping(("Common",), self.values.get("Common"))
+        names = [key for key in self.values if key not in ("namespace", "Common")]
+        services = tuple(self.service(key, common) for key in names)
+        if not services:
+            self.fail((), "has no service")
+        self._distinct(names)
+        return Graph(
+            namespace=name,
+            services=services,
+            config={**self._public(names), "namespace": name},
+            source=self.source,
+        )
+
+    def service(self, name: str, common: Mapping[str, Any]) -> Service:
+        if not _NAME.fullmatch(name):
+            self.fail(
+                (name,), "is not a service name: a letter, then up to 63 letters, digits, '_'"
+            )
+        hint = _hint(name, ("namespace", "Common", *_RESERVED))
+        values = self.mapping((name,), self.values[name], required=True, hint=hint)
+        if hint and "run" not in values:
+            self.fail((name,), f"is no service: it has no run{hint}")
+        module, command = self._run(name, values.get("run"))
+        # Common keys first; a key of the service itself replaces the common one.
+        options = {**self._subscribed(name, values, common)}
+        options.update((key, values[key]) for key in values if key not in _RESERVED)
+        flags = [word for key, value in options.items() for word in self._flag(name, key, value)]
+        args = self.mapping((name, "ServiceArgs"), values.get("ServiceArgs"))
+        self._known((name, "ServiceArgs"), args, _SERVICE_ARGS)
+        resources = self.mapping((name, "ServiceArgs", "resources"), args.get("resources"))
+        self._known((name, "ServiceArgs", "resources"), resources, _RESOURCES)
+        try:
+            workers = read_workers(args)
+            scaling = read_scaling(args, workers)
+        except BadScaling as error:
+            self.fail((name, "ServiceArgs", error.key), str(error))
+        return Service(
+            name=name,
+            module=module,
+            command=command,
+            flags=tuple(flags),
+            options=options,
+            workers=workers,
+            scaling=scaling,
+            gpu=self._gpu(name, resources),
+            cpu=_text(resources.get("cpu")),
+            memory=_text(resources.get("memory")),
+            envs=self._envs(name, args),
+            graceful_timeout_s=self._graceful(name, args),
+            origin=self.origins.get((name,), self.source),
+            origins={key: self._place(name, key) for key in options},
+        )
+
+    def mapping(
+        self, path: tuple[str, ...], value: Any, required: bool = False, hint: str = ""
+    ) -> Mapping[str, Any]:
+        if value is None and not required:
+            return {}
+        if not isinstance(value, Mapping):
+            self.fail(path, f"must be a mapping, got {value!r}{hint}")
+        return value
+
+    def _run(self, name: str, run: Any) -> tuple[str | None, tuple[str, ...]]:
+        path = (name, "run")
+        if run is None:
+            self.fail(path, "is missing: a Python module such as dynamo.frontend, or a command")
+        if isinstance(run, str) and _MODULE.fullmatch(run):
+            return run, ()
+        try:
+            words = shlex.split(run) if isinstance(run, str) else run
+        except ValueError as error:
+            self.fail(path, f"is not a command: {error}")
+        if not isinstance(words, list) or not words or not are_words(words):
+            self.fail(path, f"must be a module, a command or a list of words, got {run!r}")
+        if words[0] in PYTHON and words[1:2] == ["-m"] and len(words) == 3:
+            return words[2], ()
+        return None, tuple(str(word) for word in words)
+
+    def _subscribed(
+        self, name: str, values: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        wanted = values.get("common-configs") or []
+        path = (name, "common-configs")
+        if not isinstance(wanted, list) or not all(isinstance(key, str) for key in wanted):
+            self.fail(path, f"must be a list of keys of Common, got {wanted!r}")
+        for key in wanted:
+            if key not in common and key not in values:
+                self.fail(path, f"names {key!r}, which Common does not have{_hint(key, common)}")
+        return {key: common[key] for key in wanted if key not in values}
+
+    def _flag(self, name: str, key: str, value: Any) -> list[str]:
+        path = (name, key)
+        if _plain(key) in _RESERVED_PLAIN:
+            self.fail(path, f"is unknown{_hint(key, _RESERVED)}")
+        if not _FLAG.fullmatch(key):
+            self.fail(path, "is not a flag: a letter, then letters, digits, '-', '_' or '.'")
+        try:
+            return as_flags(key, value)
+        except ValueError as error:
+            self.fail(path, str(error))
+
+    def _place(self, name: str, key: str) -> str:
+        places = (self.origins.get((part, key)) for part in (name, "Common"))
+        return next(filter(None, places), self.source)
+
+    def _gpu(self, name: str, resources: Mapping[str, Any]) -> float | None:
+        given = resources.get("gpu")
+        if given is None:
+            return None
+        try:
+            value = float(given)
+        except (TypeError, ValueError):
+            value = -1.0
+        whole = value == int(value) if abs(value) < 1e6 else False
+        if isinstance(given, bool) or not (0 <= value < 1 or (whole and value >= 0)):
+            path = (name, "ServiceArgs", "resources", "gpu")
+            self.fail(path, f"must be a whole number of GPUs or a fraction below 1, got {given!r}")
+        return value
+
+    def _envs(self, name: str, args: Mapping[str, Any]) -> Mapping[str, str]:
+        path = (name, "ServiceArgs", "envs")
+        envs = self.mapping(path, args.get("envs"))
+        for key, value in envs.items():
+            if not _VARIABLE.fullmatch(key):
+                self.fail((*path, key), "is not a variable name")
+            if not are_words([value]):
+                self.fail((*path, key), "must be text (quote it)")
+        return {key: as_word(value) for key, value in envs.items()}
+
+    def _graceful(self, name: str, args: Mapping[str, Any]) -> float | None:
+        value = args.get("graceful_timeout")
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+            path = (name, "ServiceArgs", "graceful_timeout")
+            self.fail(path, f"must be a number of seconds, got {value!r}")
+        return float(value)
+
+    def _known(self, path: tuple[str, ...], given: Mapping[str, Any], known: Sequence[str]) -> None:
+        for key in given:
+            if key not in known:
+                self.fail(
+                    (*path, key), f"is unknown; allowed: {', '.join(known)}{_hint(key, known)}"
+                )
+
+    def _distinct(self, names: Sequence[str]) -> None:
+        seen: dict[str, str] = {}
+        for name in names:
+            if name.lower() in seen:
+                self.fail((name,), f"differs from {seen[name.lower()]} only in case")
+            seen[name.lower()] = name
+
+    def _public(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the document without ``envs``, which may hold secrets.
+
+        It goes to DYNAMO_SERVICE_CONFIG and into the statefile.
+        """
+        out = dict(self.values)
+        for name in names:
+            args = self.values[name].get("ServiceArgs")
+            if args and "envs" in args:
+                shown = {key: value for key, value in args.items() if key != "envs"}
+                out[name] = {**self.values[name], "ServiceArgs": shown}
+        return out
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    names = {_plain(name): name for name in known}
+    close = difflib.get_close_matches(_plain(word), list(names), n=1)
+    return f" (did you mean {names[close[0]]}?)" if close else ""
+
+
+def _plain(key: str) -> str:
+    return key.lower().replace("-", "").replace("_", "")
+
+
+_RESERVED_PLAIN = {_plain(key) for key in _RESERVED}

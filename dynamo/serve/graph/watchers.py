@@ -1,0 +1,263 @@
+"""The circus watchers of a graph: one per process, with its command, environment and GPUs.
+
+Pure. A command is a list of words, never a string; variables are in ``env``, not in the command.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dynamo.errors import ConfigError
+from dynamo.serve.gpus.gpus import Allocator, Inventory
+from dynamo.serve.graph.graph import Graph
+from dynamo.serve.graph.service import PYTHON, Service
+from dynamo.serve.programs import FRONTEND, MODEL_PROGRAMS, PLANNER, watcher_name
+
+__all__ = [
+    "DRAIN_TIMEOUTS",
+    "DeploymentPlan",
+    "WatcherSpec",
+    "added_env",
+    "drain_env",
+    "place",
+    "plan",
+    "plan_added",
+    "with_gpus",
+]
+
+_FIRST_TO_STOP = (FRONTEND, PLANNER)
+_GPUS = "CUDA_VISIBLE_DEVICES"
+_PORT = "DYN_SYSTEM_PORT"
+DRAIN_TIMEOUTS = (
+    "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+    "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+)
+"""Variables that bound the drain of a frontend and of a worker."""
+
+_EXIT_S = 5.0  # of a graceful timeout, for what a process does after its drain
+_EXIT_SHARE = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatcherSpec:
+    """One process to keep running.
+
+    ``env`` is added to the arbiter's environment. ``stop_stage`` orders the stop: a stage stops
+    after all processes of the previous one have exited. ``index`` counts the watchers of a service.
+    One that does not ``starts`` is the template of a service with 0 workers.
+    """
+
+    name: str
+    service: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    working_dir: str
+    graceful_timeout_s: float
+    gpu: float = 0.0
+    gpus: tuple[str, ...] = ()
+    stop_stage: int = 1
+    is_frontend: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    index: int = 0
+    starts: bool = True
+
+    @property
+    def program(self) -> str:
+        """The Python module that runs; "" for another program."""
+        return self.argv[2] if self.argv[1:2] == ("-m",) and len(self.argv) > 2 else ""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Its share of each of its GPUs: 1 of a whole one."""
+        return dict.fromkeys(self.gpus, self.gpu if 0 < self.gpu < 1 else 1.0)
+
+    @property
+    def registers_model(self) -> bool:
+        """Whether its processes register a model card in file discovery when they can serve."""
+        return self.program in MODEL_PROGRAMS and self.uses_file_discovery
+
+    @property
+    def uses_file_discovery(self) -> bool:
+        """Whether a program of ours registers in files, where ``dynamo serve`` sees it."""
+        backend = self.options.get("discovery-backend") or self.env.get("DYN_DISCOVERY_BACKEND")
+        return backend == "file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentPlan:
+    """All decisions made before the first process starts.
+
+    ``templates`` are those of the services with 0 workers, which the planner starts on demand.
+    """
+
+    namespace: str
+    specs: Sequence[WatcherSpec]
+    config: Mapping[str, Any]
+    gpu_ids: tuple[str, ...]
+    endpoint: str
+    pubsub_endpoint: str
+    warnings: Sequence[str] = ()
+    templates: Sequence[WatcherSpec] = ()
+
+
+def plan(
+    graph: Graph,
+    *,
+    python: str,
+    working_dir: str,
+    env: Mapping[str, str],
+    graceful_timeout_s: float,
+) -> list[WatcherSpec]:
+    """Return the watchers of ``graph`` in its order, without GPUs yet (see :func:`place`).
+
+    ``env`` is common to all and overrides :func:`drain_env`; a service's ``envs`` override both.
+    A service with 0 workers that registers a model gets a template, which does not start. Raises
+    ConfigError if the names of two watchers differ at most in case: circus compares them in
+    lower case.
+    """
+    config = json.dumps(graph.config, ensure_ascii=False, separators=(",", ":"), default=str)
+    common = {**env, "DYN_NAMESPACE": graph.namespace, "DYNAMO_SERVICE_CONFIG": config}
+    specs: list[WatcherSpec] = []
+    taken: dict[str, str] = {}
+    for service in graph.services:
+        template = not service.workers and service.program in MODEL_PROGRAMS
+        for index in range(1 if template else service.workers):
+            name = watcher_name(graph.namespace, service.name, index)
+            if name.lower() in taken:  # circus looks names up in lower case
+                raise ConfigError(
+                    f"{service.origin}: {service.name} and {taken[name.lower()]} both need the "
+                    f"watcher {name}; rename one of them"
+                )
+            taken[name.lower()] = service.name
+            timeout_s = _graceful(service, graceful_timeout_s)
+            own = {"DYN_WATCHER_NAME": name, **_with_own_port(service.envs, index)}
+            specs.append(
+                WatcherSpec(
+                    name=name,
+                    service=service.name,
+                    argv=_argv(service, python),
+                    env={**drain_env(timeout_s), **common, **own},
+                    working_dir=working_dir,
+                    graceful_timeout_s=timeout_s,
+                    gpu=service.gpu or 0.0,
+                    stop_stage=0 if service.module in _FIRST_TO_STOP else 1,
+                    is_frontend=service.is_frontend,
+                    options=service.options,
+                    index=index,
+                    starts=not template,
+                )
+            )
+    return specs
+
+
+def plan_added(
+    name: str, argv: Sequence[str], env: Mapping[str, str], planned: Iterable[WatcherSpec]
+) -> WatcherSpec:
+    """Plan the watcher ``name``, added to a running deployment of the ``planned`` ones.
+
+    A watcher named ``{planned}`` or ``{planned}_{number}`` is a worker of the same service: it gets
+    its directory, timeout, and environment except the GPUs and the port. Any other gets directory
+    and timeout of the first planned one, and the variables common to all. ``env`` overrides, and
+    names the GPUs.
+    """
+    specs = list(planned)
+    base = next((s for s in specs if re.fullmatch(re.escape(s.name) + r"(_\d+)?", name)), None)
+    module = argv[2] if len(argv) > 2 and argv[1] == "-m" else ""
+    inherited = _without_gpus(added_env(base, name)) if base else _shared_env(specs)
+    given = env.get(_GPUS)
+    gpus = tuple(gpu for gpu in given.split(",") if gpu) if given else ()
+    shares = base is not None and 0 < base.gpu < 1 and len(gpus) == 1
+    return replace(
+        base or specs[0],
+        name=name,
+        service=base.service if base else name,
+        argv=tuple(argv),
+        env={**inherited, "DYN_WATCHER_NAME": name, **env},
+        gpu=base.gpu if base and shares else float(len(gpus)),
+        gpus=gpus,
+        stop_stage=0 if module in _FIRST_TO_STOP else 1,
+        is_frontend=module == FRONTEND,
+        options=base.options if base and base.argv == tuple(argv) else {},
+    )
+
+
+def added_env(base: WatcherSpec, name: str) -> dict[str, str]:
+    """Return the environment of the watcher ``name``: ``{base}``, or an added ``{base}_{number}``.
+
+    The GPUs are those of ``base``.
+    """
+    number = name.removeprefix(base.name).removeprefix("_")
+    return {**_with_own_port(base.env, int(number or 0)), "DYN_WATCHER_NAME": name}
+
+
+def _without_gpus(env: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in env.items() if key != _GPUS}
+
+
+def _with_own_port(env: Mapping[str, str], index: int) -> dict[str, str]:
+    """Return ``env`` with the port of the status server raised by the ``index`` of the worker.
+
+    The workers of a service then have successive ports. 0 and -1 are no ports.
+    """
+    port = env.get(_PORT, "")
+    if not index or not port.isdecimal() or port == "0":
+        return dict(env)
+    return {**env, _PORT: str(int(port) + index)}
+
+
+def _shared_env(specs: Sequence[WatcherSpec]) -> dict[str, str]:
+    """Return the variables that have the same value in all ``specs``."""
+    first, *others = specs
+    return {k: v for k, v in first.env.items() if all(s.env.get(k) == v for s in others)}
+
+
+def drain_env(graceful_timeout_s: float) -> dict[str, str]:
+    """Return the drain timeouts of a process that is killed after ``graceful_timeout_s``.
+
+    They are shorter, so that the process itself ends the streams that are left: a worker's then
+    continue on another one, and it exits with status 0.
+    """
+    seconds = graceful_timeout_s - min(_EXIT_S, _EXIT_SHARE * graceful_timeout_s)
+    return dict.fromkeys(DRAIN_TIMEOUTS, f"{seconds:g}")
+
+
+def with_gpus(spec: WatcherSpec, gpus: Sequence[str]) -> WatcherSpec:
+    """Return ``spec`` on these GPUs."""
+    return replace(spec, gpus=tuple(gpus), env={**spec.env, _GPUS: ",".join(gpus)})
+
+
+def place(specs: Sequence[WatcherSpec], inventory: Inventory) -> list[WatcherSpec]:
+    """Assign GPUs to the watchers. Raises ConfigError with a table on shortage.
+
+    A service that sets CUDA_VISIBLE_DEVICES in its ``envs`` keeps that value.
+    """
+    allocator = Allocator(inventory)
+    placed = []
+    for spec in specs:
+        if not spec.gpu or _GPUS in spec.env:
+            placed.append(spec)
+            continue
+        if not spec.starts:
+            placed.append(replace(spec, env={**inventory.env, **spec.env}))
+            continue
+        gpus = allocator.assign(spec.name, spec.gpu)
+        placed.append(with_gpus(replace(spec, env={**inventory.env, **spec.env}), gpus))
+    return placed
+
+
+def _argv(service: Service, python: str) -> tuple[str, ...]:
+    if service.module is not None:
+        return (python, "-m", service.module, *service.flags)
+    program, *words = service.command
+    # A graph that says "python" gets the interpreter, and so the packages, of `dynamo serve`.
+    if program in PYTHON:
+        program = python
+    return (program, *words, *service.flags)
+
+
+def _graceful(service: Service, default_s: float) -> float:
+    return default_s if service.graceful_timeout_s is None else service.graceful_timeout_s

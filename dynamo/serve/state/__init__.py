@@ -1,0 +1,3 @@
+"""The statefile of a deployment, its run directory and leases."""
+
+__all__: list[str] = []

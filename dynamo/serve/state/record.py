@@ -1,0 +1,428 @@
+"""Keeps the statefile up to date while a deployment runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from dynamo.errors import ConfigError, StatefileError, Unavailable
+from dynamo.runtime.process.os_process import host_id
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.gpus.ledger import GpuLedger, fits
+from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, with_gpus
+from dynamo.serve.state.process_table import stat
+from dynamo.serve.state.reservations import ledger_of, owner_lives, reclaim
+from dynamo.serve.state.statefile import (
+    ABSENT,
+    ACTIVE,
+    ASLEEP,
+    DRAINING,
+    HOLDS_GPUS,
+    REPLACING,
+    RESERVED_BY,
+    RUNNING,
+    SLEEP,
+    WAKE,
+    WATCHER,
+    Document,
+    Statefile,
+)
+
+__all__ = ["RecordedComponent", "RecordedProcess", "StatefileWriter", "Supervision", "document_of"]
+
+_AGAIN_S = 1.0
+log = logging.getLogger(__name__)
+
+
+class RecordedProcess(Protocol):
+    """A process as the statefile identifies it."""
+
+    pid: int
+    start_ticks: int
+    gpus: Mapping[str, float]
+
+
+class Supervision(NamedTuple):
+    """What the arbiter does with a watcher; the entry's ``watcher``.
+
+    ``status`` is active, stopped (by a command), given up (then ``reason`` says why) or absent (an
+    entry that only has the command of the next worker). ``restarts`` counts unintended exits,
+    ``last_exit`` describes the latest.
+    """
+
+    status: str = ACTIVE
+    reason: str = ""
+    restarts: int = 0
+    last_exit: str = ""
+
+    def written(self) -> dict[str, Any]:
+        """Return what the statefile has of it, without empty values."""
+        return {key: value for key, value in self._asdict().items() if value}
+
+
+_ACTIVE = Supervision()
+
+
+@dataclass(frozen=True)
+class RecordedComponent:
+    """A watcher of the arbiter, or a removed one whose processes still run."""
+
+    spec: WatcherSpec
+    processes: Sequence[RecordedProcess]
+    lease: int | None
+    supervision: Supervision = _ACTIVE
+
+
+def document_of(plan: DeploymentPlan) -> Document:
+    """Return the statefile of ``plan`` before its first process, with this process as arbiter.
+
+    Holds only the variables that the planner needs: others may be secrets.
+    """
+    me = stat(os.getpid())
+    return {
+        "namespace": plan.namespace,
+        "circus_endpoint": plan.endpoint,
+        "pubsub_endpoint": plan.pubsub_endpoint,
+        "arbiter": {
+            "pid": os.getpid(),
+            "start_ticks": me.start_ticks if me else 0,
+            "guard_pid": os.getppid(),
+            "host": host_id(),
+        },
+        "components": {spec.name: _component(spec) for spec in (*plan.specs, *plan.templates)},
+        "environment": _environment(plan),
+    }
+
+
+def _component(spec: WatcherSpec) -> dict[str, Any]:
+    return {
+        "watcher_name": spec.name,
+        "cmd": shlex.join(spec.argv),
+        "argv": list(spec.argv),
+        "service": spec.service,
+        "resources": _resources(spec),
+        "gpus_per_worker": spec.gpu,
+        "state": "running",
+        "processes": [],
+        "lease": None,
+        WATCHER: Supervision(ACTIVE if spec.starts else ABSENT).written(),
+    }
+
+
+def _resources(spec: WatcherSpec) -> dict[str, Any]:
+    gpus = [int(gpu) if gpu.isdigit() else gpu for gpu in spec.gpus]
+    return {"allocated_gpus": gpus} if gpus else {}
+
+
+class StatefileWriter:
+    """Writes the statefile of a running deployment; concurrent changes are written once."""
+
+    def __init__(
+        self,
+        statefile: Statefile,
+        plan: DeploymentPlan,
+        components: Callable[[], Sequence[RecordedComponent]],
+    ) -> None:
+        self._statefile = statefile
+        self._components = components
+        self._written = {spec.name for spec in plan.specs}
+        self._plan = plan
+        self._dirty = asyncio.Event()
+        self._replacing: set[str] = set()
+        self._taken: Set[str] = frozenset()
+        self._failed = False
+        # From the look at the components to the end of the write: an older look must not follow.
+        self._writing = asyncio.Lock()
+
+    def create(self) -> None:
+        """Write the statefile. Raises StatefileError."""
+        self._statefile.create(document_of(self._plan))
+
+    def plan(self, plan: DeploymentPlan) -> None:
+        """Write the commands of a changed graph, those of services without workers too."""
+        # Templates have no watcher: without this, those of removed services would stay.
+        before = (*self._plan.specs, *self._plan.templates)
+        self._written |= {spec.name for spec in before if not spec.index}
+        self._plan = plan
+        self.changed()
+
+    def start(self, tasks: Tasks) -> None:
+        """Write every change until ``tasks`` closes."""
+        tasks.spawn(self._write_changes(), name="statefile")
+
+    def changed(self) -> None:
+        """Schedule a write: a process, a watcher or a lease appeared or disappeared."""
+        self._dirty.set()
+
+    def is_draining(self, name: str) -> bool:
+        """Whether an exit is the end of a component: it drains, or sleeps and has no GPU."""
+        return self.states().get(name) in (DRAINING, ASLEEP)
+
+    def states(self) -> dict[str, str]:
+        """Return the ``state`` of each component."""
+        entries = self._read()["components"].items()
+        return {name: str(one.get("state")) for name, one in entries if isinstance(one, dict)}
+
+    def ledger(self, ids: Sequence[str] | None = None) -> GpuLedger:
+        """Return the GPU ledger as it is written; ``ids``: of other GPUs than those of the plan."""
+        return ledger_of(self._read(), self._plan.gpu_ids if ids is None else ids)
+
+    def holds(self, spec: WatcherSpec) -> bool:
+        """Whether a watcher may start processes on the GPUs of ``spec``; true without GPUs."""
+        if not spec.gpus:
+            return True
+        awake = self.states().get(spec.name) != ASLEEP  # awake again, its entry says so first
+        return awake and spec.shares.keys() <= self.ledger().held.get(spec.name, {}).keys()
+
+    def refusal(self, name: str) -> str:
+        """Return why the processes of a watcher are not to be replaced now: it drains, or another
+        process puts it to sleep or wakes it; else ""."""
+        entry = self._read()["components"].get(name)
+        return _refusal(entry) if isinstance(entry, dict) else ""
+
+    async def claim(self, spec: WatcherSpec) -> WatcherSpec:
+        """Assign to a watcher without processes the GPUs of ``spec``, or others if they are held.
+
+        Returns ``spec`` on these GPUs. Raises ConfigError if there are none.
+        """
+        found = [spec]
+        await self._change(partial(_claim, spec=spec, found=found))
+        return found[0]
+
+    async def replace(self, spec: WatcherSpec, beside: bool) -> WatcherSpec:
+        """Begin the replacement of the processes of a watcher: reserve GPUs for ``spec``.
+
+        ``beside``: GPUs that nothing holds, the old processes included. Returns ``spec`` on these
+        GPUs. Raises ConfigError if there are none, Unavailable with a :meth:`refusal`; then nothing
+        has begun.
+        """
+        found = [spec]
+        await self._change(partial(_replace, spec=spec, beside=beside, found=found))
+        self._replacing.add(spec.name)  # before anything else can write
+        return found[0]
+
+    async def replaced(self, name: str) -> None:
+        """End the replacement: the entry holds what its processes use and what is assigned."""
+        self._replacing.discard(name)
+        await self._write_change()
+        if self._failed:
+            self.changed()
+
+    async def _change(self, change: Callable[[Document], object]) -> None:
+        """Write the components and apply ``change`` to them, in one update."""
+        async with self._writing:
+            components = self._components()
+            # In a thread: another process may hold the lock of the statefile.
+            loop = asyncio.get_running_loop()
+            write = loop.run_in_executor(None, self.write, components, change)
+            try:
+                await asyncio.shield(write)
+            except asyncio.CancelledError:
+                await asyncio.wait([write])  # the thread goes on: a later write must not overtake
+                raise
+
+    def _read(self) -> Document:
+        try:
+            return self._statefile.read() or document_of(self._plan)
+        except StatefileError as error:
+            log.warning("%s", error)
+            return document_of(self._plan)
+
+    async def _write_changes(self) -> None:
+        while True:
+            # After a while, too: a write has failed, or the end of an operation is no event here.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_AGAIN_S if self._failed or self._taken else None):
+                    await self._dirty.wait()
+            # Cleared before the components are read: a change during the write causes another one.
+            self._dirty.clear()
+            await self._write_change()
+
+    async def _write_change(self) -> None:
+        try:
+            await self._change(lambda document: None)
+        except (StatefileError, OSError) as error:
+            if not self._failed:  # once per outage
+                log.error("cannot write the statefile: %s; trying again every second", error)
+            self._failed = True
+        else:
+            self._failed = False
+
+    def write(
+        self,
+        components: Sequence[RecordedComponent],
+        then: Callable[[Document], object] = lambda document: None,
+    ) -> None:
+        """Write ``components``, those that run now, and what ``then`` changes.
+
+        Blocks; raises StatefileError, OSError, and what ``then`` raises: then nothing is written.
+        """
+        present = {component.spec.name for component in components}
+        gone = self._written - present
+        planned = (*self._plan.specs, *self._plan.templates)
+        templates = {spec.name: spec for spec in planned if not spec.index}
+        apply = partial(
+            _apply,
+            environment=_environment(self._plan),
+            components=components,
+            templates=templates,
+            gone=gone,
+        )
+        replacing = frozenset(self._replacing)
+
+        def change(document: Document) -> None:
+            apply(document)
+            for name, entry in document["components"].items():
+                if name not in replacing and isinstance(entry, dict):
+                    entry.pop(REPLACING, None)
+            then(document)
+
+        try:
+            document = self._statefile.update(change)
+        except StatefileError as error:
+            if self._is_intact():  # the disk is full, or another process holds the lock
+                raise
+            # Removed or damaged from outside: write a complete one.
+            log.warning("replacing the statefile: %s", error)
+            document = document_of(self._plan)
+            change(document)
+            self._statefile.create(document)
+        # What another process still adds is deleted when that process has ended.
+        left = gone & document["components"].keys()
+        self._written = present | left
+        self._taken = left - templates.keys()
+
+    def _is_intact(self) -> bool:
+        try:
+            return self._statefile.read() is not None
+        except StatefileError:
+            return False
+
+
+def _claim(document: Document, spec: WatcherSpec, found: list[WatcherSpec]) -> None:
+    ledger = ledger_of(document)
+    found[0] = placed = _placed(spec, ledger, beside=False)
+    entry = document["components"].setdefault(spec.name, _component(spec))
+    if entry.get("state") == ASLEEP:
+        entry["state"] = RUNNING  # its next process is awake
+    entry.pop(HOLDS_GPUS, None)
+    given = {"resources": _resources(placed), "gpus_per_worker": placed.gpu}
+    entry.update({**given, WATCHER: Supervision().written()})
+
+
+def _replace(document: Document, spec: WatcherSpec, beside: bool, found: list[WatcherSpec]) -> None:
+    entry = document["components"].setdefault(spec.name, _component(spec))
+    if refusal := _refusal(entry):
+        raise Unavailable(refusal)
+    ledger = ledger_of(document)
+    found[0] = placed = _placed(spec, ledger, beside)
+    held = ledger.held.get(spec.name, {})
+    gpus = dict(held)
+    for gpu, share in placed.shares.items():
+        before = held.get(gpu, 0.0)
+        gpus[gpu] = before + share if beside else max(before, share)
+    entry[REPLACING] = {"since": time.time(), "gpus": gpus}
+
+
+def _refusal(entry: Mapping[str, Any]) -> str:
+    """Return why the processes of an entry are not to be replaced now, else ""."""
+    if entry.get("state") == DRAINING:
+        return "it is being drained and is not started again"
+    mark = entry.get(RESERVED_BY)
+    operation = mark.get("operation") if isinstance(mark, Mapping) else None
+    if operation in (SLEEP, WAKE) and owner_lives(entry[RESERVED_BY]):
+        return f"process {entry[RESERVED_BY]['pid']} changes it ({operation}); wait for its end"
+    return ""
+
+
+def _placed(spec: WatcherSpec, ledger: GpuLedger, beside: bool) -> WatcherSpec:
+    """Return ``spec`` on GPUs that are free, its own if possible. Raises ConfigError."""
+    if not spec.gpus:  # none, or the user places the workers
+        return spec
+    without = () if beside else (spec.name,)
+    free = ledger.free(without)
+    if not beside and all(fits(free.get(gpu, 1.0), share) for gpu, share in spec.shares.items()):
+        return spec
+    if spec.service == spec.name:  # added by command, with the GPUs that its environment names
+        holders = ", ".join(ledger.holders(spec.gpus, without=spec.name))
+        raise ConfigError(f"{spec.name}: GPU {', '.join(spec.gpus)} is in use by {holders}")
+    return with_gpus(spec, ledger.assign(spec.name, spec.gpu, without))
+
+
+def _environment(plan: DeploymentPlan) -> dict[str, Any]:
+    return {
+        "DYNAMO_SERVICE_CONFIG": json.dumps(plan.config, ensure_ascii=False, default=str),
+        "SYSTEM_RESOURCES": {"total_gpus": len(plan.gpu_ids), "gpu_info": [*plan.gpu_ids]},
+    }
+
+
+def _apply(
+    document: Document,
+    environment: Mapping[str, Any],
+    components: Iterable[RecordedComponent],
+    templates: Mapping[str, WatcherSpec],
+    gone: Set[str],
+) -> None:
+    document["environment"].update(environment)
+    entries = document["components"]
+    present = set()
+    for component in components:
+        spec = component.spec
+        present.add(spec.name)
+        entry = entries.get(spec.name)
+        if not isinstance(entry, dict):
+            entry = entries[spec.name] = _component(spec)
+        _set_command(entry, spec)
+        if spec.gpus and not _holds(entry, spec.gpus):
+            entry["resources"] = _resources(spec)
+        entry["processes"] = [_process(process) for process in component.processes]
+        entry["lease"] = component.lease
+        entry[WATCHER] = component.supervision.written()
+    for name in gone - templates.keys():
+        if _is_taken(entries.get(name)):
+            entries[name].update(processes=[], lease=None)
+        else:
+            entries.pop(name, None)
+    reclaim(document)
+    for name in templates.keys() - present:
+        entry = entries.get(name)
+        if not isinstance(entry, dict):
+            entry = entries[name] = _component(templates[name])
+        _set_command(entry, templates[name])
+        entry.update(resources={}, state="running", processes=[], lease=None)
+        entry[WATCHER] = Supervision(ABSENT).written()
+        entry.pop(RESERVED_BY, None)
+        entry.pop(HOLDS_GPUS, None)
+
+
+def _process(process: RecordedProcess) -> dict[str, Any]:
+    gpus = {"gpus": dict(process.gpus)} if process.gpus else {}
+    return {"pid": process.pid, "start_ticks": process.start_ticks, **gpus}
+
+
+def _is_taken(entry: object) -> bool:
+    """Whether a process is adding a worker under this name; that process deletes the entry."""
+    if not isinstance(entry, dict) or entry.get("state") == DRAINING:
+        return False
+    return RESERVED_BY in entry and owner_lives(entry[RESERVED_BY])
+
+
+def _set_command(entry: dict[str, Any], spec: WatcherSpec) -> None:
+    entry["cmd"], entry["argv"] = shlex.join(spec.argv), list(spec.argv)
+    entry["gpus_per_worker"] = spec.gpu
+
+
+def _holds(entry: dict[str, Any], gpus: Sequence[str]) -> bool:
+    """Whether ``entry`` has these GPUs; other writers may write numbers or strings."""
+    resources = entry.get("resources")
+    given = resources.get("allocated_gpus") if isinstance(resources, dict) else None
+    return isinstance(given, list) and [str(gpu) for gpu in given] == list(gpus)

@@ -1,0 +1,3 @@
+"""The arbiter, its watchers and their processes."""
+
+__all__: list[str] = []

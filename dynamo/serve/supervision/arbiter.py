@@ -1,0 +1,323 @@
+"""The circus Arbiter of a deployment: one reaper, no orphans, a stop by stages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from circus.exc import MessageError
+from tornado.ioloop import IOLoop
+
+from dynamo.runtime.process.paths import owner_only
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.commands import GraphEvents, RollingArbiter
+from dynamo.serve.state.process_table import children, environment
+from dynamo.serve.supervision.output import Announcer
+from dynamo.serve.supervision.supervised import SupervisedWatcher
+from dynamo.serve.supervision.supervised_process import SupervisedProcess, describe_exit
+
+__all__ = ["SupervisingArbiter", "WatcherEvents"]
+
+_CHECK_DELAY_S = 1.0
+_WATCHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+log = logging.getLogger(__name__)
+
+
+class WatcherEvents(GraphEvents, Protocol):
+    """Receives events of watchers and their processes. All calls come on the event loop."""
+
+    def changed(self) -> None:
+        """A process started or ended, a watcher was added or removed."""
+
+    def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
+        """A watcher failed and is not restarted."""
+
+    def is_draining(self, watcher: SupervisedWatcher) -> bool:
+        """Whether this watcher's process is meant to exit (scale-down)."""
+
+    def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
+        """Whether the process ``pid`` registered a model, or is of a program that need not."""
+
+    async def conflict(self, watcher: SupervisedWatcher) -> str:
+        """Assign free GPUs if it holds none; return "", or which others have them."""
+
+    def last_line(self, name: str) -> str:
+        """Return the last line that the watcher ``name`` wrote, shortened; "" without one."""
+
+    def refusal(self, name: str) -> str:
+        """Return the error with which a program refused to start; "" without one."""
+
+    def quit_requested(self) -> None:
+        """``circusctl quit`` was received."""
+
+    def stopping(self, stage: int) -> None:
+        """The deployment stops; the watchers of ``stage`` are next."""
+
+
+class SupervisingArbiter(RollingArbiter):
+    """The arbiter of one deployment, on the running asyncio loop. It handles no signals."""
+
+    _events: WatcherEvents
+
+    def __init__(  # noqa: PLR0913 - four by name
+        self,
+        watchers: list[SupervisedWatcher],
+        endpoint: str,
+        pubsub_endpoint: str,
+        *,
+        tasks: Tasks,
+        events: WatcherEvents,
+        announcer: Announcer,
+        make_watcher: Callable[..., SupervisedWatcher],
+    ) -> None:
+        super().__init__(
+            watchers,
+            endpoint,
+            pubsub_endpoint,
+            check_delay=_CHECK_DELAY_S,
+            loop=IOLoop.current(),
+            proc_name="dynamo-arbiter",
+        )
+        # circus installs signal handlers in its constructor; Deployment has its own.
+        self.ctrl.sys_hdl.stop()
+        # Binds the control socket. A client of that socket runs commands as this user.
+        self.ctrl.initialize = owner_only()(self.ctrl.initialize)
+        self.killing = False
+        self._tasks = tasks
+        self._events = events
+        self._announcer = announcer
+        self._make_watcher = make_watcher
+        self._alive: dict[int, tuple[SupervisedWatcher, SupervisedProcess]] = {}
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the arbiter no longer starts processes."""
+        return bool(self._stopping)
+
+    def alive(self) -> dict[str, list[SupervisedProcess]]:
+        """Return the processes that are not reaped yet, by watcher."""
+        found: dict[str, list[SupervisedProcess]] = {w.name: [] for w in self.watchers}
+        for watcher, process in self._alive.values():
+            found.setdefault(watcher.name, []).append(process)
+        return found
+
+    def start_nothing(self) -> None:
+        """Stop starting processes: from now on an exited process is not replaced."""
+        self._stopping = True
+
+    async def end(self) -> None:
+        """Stop all watchers, stage by stage.
+
+        This is no circus command: circus runs one command at a time, and a running one would delay
+        the stop.
+        """
+        self.start_nothing()
+        await self._by_stage(self.watchers, SupervisedWatcher.end, self._events.stopping)
+        # `circusctl rm --nostop` may have removed watchers whose processes still run.
+        for watcher, process in list(self._alive.values()):
+            await watcher.kill_process(process)
+
+    def initialize(self) -> None:
+        """Bind the event socket with mode 0700, like the control socket."""
+        with owner_only():
+            super().initialize()
+
+    def close(self) -> None:
+        """Close the control sockets if they were opened."""
+        if self.evpub_socket is not None and self.ctrl.started:
+            self.stop_controller_and_close_sockets()
+
+    def kill_all(self) -> None:
+        """Kill every process now."""
+        self.killing = True
+        for _, process in list(self._alive.values()):
+            process.kill_session()
+
+    def stop(self) -> None:
+        """Handle ``circusctl quit``."""
+        self._events.quit_requested()
+
+    def add_watcher(self, name: str, cmd: str, **options: Any) -> Any:
+        """Handle ``circusctl add``: add a supervised watcher. Its name also names its log file."""
+        if not _WATCHER_NAME.fullmatch(name):
+            raise MessageError(
+                f"a watcher's name must be at most 200 letters, digits, '_', '-' or '.', "
+                f"got {name[:200]!r}"
+            )
+        known = {w.name: w for w in self.watchers}
+        if name in known:
+            return super().add_watcher(name, cmd, **options)  # raises: the name is taken
+        return self.adopt(self._make_watcher(name, cmd, **options))
+
+    def adopt(self, watcher: SupervisedWatcher) -> SupervisedWatcher:
+        """Add ``watcher``, not started yet."""
+        watcher.initialize(self.evpub_socket, self.sockets, self)
+        self.watchers.append(watcher)
+        self._watchers_names[watcher.name.lower()] = watcher
+        watcher.notify_event("add", {})
+        self._events.changed()
+        return watcher
+
+    async def remove(self, watchers: Sequence[SupervisedWatcher]) -> None:
+        """Remove ``watchers``, and stop their processes stage by stage."""
+        for watcher in [watcher for watcher in watchers if watcher in self.watchers]:
+            self._watchers_names.pop(watcher.name.lower(), None)
+            self.watchers.remove(watcher)
+            watcher.notify_event("remove", {"time": time.time()})
+        await self._by_stage(watchers, SupervisedWatcher.end)
+        self._events.changed()
+
+    def rm_watcher(self, name: str, nostop: bool = False) -> Any:
+        """Handle ``circusctl rm``: remove a watcher; stop its processes unless ``nostop``."""
+        removed = super().rm_watcher(name, nostop)
+        self._events.changed()
+        return removed
+
+    async def _stop_watchers(
+        self, close_output_streams: bool = False, watcher_iter_func: Any = None
+    ) -> None:
+        await self._by_stage((watcher_iter_func or self.iter_watchers)(), SupervisedWatcher._stop)
+
+    async def _by_stage(
+        self,
+        watchers: Sequence[SupervisedWatcher],
+        stop: Callable[[SupervisedWatcher], Awaitable[None]],
+        on_stage: Callable[[int], None] = lambda stage: None,
+    ) -> None:
+        """Stop ``watchers`` stage by stage: frontends finish before workers stop."""
+        for stage in sorted({watcher.stop_stage for watcher in watchers}):
+            chosen = [watcher for watcher in watchers if watcher.stop_stage == stage]
+            on_stage(stage)
+            async with asyncio.TaskGroup() as group:
+                for watcher in chosen:
+                    group.create_task(_wait_for(stop(watcher)))
+
+    async def _start_watchers(self, watcher_iter_func: Any = None) -> None:
+        chosen: Sequence[SupervisedWatcher] = (watcher_iter_func or self.iter_watchers)()
+        for watcher in chosen:
+            if not self._stopping and watcher.autostart:
+                await watcher._start()
+
+    def manage_watchers(self) -> Any:
+        """Run circus's periodic check of the watchers, but not while a command changes them."""
+        if self._exclusive_running_command is None and not self._restarting:
+            return super().manage_watchers()
+        return None
+
+    def changed(self) -> None:
+        """Handle a changed status of a watcher."""
+        self._events.changed()
+
+    def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
+        """Record a started process of ``watcher``."""
+        self._alive[process.pid] = (watcher, process)
+        self._events.changed()
+
+    def reap_processes(self) -> None:
+        """Reap every child that has exited, and kill the rest of its group and descendants."""
+        reaped = False
+        while True:
+            try:
+                # WNOWAIT keeps the zombie, and with it the pid, until _reap has killed its group.
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                break
+            if found is None:
+                break
+            reaped = True
+            self._reap(found.si_pid)
+        if reaped:
+            self._end_orphans()
+
+    def _reap(self, pid: int) -> None:
+        watcher, process = self._alive.pop(pid, (None, None))
+        if process is not None:
+            process.kill_session()
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if process is None or watcher is None:
+            return  # an adopted orphan
+        process.reaped(status)
+        watcher.ended(process, status)
+        self._events.changed()
+
+    def _end_orphans(self) -> None:
+        """Kill adopted orphans of processes that exited; spare the daemons of living ones.
+
+        An orphan belongs to a living process of its watcher if it started after that process.
+        """
+        since: dict[str, int] = {}
+        for watcher, process in self._alive.values():
+            since[watcher.name] = min(since.get(watcher.name, sys.maxsize), process.start_ticks)
+        for child in children(self.pid):
+            if child.pid in self._alive or child.state == "Z" or child.session in self._alive:
+                continue
+            name = environment(child.pid).get("DYN_WATCHER_NAME", "")
+            if child.start_ticks < since.get(name, sys.maxsize):
+                os.kill(child.pid, signal.SIGKILL)
+
+    def respawn_in(self, delay_s: float, watcher: SupervisedWatcher) -> None:
+        """Start the missing processes of ``watcher`` after ``delay_s``; needs no circus command."""
+        asyncio.get_running_loop().call_later(delay_s, self._respawn, watcher)
+
+    def _respawn(self, watcher: SupervisedWatcher) -> None:
+        if not self._stopping:
+            self._tasks.spawn(watcher.manage_processes(), name=f"respawn {watcher.name}")
+
+    def died(self, watcher: SupervisedWatcher, process: SupervisedProcess, delay_s: float) -> None:
+        """Report a process that exited by itself and is going to be restarted."""
+        when = f"in {delay_s:g} s" if delay_s else "now"
+        ended = describe_exit(process.exit_status)
+        last = self._events.last_line(watcher.name)
+        hint = "; the kernel does that when memory runs out, see: journalctl -k"
+        self._announcer.announce(
+            f"{watcher.name} (pid {process.pid}) {ended}; restarting it {when}"
+            + (hint if process.exit_status == -signal.SIGKILL else "")
+            + (f"; last output: {last}" if last else ""),
+            logging.WARNING,
+        )
+
+    def has_served(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> bool:
+        """Whether the process registered a model, or is of a program that need not."""
+        return self._events.has_served(watcher, process.pid)
+
+    def refusal(self, watcher: SupervisedWatcher) -> str:
+        """Return the error with which its program has refused to start; "" without one."""
+        return self._events.refusal(watcher.name)
+
+    def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
+        """Handle a watcher that is not restarted any more; the others continue."""
+        self._events.gave_up(watcher, reason)
+        self._events.changed()
+        if not watcher.processes and not self._stopping and not watcher.rolling:
+            self._tasks.spawn(watcher.end(), name=f"end {watcher.name}")
+
+    async def conflict(self, watcher: SupervisedWatcher) -> str:
+        """Assign free GPUs if it holds none; return "", or which others have them."""
+        return await self._events.conflict(watcher)
+
+    def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
+        """Report a process that did not exit in time, before it is killed."""
+        if not self.killing:
+            self._announcer.announce(
+                f"{watcher.name} (pid {process.pid}) did not exit within "
+                f"{watcher.graceful_timeout:g} s; killing it",
+                logging.WARNING,
+            )
+
+    def drained(self, watcher: SupervisedWatcher) -> bool:
+        """Whether an exit, with any status, ends a scale-down; the last one ends its watcher."""
+        draining = self._events.is_draining(watcher)
+        if draining and not watcher.processes:
+            self._tasks.spawn(self.remove([watcher]), name=f"remove {watcher.name}")
+        return draining
+
+
+async def _wait_for(stop: Awaitable[None]) -> None:
+    await stop  # circus returns tornado futures, which a task group does not accept

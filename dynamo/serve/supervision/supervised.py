@@ -1,0 +1,333 @@
+"""The circus Watcher of a deployment.
+
+Differences of watcher and process from circus, and why:
+
+* a command is a list of words that is never formatted and never passed to a shell;
+* every process leads its own session and dies with the arbiter (PR_SET_PDEATHSIG);
+* an exit is an event (SIGCHLD, one reaper in the arbiter), not a poll every 0.1 s, and the rest of
+  the process group is killed with its leader;
+* a dead process is restarted at once, outside circus's one-at-a-time commands, so that a draining
+  sibling does not delay it;
+* restarts back off, and end after a burst of deaths;
+* ``restart`` and ``reload`` replace the processes one by one, see :mod:`dynamo.serve.supervision.rolling`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from circus.exc import MessageError
+from circus.watcher import Watcher
+
+from dynamo.serve.graph.watchers import WatcherSpec
+from dynamo.serve.listener import FrontendListener
+from dynamo.serve.state.record import Supervision
+from dynamo.serve.state.statefile import ACTIVE, GIVEN_UP, STOPPED
+from dynamo.serve.supervision.restarts import USAGE_STATUS, RestartPolicy, Restarts
+from dynamo.serve.supervision.supervised_process import (
+    SupervisedProcess,
+    command_words,
+    describe_exit,
+    quote_program,
+)
+
+__all__ = ["SupervisedWatcher", "Supervisor"]
+
+
+class Supervisor(Protocol):
+    """The arbiter, as its watchers use it."""
+
+    killing: bool
+    watchers: Sequence[SupervisedWatcher]
+
+    @property
+    def stopping(self) -> bool:
+        """Whether no process may be started."""
+
+    def changed(self) -> None:
+        """The status of a watcher changed."""
+
+    def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
+        """A process started."""
+
+    def reap_processes(self) -> None:
+        """Reap the exited processes of all watchers."""
+
+    def drained(self, watcher: SupervisedWatcher) -> bool:
+        """Whether the exit of a process is the end of a scale-down; then the watcher is removed."""
+
+    def has_served(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> bool:
+        """Whether the process registered a model, or is of a program that need not."""
+
+    def refusal(self, watcher: SupervisedWatcher) -> str:
+        """Return the error with which its program has refused to start; "" without one."""
+
+    def died(self, watcher: SupervisedWatcher, process: SupervisedProcess, delay_s: float) -> None:
+        """A process exited by itself; its restart follows after ``delay_s``."""
+
+    def respawn_in(self, delay_s: float, watcher: SupervisedWatcher) -> None:
+        """Start the missing processes of ``watcher`` after ``delay_s``."""
+
+    def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
+        """A watcher failed and is not restarted."""
+
+    async def conflict(self, watcher: SupervisedWatcher) -> str:
+        """Assign free GPUs if it holds none; return "", or which others have them."""
+
+    def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
+        """A process did not exit in time."""
+
+    async def roll(self, watchers: Sequence[SupervisedWatcher], stop_first: bool) -> object:
+        """Replace the processes of ``watchers``."""
+
+
+class SupervisedWatcher(Watcher):  # type: ignore[misc]
+    """One watcher. ``on_line`` gets its output; ``single_because``: why it has one process only."""
+
+    arbiter: Supervisor
+    gpus: Mapping[str, float] = {}
+    """Its share of each GPU that is assigned to it, for the processes that start next."""
+
+    def __init__(  # noqa: PLR0913 - all but the command by name
+        self,
+        name: str,
+        cmd: str,
+        *,
+        env: dict[str, str],
+        policy: RestartPolicy,
+        on_line: Callable[[bytes], None],
+        stop_stage: int = 1,
+        single_because: str | None = None,
+        listener: FrontendListener | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, cmd, **options)
+        # Set here and not by circus, which would also load PYTHONPATH into this process.
+        self.env = env
+        self.on_line = on_line
+        self.stop_stage = stop_stage
+        self._single_because = single_because
+        self._check_number(self.numprocesses)
+        self.given_up: str | None = None
+        self.restarts = 0
+        self.last_exit = ""
+        self.rolling = False
+        self.listener = listener or FrontendListener(None)
+        self._restarts = Restarts(policy)
+        self._not_before_s = 0.0
+        self._drained = False
+
+    @property
+    def _process_class(self) -> type[SupervisedProcess]:
+        return SupervisedProcess
+
+    async def _start(self) -> None:
+        self.given_up = None
+        self._restarts.forget()
+        self._not_before_s = 0.0
+        self._drained = False
+        if conflict := await self.arbiter.conflict(self):
+            self._give_up(conflict)
+            return
+        await super()._start()
+
+    async def _stop(self, close_output_streams: bool = False) -> None:
+        self.listener.close()  # first, so that no client waits for a process that does not come
+        stopping = super()._stop(close_output_streams)  # it begins here: the status is set
+        self.arbiter.changed()
+        await stopping
+        self.arbiter.changed()
+
+    async def _restart(self) -> None:
+        await self.arbiter.roll([self], False)
+
+    async def _reload(self, graceful: bool = True, sequential: bool = False) -> None:
+        if self.is_active() and graceful and self.send_hup:
+            await super()._reload(graceful=graceful)
+        elif graceful:
+            await self.arbiter.roll([self], sequential)
+        else:
+            await self.stop_then_start()
+
+    async def stop_then_start(self) -> None:
+        """Stop all processes, then start new ones."""
+        await self._stop()
+        await self._start()
+
+    def start_beside(self) -> SupervisedProcess | None:
+        """Start one process more, on trial; None if the command cannot be started."""
+        before = set(self.processes)
+        if self.spawn_process() is False:
+            return None
+        process = next((p for pid, p in self.processes.items() if pid not in before), None)
+        if process is not None:
+            process.on_trial = True
+        return process
+
+    def configure(self, before: WatcherSpec, after: WatcherSpec) -> None:
+        """Use for the next start what differs in ``after``; keep what ``circusctl set`` changed."""
+        if after.argv != before.argv:
+            self.cmd, self.args = quote_program(after.argv), list(after.argv[1:])
+        if after.working_dir != before.working_dir:
+            self.working_dir = after.working_dir
+        if after.graceful_timeout_s != before.graceful_timeout_s:
+            self.graceful_timeout = after.graceful_timeout_s
+        kept = {k: v for k, v in self.env.items() if k in after.env or k not in before.env}
+        self.env = {**kept, **after.env}
+        self.singleton = bool(after.gpus)
+        self.gpus = after.shares
+
+    def incr(self, nb: int = 1) -> Any:
+        """Handle ``circusctl incr``. Raises MessageError, the reply, beyond a limit of one."""
+        self._check_number(self.numprocesses + nb)
+        return super().incr(nb)
+
+    def set_opt(self, key: str, val: Any) -> Any:
+        """Handle ``circusctl set``. Raises MessageError, which becomes the reply."""
+        if key == "numprocesses":
+            self._check_number(int(val))
+        return super().set_opt(key, val)
+
+    def _check_number(self, numprocesses: int) -> None:
+        if numprocesses > 1 and self._single_because is not None:
+            raise MessageError(self._single_because)
+
+    async def manage_processes(self) -> None:
+        """Bring the number of processes to what it should be, unless we wait or are stopping."""
+        waiting = asyncio.get_running_loop().time() < self._not_before_s
+        busy = self.rolling or self.is_stopping() or self.arbiter.stopping
+        if not waiting and not busy:
+            await super().manage_processes()
+
+    async def spawn_processes(self) -> None:
+        """Start the missing processes; does not await, so no concurrent call starts them too."""
+        while len(self.processes) < self.numprocesses and self._may_start():
+            if self.spawn_process() is False:
+                return
+
+    def spawn_process(self, recovery_wid: object = None) -> float | bool:
+        """Start one process; return False if the command cannot be started."""
+        if not self._may_start():
+            return True
+        try:
+            process = SupervisedProcess(
+                self.name,
+                self._nextwid,
+                self.cmd,
+                args=self.args,
+                working_dir=self.working_dir,
+                env=self.env,
+                watcher=self,
+            )
+        except (OSError, ValueError) as error:
+            self._give_up(f"cannot start it: {error}")
+            return False
+        process.gpus = self.gpus
+        self.processes[process.pid] = process
+        self.arbiter.spawned(self, process)
+        self.notify_event("spawn", {"process_pid": process.pid, "time": process.started})
+        return float(process.started)
+
+    def _may_start(self) -> bool:
+        ends = self._drained or self.is_stopped() or self.is_stopping()
+        return not (ends or self.arbiter.stopping)
+
+    async def kill_process(
+        self,
+        process: SupervisedProcess,
+        stop_signal: int | None = None,
+        graceful_timeout: float | None = None,
+    ) -> bool:
+        """Signal ``process``, kill its group after the timeout, return when it has exited.
+
+        Returns False: True would make circus forget the process, which the reaper has done already.
+        """
+        if not process.stopping:
+            process.stopping = True
+            process.send_signal(self.stop_signal if stop_signal is None else stop_signal)
+            self.notify_event("kill", {"process_pid": process.pid, "time": time.time()})
+        given = self.graceful_timeout if graceful_timeout is None else graceful_timeout
+        try:
+            async with asyncio.timeout(0 if self.arbiter.killing else given):
+                await process.exited.wait()
+        except TimeoutError:
+            self.arbiter.overdue(self, process)
+            process.kill_session()
+            await process.exited.wait()
+        return False
+
+    def reap_processes(self) -> None:
+        """Reap through the arbiter, which reaps for all watchers."""
+        self.arbiter.reap_processes()
+
+    def ended(self, process: SupervisedProcess, status: int) -> None:
+        """Handle the exit of ``process``: restart it, now or later, or give up."""
+        self.processes.pop(process.pid, None)
+        message = {"process_pid": process.pid, "time": time.time(), "exit_code": status}
+        self.notify_event("reap", message)
+        if process.on_trial:
+            return  # another one still serves
+        kept = self in self.arbiter.watchers and not self.arbiter.stopping
+        if not kept or process.stopping or self.is_stopping() or self.is_stopped():
+            return
+        if self.arbiter.drained(self):
+            self._drained = True  # circus's periodic check may come before the removal
+            return
+        loop = asyncio.get_running_loop()
+        lived_s = time.time() - process.started
+        served = self.arbiter.has_served(self, process)
+        self.last_exit = describe_exit(status)
+        self.restarts += 1
+        verdict = self._restarts.died(
+            loop.time(), lived_s, status, served=served, is_ours=self._is_ours
+        )
+        if isinstance(verdict, str):
+            cause = self.arbiter.refusal(self) if status == USAGE_STATUS else ""
+            self._give_up(f"{cause} (exit status {status})" if cause else verdict)
+            return
+        self._not_before_s = loop.time() + verdict
+        self.arbiter.died(self, process, verdict)
+        self.arbiter.respawn_in(verdict, self)
+
+    def _give_up(self, reason: str) -> None:
+        living = [process for process in self.processes.values() if not process.stopping]
+        if living:  # continue with these, and count their deaths from zero
+            self.numprocesses = len(living)
+            self._restarts.forget()
+        else:
+            self.given_up = reason
+        self.arbiter.gave_up(self, reason)
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the program is one of this package."""
+        return "".join(self.command_words()[1:3]).startswith("-mdynamo.")
+
+    @property
+    def supervision(self) -> Supervision:
+        """What the statefile says about this watcher."""
+        status = ACTIVE
+        if self.given_up is not None:
+            status = GIVEN_UP
+        elif self.is_stopped() or self.is_stopping():
+            status = STOPPED
+        return Supervision(status, self.given_up or "", self.restarts, self.last_exit)
+
+    @property
+    def deaths(self) -> int:
+        """The number of recent exits that were not intended."""
+        return self._restarts.count
+
+    def command_words(self) -> list[str]:
+        """Return the words of the next start; one word if the command has an open quote."""
+        try:
+            return command_words(self.cmd, self.args)
+        except ValueError:
+            return [self.cmd]
+
+    async def end(self) -> None:
+        """Stop for good, also while circus runs a command."""
+        await self._stop(True)

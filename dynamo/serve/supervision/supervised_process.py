@@ -1,0 +1,141 @@
+"""The circus Process of a deployment: a session leader whose exit is an event."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import psutil
+from circus.process import RUNNING, UNEXISTING, Process
+
+from dynamo.serve.state.process_table import stat
+from dynamo.serve.supervision.output import OutputPipe
+from dynamo.serve.supervision.processes import die_with_parent, end_group
+
+__all__ = ["SupervisedProcess", "command_words", "describe_exit", "quote_program"]
+
+
+class SupervisedProcess(Process):  # type: ignore[misc]
+    """One process: a session leader whose output arrives through an OutputPipe."""
+
+    exited: asyncio.Event
+    exit_status: int | None = None
+    start_ticks = 0
+    gpus: Mapping[str, float] = {}
+    """Its share of each GPU that was assigned to its watcher when it started."""
+    on_trial = False
+    """Whether it is to replace another one once it serves; it is not restarted until then."""
+
+    def format_args(self, sockets_fds: object = None) -> list[str]:
+        """Return the words of the command unchanged."""
+        return command_words(self.cmd, self.args)
+
+    def spawn(self) -> None:
+        """Start the process. Raises OSError or ValueError."""
+        self.started = time.time()
+        self.exited = asyncio.Event()
+        self.output = OutputPipe(self.watcher.on_line)
+        env, fds = self.watcher.listener.inherited(self.env)
+        try:
+            self._popen = subprocess.Popen(
+                self.format_args(),
+                cwd=self.working_dir,
+                env=env,
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=self.output.write_fd,
+                stderr=self.output.write_fd,  # the same pipe keeps both in order
+                start_new_session=True,
+                preexec_fn=partial(_before_exec, os.getpid()),
+            )
+        except BaseException:
+            self.output.close()
+            raise
+        self.output.close_write_end()
+        # circus reads name, memory and children from it. Never poll it: that would reap it.
+        self._worker = psutil.Process(self._popen.pid)
+        found = stat(self._popen.pid)
+        self.start_ticks = found.start_ticks if found else 0
+
+    def reaped(self, status: int) -> None:
+        """Record that the arbiter reaped the process; ``status`` is negative for a signal."""
+        self.exit_status = status
+        self._popen.returncode = status
+        self.output.close()
+        self.exited.set()
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self.exit_status
+
+    @property
+    def status(self) -> int:
+        """Running until it is reaped: circus replaces a zombie without asking why it exited."""
+        return int(RUNNING if self.is_alive() else UNEXISTING)
+
+    def is_alive(self) -> bool:
+        """Whether it has not been reaped."""
+        return not self.exited.is_set()
+
+    def returncode(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self.exit_status
+
+    def send_signal(self, sig: int) -> None:
+        """Signal the process, unless it has exited."""
+        if self.is_alive():
+            os.kill(self.pid, sig)
+
+    def is_listening(self, port: int) -> bool:
+        """Whether the process listens on TCP ``port``; True for a living one that denies access."""
+        try:
+            found = self._worker.net_connections("tcp")
+        except psutil.AccessDenied:
+            return self.is_alive()
+        except psutil.Error:
+            return False
+        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found)
+
+    def kill_session(self) -> None:
+        """SIGKILL the process and its group."""
+        if self.is_alive():
+            end_group(self.pid)
+
+    def stop(self) -> None:
+        """Do nothing: circus calls it after the end, and all is released already."""
+
+
+def _before_exec(arbiter: int) -> None:
+    """Run in the child between fork and exec."""
+    if not die_with_parent(signal.SIGKILL, arbiter):
+        os._exit(128 + signal.SIGKILL)
+
+
+def command_words(cmd: str, args: str | Sequence[str] | None) -> list[str]:
+    """Return the command as a list; ``circusctl set`` gives ``args`` as text. Raises ValueError."""
+    return [*shlex.split(cmd), *(shlex.split(args) if isinstance(args, str) else args or ())]
+
+
+def quote_program(argv: Sequence[str]) -> str:
+    """Quote the program of ``argv`` for circus's ``cmd``, which is split like shell words."""
+    return shlex.quote(argv[0])
+
+
+def describe_exit(status: int | None) -> str:
+    """Describe an exit: ``exited with status 1``, ``was killed by SIGKILL``."""
+    if status is None:
+        return "is running"
+    if status == os.EX_TEMPFAIL:
+        return f"exited with status {status}, a temporary failure"
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

@@ -1,0 +1,118 @@
+"""Makes the watchers of a deployment, and keeps what each of them runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamo.config import environ
+from dynamo.config.serve import ServeSettings
+from dynamo.errors import ConfigError
+from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
+from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, plan_added
+from dynamo.serve.listener import FrontendListener
+from dynamo.serve.supervision.output import Announcer, LogFile, ServiceOutput
+from dynamo.serve.supervision.restarts import RestartPolicy
+from dynamo.serve.supervision.supervised import SupervisedWatcher
+from dynamo.serve.supervision.supervised_process import quote_program
+
+__all__ = ["WatcherFactory", "address_of"]
+
+_ONE_FRONTEND = (
+    "{} listens on an HTTP port, which a second process cannot share. Add a service with another "
+    "http-port to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
+)
+# Options of circus that a watcher of ours decides itself.
+_OURS = ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets")
+
+
+class WatcherFactory:
+    """Makes watchers. ``specs`` has those of every watcher so far, as it runs now, by name.
+
+    ``plan`` is that of the graph that was started or reloaded last.
+    """
+
+    def __init__(
+        self, plan: DeploymentPlan, settings: ServeSettings, logs: Path, announcer: Announcer
+    ) -> None:
+        self.plan = plan
+        self.specs = {spec.name: spec for spec in plan.specs}
+        self._policy = RestartPolicy(settings.restart_burst, settings.restart_window_s)
+        self._log_bytes = int(settings.log_size_mb * 1e6)
+        self._logs = logs
+        self._announcer = announcer
+        self._outputs: dict[str, ServiceOutput] = {}
+
+    def output(self, name: str) -> ServiceOutput:
+        """Return the output of the watcher ``name``."""
+        return self._outputs[name]
+
+    def is_frontend(self, name: str) -> bool:
+        """Whether the watcher ``name`` is a frontend."""
+        spec = self.specs.get(name)
+        return spec is not None and spec.is_frontend
+
+    def make(self, spec: WatcherSpec) -> SupervisedWatcher:
+        """Make the watcher of ``spec``, not started yet."""
+        self.specs[spec.name] = spec
+        return self._make(spec, quote_program(spec.argv), {"args": list(spec.argv[1:])})
+
+    def make_added(
+        self, name: str, cmd: str, args: Sequence[str] = (), **options: Any
+    ) -> SupervisedWatcher:
+        """Make the watcher of ``circusctl add``."""
+        env = {str(key): str(value) for key, value in (options.pop("env", None) or {}).items()}
+        argv = [*shlex.split(cmd), *(args or ())]
+        spec = self.specs[name] = plan_added(
+            name, argv, env, (*self.plan.specs, *self.plan.templates)
+        )
+        options = {"working_dir": spec.working_dir, **options}
+        return self._make(spec, cmd, {"args": list(args or ()), **options})
+
+    def configure(self, watcher: SupervisedWatcher, spec: WatcherSpec) -> None:
+        """Use ``spec`` for the next start of ``watcher``."""
+        watcher.configure(self.specs[watcher.name], spec)
+        watcher.listener.address = address_of(spec)
+        self.specs[watcher.name] = spec
+
+    def close(self) -> None:
+        """Close the log files."""
+        for output in self._outputs.values():
+            output.close()
+
+    def _make(self, spec: WatcherSpec, cmd: str, options: dict[str, Any]) -> SupervisedWatcher:
+        name = spec.name
+        if name not in self._outputs:
+            log_file = LogFile(self._logs / f"{name}.log", self._log_bytes)
+            self._outputs[name] = ServiceOutput(name, log_file, self._announcer)
+        own = {
+            "graceful_timeout": spec.graceful_timeout_s,
+            "working_dir": spec.working_dir,
+            "singleton": bool(spec.gpus),  # a second process would use the same GPUs
+            **{key: value for key, value in options.items() if key not in _OURS},
+        }
+        watcher = SupervisedWatcher(
+            name,
+            cmd,
+            env={**environ(), "DYN_NAMESPACE": self.plan.namespace, **spec.env},
+            policy=self._policy,
+            on_line=self._outputs[name],
+            stop_stage=spec.stop_stage,
+            single_because=_ONE_FRONTEND.format(name) if spec.is_frontend else None,
+            listener=FrontendListener(address_of(spec)),
+            **own,
+        )
+        watcher.gpus = spec.shares
+        return watcher
+
+
+def address_of(spec: WatcherSpec) -> FrontendAddress | None:
+    """Return the address of a frontend; None for another program, or without a fixed port."""
+    if not spec.is_frontend:
+        return None
+    try:
+        return frontend_address(spec.options, {**environ(), **spec.env})
+    except ConfigError:
+        return None

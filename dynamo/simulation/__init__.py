@@ -1,0 +1,3 @@
+"""The planner in virtual time: traffic, workers, scores."""
+
+__all__: list[str] = []

@@ -1,0 +1,190 @@
+"""The request path of a replay: routing, batches, the prefill queue and conversations.
+
+A request goes to the ready worker with the lowest cost (see ``BatchWorker.cost``) and stays there;
+without a ready worker it waits for one. In disaggregated serving it first passes the prefill queue,
+first come first served, and its KV transfer; then the cheapest decode worker gets it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from dynamo.planner.connector import DRAINING, READY
+from dynamo.planner.observation import Pull
+from dynamo.planner.policies.base import DECODE, PREFILL
+from dynamo.planner.replay.clock import VirtualClock
+from dynamo.planner.replay.counters import TrafficCounters
+from dynamo.planner.replay.pools import GpuBudget, ReplayPool, ReplayWorker
+from dynamo.planner.replay.setup import ReplaySetup
+from dynamo.simulation.batch_worker import BatchWorker
+from dynamo.simulation.request import ReplayRequest, RequestState
+
+__all__ = ["ReplayCluster"]
+
+
+class ReplayCluster:
+    """The deployment and the requests that pass through it."""
+
+    def __init__(
+        self, clock: VirtualClock, setup: ReplaySetup, requests: Sequence[ReplayRequest]
+    ) -> None:
+        self.setup = setup
+        self.counters = TrafficCounters()
+        self.ended: list[RequestState] = []
+        self.pools: dict[str, ReplayPool] = {}
+        self._clock = clock
+        self._requests = requests
+        self._children: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
+            if request.parent is not None:
+                self._children.setdefault(request.parent, []).append(index)
+        self._held: deque[RequestState] = deque()
+        self._prefill_queue: deque[RequestState] = deque()
+        self._add_pools(GpuBudget(setup.max_gpus))
+        self._schedule_arrivals()
+
+    @property
+    def total(self) -> int:
+        """The requests of the trace."""
+        return len(self._requests)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every request has ended."""
+        return len(self.ended) == len(self._requests)
+
+    def pull(self) -> Pull:
+        """Return what a metric pull shows now."""
+        depth = None
+        prefill = self.pools.get(PREFILL)
+        if prefill is not None:
+            slots = len(prefill.ready) * self.setup.model.prefill_slots
+            depth = len(self._prefill_queue) / slots if slots else None
+        loads = (w.engine.load() for w in self.pools[DECODE].ready if w.engine is not None)
+        return Pull(at_s=self._clock.now_s, decode=tuple(loads), prefill_queue=depth)
+
+    def _add_pools(self, budget: GpuBudget) -> None:
+        setup = self.setup
+
+        def batch_worker(number: int) -> BatchWorker:
+            return BatchWorker(number, setup.model, self.counters)
+
+        def no_engine(number: int) -> None:
+            return None
+
+        decode = ReplayPool(
+            self._clock, setup, setup.gpus_per_worker, budget, batch_worker, self._serve_held
+        )
+        self.pools[DECODE] = decode
+        if setup.prefill_workers is not None:
+            self.pools[PREFILL] = ReplayPool(
+                self._clock,
+                setup,
+                setup.gpus_per_prefill_worker,
+                budget,
+                no_engine,
+                self._start_prefills,
+            )
+        for pool, workers in ((DECODE, setup.workers), (PREFILL, setup.prefill_workers or 0)):
+            for _ in range(workers):
+                self.pools[pool].add(lambda: None, start_up_s=0.0)
+
+    def _schedule_arrivals(self) -> None:
+        # Only the next arrival is in the clock's queue, so that the queue stays short.
+        self._first_turns = [i for i, r in enumerate(self._requests) if r.parent is None]
+        self._next = 0
+        self._schedule_next()
+
+    def _schedule_next(self) -> None:
+        if self._next < len(self._first_turns):
+            index = self._first_turns[self._next]
+            self._next += 1
+            self._clock.at(self._requests[index].at_s, self._arrive_first, index)
+
+    def _arrive_first(self, index: int) -> None:
+        self._schedule_next()
+        self._arrive(index)
+
+    def _arrive(self, index: int) -> None:
+        request = RequestState(index, self._requests[index], self._clock.now_s)
+        counters, setup = self.counters, self.setup
+        counters.arrived += 1
+        waiting = counters.arrived - counters.rejected - counters.first_tokens - 1
+        full = setup.max_queue is not None and waiting >= setup.max_queue
+        if full or request.isl + request.osl > setup.model.kv_tokens:
+            request.rejected = True
+            counters.rejected += 1
+            self._end(request)
+        elif PREFILL in self.pools:
+            self._prefill_queue.append(request)
+            self._start_prefills()
+        else:
+            self._route(request)
+
+    def _route(self, request: RequestState) -> None:
+        best, lowest = None, 0
+        for worker in self.pools[DECODE].workers:
+            if worker.state != READY or worker.engine is None:
+                continue
+            cost = worker.engine.cost(request)
+            if best is None or cost < lowest:
+                best, lowest = worker, cost
+        if best is None:
+            self._held.append(request)
+        else:
+            self._submit(best, request)
+
+    def _submit(self, worker: ReplayWorker, request: RequestState) -> None:
+        engine = worker.engine
+        assert engine is not None
+        before = engine.version
+        engine.submit(request, self._clock.now_s)
+        if engine.version != before:
+            self._schedule_span(worker, engine)
+
+    def _schedule_span(self, worker: ReplayWorker, engine: BatchWorker) -> None:
+        if engine.due_s is not None:
+            self._clock.at(engine.due_s, self._finish_span, worker, engine, engine.version)
+
+    def _finish_span(self, worker: ReplayWorker, engine: BatchWorker, version: int) -> None:
+        if engine.version != version:  # an arrival has cut the span short
+            return
+        for request in engine.finish_span():
+            self.counters.finish(request)
+            self._end(request)
+        self._schedule_span(worker, engine)
+        if worker.state == DRAINING and worker.idle:
+            self.pools[DECODE].release(worker)
+
+    def _serve_held(self, _: ReplayWorker) -> None:
+        # All that waited are spread over the workers that are ready now.
+        held, self._held = self._held, deque()
+        for request in held:
+            self._route(request)
+
+    def _start_prefills(self, _: ReplayWorker | None = None) -> None:
+        queue, model = self._prefill_queue, self.setup.model
+        for worker in self.pools[PREFILL].workers:
+            while queue and worker.state == READY and worker.busy < model.prefill_slots:
+                request = queue.popleft()
+                worker.busy += 1
+                due_s = self._clock.now_s + model.prefill_s(request.isl)
+                self._clock.at(due_s, self._finish_prefill, worker, request)
+
+    def _finish_prefill(self, worker: ReplayWorker, request: RequestState) -> None:
+        worker.busy -= 1
+        request.transferred = True
+        due_s = self._clock.now_s + self.setup.model.transfer.seconds(request.isl)
+        self._clock.at(due_s, self._route, request)
+        if worker.state == DRAINING and worker.idle:
+            self.pools[PREFILL].release(worker)
+        self._start_prefills()
+
+    def _end(self, request: RequestState) -> None:
+        self.ended.append(request)
+        for child in self._children.get(request.index, ()):
+            planned = self._requests[child]
+            due_s = max(planned.at_s, self._clock.now_s + planned.delay_s)
+            self._clock.at(due_s, partial(self._arrive, child))

@@ -1,0 +1,109 @@
+"""The state of each component of a statefile, as ``dynamo state show`` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo.runtime.process.os_process import host_id
+from dynamo.serve.state.entries import Entry, read_entries
+from dynamo.serve.state.process_table import same_process
+from dynamo.serve.state.registered import RegisteredWorker
+from dynamo.serve.state.reservations import is_reserved, ledger_of
+from dynamo.serve.state.statefile import Document
+
+__all__ = ["ComponentStatus", "StateReport", "arbiter_is_alive", "component_statuses"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentStatus:
+    """One entry. ``state`` is one of ready, running, starting, draining, asleep, stopped.
+
+    ``dead_pids`` are recorded processes that do not exist any more. ``lease`` is in hexadecimal.
+    """
+
+    component: str
+    service: str
+    state: str
+    pids: tuple[int, ...] = ()
+    dead_pids: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+    lease: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReport:
+    """A deployment. ``gpus`` has the components that hold each GPU."""
+
+    namespace: str
+    arbiter_pid: int | None
+    arbiter_alive: bool
+    circus_endpoint: str
+    gpus: Mapping[str, tuple[str, ...]]
+    components: tuple[ComponentStatus, ...]
+
+    @classmethod
+    def of(cls, document: Document, registered: Mapping[int, RegisteredWorker]) -> StateReport:
+        """Return the report of ``document``."""
+        ledger = ledger_of(document)
+        arbiter = document.get("arbiter")
+        return cls(
+            namespace=document["namespace"],
+            arbiter_pid=arbiter.get("pid") if isinstance(arbiter, dict) else None,
+            arbiter_alive=arbiter_is_alive(document),
+            circus_endpoint=document["circus_endpoint"],
+            gpus={gpu: tuple(ledger.holders((gpu,))) for gpu in ledger.ids},
+            components=component_statuses(document, registered),
+        )
+
+
+def component_statuses(
+    document: Document, registered: Mapping[int, RegisteredWorker]
+) -> tuple[ComponentStatus, ...]:
+    """Return the status of each component, in the order of the statefile."""
+    return tuple(
+        _status(entry, document["components"][entry.name], registered)
+        for entry in read_entries(document)
+    )
+
+
+def arbiter_is_alive(document: Document) -> bool:
+    """Whether the arbiter that writes the statefile runs on this machine."""
+    arbiter = document.get("arbiter")
+    if not isinstance(arbiter, dict) or arbiter.get("host") != host_id():
+        return False
+    pid, ticks = arbiter.get("pid"), arbiter.get("start_ticks")
+    return isinstance(pid, int) and isinstance(ticks, int) and same_process(pid, ticks)
+
+
+def _status(
+    entry: Entry, record: Mapping[str, Any], registered: Mapping[int, RegisteredWorker]
+) -> ComponentStatus:
+    ticks = {one["pid"]: one.get("start_ticks", 0) for one in record.get("processes") or ()}
+    alive = tuple(pid for pid in entry.pids if same_process(pid, ticks[pid]))
+    models = [registered[pid].model for pid in alive if pid in registered]
+    model = next((one for one in models if one is not None), None)
+    return ComponentStatus(
+        component=entry.name,
+        service=str(record.get("service", "")),
+        state=_state(entry, alive, model),
+        pids=alive,
+        dead_pids=tuple(pid for pid in entry.pids if pid not in alive),
+        gpus=entry.gpus,
+        lease=None if entry.lease is None else f"{entry.lease:x}",
+        model=model,
+    )
+
+
+def _state(entry: Entry, alive: tuple[int, ...], model: str | None) -> str:
+    if entry.draining:
+        return "draining"
+    if entry.asleep:
+        return "asleep"
+    if model is not None:
+        return "ready"
+    if is_reserved(entry, ()):
+        return "starting"
+    return "running" if alive else "stopped"

@@ -1,0 +1,189 @@
+"""The output of a deployment's processes from its log files, which stay after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import io
+import os
+import re
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+
+from asyncinotify import Mask
+
+from dynamo.errors import InvalidArgument
+from dynamo.runtime.process.inotify import Inotify
+
+__all__ = ["LogLine", "LogReader", "follow", "matches", "select_watchers"]
+
+LogLine = tuple[str, bytes]
+"""A watcher, and a line of its output without the line end."""
+
+_SUFFIX = ".log"
+_OLDER = ".log.1"
+_BATCH_S = 0.05
+_STEP_BYTES = 1 << 16
+_READ_BYTES = 1 << 20
+_MASK = Mask.MODIFY | Mask.CREATE | Mask.MOVED_TO | Mask.ONLYDIR
+_TIME = re.compile(rb'(?:\{"time":\s*")?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*)')
+
+
+def select_watchers(directory: Path, namespace: str, name: str) -> list[str]:
+    """Return the watchers with a log file in ``directory`` that ``name`` stands for: "" for all.
+
+    ``name`` is a watcher, with or without the namespace, or a service. Raises InvalidArgument that
+    lists them.
+    """
+    found = sorted(
+        path.name.removesuffix(_SUFFIX) for path in directory.glob(f"{namespace}_*{_SUFFIX}")
+    )
+    chosen = [one for one in found if matches(one, namespace, name)]
+    if not chosen:
+        raise InvalidArgument(
+            f"no log of {name!r} in {directory}; there are {', '.join(found)}"
+            if found
+            else f"no logs in {directory}: no deployment of namespace {namespace!r} has run; name "
+            "another one with --namespace"
+        )
+    return chosen
+
+
+def matches(watcher: str, namespace: str, name: str) -> bool:
+    """Whether ``name`` stands for ``watcher``: is its name, that of its service, or empty."""
+    if not name:
+        return watcher.startswith(f"{namespace}_")
+    service = re.compile(re.escape(f"{namespace}_{name}") + r"(_\d+)?")
+    return watcher == name or service.fullmatch(watcher) is not None
+
+
+class LogReader:
+    """Reads the log files in ``directory`` of the watchers for which ``name`` stands.
+
+    Each call returns the lines that are new since the last one, also when files were rotated,
+    truncated or created since.
+    """
+
+    def __init__(self, directory: Path, namespace: str, name: str) -> None:
+        self.directory = directory
+        self._namespace = namespace
+        self._name = name
+        self._tails: dict[str, _Tail] = {}
+
+    def last(self, count: int) -> list[LogLine]:
+        """Return the last ``count`` lines of each watcher, merged by the times in them."""
+        stamped = [_stamped(tail.watcher, tail.last(count)) for tail in self._followed()]
+        return [(watcher, line) for _, watcher, line in heapq.merge(*stamped, key=lambda x: x[0])]
+
+    def read(self) -> Iterator[LogLine]:
+        """Yield the new lines, watcher by watcher."""
+        for tail in self._followed():
+            for line in tail.read():
+                yield tail.watcher, line
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        for tail in self._tails.values():
+            tail.close()
+        self._tails.clear()
+
+    def _followed(self) -> list[_Tail]:
+        for path in sorted(self.directory.glob(f"{self._namespace}_*{_SUFFIX}")):
+            watcher = path.name.removesuffix(_SUFFIX)
+            if watcher not in self._tails and matches(watcher, self._namespace, self._name):
+                self._tails[watcher] = _Tail(path, watcher)
+        return list(self._tails.values())
+
+
+async def follow(reader: LogReader) -> AsyncGenerator[LogLine, None]:
+    """Yield the lines of ``reader`` as they are written, without an end."""
+    changed = asyncio.Event()
+    inotify = Inotify(changed.set)
+    try:
+        inotify.add(reader.directory, _MASK, lambda name, mask: changed.set())
+        while True:
+            changed.clear()  # before the files are read: a write during that counts
+            for line in reader.read():
+                yield line
+            await changed.wait()
+            await asyncio.sleep(_BATCH_S)  # one read for many lines
+    finally:
+        inotify.close()
+
+
+class _Tail:
+    """Reads the lines that are appended to the file ``path``, beyond rotations."""
+
+    def __init__(self, path: Path, watcher: str) -> None:
+        self.watcher = watcher
+        self._path = path
+        self._file: io.BufferedReader | None = None
+        self._partial = b""
+
+    def last(self, count: int) -> list[bytes]:
+        """Return the last ``count`` lines, also of the older file; :meth:`read` goes on there."""
+        lines: list[bytes] = []
+        if self._open() and self._file is not None:
+            *lines, self._partial = _end_of(self._file, count).split(b"\n")
+        if len(lines) < count:
+            with contextlib.suppress(OSError), self._path.with_suffix(_OLDER).open("rb") as older:
+                lines = _end_of(older, count - len(lines)).split(b"\n")[:-1] + lines
+        return lines[-count:] if count else []
+
+    def read(self) -> Iterator[bytes]:
+        """Yield the lines that are complete now and were not returned yet."""
+        while self._open() and self._file is not None:
+            if os.fstat(self._file.fileno()).st_size < self._file.tell():
+                self._file.seek(0)  # truncated
+            while data := self._file.read(_READ_BYTES):
+                *lines, self._partial = (self._partial + data).split(b"\n")
+                yield from lines
+            if self._is_current():
+                return
+            self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._partial = None, b""
+
+    def _open(self) -> bool:
+        """Open the file if it is not open; return whether there is one."""
+        if self._file is None:
+            with contextlib.suppress(OSError):
+                self._file = self._path.open("rb")
+        return self._file is not None
+
+    def _is_current(self) -> bool:
+        """Whether the open file has not been rotated; a removed one is, until there is another."""
+        assert self._file is not None
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return True
+
+
+def _end_of(file: io.BufferedReader, count: int) -> bytes:
+    """Return the end of ``file`` with its last ``count`` complete lines and what follows them."""
+    end = start = file.seek(0, os.SEEK_END)
+    data = b""
+    while start and data.count(b"\n") <= count:
+        size = min(_STEP_BYTES, start)
+        start = file.seek(start - size)
+        data = file.read(size) + data
+    file.seek(end)
+    skipped = max(0, data.count(b"\n") - count)
+    return data.split(b"\n", skipped)[-1] if skipped else data
+
+
+def _stamped(watcher: str, lines: list[bytes]) -> list[tuple[bytes, str, bytes]]:
+    """Return ``lines`` with their times; one without has that of the line before it."""
+    found = []
+    time = b""
+    for line in lines:
+        match = _TIME.match(line)
+        time = match[1] if match else time
+        found.append((time, watcher, line))
+    return found

@@ -1,0 +1,146 @@
+"""The state of each model of a deployment, from its workers and the frontends. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from dynamo.box.figures import model_figures
+from dynamo.protocols.status import ModelFigures, ModelStatus, WorkerStatus
+from dynamo.serve.state.entries import read_services, service_config
+from dynamo.status.sighting import BoxSighting
+
+__all__ = ["model_statuses"]
+
+_ORDER = ("ready", "loading", "draining", "asleep", "failed", "stopped")
+"""States of workers; the first that a worker has is that of its model."""
+
+
+def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[ModelStatus, ...]:
+    """Return the models of the graph, those without workers too, in the graph's order.
+
+    Then others that frontends list for the same workers.
+    """
+    models: dict[str, list[WorkerStatus]] = {}
+    decoded: set[str] = set()
+    for service in read_services(seen.document).values():
+        name = _served_name(service.name, service.model, workers)
+        models.setdefault(name, [])
+        decoded |= set() if service.is_prefill else {name}
+    for worker in workers:
+        if worker.model:
+            models.setdefault(worker.model, []).append(worker)
+    figures = model_figures(seen)
+    by_id = {worker.worker: worker for worker in workers if worker.worker}
+    for name in sorted(
+        figures.keys() - models.keys()
+    ):  # adapters, and further models of one server
+        shared = [by_id[one.worker] for one in figures[name].workers if one.worker in by_id]
+        if shared:
+            models[name] = shared
+    wanted = _wanted(seen, workers)
+    return tuple(
+        _model(name, found, _state(found, name in decoded), seen, figures, wanted)
+        for name, found in models.items()
+    )
+
+
+def _served_name(service: str, model: str, workers: Sequence[WorkerStatus]) -> str:
+    """Return the name that a worker of ``service`` has registered, else the graph's."""
+    names = (one.model for one in workers if one.service == service and one.worker)
+    return next(names, model)
+
+
+def _state(workers: Sequence[WorkerStatus], decoded: bool) -> str:
+    """Return the state of a model; one that is ``decoded`` here needs more than prefill workers."""
+    states = {one.state for one in workers if not (decoded and one.pool == "prefill")}
+    return next((one for one in _ORDER if one in states), "zero")
+
+
+def _model(  # noqa: PLR0913 - what a row is made of
+    name: str,
+    workers: Sequence[WorkerStatus],
+    state: str,
+    seen: BoxSighting,
+    figures: Mapping[str, ModelFigures],
+    wanted: Mapping[str, int],
+) -> ModelStatus:
+    failed = next((one for one in workers if one.state == "failed"), None)
+    first = failed or next((one for one in workers if one.state == state), None)
+    found = figures.get(name)
+    told = first is not None and (failed is not None or state != "ready")
+    vram = [worker.vram_bytes for worker in workers if worker.vram_bytes is not None]
+    progress = [one.progress for one in workers if one.progress is not None]
+    cause, remedy = (first.cause, first.remedy) if first is not None and told else ("", "")
+    if not workers and wanted.get(name):
+        cause, remedy = "no worker runs", f"dynamo load {name}"
+    return ModelStatus(
+        model=name,
+        state=state,
+        ready=sum(worker.state == "ready" for worker in workers),
+        wanted=wanted.get(name, len(workers)),
+        progress=min(progress, default=None) if state == "loading" else None,
+        cause=cause,
+        remedy=remedy,
+        gpus=tuple(dict.fromkeys(gpu for one in workers if _holds(one) for gpu in one.gpus)),
+        vram_bytes=sum(vram) if vram else None,
+        idle_until_s=_idle_until_s(_idle_timeout_s(seen, name), found),
+        figures=found,
+        workers=tuple(worker.name for worker in workers),
+    )
+
+
+def _holds(worker: WorkerStatus) -> bool:
+    """Whether a worker holds the GPUs in its entry: one that sleeps leaves them to others."""
+    return worker.state != "asleep"
+
+
+def _idle_timeout_s(seen: BoxSighting, model: str) -> float | None:
+    """Return after which idle time the planner removes the last worker; None if it does not."""
+    planner = seen.planner
+    acts = planner is not None and planner.state == "running" and model in planner.on_demand
+    return planner.idle_timeout_s if planner is not None and acts else None
+
+
+def _idle_until_s(timeout_s: float | None, figures: ModelFigures | None) -> float | None:
+    """Return the time until an idle model loses its workers, None if it does not."""
+    if timeout_s is None or figures is None or figures.idle_s is None or figures.in_flight:
+        return None
+    return max(0.0, timeout_s - figures.idle_s)
+
+
+def _wanted(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> dict[str, int]:
+    """Return the workers that the planner wants of each model; without one, those of the graph,
+    and those that were added by hand."""
+    config = service_config(seen.document)
+    planned = _planned(seen)
+    found: dict[str, int] = {}
+    for service in read_services(seen.document).values():
+        model = _served_name(service.name, service.model, workers)
+        number = planned.get((model, "prefill" if service.is_prefill else "decode"))
+        if number is None:
+            number = max(_in_graph(config.get(service.name)), _kept(service.name, workers))
+        found[model] = found.get(model, 0) + number
+    return found
+
+
+def _planned(seen: BoxSighting) -> dict[tuple[str, str], int]:
+    """Return the workers that an acting planner wants, by model and pool."""
+    planner = seen.planner
+    if planner is None or planner.state == "observing":
+        return {}
+    return {
+        (model.model, pool): number
+        for model in planner.models
+        for pool, number in model.wanted.items()
+    }
+
+
+def _in_graph(service: object) -> int:
+    args = service.get("ServiceArgs") if isinstance(service, Mapping) else None
+    number = args.get("workers", 1) if isinstance(args, Mapping) else 1
+    return number if isinstance(number, int) else 1
+
+
+def _kept(service: str, workers: Iterable[WorkerStatus]) -> int:
+    leaving = ("draining", "asleep", "stopped")
+    return sum(one.service == service and one.state not in leaving for one in workers)
