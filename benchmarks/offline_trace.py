@@ -17,7 +17,8 @@ from random import Random
 
 from replay import Arrival, Replay, Report, ServiceModel
 
-from dynamo.bench.trace import TraceRequest, parents, read_trace
+from dynamo.bench.trace import parents, read_trace
+from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.option import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import ConfigError

@@ -43,12 +43,11 @@ from dynamo.planner.capacity.profile_files import (
     WorkerProfile,
     write_profile,
 )
-from dynamo.planner.replay.setup import ReplaySetup
 from dynamo.simulation.compare import ORACLE, Baseline, fixed_runs, run_policy
 from dynamo.simulation.patterns import generate, parse_pattern, warp
 from dynamo.simulation.request import ReplayRequest, from_trace
 from dynamo.simulation.result import ReplayResult
-from dynamo.simulation.service_model import ServiceModel
+from dynamo.simulation.service_model import ReplaySetup, ServiceModel
 
 PROFILED = ", profile"
 """Ends the name of a policy that reads a profile."""

@@ -24,8 +24,7 @@ from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels
-from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.request_queue import RequestQueue
+from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue
 
 BLOCK, WORKERS, RUNNING = 16, 16, 128
 Request = Callable[[str, "array[int]"], None]

@@ -42,7 +42,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_modules_exist(page: Path) -> None:
-    """Modules as `router/kv_mode/kv` or `dynamo.router.kv_mode.kv`, files of `dynamo/` as `router/kv_mode/kv.py`."""
+    """Modules as `router/picker` or `dynamo.router.picker`, files as `router/picker.py`."""
     text = page.read_text()
     for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)/?(?:\.[a-z]+)?`", text):
         if name.split("/")[0] in PACKAGES:

@@ -14,8 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from dynamo.http.access import Access
 from dynamo.http.api_keys import ApiKeys, key_line, new_key
-from dynamo.http.head import HeadReader
-from dynamo.http.limits import HttpLimits
+from dynamo.http.head import HeadReader, HttpLimits
 
 KEY = new_key()
 HEAD = (

@@ -7,21 +7,24 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 
+from dynamo.attach.describe import ServerProbe
 from dynamo.attach.launch import LaunchedServer
-from dynamo.attach.probe import ServerProbe
-from dynamo.attach.waiting import wait_until_ready
-from dynamo.attach.worker import PROBE_TIMEOUT_S, AttachPlan, AttachWorker, make_plan
+from dynamo.attach.worker import (
+    PROBE_TIMEOUT_S,
+    AttachPlan,
+    AttachWorker,
+    make_plan,
+    wait_until_ready,
+)
 from dynamo.config import from_env, load
 from dynamo.config.attach import AttachSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings, SystemSettings
 from dynamo.errors import DynamoError
-from dynamo.http.limits import allow_open_files
+from dynamo.http.head import allow_open_files
 from dynamo.observability.logs import setup_logging
 from dynamo.runtime import DistributedRuntime
 from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
-
-__all__ = ["main"]
 
 log = logging.getLogger("dynamo.attach")
 _OPEN_FILES = 16_384

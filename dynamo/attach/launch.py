@@ -15,11 +15,8 @@ from pathlib import Path
 
 from dynamo.attach.launcher import STOP_TIMEOUT_S
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.serve.last_output import cause_in
-from dynamo.serve.supervision.output import OutputPipe
+from dynamo.serve.supervision.output import OutputPipe, cause_in
 from dynamo.serve.supervision.processes import become_subreaper, end_descendants
-
-__all__ = ["LaunchedServer", "ServerExited", "command_line", "free_port"]
 
 _TAIL_LINES = 20
 _PORT = "{port}"

@@ -22,8 +22,6 @@ from dynamo.serve.supervision.processes import (
     reap,
 )
 
-__all__ = ["STOP_TIMEOUT_S", "main"]
-
 STOP_TIMEOUT_S = 10.0
 """Seconds from the stop request to SIGKILL."""
 

@@ -1,25 +1,165 @@
-"""The model cards of the worker: one for each model that the server offers."""
+"""The models of the attached server: their names, their cards, their registration."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from urllib.parse import quote, unquote_plus
+
+import msgspec
 
 from dynamo.attach.describe import ServedModel, ServerCapacity, ServerDescription
-from dynamo.attach.names import choose_models
 from dynamo.attach.profiles import model_type_of
 from dynamo.config.attach import AttachSettings
 from dynamo.errors import ConfigError
+from dynamo.http.routes import field_span
 from dynamo.llm import unregister_model
 from dynamo.llm.model_directory import ModelDirectory
-from dynamo.llm.register import slug_of
-from dynamo.llm.register_server import register_server
-from dynamo.protocols.card import DEFAULT_BLOCK_SIZE, RuntimeConfig
+from dynamo.llm.register import card_key, encode_card, note_block_size, slug_of
+from dynamo.llm.types import ModelType
+from dynamo.protocols.card import DEFAULT_BLOCK_SIZE, ModelCard, RuntimeConfig
+from dynamo.protocols.relay import HTTP_INPUT, ROUTES
 from dynamo.runtime import Endpoint
 
-__all__ = ["ServerCards"]
-
 log = logging.getLogger(__name__)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NAME = msgspec.json.Decoder(str)
+_encode = msgspec.json.encode
+
+
+def choose_models(wanted: str | None, listed: Sequence[str]) -> dict[str, str]:
+    """Return {name to offer: name in the server}; by default every listed one.
+
+    ``wanted`` is the value of ``--served-model-name``: names that the server lists, or
+    ``name=server_name``. A new name alone renames the only model. Raises ConfigError.
+    """
+    if not wanted:
+        return {name: name for name in listed}
+    chosen: dict[str, str] = {}
+    for word in filter(None, (word.strip() for word in wanted.split(","))):
+        name, _, server_name = word.partition("=")
+        if not server_name:
+            server_name = name if name in listed or len(listed) != 1 else listed[0]
+        if server_name not in listed:
+            raise ConfigError(
+                f"--served-model-name {word!r}: the server has no model {server_name!r}, only "
+                f"{', '.join(listed)}; give one of these, or NAME=SERVER_NAME"
+            )
+        chosen[name] = server_name
+    if not chosen:
+        raise ConfigError(f"--served-model-name {wanted!r} names no model")
+    return chosen
+
+
+class ModelNames:
+    """Replaces the name of a renamed model in requests."""
+
+    def __init__(self, chosen: dict[str, str] | None = None) -> None:
+        self._renamed = {
+            name: _encode(server_name)
+            for name, server_name in (chosen or {}).items()
+            if name != server_name
+        }
+
+    def rewrite(self, body: bytes) -> bytes:
+        """Return ``body`` with the server's own name of its model, all other values unchanged.
+
+        Without a renamed model, and for a body that is no JSON object with such a ``model``, the
+        body itself. O(size), only if a model is renamed.
+        """
+        if not self._renamed:
+            return body
+        try:
+            fields = _FIELDS.decode(body)
+            name = _NAME.decode(fields["model"])
+        except (msgspec.MsgspecError, KeyError, UnicodeDecodeError):
+            return body
+        server_name = self._renamed.get(name)
+        if server_name is None:
+            return body
+        fields["model"] = msgspec.Raw(server_name)
+        return _encode(fields)
+
+    def rewrite_target(self, target: str, spans: Iterable[tuple[int, int]]) -> str:
+        """As :meth:`rewrite`, of path and query: ``spans`` are the parameters of the path."""
+        if not self._renamed:
+            return target
+        path, mark, query = target.partition("?")
+        for begin, end in sorted(spans, reverse=True):
+            path = path[:begin] + self._quoted(path[begin:end]) + path[end:]
+        fields = query.split("&")
+        for number, field in enumerate(fields):
+            if field.startswith("model="):
+                fields[number] = f"model={self._quoted(field[6:])}"
+        return f"{path}{mark}{'&'.join(fields)}"
+
+    def rewrite_form(self, body: bytes, content_type: str) -> bytes:
+        """As :meth:`rewrite`, of a form with files."""
+        span = field_span(body, content_type, "model") if self._renamed else None
+        if span is None:
+            return body
+        begin, end = span
+        server_name = self._renamed.get(body[begin:end].decode(errors="replace"))
+        if server_name is None:
+            return body
+        return b"".join((body[:begin], _NAME.decode(server_name).encode(), body[end:]))
+
+    def _quoted(self, text: str) -> str:
+        """The server's name for ``text`` from a URL, else ``text``."""
+        server_name = self._renamed.get(unquote_plus(text))
+        return text if server_name is None else quote(_NAME.decode(server_name), safe="")
+
+
+async def register_server(  # noqa: PLR0913 - the parts of a card
+    endpoint: Endpoint,
+    name: str,
+    routes: Sequence[str],
+    model_type: ModelType,
+    *,
+    model: ModelDirectory | None = None,
+    card_name: str | None = None,
+    context_length: int | None = None,
+    kv_cache_block_size: int | None = None,
+    lora_name: str | None = None,
+    runtime_config: RuntimeConfig | None = None,
+) -> None:
+    """Register ``name`` as served by the worker of ``endpoint``, which takes HTTP requests.
+
+    ``routes`` are the paths that the server answers. ``model`` has the tokenizer for routing by
+    tokens; without it the frontend routes by text. A worker with several models gives each but the
+    first a ``card_name``, with which ``unregister_model`` deletes its card. Raises InvalidArgument
+    for values out of range.
+    """
+    block_size = kv_cache_block_size or DEFAULT_BLOCK_SIZE
+    note_block_size(endpoint, "register_server", block_size)
+    card = ModelCard(
+        display_name=name,
+        slug=slug_of(name),
+        source_path="" if model is None else str(model.path),
+        namespace=endpoint.namespace,
+        component=endpoint.component,
+        endpoint=endpoint.name,
+        instance_id=endpoint.runtime.instance_id,
+        model_type=str(model_type),
+        model_input=HTTP_INPUT,
+        context_length=context_length,
+        kv_cache_block_size=block_size,
+        user_data={ROUTES: list(routes)},
+        lora_name=lora_name,
+        checksum=_checksum(model, block_size),
+        runtime_config=runtime_config or RuntimeConfig(),
+    )
+    encoded, lease = encode_card(card), await endpoint.runtime.granted()
+    await endpoint.runtime.discovery.put(card_key(endpoint, card_name), encoded, lease.id)
+
+
+def _checksum(model: ModelDirectory | None, block_size: int) -> str:
+    if model is not None:
+        return model.checksum(HTTP_INPUT, block_size)
+    text = f"{HTTP_INPUT} {block_size}".encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

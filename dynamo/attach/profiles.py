@@ -1,16 +1,93 @@
-"""The kinds of servers: their routes, and where they report health and load.
+"""The kinds of servers: their routes, and how they report health and load. No I/O.
 
 Facts from the projects' public documentation; docs/attach.md has them as a table.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from dynamo.http.patterns import RoutePatterns
+from dynamo.http.routes import RoutePatterns
 from dynamo.llm.types import ModelType
+from dynamo.protocols.kv import KvMetrics
 
-__all__ = ["PROFILES", "LoadNames", "Profile", "model_type_of", "offered_routes"]
+_LABELS = rb'(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?'
+_LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+_MAX_RANKS = 1024
+
+
+def samples(page: bytes, *names: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield (name, labels, value) of each sample of ``names`` on a Prometheus page."""
+    wanted = b"|".join(re.escape(name).encode() for name in names)
+    for match in re.finditer(rb"^(%b)%b[ \t]+(\S+)" % (wanted, _LABELS), page, re.MULTILINE):
+        labels = {key.decode(): value.decode() for key, value in _LABEL.findall(match[2] or b"")}
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        yield match[1].decode(), labels, value
+
+
+def prometheus_load(page: bytes, names: LoadNames, total_blocks: int | None) -> list[KvMetrics]:
+    """Return the load of each rank on the page, rank 0 first; empty if it has none of ``names``.
+
+    ``total_blocks`` is that of one rank. Of several series of a rank (tensor-parallel ranks repeat
+    the same number) the largest counts.
+    """
+    ranks: dict[int, dict[str, float]] = {}
+    for name, labels, value in samples(page, *names.running, *names.waiting, *names.usage):
+        number = labels.get(names.rank_label or "", "0")
+        rank = int(number) if number.isdigit() else 0
+        if rank < _MAX_RANKS and value == value and value >= 0:
+            found = ranks.setdefault(rank, {})
+            found[name] = max(value, found.get(name, 0.0))
+    return [_rank_load(rank, ranks[rank], names, total_blocks) for rank in sorted(ranks)]
+
+
+def _rank_load(
+    rank: int, found: dict[str, float], names: LoadNames, total_blocks: int | None
+) -> KvMetrics:
+    running, waiting, usage = (
+        next((found[name] for name in each if name in found), None)
+        for each in (names.running, names.waiting, names.usage)
+    )
+    used = None if usage is None or not total_blocks else round(min(usage, 1.0) * total_blocks)
+    return KvMetrics(
+        worker_id=0,
+        dp_rank=rank,
+        active_decode_blocks=used,
+        kv_used_blocks=used,
+        kv_total_blocks=total_blocks,
+        num_requests_running=None if running is None else int(running),
+        num_requests_waiting=None if waiting is None else int(waiting),
+    )
+
+
+def json_load(page: Any) -> list[KvMetrics]:
+    """Return the load in TensorRT-LLM's list of iterations, the newest last; empty without one."""
+    newest = page[-1] if isinstance(page, list) and page else None
+    if not isinstance(newest, dict):
+        return []
+    cache = newest.get("kvCacheStats")
+    cache = cache if isinstance(cache, dict) else {}
+    used = _count(cache.get("usedNumBlocks"))
+    return [
+        KvMetrics(
+            worker_id=0,
+            active_decode_blocks=used,
+            kv_used_blocks=used,
+            kv_total_blocks=_count(cache.get("maxNumBlocks")),
+            num_requests_running=_count(newest.get("numActiveRequests")),
+            num_requests_waiting=_count(newest.get("numQueuedRequests")),
+        )
+    ]
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -56,6 +133,8 @@ _VLLM = Profile(
     ),
     load_hint="start it without --disable-log-stats",
 )
+
+
 _SGLANG = Profile(
     "sglang",
     "sglang",
@@ -68,6 +147,8 @@ _SGLANG = Profile(
     ),
     load_hint="start it with --enable-metrics",
 )
+
+
 _TRTLLM = Profile(
     "trtllm",
     "tensorrt_llm",
@@ -75,6 +156,8 @@ _TRTLLM = Profile(
     load_path="/metrics",
     load_hint="set enable_iter_perf_stats in its options",
 )
+
+
 _LLAMA_CPP = Profile(
     "llama.cpp",
     "llamacpp",
@@ -94,7 +177,11 @@ _LLAMA_CPP = Profile(
     ),
     load_hint="start it with --metrics",
 )
+
+
 _OLLAMA = Profile("ollama", "library", health_path="/api/version")
+
+
 _OPENAI = Profile(
     "openai",
     routes=(
@@ -107,13 +194,21 @@ _OPENAI = Profile(
     health_path="/v1/models",
 )
 
+
 PROFILES = {
     profile.name: profile for profile in (_VLLM, _SGLANG, _TRTLLM, _LLAMA_CPP, _OLLAMA, _OPENAI)
 }
+
+
 """Every profile by the name that ``--profile`` takes."""
 
+
 _NOT_OFFERED = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models"))
+
+
 _TOKENIZER_PATHS = frozenset(("/tokenize", "/detokenize"))
+
+
 _TYPES = {
     "/v1/chat/completions": ModelType.Chat,
     "/v1/completions": ModelType.Completions,

@@ -6,21 +6,17 @@ from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
-from dynamo.attach.connection import Headers
-from dynamo.attach.names import ModelNames
-from dynamo.attach.pool import ClientRequest, ConnectionPool
+from dynamo.attach.models import ModelNames
+from dynamo.attach.pool import ClientRequest, ConnectionPool, Headers
 from dynamo.errors import DynamoError, HttpFailure, InvalidArgument
-from dynamo.http.multipart import is_multipart
-from dynamo.http.patterns import RoutePatterns
-from dynamo.http.target import Target
+from dynamo.http.client import Target
+from dynamo.http.routes import RoutePatterns, is_multipart
 from dynamo.protocols import codec
 from dynamo.protocols.relay import HttpRequest, HttpResponseHead
 from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
-
-__all__ = ["AttachService", "request_message"]
 
 _DECODE = codec.decoder(HttpRequest).decode
 _HOP_BY_HOP = frozenset(

@@ -8,8 +8,6 @@ import msgspec
 
 from dynamo.bench.stats import Outcome
 
-__all__ = ["AnswerChunk", "AnswerUsage", "error_message", "read_answer", "read_chunk"]
-
 _SHOWN_CHARS = 160
 
 

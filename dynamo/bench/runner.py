@@ -16,11 +16,8 @@ from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
-from dynamo.http.client import ResponseError, cause
-from dynamo.http.target import Target
+from dynamo.http.client import ResponseError, Target, cause
 from dynamo.protocols.openai import ModelList
-
-__all__ = ["Runner", "calibrate", "first_model"]
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 CALIBRATION_WORDS = (16, 528)

@@ -11,8 +11,6 @@ import msgspec
 
 from dynamo.errors import ConfigError
 
-__all__ = ["Goodput", "Outcome", "Spread", "Summary", "parse_goodput", "percentile", "summarize"]
-
 
 @dataclass(slots=True)
 class Outcome:

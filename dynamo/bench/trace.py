@@ -4,6 +4,10 @@ Public origin of the first: kvcache-ai/Mooncake, FAST25-release/traces. ``{"time
 "input_length": tokens, "output_length": tokens, "hash_ids": [one id per block]}``; equal ids at
 equal positions are the same prefix block. Optional: ``session_id``, whose requests run one after
 another, and ``delay``, the milliseconds between the session's last answer and this request.
+
+Traces of conversations: aiperf's sessions, and the rounds of coding agents in TraceLab.
+
+Both are lengths and times alone: texts of a file become lengths, and no text is sent.
 """
 
 from __future__ import annotations
@@ -17,17 +21,19 @@ from pathlib import Path
 import msgspec
 
 from dynamo.bench.trace_formats import (
+    DEFAULT_OUTPUT_TOKENS,
     AzureReader,
     MooncakeReader,
+    SessionClock,
+    TextBlocks,
     TraceLineError,
     TraceReader,
     TraceRequest,
+    decode_line,
+    parse_time,
 )
-from dynamo.bench.trace_sessions import AiperfReader, TraceLabReader
-from dynamo.config.trace import TRACE_FORMATS
+from dynamo.config.bench import TRACE_FORMATS
 from dynamo.errors import ConfigError
-
-__all__ = ["TraceRequest", "parents", "read_trace"]
 
 _GZIP = b"\x1f\x8b"
 _READERS: dict[str, Callable[[bytes], TraceReader]] = {
@@ -36,6 +42,165 @@ _READERS: dict[str, Callable[[bytes], TraceReader]] = {
     "aiperf": lambda line: AiperfReader(),
     "tracelab": lambda line: TraceLabReader(),
 }
+_BLOCK_TOKENS = 512
+_INPUT_EVENTS = ("user_message", "tool_result")
+
+
+class _SessionTurn(msgspec.Struct):
+    text: str | None = None
+    texts: list[str] | None = None
+    role: str | None = None
+    timestamp: float | None = None
+    delay: float | None = None
+    output_length: int | None = None
+
+    @property
+    def words(self) -> str | None:
+        """Its text; None without one."""
+        return self.text if self.texts is None else " ".join(self.texts)
+
+    @property
+    def is_system(self) -> bool:
+        """Whether it is a system prompt, which is no request."""
+        timing = (self.timestamp, self.delay, self.output_length)
+        return self.role == "system" and timing == (None, None, None)
+
+
+class _Session(_SessionTurn):
+    """A conversation, or with a text of its own a single turn."""
+
+    session_id: str | int | None = None
+    turns: list[_SessionTurn] | None = None
+
+
+_decode_session = msgspec.json.Decoder(_Session)
+
+
+class AiperfReader:
+    """aiperf's ``multi_turn`` and ``single_turn`` JSONL: a conversation, or one turn, a line.
+
+    A turn's prompt is all turns and answers before it, and its own text: 4 characters a token.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], int] = {}
+        self._clock = SessionClock()
+        self._lines = 0
+
+    def read(self, line: bytes) -> Sequence[TraceRequest]:
+        """See :class:`TraceReader`."""
+        row = decode_line(line, _decode_session)
+        self._lines += 1
+        turns = [row] if row.turns is None else row.turns
+        session = None
+        if row.turns is not None or row.session_id is not None:
+            session = str(row.session_id if row.session_id is not None else f"line {self._lines}")
+        prompt = TextBlocks(self._known)
+        found = []
+        for number, turn in enumerate(turns):
+            words = turn.words
+            if words is None:
+                place = "text" if row.turns is None else f"turns[{number}].text"
+                raise TraceLineError(place, "missing")
+            prompt.add(words)
+            if number == 0 and turn.is_system and len(turns) > 1:
+                continue
+            output = DEFAULT_OUTPUT_TOKENS if turn.output_length is None else turn.output_length
+            at_ms = self._clock.at_ms(turn.timestamp, session)
+            ids, length = prompt.prompt()
+            found.append(TraceRequest(ids, output, length, at_ms, session, turn.delay or 0.0))
+            prompt.add_unknown(output)
+        return found
+
+
+class _TimingEvent(msgspec.Struct):
+    event_type: str | None = None
+    timestamp: str | None = None
+
+
+class _SessionRound(msgspec.Struct):
+    session_id: str
+    output_tokens: int
+    input_tokens_total: int | None = None
+    prefix_tokens: int | None = None
+    newly_append_tokens: int | None = None
+    timing_events: list[_TimingEvent] = []
+
+
+_decode_round = msgspec.json.Decoder(_SessionRound)
+
+
+class _Rounds:
+    """One session so far: the blocks of its context, and when its last answer ended."""
+
+    __slots__ = ("answered_ms", "blocks")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.answered_ms: float | None = None
+
+
+class TraceLabReader:
+    """TraceLab's normalized JSONL: a line for each call of a model, with its token counts.
+
+    Public origin: uw-syfi/TraceLab. It has no block ids: a session keeps the blocks of its
+    ``prefix_tokens`` and adds new ones, and sessions share none. A round begins with its latest
+    input before the model's first output.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, _Rounds] = {}
+        self._blocks = 0
+        self._begun_ms: float | None = None
+        self._clock = SessionClock()
+
+    def read(self, line: bytes) -> Sequence[TraceRequest]:
+        """See :class:`TraceReader`."""
+        row = decode_line(line, _decode_round)
+        session = self._sessions.setdefault(row.session_id, _Rounds())
+        begun_ms, ended_ms = _span(row.timing_events)
+        if begun_ms is not None and self._begun_ms is None:
+            self._begun_ms = begun_ms
+        delay_ms = 0.0
+        if begun_ms is not None and session.answered_ms is not None:
+            delay_ms = max(0.0, round(begun_ms - session.answered_ms, 3))
+        session.answered_ms = ended_ms if ended_ms is not None else session.answered_ms
+        at_ms = None if begun_ms is None else round(begun_ms - (self._begun_ms or 0.0), 3)
+        length = self._length(row)
+        ids = self._context(session, row.prefix_tokens or 0, length)
+        at_ms = self._clock.at_ms(at_ms, row.session_id)
+        return [TraceRequest(ids, row.output_tokens, length, at_ms, row.session_id, delay_ms)]
+
+    def _length(self, row: _SessionRound) -> int:
+        if row.input_tokens_total is not None:
+            return row.input_tokens_total
+        if row.prefix_tokens is None or row.newly_append_tokens is None:
+            raise TraceLineError("input_tokens_total", "missing")
+        return row.prefix_tokens + row.newly_append_tokens
+
+    def _context(self, session: _Rounds, prefix: int, length: int) -> list[int]:
+        """Return the blocks of the prompt: the full ones of its prefix are those of before."""
+        kept = session.blocks[: min(prefix, length) // _BLOCK_TOKENS]
+        new = -(-length // _BLOCK_TOKENS) - len(kept)
+        session.blocks = [*kept, *range(self._blocks, self._blocks + new)]
+        self._blocks += new
+        return session.blocks
+
+
+def _span(events: Iterable[_TimingEvent]) -> tuple[float | None, float | None]:
+    """When the round was sent, and when its last output came, in ms; None if the events miss it."""
+    begun_ms = ended_ms = None
+    for event in events:
+        if event.timestamp is None:
+            continue
+        at_ms = parse_time(event.timestamp, "timing_events[...].timestamp")
+        if event.event_type not in _INPUT_EVENTS:
+            ended_ms = at_ms if ended_ms is None else max(ended_ms, at_ms)
+        elif ended_ms is None:
+            begun_ms = at_ms if begun_ms is None else max(begun_ms, at_ms)
+    return (ended_ms if begun_ms is None else begun_ms), ended_ms
+
+
 assert {"auto", *_READERS} == set(TRACE_FORMATS)
 
 

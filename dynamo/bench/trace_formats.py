@@ -1,7 +1,7 @@
 """The formats of traces, a line at a time: Mooncake's JSONL and Azure's CSV.
 
 A reader turns the lines of one file into requests. Those of conversations are in
-:mod:`dynamo.bench.trace_sessions`. What a format does not have stays out: without block ids
+:mod:`dynamo.bench.trace`. What a format does not have stays out: without block ids
 ``hash_ids`` is empty, and the prompt shares nothing.
 """
 
@@ -13,19 +13,6 @@ from datetime import UTC, datetime
 from typing import Protocol, TypeVar
 
 import msgspec
-
-__all__ = [
-    "DEFAULT_OUTPUT_TOKENS",
-    "AzureReader",
-    "MooncakeReader",
-    "SessionClock",
-    "TextBlocks",
-    "TraceLineError",
-    "TraceReader",
-    "TraceRequest",
-    "decode_line",
-    "parse_time",
-]
 
 DEFAULT_OUTPUT_TOKENS = 128
 """Of a request whose trace does not say how long its answer is."""

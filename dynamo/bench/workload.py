@@ -10,9 +10,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dynamo.bench.trace import TraceRequest
-
-__all__ = ["PlannedRequest", "Prompts", "from_trace", "synthetic"]
+from dynamo.bench.trace_formats import TraceRequest
 
 _VOCABULARY = (
     "the of and to in is that for it was on are as with his they at be this from have or by "

@@ -17,14 +17,12 @@ from dynamo.bench.runner import Runner, calibrate, first_model
 from dynamo.bench.stats import Outcome, Spread, Summary, parse_goodput, summarize
 from dynamo.bench.trace import read_trace
 from dynamo.bench.workload import PlannedRequest, Prompts, from_trace, synthetic
-from dynamo.cli.frontend_url import find_target
+from dynamo.cli.frontend_client import find_target
 from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import one_line
-
-__all__ = ["main"]
 
 DESCRIPTION = """Load any OpenAI endpoint and measure TTFT, ITL, latency, throughput and goodput."""
 EPILOG = """examples:

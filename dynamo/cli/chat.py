@@ -1,24 +1,33 @@
-"""``dynamo chat``: talk to a model of the running deployment in the terminal."""
+"""``dynamo chat``: talk to a model of the running deployment in the terminal.
+
+The dialogue of ``dynamo chat`` on a terminal: lines, commands, answers, their figures.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import re
+import readline
+import signal
 import sys
-from collections.abc import Sequence
+import termios
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
 
 from dynamo.cli.chat_client import ChatAnswer, ChatTarget, list_models, request_answer
-from dynamo.cli.chat_session import ChatSession
-from dynamo.cli.frontend_url import find_target
+from dynamo.cli.frontend_client import find_target
+from dynamo.cli.options import ChatSettings
 from dynamo.config import from_env, load
-from dynamo.config.chat import ChatSettings
 from dynamo.config.client import ClientSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.http.target import Target
+from dynamo.http.client import Target
 from dynamo.observability.logs import one_line
 from dynamo.runtime.process.paths import state_dir
-
-__all__ = ["main"]
 
 DESCRIPTION = """Chat with a model. Without a terminal: read one message from stdin, print the
 answer alone."""
@@ -26,8 +35,228 @@ EPILOG = """examples:
   dynamo chat
   dynamo chat --model llama --system 'Answer in one sentence.'
   echo 'What is a KV cache?' | dynamo chat"""
-
 _HISTORY = "chat_history"
+_HISTORY_LINES = 1000
+_DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_PROMPT = f"\001{_BOLD}\002>\001{_PLAIN}\002 "
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_QUIT = ("/quit", "/exit", "/bye")
+_COMMANDS = {
+    "/reset": "forget the conversation, keep the system prompt",
+    "/model [NAME]": "list the models, or go on with another one",
+    "/system [TEXT]": "show the system prompt, or set it; - removes it",
+    "/save FILE": "write the conversation as JSON",
+    "/stats": "tokens and times of this session",
+    "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer, a second one leaves",
+}
+
+
+class ChatSession:
+    """A conversation with ``target``; lines that are typed are kept in ``history``."""
+
+    def __init__(self, target: ChatTarget, system: str | None, history: Path) -> None:
+        self._target = target
+        self._url = target.endpoint.url
+        self._system = system
+        self._history = history
+        self._messages: list[dict[str, str]] = []
+        self._answers: list[ChatAnswer] = []
+        self._interrupted = False
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/reset": self._reset,
+            "/model": self._choose,
+            "/system": self._set_system,
+            "/save": self._save,
+            "/stats": self._show_stats,
+            "/help": self._help,
+        }
+
+    def run(self) -> int:
+        """Talk until the end; return the exit status."""
+        self._open_history()
+        before = readline.get_current_history_length()
+        print(f"{_DIM}{one_line(self._target.model)} at {self._url}; /help, /quit{_PLAIN}")
+        try:
+            while (line := self._read()) is not None and line not in _QUIT:
+                if line.startswith("/"):
+                    self._command(line)
+                elif line:
+                    self._ask(line)
+        finally:
+            self._keep_history(readline.get_current_history_length() - before)
+        return 0
+
+    def _read(self) -> str | None:
+        """Return the next message, "" for none, None at the end: Ctrl-D, or Ctrl-C twice."""
+        try:
+            line = input(_PROMPT).strip()
+            self._interrupted = False
+            return line
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            again, self._interrupted = self._interrupted, True
+            print("" if again else f"\n{_DIM}Ctrl-C again or /quit leaves{_PLAIN}")
+            return None if again else ""
+        except UnicodeDecodeError:
+            print("this is not text in the terminal's encoding; nothing was sent")
+            return ""
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        command = self._commands.get(name)
+        if command is None:
+            print(f"unknown command {one_line(name)}; /help lists them")
+            return
+        try:
+            command(rest.strip())
+        except DynamoError as error:
+            print(one_line(error.message))
+
+    def _ask(self, text: str) -> None:
+        """Send the message and show the answer; Ctrl-C ends it and keeps what there is of it."""
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        asked, answer = {"role": "user", "content": text}, ChatAnswer()
+        messages = [*system, *self._messages, asked]
+        screen = _Screen()
+        problem = ""
+        try:
+            with _keys_not_shown():
+                asyncio.run(request_answer(self._target, messages, answer, screen.show))
+        except KeyboardInterrupt:
+            self._interrupted, problem = True, "stopped; Ctrl-C again leaves"
+        except DynamoError as error:
+            problem = one_line(error.message)
+        screen.end()
+        if answer.text or not problem:
+            self._messages += [asked, {"role": "assistant", "content": answer.text}]
+        self._answers.append(answer)
+        print(f"{_DIM}[{'; '.join(part for part in (problem, _figures(answer)) if part)}]{_PLAIN}")
+
+    def _reset(self, _: str) -> None:
+        self._messages.clear()
+        print("the conversation is empty")
+
+    def _choose(self, name: str) -> None:
+        models = asyncio.run(list_models(self._target.endpoint))
+        if not name:
+            for one in models:
+                print(f"{'*' if one == self._target.model else ' '} {one_line(one)}")
+        elif name in models:
+            self._target = self._target._replace(model=name)
+            print(f"now with {one_line(name)}")
+        else:
+            shown = one_line(", ".join(models))
+            print(f"{self._url} does not serve {one_line(name)}; it serves: {shown}")
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self._system = None if text == "-" else text
+        print("no system prompt" if self._system is None else f"system prompt: {self._system}")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            print("name a file: /save FILE")
+            return
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        content = {"model": self._target.model, "messages": [*system, *self._messages]}
+        text = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+        path = Path(name).expanduser()
+        try:
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+                out.write(text)
+        except FileExistsError:
+            print(f"{path} exists: name another file")
+        except OSError as error:
+            print(f"cannot write {path}: {error.strerror}")
+        else:
+            print(f"saved {len(self._messages)} messages in {path}")
+
+    def _show_stats(self, _: str) -> None:
+        answers = [answer for answer in self._answers if answer.ttft_s]
+        prompt = sum(answer.prompt_tokens for answer in answers)
+        cached = sum(answer.cached_tokens or 0 for answer in answers)
+        output = sum(answer.output_tokens for answer in answers)
+        decode_s = sum(answer.last_token_s - answer.ttft_s for answer in answers)
+        ttft_s = sum(answer.ttft_s for answer in answers) / max(len(answers), 1)
+        print(f"{len(answers)} answers, {prompt:,} prompt tokens ({cached:,} cached)")
+        print(f"{output:,} output tokens in {decode_s:.1f} s, mean TTFT {ttft_s * 1e3:,.0f} ms")
+
+    def _help(self, _: str) -> None:
+        for name, text in _COMMANDS.items():
+            print(f"  {name:<15} {text}")
+
+    def _open_history(self) -> None:
+        readline.parse_and_bind("set enable-bracketed-paste on")  # a paste is one message
+        readline.set_history_length(_HISTORY_LINES)
+        with contextlib.suppress(OSError):  # no history, or one that cannot be read
+            readline.read_history_file(self._history)
+
+    def _keep_history(self, typed: int) -> None:
+        try:
+            os.close(os.open(self._history, os.O_WRONLY | os.O_CREAT, 0o600))
+            self._history.chmod(0o600)
+            readline.append_history_file(typed, self._history)
+        except OSError as error:
+            print(f"the history was not saved: {error.strerror}")
+
+
+@contextlib.contextmanager
+def _keys_not_shown() -> Iterator[None]:
+    """Keep the keys that are typed off the screen: they are the beginning of the next line."""
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+
+    def end(number: int, _: object) -> None:
+        # An exception could be lost in a callback of the parser.
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        termios.tcsetattr(terminal, termios.TCSANOW, silent)
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Screen:
+    """Prints pieces of an answer, reasoning dim; without control characters of the model."""
+
+    def __init__(self) -> None:
+        self._reasoning = False
+        self._at_start = True
+
+    def show(self, text: str, is_reasoning: bool) -> None:
+        if is_reasoning != self._reasoning:
+            self._reasoning = is_reasoning
+            gap = "" if self._at_start else "\n"
+            print(gap + (_DIM if is_reasoning else _PLAIN), end="")
+        text = _CONTROL.sub("", text)
+        print(text, end="", flush=True)
+        if text:
+            self._at_start = text.endswith("\n")
+
+    def end(self) -> None:
+        print(_PLAIN + ("" if self._at_start else "\n"), end="", flush=True)
+
+
+def _figures(answer: ChatAnswer) -> str:
+    """The figures of one answer; "" before its first token."""
+    if not answer.ttft_s:
+        return ""
+    parts = [f"TTFT {answer.ttft_s * 1e3:,.0f} ms"]
+    if answer.output_tokens:
+        parts.insert(0, f"{answer.output_tokens:,} tokens")
+    if answer.tokens_per_s:
+        parts.insert(1, f"{answer.tokens_per_s:,.1f} tok/s")
+    if answer.finish_reason == "length":
+        parts.append("cut off at the limit of tokens")
+    return ", ".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.bench.answers import AnswerChunk, AnswerUsage, error_message
-from dynamo.bench.events import EventParser
+from dynamo.bench.client import EventParser
 from dynamo.cli.frontend_client import call, connect
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
-from dynamo.http.client import HttpClient, ResponseError, cause
-from dynamo.http.target import Target
+from dynamo.http.client import HttpClient, ResponseError, Target, cause
 from dynamo.protocols.openai import ModelList
-
-__all__ = ["ChatAnswer", "ChatTarget", "list_models", "request_answer"]
 
 _BODY_BYTES = 16 << 20
 _CONNECT_S = 10.0

@@ -21,8 +21,6 @@ from io import BytesIO, FileIO, RawIOBase
 from dynamo.config import environ
 from dynamo.observability.logs import one_line
 
-__all__ = ["Console", "ConsoleLog", "WatcherPrefix"]
-
 _QUEUE_LINES = 10_000
 _LINES_AT_ONCE = 256
 _CLOSE_TIMEOUT_S = 2.0

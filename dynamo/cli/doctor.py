@@ -12,12 +12,10 @@ from typing import Any
 import msgspec
 
 from dynamo.cli.doctor_checks import Examination, Part
+from dynamo.cli.options import DoctorSettings
 from dynamo.config import load
-from dynamo.config.doctor import DoctorSettings
 from dynamo.doctor.facts import Finding
 from dynamo.errors import ConfigError, DynamoError
-
-__all__ = ["main"]
 
 DESCRIPTION = "Check this machine and a deployment: drivers, limits, disks, ports, KV events."
 EPILOG = """Nothing is changed. Each finding has a remedy: a command, or a key of the graph.

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo.box.deployments import chosen_runtime
-from dynamo.box.doctor.read_engines import read_engines, read_gpus
+from dynamo.cli.options import DoctorSettings
 from dynamo.config import environ, from_env
-from dynamo.config.doctor import DoctorSettings
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -35,7 +33,14 @@ from dynamo.doctor.read_deployment import (
     read_frontends,
     read_listeners,
 )
-from dynamo.doctor.read_machine import file_system, read_clock, read_limits, read_memory
+from dynamo.doctor.read_machine import (
+    file_system,
+    read_clock,
+    read_engines,
+    read_gpus,
+    read_limits,
+    read_memory,
+)
 from dynamo.doctor.read_workers import GraphNeeds, graph_needs, read_router, read_workers
 from dynamo.errors import ConfigError
 from dynamo.runtime.process.paths import state_path, store_path
@@ -43,9 +48,8 @@ from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.serve.state.entries import service_config
 from dynamo.setup.graph_plan import prepare, read_graph
 from dynamo.setup.service_checks import check_engines as check_graph_engines
+from dynamo.status.components import chosen_runtime
 from dynamo.vllm.engine import TESTED_VERSIONS
-
-__all__ = ["Examination", "Part"]
 
 Part = tuple[str, Callable[[], Iterable[Finding]]]
 """The name of a part, and the function that reads its facts and returns its findings."""

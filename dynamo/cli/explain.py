@@ -9,13 +9,11 @@ from urllib.parse import quote
 import msgspec
 
 from dynamo.cli.frontend_client import ask
+from dynamo.cli.options import RequestExplainSettings
 from dynamo.config import load
-from dynamo.config.explain import RequestExplainSettings
-from dynamo.config.frontend_client import FrontendClientSettings
+from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt
-
-__all__ = ["explanation", "main"]
 
 DESCRIPTION = """Show why a request went to its worker, with the costs of all workers at that
 moment, and where its time went. The frontend keeps the last 1,000 requests."""

@@ -37,8 +37,6 @@ from dynamo.setup.model_choice import (
 )
 from dynamo.setup.new_graph import NewGraph
 
-__all__ = ["main"]
-
 DESCRIPTION = "Write the graph of one model: asks four questions, each with a default."
 EPILOG = """An empty answer takes the default in brackets. A file is never replaced unasked.
 Exit status: 0 written, 1 it cannot be written, 2 an answer or a flag is wrong."""

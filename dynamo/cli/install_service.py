@@ -21,8 +21,6 @@ from dynamo.serve.graph.watchers import WatcherSpec
 from dynamo.setup.graph_plan import prepare, read_graph
 from dynamo.setup.systemd_unit import HEADER, SystemdUnit
 
-__all__ = ["main"]
-
 DESCRIPTION = "Write a systemd unit that serves a graph, and say how to start it."
 EPILOG = """A second call with the same arguments changes nothing. A unit that this command did not
 write is never replaced.

@@ -7,12 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dynamo.cli.options import KeySettings
 from dynamo.config import load
-from dynamo.config.key import KeySettings
 from dynamo.errors import ConfigError
 from dynamo.http.api_keys import KEY_NAME, key_line, new_key, read_keys
-
-__all__ = ["add_key", "main"]
 
 DESCRIPTION = """Make an API key: print it once, and store its SHA-256 digest in the key file.
 To revoke a key, delete its line. Running frontends load the changed file within two seconds."""

@@ -7,15 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.box.deployments import chosen_runtime
 from dynamo.cli.console import WatcherPrefix
+from dynamo.cli.options import DeploymentSettings, LogsSettings
 from dynamo.config import load
-from dynamo.config.operate import DeploymentSettings, LogsSettings
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.runtime.process.paths import state_path
+from dynamo.status.components import chosen_runtime
 from dynamo.status.logs import LogLine, LogReader, follow, select_watchers
-
-__all__ = ["main"]
 
 DESCRIPTION = "Show the output of the processes of a deployment, also after its end."
 EPILOG = """NAME is a worker (dynamo_Worker_1) or a service. Lines of several processes have their

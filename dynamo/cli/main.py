@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 
 from dynamo import __version__
 
-__all__ = ["VERBS", "main", "rival_distribution"]
-
 VERBS = {
     "run": ("dynamo.cli.run", "serve one model: an id on Hugging Face, a directory, a GGUF file"),
     "init": ("dynamo.cli.init", "write the graph of a model: asks four questions"),

@@ -7,13 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dynamo.box.deployments import chosen_runtime
+from dynamo.cli.options import DeploymentSettings, LoadModelSettings, OperateSettings
 from dynamo.config import load as load_options
-from dynamo.config.operate import DeploymentSettings, LoadModelSettings, OperateSettings
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
 from dynamo.operations.operate import BoxActions, Steps
-
-__all__ = ["drain", "load", "pause_planner", "restart", "resume_planner", "sleep", "unload", "wake"]
+from dynamo.status.components import chosen_runtime
 
 _EPILOG = """NAME is a worker (dynamo_Worker_1), or a service for all of its workers. The command
 returns when the action is complete; Ctrl-C ends {what}.

@@ -1,4 +1,4 @@
-"""Options of ``dynamo run``, ``init`` and ``install-service``."""
+"""The options of the verbs of ``dynamo``, but for those that other programs share."""
 
 from __future__ import annotations
 
@@ -6,16 +6,225 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = [
-    "ENGINES",
-    "GraphChoices",
-    "InitSettings",
-    "InstallServiceSettings",
-    "RunSettings",
-]
-
 ENGINES = ("vllm", "sglang", "llama.cpp", "ollama", "mocker")
 """Names of engines; all but the mocker run real models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PsSettings:
+    """ps: which deployment, and how to print it"""
+
+    namespace: str | None = option(
+        None,
+        "--namespace",
+        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
+    )
+    json: bool = option(False, "--json", help="print JSON: all that is known, with every worker")
+    api_key: str | None = option(
+        None,
+        "--api-key",
+        env=("DYN_API_KEY", "OPENAI_API_KEY"),
+        help="an operator's key, for the figures of a frontend that needs one",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebSettings:
+    """web: which deployment, and whether to open a browser"""
+
+    namespace: str | None = option(
+        None,
+        "--namespace",
+        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
+    )
+    open: bool = option(
+        True, "--open", help="open a browser, if this session has a display; --no-open prints alone"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSettings:
+    """state: what to do, and with which deployment"""
+
+    action: str = option(
+        "",
+        "action",
+        choices=("show", "repair"),
+        help="show: print the components; repair: make statefile and processes agree",
+    )
+    namespace: str | None = option(
+        None,
+        "--namespace",
+        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
+    )
+    json: bool = option(False, "--json", help="with show: print JSON")
+    dry_run: bool = option(False, "--dry-run", help="with repair: only say what it would do")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteSettings:
+    """route: which prompt"""
+
+    prompt_file: str | None = option(
+        None,
+        "--prompt-file",
+        help="text of a prompt, or the JSON body of a chat or completion request; - for stdin",
+    )
+    model: str | None = option(None, "--model", help="default: the frontend's first")
+    explain: bool = option(False, "--explain", help="show all candidates and their cost")
+    json: bool = option(False, "--json", help="print the answer as JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """record: how long, and what"""
+
+    file: str | None = option(None, "file", metavar="FILE", help="the trace to write, a new file")
+    seconds: float | None = option(
+        None,
+        "--seconds",
+        minimum=0,
+        exclusive_minimum=True,
+        help="stop after so many seconds; default: at Ctrl-C",
+    )
+    requests: int | None = option(
+        None, "--requests", minimum=1, help="stop after so many requests; default: at Ctrl-C"
+    )
+    model: str | None = option(None, "--model", help="record this model only; default: all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentSettings:
+    """deployment: which one"""
+
+    namespace: str | None = option(
+        None,
+        "--namespace",
+        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperateSettings:
+    """operate: which processes"""
+
+    name: str = option(
+        "", "name", help="a worker, such as dynamo_Worker_1, or a service for all of its workers"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadModelSettings:
+    """load: which model"""
+
+    model: str = option("", "model", help="name of a model of the graph")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsSettings:
+    """logs: of which processes, and how many lines"""
+
+    name: str = option("", "name", help="a worker or a service; default: all, with their names")
+    follow: bool = option(
+        False, "-f", "--follow", help="go on with new lines, beyond restarts and rotations"
+    )
+    number: int = option(
+        50, "-n", "--number", minimum=0, help="last lines of each process to show first"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopSettings:
+    """top: how often"""
+
+    once: bool = option(False, "--once", help="print one frame and exit")
+    interval_s: float = option(
+        1.0,
+        "--interval",
+        minimum=0.1,
+        maximum=3600.0,
+        metavar="SECONDS",
+        help="time between frames",
+    )
+    api_key: str | None = option(
+        None,
+        "--api-key",
+        env=("DYN_API_KEY", "OPENAI_API_KEY"),
+        help="an operator's key, for the figures of a frontend that needs one",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySettings:
+    """key: the name of the key, its role, and the file"""
+
+    action: str = option("", "action", choices=("add",), help="add: make a key and print it, once")
+    name: str = option(
+        "", "name", help="name of the key in metrics: letters, digits and . _ @ -, at most 64"
+    )
+    role: str = option(
+        "user",
+        "--role",
+        choices=("user", "operator"),
+        help="operators may also set busy thresholds, explain decisions and call engine routes",
+    )
+    api_key_file: str | None = option(
+        None,
+        "--api-key-file",
+        env="DYN_API_KEY_FILE",
+        help="the file of the frontend; made with mode 0600 if it does not exist",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestExplainSettings:
+    """explain: which request"""
+
+    request: str = option(
+        "last",
+        "request",
+        help="id of a request that has ended: that of the response, the x-request-id that you "
+        "sent, or its first or last digits; default: the last request",
+    )
+    json: bool = option(False, "--json", help="print the record as JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorSettings:
+    """doctor: what to examine"""
+
+    graph: str = option(
+        "", "graph", help="YAML file to check too; default: the graph of the running deployment"
+    )
+    namespace: str | None = option(
+        None,
+        "--namespace",
+        help="namespace of the deployment; default: the one in the graph, else DYN_NAMESPACE",
+    )
+    json: bool = option(False, "--json", help="print the findings as JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionSettings:
+    """completion: for which shell"""
+
+    shell: str = option("", "shell", choices=("bash", "zsh", "fish"), help="your shell")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings:
+    """chat: with which model"""
+
+    model: str | None = option(
+        None, "--model", help="default: the only one that the frontend serves"
+    )
+    system: str | None = option(None, "--system", metavar="TEXT", help="the system prompt")
+    max_tokens: int | None = option(
+        None,
+        "--max-tokens",
+        minimum=1,
+        help="end an answer after so many; default: the model's end",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,18 +9,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dynamo.box.deployments import chosen_runtime
-from dynamo.box.planner_call import call_planner
+from dynamo.cli.options import DeploymentSettings
 from dynamo.config import load
-from dynamo.config.operate import DeploymentSettings
 from dynamo.config.planner import ExplainSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.operations.outside import call_planner
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog
 from dynamo.planner.reports.explain import EXPLAIN, ExplainReport, ModelReport, report_text
 from dynamo.runtime.process.paths import state_path
-
-__all__ = ["main"]
+from dynamo.status.components import chosen_runtime
 
 _DESCRIPTION = """Show the last decisions of the planner, and what it would decide now."""
 _VERBS = {

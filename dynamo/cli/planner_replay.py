@@ -12,16 +12,13 @@ from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.planner.replay.setup import ReplaySetup
 from dynamo.simulation.compare import Comparison, compare
 from dynamo.simulation.patterns import generate, parse_pattern, speed_up, warp
 from dynamo.simulation.plot import draw_comparison, require_matplotlib
 from dynamo.simulation.request import ReplayRequest, from_trace
 from dynamo.simulation.result import ReplayResult
-from dynamo.simulation.service_model import service_model
+from dynamo.simulation.service_model import ReplaySetup, service_model
 from dynamo.simulation.settings import ReplaySettings
-
-__all__ = ["main"]
 
 DESCRIPTION = """Run the planner's policies on a trace in virtual time, an hour in seconds."""
 EPILOG = """examples:

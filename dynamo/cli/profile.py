@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from dynamo.cli.text_table import figures
 from dynamo.config import load
-from dynamo.config.profile import ProfileSettings
+from dynamo.config.bench import ProfileSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import one_line
 from dynamo.profiler.plots import draw_profile, require_matplotlib
@@ -25,8 +25,6 @@ from dynamo.profiler.results import ProfileResult
 from dynamo.profiler.sweep import ProfileProgress, run_profile
 from dynamo.serve.graph.overrides import split_overrides
 from dynamo.setup.graph_plan import read_graph
-
-__all__ = ["main"]
 
 DESCRIPTION = """Start one worker of a graph by itself, measure TTFT and ITL over prompt lengths,
 context lengths and concurrency, and write what the planner's SLA mode needs."""

@@ -14,8 +14,6 @@ from dynamo.cli.text_table import aligned
 from dynamo.config.ps_quick import QuickPs
 from dynamo.status.status_client import STATUS_SOCKET, ask
 
-__all__ = ["main"]
-
 DESCRIPTION = "Show the models of a deployment: their workers, GPUs, load, and what failed."
 EPILOG = """Works also while the frontend is down; then the figures of requests are missing.
 Exit status: 0 all is well, 1 something failed or there is no deployment, 2 a bad flag."""
@@ -42,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     """Read the options, and collect the state here if the arbiter does not answer."""
-    from dynamo.box.deployments import chosen_runtime  # these are slow to import
+    from dynamo.cli.options import PsSettings
     from dynamo.config import load
-    from dynamo.config.ps import PsSettings
     from dynamo.errors import ConfigError
     from dynamo.runtime.process.paths import planned_socket_path
+    from dynamo.status.components import chosen_runtime  # these are slow to import
     from dynamo.status.reading import report
 
     (settings,) = load("dynamo ps", DESCRIPTION, [PsSettings], argv, epilog=EPILOG)

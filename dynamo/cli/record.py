@@ -11,16 +11,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dynamo.bench.record_client import RecordClient
-from dynamo.bench.recording import TraceFile
-from dynamo.cli.frontend_url import find_target
+from dynamo.bench.recording import RecordClient, TraceFile
+from dynamo.cli.frontend_client import find_target
+from dynamo.cli.options import RecordSettings
 from dynamo.config import load
 from dynamo.config.client import ClientSettings
-from dynamo.config.record import RecordSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.http.target import Target
-
-__all__ = ["main"]
+from dynamo.http.client import Target
 
 DESCRIPTION = """Record a trace of live traffic in the Mooncake format: times, lengths, and which
 prompts share a beginning. No text, token, user or session name is in it."""

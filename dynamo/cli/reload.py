@@ -11,19 +11,16 @@ from typing import Any
 
 import zmq
 
-from dynamo.box.deployments import chosen_runtime
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ReloadSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.runtime.process.paths import state_dir
-from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.graph import parse_graph, read_text
 from dynamo.serve.graph.overrides import split_overrides
 from dynamo.serve.state.process_table import same_process
 from dynamo.serve.state.statefile import Document, Statefile
-from dynamo.serve.yamlmap import read_text
-
-__all__ = ["main"]
+from dynamo.status.components import chosen_runtime
 
 DESCRIPTION = "Apply a changed graph to a running deployment, one process after another."
 EPILOG = """Only what changed is touched: services and workers are added, restarted or removed.

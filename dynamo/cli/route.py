@@ -11,14 +11,12 @@ from typing import Any
 import msgspec
 
 from dynamo.cli.frontend_client import ask
+from dynamo.cli.options import RouteSettings
 from dynamo.config import load
-from dynamo.config.frontend_client import FrontendClientSettings
-from dynamo.config.route import RouteSettings
+from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
 from dynamo.protocols.openai import ModelList
 from dynamo.router.explanations.explain import Explanation, table
-
-__all__ = ["main"]
 
 DESCRIPTION = """Show which worker a prompt would go to. Nothing is sent to a worker."""
 EPILOG = """examples:

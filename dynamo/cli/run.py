@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from dynamo.box.deployments import main_pid, running_deployment
 from dynamo.cli.options import RunSettings
 from dynamo.cli.serve import dry_run, start
 from dynamo.config import from_env, load
@@ -26,8 +25,7 @@ from dynamo.serve.state.statefile import Document
 from dynamo.setup.engines import find_engines
 from dynamo.setup.model_choice import choose, named_model, probe_gpus, running_ollama
 from dynamo.setup.new_graph import NewGraph
-
-__all__ = ["main"]
+from dynamo.status.components import main_pid, running_deployment
 
 DESCRIPTION = "Serve one model: make its graph, start it, end everything on Ctrl-C."
 EPILOG = """Words after -- go to the engine. --Service.key=value changes a key of the graph, as in

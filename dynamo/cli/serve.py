@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dynamo.box.deployments import main_pid, running_deployment
 from dynamo.cli.console import Console, ConsoleLog
 from dynamo.config import environ, from_env, load_known
 from dynamo.config.runtime import RuntimeSettings
@@ -36,11 +35,10 @@ from dynamo.serve.state.statefile import Statefile
 from dynamo.serve.supervision.guard import hold_signals, run_guarded
 from dynamo.setup.graph_plan import SOCKETS, graph_directory, prepare, read_graph
 from dynamo.setup.service_checks import check_engine_flags, check_engines, override_hint
+from dynamo.status.components import main_pid, running_deployment
 from dynamo.status.reading import report
 from dynamo.status.status_client import STATUS_SOCKET
 from dynamo.status.status_socket import StatusSocket
-
-__all__ = ["dry_run", "main", "start"]
 
 DESCRIPTION = "Start the services of a graph file, keep them running, end them all on Ctrl-C."
 EPILOG = """overrides: --Service.key=value for every key of the file, for example

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dynamo.box.deployments import chosen_runtime
+from dynamo.cli.options import StateSettings
 from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.config.state import StateSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.operations.reconcile import reconcile
 from dynamo.operations.steps.access import open_access
@@ -22,9 +21,7 @@ from dynamo.runtime.process.paths import run_dir, state_path, store_dir, store_p
 from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.components import ComponentStatus, StateReport, arbiter_is_alive
-
-__all__ = ["main"]
+from dynamo.status.components import ComponentStatus, StateReport, arbiter_is_alive, chosen_runtime
 
 DESCRIPTION = "Show the processes, GPUs and leases of a deployment, or repair its statefile."
 EPILOG = """repair is safe while the deployment and its planner run. It deletes entries without a

@@ -5,8 +5,6 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 
-__all__ = ["aligned", "cells", "cut", "figures", "printable"]
-
 _GAP = 2
 _SHORTEST = 12
 """Columns that do not fit are cut to this width, not further."""

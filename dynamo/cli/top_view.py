@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from dynamo.cli.text_table import aligned, cut, printable
 from dynamo.protocols.status import BoxStatus, GpuStatus, ModelStatus, WorkerStatus
 
-__all__ = ["BAD", "PLAIN", "SORT_ORDERS", "WARN", "Line", "TopView", "frame", "sorted_workers"]
-
 Line = tuple[str, str]
-"""Style (see ``dynamo.cli.screen``) and text."""
+"""Style (see ``dynamo.cli.top``) and text."""
 
 PLAIN, TITLE, HEAD, CHOSEN, BAD = ("", "title", "head", "chosen", "bad")
 WARN, DIM = ("warn", "dim")

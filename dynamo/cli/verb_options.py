@@ -10,43 +10,41 @@ from typing import Any
 
 from dynamo.config.modules import settings_groups
 
-__all__ = ["subverbs", "verb_groups"]
+_DEPLOYMENT = "cli.options.DeploymentSettings"
+_WORKERS = ("cli.options.OperateSettings", _DEPLOYMENT)
+_MODEL = ("cli.options.LoadModelSettings", _DEPLOYMENT)
 
-_DEPLOYMENT = "operate.DeploymentSettings"
-_WORKERS = ("operate.OperateSettings", _DEPLOYMENT)
-_MODEL = ("operate.LoadModelSettings", _DEPLOYMENT)
-
-# Verb, and the word behind it if there is one → module of dynamo.config and class.
+# Verb, and the word behind it if there is one → module of dynamo and class.
 _GROUPS: dict[str, tuple[str, ...]] = {
-    "run": ("setup.RunSettings",),
-    "init": ("setup.InitSettings",),
-    "serve": ("serve.ServeSettings",),
-    "reload": ("serve.ReloadSettings",),
-    "doctor": ("doctor.DoctorSettings",),
-    "ps": ("ps.PsSettings",),
-    "state": ("state.StateSettings",),
-    "top": ("operate.TopSettings", _DEPLOYMENT),
-    "logs": ("operate.LogsSettings", _DEPLOYMENT),
+    "run": ("cli.options.RunSettings",),
+    "init": ("cli.options.InitSettings",),
+    "serve": ("config.serve.ServeSettings",),
+    "reload": ("config.serve.ReloadSettings",),
+    "doctor": ("cli.options.DoctorSettings",),
+    "ps": ("cli.options.PsSettings",),
+    "state": ("cli.options.StateSettings",),
+    "top": ("cli.options.TopSettings", _DEPLOYMENT),
+    "logs": ("cli.options.LogsSettings", _DEPLOYMENT),
     "restart": _WORKERS,
     "drain": _WORKERS,
     "sleep": _WORKERS,
     "wake": _WORKERS,
     "load": _MODEL,
     "unload": _MODEL,
-    "bench": ("bench.BenchSettings",),
-    "record": ("record.RecordSettings", "client.ClientSettings"),
-    "profile": ("profile.ProfileSettings",),
-    "web": ("web.WebSettings",),
-    "chat": ("chat.ChatSettings", "client.ClientSettings"),
-    "route": ("route.RouteSettings", "frontend_client.FrontendClientSettings"),
-    "explain": ("explain.RequestExplainSettings", "frontend_client.FrontendClientSettings"),
-    "planner explain": ("planner.ExplainSettings", _DEPLOYMENT),
-    "planner replay": ("planner_replay.ReplaySettings", "planner.PlannerSettings"),
+    "bench": ("config.bench.BenchSettings",),
+    "record": ("cli.options.RecordSettings", "config.client.ClientSettings"),
+    "profile": ("config.bench.ProfileSettings",),
+    "web": ("cli.options.WebSettings",),
+    "chat": ("cli.options.ChatSettings", "config.client.ClientSettings"),
+    "route": ("cli.options.RouteSettings", "config.client.FrontendClientSettings"),
+    "explain": ("cli.options.RequestExplainSettings", "config.client.FrontendClientSettings"),
+    "planner explain": ("config.planner.ExplainSettings", _DEPLOYMENT),
+    "planner replay": ("simulation.settings.ReplaySettings", "config.planner.PlannerSettings"),
     "planner pause": (_DEPLOYMENT,),
     "planner resume": (_DEPLOYMENT,),
-    "key": ("key.KeySettings",),
-    "install-service": ("setup.InstallServiceSettings",),
-    "completion": ("completion.CompletionSettings",),
+    "key": ("cli.options.KeySettings",),
+    "install-service": ("cli.options.InstallServiceSettings",),
+    "completion": ("cli.options.CompletionSettings",),
     "version": (),
 }
 
@@ -64,9 +62,10 @@ def verb_groups(verb: str, subverb: str = "") -> tuple[type[Any], ...]:
     names = _GROUPS.get(f"{verb} {subverb}", _GROUPS.get(verb))
     if names is None:  # the verb runs a module
         return settings_groups(f"dynamo.{verb}") or ()
-    return tuple(_group(*name.split(".")) for name in names)
+    return tuple(map(_group, names))
 
 
-def _group(module: str, name: str) -> type[Any]:
-    group: type[Any] = getattr(importlib.import_module(f"dynamo.config.{module}"), name)
+def _group(path: str) -> type[Any]:
+    module, _, name = path.rpartition(".")
+    group: type[Any] = getattr(importlib.import_module(f"dynamo.{module}"), name)
     return group

@@ -9,8 +9,6 @@ from importlib import metadata
 from dynamo import __version__
 from dynamo.config import load
 
-__all__ = ["main"]
-
 _PARTS = ("uvloop", "httptools", "pyzmq", "circus", "tokenizers", "fastokens")
 
 

@@ -8,17 +8,14 @@ import sys
 import webbrowser
 from collections.abc import Sequence
 
-from dynamo.box.collect import BoxCollector
-from dynamo.box.deployments import chosen_runtime
 from dynamo.cli.frontend_client import call
+from dynamo.cli.options import WebSettings
 from dynamo.config import environ, load
-from dynamo.config.web import WebSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
-from dynamo.http.client import ResponseError, cause
-from dynamo.http.target import parse_url
+from dynamo.http.client import ResponseError, cause, parse_url
 from dynamo.protocols.status import BoxStatus
-
-__all__ = ["main", "page_url"]
+from dynamo.status.components import chosen_runtime
+from dynamo.status.reading import BoxCollector
 
 DESCRIPTION = "Print the address of the web page of a running deployment, and open it."
 EPILOG = """Exit status: 0 the page is served, 1 it is not, and why, 2 a bad flag."""

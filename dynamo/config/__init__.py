@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynamo.config.option import (
-        Option,
         deprecations,
         environ,
         from_env,
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
         preset,
         to_env,
     )
+    from dynamo.config.parser import Option
 
 __all__ = [
     "Option",

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from dynamo.config.option import option
 from dynamo.config.worker import EndpointSettings
 
-__all__ = ["PROFILES", "AttachSettings"]
-
 PROFILES = ("auto", "vllm", "sglang", "trtllm", "llama.cpp", "ollama", "openai")
 """Choices of ``--profile``; openai is any other server."""
 

@@ -11,8 +11,6 @@ from dynamo.config.option import fields_of, try_build
 from dynamo.config.parser import Option, Parser
 from dynamo.errors import ConfigError
 
-__all__ = ["CheckedOptions", "OptionProblem", "check_options", "did_you_mean"]
-
 
 @dataclass(frozen=True)
 class OptionProblem:

@@ -1,12 +1,13 @@
-"""Options of commands that call the frontend of a running deployment."""
+"""Options of commands that call the frontend of a running deployment.
+
+Options of the verbs that ask a running frontend.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from dynamo.config.option import option
-
-__all__ = ["ClientSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,4 +34,13 @@ class ClientSettings:
         env="DYN_TLS_CA_CERT_PATH",
         help="PEM file of the authority that signed the server's certificate; default: the "
         "system's authorities",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendClientSettings(ClientSettings):
+    """frontend: which one to ask, and how"""
+
+    timeout_s: float = option(
+        30.0, "--timeout-secs", minimum=0.1, help="seconds to wait for the frontend"
     )

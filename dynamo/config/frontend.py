@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
 
-__all__ = ["FrontendSettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSettings:

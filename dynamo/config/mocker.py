@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = ["MockerSettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MockerSettings:

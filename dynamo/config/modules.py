@@ -7,8 +7,6 @@ from typing import Any
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings, SystemSettings
 
-__all__ = ["passes_unknown", "settings_groups", "variable_groups"]
-
 _PASS_UNKNOWN = ("dynamo.vllm",)
 
 
@@ -36,8 +34,7 @@ def settings_groups(module: str) -> tuple[type[Any], ...] | None:
 
         return RuntimeSettings, WorkerSettings, MockerSettings
     if module == "dynamo.vllm":
-        from dynamo.config.vllm import VllmSettings
-        from dynamo.config.worker import WorkerSettings
+        from dynamo.config.worker import VllmSettings, WorkerSettings
 
         return RuntimeSettings, WorkerSettings, VllmSettings
     if module == "dynamo.attach":
@@ -51,7 +48,7 @@ def variable_groups(module: str) -> tuple[type[Any], ...]:
     """Return the groups that ``module`` reads from variables only, besides those of its flags."""
     if module in ("dynamo.frontend", "dynamo.planner", "dynamo.router"):
         return (SystemSettings,)
-    from dynamo.config.health import HealthCheckSettings
+    from dynamo.config.system import HealthCheckSettings
 
     return LogSettings, SystemSettings, HealthCheckSettings
 

@@ -18,20 +18,6 @@ from typing import Any, TypeVar
 from dynamo.config.parser import Option, Parser
 from dynamo.errors import ConfigError
 
-__all__ = [
-    "Option",
-    "deprecations",
-    "environ",
-    "fields_of",
-    "from_env",
-    "load",
-    "load_known",
-    "option",
-    "preset",
-    "to_env",
-    "try_build",
-]
-
 T = TypeVar("T")
 _TRUE = frozenset(("true", "1", "yes", "on"))
 _FALSE = frozenset(("false", "0", "no", "off", "none", ""))

@@ -8,8 +8,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["Option", "Parser", "range_text"]
-
 _WIDEST = 100
 
 

@@ -1,6 +1,6 @@
 """The options of ``dynamo ps`` without argparse and dataclasses, which take 20 ms to import.
 
-Only for the usual flags; all others go the way of :class:`~dynamo.config.ps.PsSettings`. A test
+Only for the usual flags; all others go the way of :class:`~dynamo.cli.options.PsSettings`. A test
 compares both.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-
-__all__ = ["QuickPs"]
 
 
 class QuickPs:

@@ -7,11 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.config.disagg import DisaggSettings
 from dynamo.config.option import from_env, option
-from dynamo.config.router_kv import CacheSettings, CostSettings, LoadSettings
-
-__all__ = ["ROUTER_MODES", "ModeSettings", "RouterProcessSettings", "RouterSettings"]
+from dynamo.config.router_kv import CacheSettings, CostSettings, DisaggSettings, LoadSettings
 
 _JETSTREAM = "there is no JetStream mode; a router requests missed events from the workers"
 ROUTER_MODES = (

@@ -1,4 +1,4 @@
-"""Options that every process has: where state lives, discovery, request plane, event plane."""
+"""Options of the runtime: discovery, request plane, event plane."""
 
 from __future__ import annotations
 
@@ -8,11 +8,128 @@ from dataclasses import dataclass
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
 
-__all__ = ["EVENT_PLANES", "NAMESPACE_RULE", "RuntimeSettings", "check_namespace", "is_namespace"]
-
 EVENT_PLANES = ("zmq", "nats")
 NAMESPACE_RULE = "must be letters, digits, '_' or '-', at most 128"
 _NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,127}")
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestPlaneSettings:
+    """request plane: sizes and timeouts between frontend and workers"""
+
+    max_message_size_bytes: int = option(
+        32 * MIB,
+        env="DYN_TCP_MAX_MESSAGE_SIZE",
+        minimum=1024,
+        maximum=1024 * MIB,
+        help="largest request or response item in bytes; a larger one fails alone",
+    )
+    silence_timeout_s: float = option(
+        2.0,
+        env="DYN_REQUEST_PLANE_SILENCE_TIMEOUT",
+        minimum=0.02,
+        help="seconds a worker with requests may send nothing, not even the answer to a ping, "
+        "before its requests go to other workers",
+    )
+    request_timeout_s: float = option(
+        10.0,
+        env="DYN_TCP_REQUEST_TIMEOUT",
+        minimum=0.01,
+        help="seconds after which a silent worker's connection is lost, with the requests that no "
+        "other worker can take",
+    )
+    connect_timeout_s: float = option(
+        3.0, env="DYN_TCP_CONNECT_TIMEOUT", minimum=0.01, help="seconds a connection may take"
+    )
+    tcp_user_timeout_s: float = option(
+        6.0,
+        env="DYN_TCP_USER_TIMEOUT",
+        minimum=0.1,
+        help="seconds that sent bytes may go unacknowledged before a TCP connection counts as lost",
+    )
+    high_water_bytes: int = option(
+        256 * 1024,
+        env="DYN_REQUEST_PLANE_HIGH_WATER",
+        minimum=4096,
+        help="unsent bytes of one connection above which senders are asked to wait",
+    )
+    hard_cap_bytes: int = option(
+        64 * MIB,
+        env="DYN_REQUEST_PLANE_HARD_CAP",
+        minimum=64 * 1024,
+        help="unsent bytes of one connection above which requests are rejected",
+    )
+    max_streams: int = option(
+        50_000,
+        env="DYN_REQUEST_PLANE_MAX_STREAMS",
+        minimum=1,
+        help="requests one process serves at once; further ones are rejected as overloaded",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NatsSettings:
+    """nats: servers, credentials, TLS"""
+
+    servers: str = option(
+        "nats://localhost:4222",
+        env="NATS_SERVER",
+        help="servers of the NATS cluster, separated by commas: nats:// or tls://",
+    )
+    username: str | None = option(None, env="NATS_AUTH_USERNAME", help="user of NATS")
+    password: str | None = option(None, env="NATS_AUTH_PASSWORD", help="password of that user")
+    token: str | None = option(None, env="NATS_AUTH_TOKEN", help="token instead of a user")
+    nkey: str | None = option(None, env="NATS_AUTH_NKEY", help="seed of an nkey")
+    credentials_file: str | None = option(
+        None, env="NATS_AUTH_CREDENTIALS_FILE", help="file with a JWT and the seed of its nkey"
+    )
+    ca: str | None = option(
+        None, env="NATS_TLS_CA_CERT_PATH", help="PEM file of the authority of the servers"
+    )
+    client_cert: str | None = option(
+        None, env="NATS_TLS_CLIENT_CERT_PATH", help="PEM file of our own certificate"
+    )
+    client_key: str | None = option(
+        None, env="NATS_TLS_CLIENT_KEY_PATH", help="PEM file of its key"
+    )
+    insecure: bool = option(
+        False, env="NATS_TLS_INSECURE", help="do not verify the servers' certificates"
+    )
+    start_timeout_s: float = option(
+        5.0,
+        env="DYN_NATS_START_TIMEOUT",
+        minimum=0.1,
+        help="seconds a starting process keeps trying to reach NATS",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdSettings:
+    """etcd: endpoints, credentials, TLS"""
+
+    endpoints: str = option(
+        "http://localhost:2379",
+        env="ETCD_ENDPOINTS",
+        help="members of the etcd cluster, separated by commas: host:port, http:// or https://",
+    )
+    username: str | None = option(
+        None, env="ETCD_AUTH_USERNAME", help="user of etcd, with ETCD_AUTH_PASSWORD"
+    )
+    password: str | None = option(None, env="ETCD_AUTH_PASSWORD", help="password of that user")
+    ca: str | None = option(
+        None, env="ETCD_AUTH_CA", help="PEM file of the authority that signed etcd's certificate"
+    )
+    client_cert: str | None = option(
+        None, env="ETCD_AUTH_CLIENT_CERT", help="PEM file of our own certificate"
+    )
+    client_key: str | None = option(None, env="ETCD_AUTH_CLIENT_KEY", help="PEM file of its key")
+    start_timeout_s: float = option(
+        5.0,
+        env="DYN_ETCD_START_TIMEOUT",
+        minimum=0.1,
+        help="seconds a starting process keeps trying to reach etcd",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

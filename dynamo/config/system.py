@@ -1,4 +1,9 @@
-"""Options of a process that serves endpoints: its status server and its shutdown."""
+"""Options of a process that serves endpoints: its status server and its shutdown.
+
+Options of a worker's health checks of its own endpoints.
+
+Options of OpenTelemetry traces. The SDK reads the other OTEL_* variables itself.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,6 @@ from dynamo.config.option import option
 from dynamo.config.runtime import NAMESPACE_RULE, is_namespace
 from dynamo.errors import ConfigError
 
-__all__ = ["LOG_LEVELS", "LogSettings", "SystemSettings"]
-
 _NAMES = ("off", "error", "warn", "info", "debug", "trace")
 LOG_LEVELS = {
     **dict(zip("012345", _NAMES, strict=True)),
@@ -17,8 +20,47 @@ LOG_LEVELS = {
     "warning": "warn",
 }
 """What ``DYN_LOG`` accepts as a level, in any case, and its name in Dynamo."""
-
 _MODULE_MARKS = "_.:["
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracingSettings:
+    """tracing: OpenTelemetry spans"""
+
+    enabled: bool = option(
+        False,
+        env="OTEL_EXPORT_ENABLED",
+        help="export a span for each request over OTLP; needs dynamo-appliance[otel]",
+    )
+    protocol: str = option(
+        "http/protobuf",
+        env=("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
+        choices=("http/protobuf",),
+        help="protocol of the collector; most take it on port 4318",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthCheckSettings:
+    """health checks: small requests that a worker sends to its own idle endpoints"""
+
+    enabled: bool = option(
+        False,
+        env="DYN_HEALTH_CHECK_ENABLED",
+        help="send a health check to each endpoint that has a payload and is idle",
+    )
+    canary_wait_s: float = option(
+        10.0,
+        env="DYN_CANARY_WAIT_TIME",
+        minimum=0.01,
+        help="seconds without a response item after which an endpoint gets a health check",
+    )
+    request_timeout_s: float = option(
+        3.0,
+        env="DYN_HEALTH_CHECK_REQUEST_TIMEOUT",
+        minimum=0.01,
+        help="seconds the first response item of a health check may take",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,10 @@
-"""Options that every engine worker has: model, endpoint, admission."""
+"""Options of workers; those of vLLM workers beside vLLM's own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from dynamo.config.option import option
-
-__all__ = [
-    "REASONING_ALIASES",
-    "REASONING_PARSERS",
-    "TOOL_CALL_ALIASES",
-    "TOOL_CALL_PARSERS",
-    "EndpointSettings",
-    "WorkerSettings",
-]
 
 TOOL_CALL_PARSERS = (
     "deepseek_v3",
@@ -79,6 +70,8 @@ TOOL_CALL_ALIASES = {
     "phi4_mini_json": "phi4",
     "qwen3_xml": "qwen3_coder",
 }
+
+
 REASONING_ALIASES = {
     "deepseek_v3_2": "deepseek_v3_1",
     "deepseek-v3-2": "deepseek_v3_1",
@@ -92,6 +85,8 @@ REASONING_ALIASES = {
     "minimax_m2_append_think": "minimax_append_think",
     "openai_gptoss": "gpt_oss",
 }
+
+
 """Other spellings, in flags and in the cards of other workers."""
 
 
@@ -174,4 +169,54 @@ class WorkerSettings(EndpointSettings):
         aliases=REASONING_ALIASES,
         metavar="NAME",
         help=f"format of the model's reasoning: {', '.join(REASONING_PARSERS)}",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings:
+    """vllm: adapters, disaggregation, driver; every other flag goes to vLLM"""
+
+    disaggregation_mode: str = option(
+        "agg",
+        "--disaggregation-mode",
+        env="DYN_VLLM_DISAGGREGATION_MODE",
+        choices=("agg", "prefill", "decode"),
+        aliases={"aggregated": "agg"},
+        help="compute prompts and output, prompts alone, or output alone",
+    )
+    serve_tool_call_parser: str | None = option(
+        None,
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        aliases=TOOL_CALL_ALIASES,
+        metavar="NAME",
+        help="as in vllm serve: the same as --dyn-tool-call-parser",
+    )
+    enable_auto_tool_choice: bool = option(
+        False,
+        "--enable-auto-tool-choice",
+        help="as in vllm serve; without effect: a tool-call parser is enough",
+    )
+    taints: tuple[str, ...] = option(
+        (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"
+    )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "--lora-modules",
+        repeat=True,
+        several=True,
+        metavar="NAME=DIRECTORY",
+        help="LoRA adapters, each a model with its name in the API; turns --enable-lora on",
+    )
+    use_async_llm: bool = option(
+        False,
+        "--use-async-llm",
+        env="DYN_VLLM_USE_ASYNC_LLM",
+        help="drive vLLM's AsyncLLM instead of its EngineCore; slower, fewer features",
+    )
+    core_addresses: tuple[str, ...] = option(
+        (),
+        env="DYN_VLLM_CORE_ADDRESSES",
+        repeat=True,
+        help="ZMQ addresses 'INPUT OUTPUT' to bind for an EngineCore that another process runs",
     )

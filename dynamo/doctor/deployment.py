@@ -13,14 +13,6 @@ from dynamo.doctor.facts import (
     WorkerFacts,
 )
 
-__all__ = [
-    "check_block_sizes",
-    "check_events",
-    "check_frontends",
-    "check_listeners",
-    "check_names",
-]
-
 
 def check_frontends(frontends: Sequence[FrontendFacts]) -> Iterator[Finding]:
     """Check that each frontend can listen, or answers, and who may use it."""

@@ -8,21 +8,6 @@ import msgspec
 
 from dynamo.serve.gpus.gpus import Gpu
 
-__all__ = [
-    "ClockFacts",
-    "DiskFacts",
-    "EngineFacts",
-    "FileSystemFacts",
-    "Finding",
-    "FrontendFacts",
-    "GpuFacts",
-    "LimitFacts",
-    "ListenerFacts",
-    "MemoryFacts",
-    "RouterFacts",
-    "WorkerFacts",
-]
-
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of one check. ``severity`` is ok, warning or error.

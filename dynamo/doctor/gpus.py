@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dynamo.doctor.facts import EngineFacts, Finding, GpuFacts
 from dynamo.serve.gpus.gpus import Gpu, GpuProcess
 
-__all__ = ["check_engines", "check_gpus"]
-
 _GIB = 1 << 30
 _HELD_BYTES = 256 << 20
 _UNATTRIBUTED_BYTES = 1 << 30

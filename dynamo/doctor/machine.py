@@ -14,8 +14,6 @@ from dynamo.doctor.facts import (
     MemoryFacts,
 )
 
-__all__ = ["check_clock", "check_disks", "check_limits", "check_memory"]
-
 _GIB = 1 << 30
 _MIB = 1 << 20
 _FEW_FILES = 1024

@@ -28,15 +28,6 @@ from dynamo.serve.state.process_table import ProcessStat, snapshot
 from dynamo.serve.state.statefile import Document, Statefile
 from dynamo.status.components import arbiter_is_alive
 
-__all__ = [
-    "Deployed",
-    "FrontendGraph",
-    "find_running",
-    "frontends_of",
-    "read_frontends",
-    "read_listeners",
-]
-
 _ANSWER_S = 1.0
 _PAGE_BYTES = 64 << 20
 _SILENT = re.compile(

@@ -17,11 +17,8 @@ from dynamo.protocols.control import EventChannelRecord, record_decoder
 from dynamo.protocols.kv import KV_EVENTS
 from dynamo.runtime.discovery.layout import BadRecord, StoredRecord, decode_stored, names, read_file
 from dynamo.serve.gpus.engine_gpus import engine_flags
-from dynamo.serve.graph.service import Service
-from dynamo.serve.programs import MODEL_PROGRAMS
+from dynamo.serve.graph.service import MODEL_PROGRAMS, Service
 from dynamo.serve.state.statefile import Document
-
-__all__ = ["GraphNeeds", "graph_needs", "read_router", "read_workers"]
 
 _CONNECT_S = 0.3
 _HUB_ID = re.compile(r"(hf://)?[\w.-]+/[\w.-]+(/.+\.gguf)?")

@@ -19,9 +19,7 @@ from dynamo.frontend.prompt.off_loop import end_without_threads
 from dynamo.frontend.service import Frontend
 from dynamo.observability.logs import setup_logging
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.gc_tuning import freeze_heap
-
-__all__ = ["main"]
+from dynamo.runtime.process.os_process import freeze_heap
 
 log = logging.getLogger("dynamo.frontend")
 _LAST_THREAD_S = 5.0

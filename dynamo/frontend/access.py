@@ -14,15 +14,6 @@ from dynamo.http.routes import Routes
 from dynamo.http.tls import ServerTls
 from dynamo.observability.metrics import counter
 
-__all__ = [
-    "frontend_access",
-    "guard_operator_routes",
-    "guard_ui_routes",
-    "is_reserved",
-    "show_key_requests",
-    "warn_if_exposed",
-]
-
 log = logging.getLogger(__name__)
 _OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
 _OPEN_WITH_UI = _OPEN_PATHS | OPEN_UI_PATHS

@@ -1,4 +1,7 @@
-"""The frontend as a process: connect its parts, listen, drain on a signal, clean up."""
+"""The frontend as a process: connect its parts, listen, drain on a signal, clean up.
+
+The delay of the event loop, which shows whether anything blocks it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from dynamo._fast.histogram import Histogram
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, Unavailable
@@ -23,7 +27,6 @@ from dynamo.frontend.access import (
     show_key_requests,
     warn_if_exposed,
 )
-from dynamo.frontend.api.recent import RecentRoutes
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.embeddings.route import EmbeddingRoutes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
@@ -31,7 +34,7 @@ from dynamo.frontend.apis.operator.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.apis.operator.info import InfoRoutes
 from dynamo.frontend.apis.operator.record import RecordRoutes
 from dynamo.frontend.apis.operator.routing import ExplainRoutes
-from dynamo.frontend.apis.operator.status import StatusRoutes
+from dynamo.frontend.apis.operator.status import RecentRoutes, StatusRoutes
 from dynamo.frontend.apis.relay.route import RelayRoutes
 from dynamo.frontend.apis.responses.route import (
     ResponseRoutes,
@@ -48,23 +51,52 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.ui.route import UiRoutes
 from dynamo.frontend.ui.source import BoxSource
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
-from dynamo.http.limits import allow_open_files
+from dynamo.http.head import allow_open_files
 from dynamo.http.routes import Routes
-from dynamo.observability.loop_delay import LoopDelay
+from dynamo.observability.metrics import Counter
+from dynamo.router.factory import ineffective_settings, summarize
 from dynamo.router.load.prefill_model import prefill_model
-from dynamo.router.summary import ineffective_settings, summarize
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.sockets import bracketed
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.runtime.stop_signals import StopSignals
-
-__all__ = ["Frontend"]
 
 log = logging.getLogger(__name__)
 _MIB = 1024 * 1024
 _SPARE_FILES = 256
 _LAST_REQUEST_S = 1.0  # for a connected client to send it
 _LOAD_S = 30.0  # then listen without the models that are still loading
+_PERIOD_S = 0.1
+_STALL_S = 0.1
+
+
+class LoopDelay:
+    """Measures ten times a second how late a timer fires; each takes a few µs."""
+
+    def __init__(self, delays: Histogram, stalls: Counter) -> None:
+        self._delays = delays
+        self._stalls = stalls
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start on the running loop."""
+        self._due = time.monotonic() + _PERIOD_S
+        self._timer = asyncio.get_running_loop().call_later(_PERIOD_S, self._measure)
+
+    def stop(self) -> None:
+        """Stop measuring."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _measure(self) -> None:
+        # The timers of the loop have a resolution of a millisecond and may fire early.
+        late_s = max(0.0, time.monotonic() - self._due - 0.001)
+        self._delays.observe(late_s)
+        if late_s >= _STALL_S:
+            self._stalls.value += 1
+        self.start()
 
 
 class Frontend:

@@ -2,7 +2,7 @@
 
 from dynamo.http.errors import HttpStatusError, error_body, reason_phrase
 from dynamo.http.exchange import NEVER, Exchange
-from dynamo.http.limits import HttpLimits
+from dynamo.http.head import HttpLimits
 from dynamo.http.server import HttpServer
 from dynamo.http.write_batch import WriteBatch
 

@@ -15,11 +15,8 @@ from dynamo.errors import shorten
 from dynamo.http.api_keys import ApiKeys
 from dynamo.http.errors import HttpStatusError, KeyRefused
 from dynamo.http.exchange import Exchange
-from dynamo.http.file_watch import FileWatch
 from dynamo.http.head import Head, host_name, plain_name
-from dynamo.http.tls import ServerTls
-
-__all__ = ["Access", "OperatorGuard"]
+from dynamo.http.tls import FileWatch, ServerTls
 
 log = logging.getLogger(__name__)
 _FORWARDED = frozenset(("forwarded", "x-forwarded-for", "x-real-ip", "via"))

@@ -16,18 +16,7 @@ from pathlib import Path
 
 from dynamo.errors import ConfigError
 from dynamo.http.errors import KeyRefused
-from dynamo.http.file_watch import FileWatch
-
-__all__ = [
-    "KEY_NAME",
-    "ROLES",
-    "ApiKey",
-    "ApiKeys",
-    "key_line",
-    "new_key",
-    "parse_keys",
-    "read_keys",
-]
+from dynamo.http.tls import FileWatch
 
 ROLES = ("user", "operator")
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")

@@ -15,11 +15,8 @@ from typing import Protocol, cast
 from dynamo.http.body import ChunkedBody, SizedBody
 from dynamo.http.errors import ErrorBodies, HttpStatusError
 from dynamo.http.exchange import CLOSE, NEVER, Exchange, ResponseHeads, encode_headers
-from dynamo.http.head import CHUNKED, Head, HeadReader
-from dynamo.http.limits import HttpLimits
+from dynamo.http.head import CHUNKED, Head, HeadReader, HttpLimits
 from dynamo.http.write_batch import WriteBatch
-
-__all__ = ["NEVER", "TOO_MANY_CONNECTIONS", "HttpConnection", "ServerContext"]
 
 TOO_MANY_CONNECTIONS = "Too many connections"
 

@@ -9,8 +9,6 @@ import orjson
 
 from dynamo.errors import MESSAGE_LIMIT, shorten
 
-__all__ = ["ErrorBodies", "HttpStatusError", "KeyRefused", "error_body", "reason_phrase"]
-
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _REASONS.update({413: "Payload Too Large", 414: "URI Too Long", 499: "Client Closed Request"})
 _REASONS[529] = "Overloaded"

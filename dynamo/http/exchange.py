@@ -12,8 +12,6 @@ from dynamo.http.api_keys import ApiKey
 from dynamo.http.errors import error_body, reason_phrase
 from dynamo.http.head import Head
 
-__all__ = ["CLOSE", "NEVER", "Exchange", "ResponseHeads", "Transport", "encode_headers"]
-
 JSON = "application/json"
 NEVER = float("inf")
 

@@ -1,20 +1,93 @@
-"""Map method and path to a handler; respond to all other requests."""
+"""Map method and path to a handler; respond to all other requests.
+
+Routes with a method, and with parameters in their paths: ``DELETE /v1/responses/{id}``.
+
+The notation is that of an OpenAPI document. A parameter is one segment of the path and has only
+characters that mean the same encoded and decoded, so that the path can be sent on as it is.
+
+A field of a ``multipart/form-data`` body, found without decoding the rest. RFC 7578, 2046.
+
+A body may be large, and its files are not needed: only the heads of its parts are read.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+import re
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from dynamo.http import Exchange
-from dynamo.http.multipart import is_multipart
-
-__all__ = ["Route", "Routes", "TaskParent", "in_task"]
 
 Route = Callable[[Exchange], None]
-
 log = logging.getLogger(__name__)
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.~-]*"
+_ROUTE = re.compile(rf"(GET|POST|DELETE) /v1(?:/(?:{_NAME}|\{{\w+\}}))+", re.ASCII)
+_PARAMETER = re.compile(r"\\\{\w+\\\}")
+_VALUE = r"((?!\.{1,2}(?:/|$))[A-Za-z0-9_.~:@-]{1,256})"
+_TYPE = "multipart/form-data"
+_BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))', re.IGNORECASE)
+_FIELD_NAME = re.compile(rb'[;\s]name="([^"\r\n]*)"', re.IGNORECASE)
+_MAX_PARTS = 64
+_MAX_HEAD_BYTES = 4096
+
+
+def is_multipart(content_type: str | None) -> bool:
+    """Return whether a body of this type is a form with files."""
+    return content_type is not None and content_type[: len(_TYPE)].lower() == _TYPE
+
+
+def field_span(body: bytes, content_type: str, name: str) -> tuple[int, int] | None:
+    """Return where the value of the field ``name`` begins and ends in ``body``; None without one.
+
+    At most 64 parts are searched. O(bytes), most of it in :meth:`bytes.find`.
+    """
+    found = _BOUNDARY.search(content_type)
+    if found is None:
+        return None
+    delimiter = b"--" + (found[1] or found[2]).encode()
+    at = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter)
+    for _ in range(_MAX_PARTS):
+        if at < 0:
+            return None
+        begins = body.find(b"\r\n\r\n", at, at + _MAX_HEAD_BYTES)
+        if begins < 0:
+            return None
+        ends = body.find(b"\r\n" + delimiter, begins + 2)
+        named = _FIELD_NAME.search(body, at, begins)
+        if named is not None and named[1] == name.encode() and ends >= 0:
+            return min(begins + 4, ends), ends  # an empty value shares a line end with its head
+        at = ends
+    return None
+
+
+class RouteMatch(NamedTuple):
+    """A route and where its parameters are in the path: (begin, end) of each."""
+
+    route: str
+    spans: tuple[tuple[int, int], ...]
+
+
+class RoutePatterns:
+    """The well-formed routes under /v1/ among ``routes``; others are ignored."""
+
+    def __init__(self, routes: Iterable[str] = ()) -> None:
+        self.routes = frozenset(one for one in routes if _ROUTE.fullmatch(one))
+        self._by_shape: dict[tuple[str, int], list[tuple[str, re.Pattern[str]]]] = {}
+        for route in sorted(self.routes, key=lambda one: (one.count("{"), one)):
+            method, _, path = route.partition(" ")
+            pattern = re.compile(_PARAMETER.sub(lambda _: _VALUE, re.escape(path)))
+            self._by_shape.setdefault((method, path.count("/")), []).append((route, pattern))
+
+    def find(self, method: str, path: str) -> RouteMatch | None:
+        """Return the route of ``path`` with the fewest parameters. O(routes of that depth)."""
+        for route, pattern in self._by_shape.get((method, path.count("/")), ()):
+            found = pattern.fullmatch(path)
+            if found is not None:
+                spans = (found.span(number + 1) for number in range(pattern.groups))
+                return RouteMatch(route, tuple(spans))
+        return None
 
 
 class Routes:

@@ -15,12 +15,9 @@ from dynamo.http.access import Access
 from dynamo.http.connection import TOO_MANY_CONNECTIONS, HttpConnection
 from dynamo.http.errors import ErrorBodies, HttpStatusError
 from dynamo.http.exchange import Exchange, ResponseHeads
-from dynamo.http.head import Head, HeadReader
-from dynamo.http.limits import HttpLimits
+from dynamo.http.head import Head, HeadReader, HttpLimits
 from dynamo.http.tls_connection import TlsConnection
 from dynamo.http.write_batch import WriteBatch
-
-__all__ = ["HttpServer"]
 
 log = logging.getLogger(__name__)
 _DECODES_PER_TURN = 8

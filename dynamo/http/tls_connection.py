@@ -20,8 +20,6 @@ from dynamo.http.errors import HttpStatusError
 from dynamo.http.head import HeadReader
 from dynamo.http.tls import ServerTls
 
-__all__ = ["TlsConnection"]
-
 log = logging.getLogger(__name__)
 _RECORD_BYTES = 16 * 1024
 

@@ -10,8 +10,6 @@ import asyncio
 import logging
 from typing import Protocol
 
-__all__ = ["Flushable", "WriteBatch"]
-
 log = logging.getLogger(__name__)
 _FAILED = "writing output failed"
 

@@ -5,13 +5,14 @@ from typing import Any
 from dynamo.llm._unary import LLMUnaryClient, UnaryChatModel, with_engine_data
 from dynamo.llm.absent import ABSENT, absent
 from dynamo.llm.exceptions import HttpError, RouterQueueLimitExceeded
-from dynamo.llm.hashing import (
+from dynamo.llm.kv_router import KvRouter
+from dynamo.llm.prefix_index import (
+    OverlapScores,
+    RadixTree,
     compute_block_hash_for_seq,
     compute_block_hash_for_seq_py,
     lora_name_to_id,
 )
-from dynamo.llm.kv_router import KvRouter
-from dynamo.llm.prefix_index import OverlapScores, RadixTree
 from dynamo.llm.publishers import KvEventPublisher, WorkerMetricsPublisher
 from dynamo.llm.register import (
     fetch_llm,

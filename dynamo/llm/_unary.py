@@ -9,8 +9,6 @@ from typing import Any, cast
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 
-__all__ = ["LLMUnaryClient", "UnaryChatModel", "with_engine_data"]
-
 _LOGPROBS = ("log_probs", "top_logprobs", "cum_log_probs")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 
-__all__ = ["ABSENT", "Absent", "absent"]
-
 _FRONTEND = "run `python -m dynamo.frontend` instead of a frontend in the worker's process"
 _METRICS = "this runtime has no forward-pass metrics"
 _REPLAY = "the simulated engine is `python -m dynamo.mocker`"

@@ -19,8 +19,6 @@ from dynamo.router.routed import UNSET_OUTPUT, RoutedEndpoint
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoints.responses import at_caller
 
-__all__ = ["KvRouter"]
-
 _decode = codec.decoder(PreprocessedRequest).decode
 
 

@@ -18,8 +18,6 @@ import msgspec
 
 from dynamo.errors import ConfigError
 
-__all__ = ["ModelDirectory", "read_model_file"]
-
 _WORKER_FILES = ("config.json", "tokenizer.json")
 _PROMPT_FILES = (
     *_WORKER_FILES,

@@ -27,8 +27,6 @@ from tqdm.std import tqdm
 
 from dynamo.errors import ConfigError, ModelUnreachable
 
-__all__ = ["HubModel"]
-
 _OTHER_FORMATS = (
     *("*.gguf", "*.onnx", "*.msgpack", "*.h5", "*.ot", "*.tflite", "*.mlmodel"),
     *("original/*", "onnx/*", "coreml/*", "openvino/*"),

@@ -14,8 +14,6 @@ from pathlib import Path
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
 
-__all__ = ["ResolvedModel", "is_hub_id", "local_gguf", "resolve_model"]
-
 _PREFIX = "hf://"
 _GGUF = ".gguf"
 _MAGIC = b"GGUF"

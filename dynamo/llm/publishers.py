@@ -19,22 +19,18 @@ from dynamo._fast.hashing import seed_for
 from dynamo.llm.engine_events import (
     AttentionGroup,
     EngineEvent,
+    EngineEventRelay,
     EngineRemoved,
     EngineStored,
     tier_of,
 )
-from dynamo.llm.event_batch import RemovedInput, checked_batch
-from dynamo.llm.hashing import mm_hashes_of
+from dynamo.llm.prefix_index import mm_hashes_of
 from dynamo.llm.register import note_block_size
-from dynamo.llm.relay import EngineEventRelay
 from dynamo.observability.metrics import counter
-from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored, KvMetrics
 from dynamo.runtime import Component, Endpoint
 from dynamo.runtime.endpoints.client import RuntimeServices
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
-
-__all__ = ["KvEventPublisher", "WorkerMetricsPublisher"]
 
 _DROPPED = counter(
     "dynamo_component_kv_publisher_engines_dropped_events_total",
@@ -46,6 +42,37 @@ log = logging.getLogger(__name__)
 _senders: WeakKeyDictionary[RuntimeServices, dict[tuple[str, str], KvEventSender]] = (
     WeakKeyDictionary()
 )
+
+
+class StoredInput(
+    msgspec.Struct, tag_field="type", tag="stored", forbid_unknown_fields=True, kw_only=True
+):
+    """New blocks: the arguments of ``publish_stored``."""
+
+    token_ids: list[int]
+    num_block_tokens: list[int]
+    block_hashes: list[int]
+    parent_hash: int | None = None
+    block_mm_infos: list[dict[str, Any] | None] | None = None
+    lora_name: str | None = None
+    is_eagle: bool | None = None
+    cache_salt: str | None = None
+
+
+class RemovedInput(
+    msgspec.Struct, tag_field="type", tag="removed", forbid_unknown_fields=True, kw_only=True
+):
+    """Removed blocks: the arguments of ``publish_removed``."""
+
+    block_hashes: list[int]
+
+
+def checked_batch(events: Sequence[Mapping[str, Any]]) -> list[StoredInput | RemovedInput]:
+    """Return the events with their types. ValueError for one that is not such an event."""
+    try:
+        return msgspec.convert(list(events), list[StoredInput | RemovedInput])
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ValueError(f"invalid KV event batch: {error}") from None
 
 
 class _Hashing(NamedTuple):

@@ -21,21 +21,6 @@ from dynamo.protocols.control import MODEL_CARDS, instance_key
 from dynamo.runtime import Endpoint
 from dynamo.runtime.endpoints.client import RuntimeServices
 
-__all__ = [
-    "ACCEPTED",
-    "card_key",
-    "encode_card",
-    "fetch_llm",
-    "fetch_model",
-    "note_block_size",
-    "register_llm",
-    "register_model",
-    "slug_of",
-    "unregister_llm",
-    "unregister_model",
-    "update_model_taints",
-]
-
 _DEFAULT_BLOCK_SIZE = 16
 log = logging.getLogger(__name__)
 

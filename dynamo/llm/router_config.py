@@ -13,8 +13,6 @@ from dynamo.config import deprecations, environ, from_env
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 
-__all__ = ["WITHOUT_EFFECT", "KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "RouterMode"]
-
 log = logging.getLogger(__name__)
 
 

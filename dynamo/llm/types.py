@@ -9,16 +9,6 @@ from typing import Any
 from dynamo.errors import ConfigError
 from dynamo.protocols.card import RuntimeConfig
 
-__all__ = [
-    "MediaDecoder",
-    "MediaFetcher",
-    "ModelInput",
-    "ModelRuntimeConfig",
-    "ModelType",
-    "WorkerType",
-    "api_types",
-]
-
 
 class ModelInput(enum.Enum):
     """The input that the worker accepts: the text or the tokens of the prompt, or tensors."""

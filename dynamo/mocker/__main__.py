@@ -21,8 +21,6 @@ from dynamo.observability.metrics import Registry
 from dynamo.runtime import DistributedRuntime
 from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
 
-__all__ = ["main"]
-
 log = logging.getLogger("dynamo.mocker")
 _GROUPS = (RuntimeSettings, WorkerSettings, MockerSettings)
 

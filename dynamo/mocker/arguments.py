@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.config.mocker import MockerSettings
-from dynamo.config.option import Option, from_env
+from dynamo.config.option import from_env
+from dynamo.config.parser import Option
 from dynamo.errors import ConfigError
 from dynamo.mocker.engine import EngineShape
 from dynamo.mocker.scheduler import Limits
 from dynamo.mocker.timing import KV_BYTES_PER_TOKEN, Timing, Transfer
-
-__all__ = ["engine_shape", "stagger_delay_s", "with_extra_arguments"]
 
 _BLOCK_SIZES = {"vllm": 64, "sglang": 1, "trtllm": 32}
 _MANY_WORKERS, _VERY_MANY_WORKERS = 32, 128

@@ -14,8 +14,6 @@ from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_ha
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 
-__all__ = ["BlockPool", "SequenceBlocks"]
-
 _PAIR = struct.Struct("<QQ")
 
 

@@ -8,30 +8,179 @@ connection.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 from dynamo.errors import DynamoError
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.replies import Reply
-from dynamo.mocker.responder import Responder
 from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
-from dynamo.mocker.timer_fd import TimerFd
 from dynamo.mocker.timing import Timing, Transfer, cached_tokens
-from dynamo.protocols.engine import PreprocessedRequest
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols import codec
+from dynamo.protocols.engine import EngineOutput, PreprocessedRequest
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvMetrics
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
-
-__all__ = ["EngineRank", "EngineShape"]
+from dynamo.worker.items import token_item, usage
 
 _REPORT_INTERVAL_S = 0.05
 _LAG_LIMIT_S = 0.1
 _SHORTEST_TRANSFER_S = 0.0005  # the loop's timers round up to 1 ms: shorter ones take none
+_ABSOLUTE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Timerspec(ctypes.Structure):
+    """``struct itimerspec``: interval, then value, each as seconds and nanoseconds."""
+
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
+
+
+class TimerFd:
+    """A timer for one waiting task; a context manager, on the running loop. Linux only.
+
+    uvloop rounds timers up to whole milliseconds; an iteration of a sped-up engine is shorter. A
+    timerfd is exact to some ten microseconds, on any event loop.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        flags = os.O_NONBLOCK | os.O_CLOEXEC  # TFD_NONBLOCK | TFD_CLOEXEC
+        self._fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, flags)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> TimerFd:
+        self._loop.add_reader(self._fd, self._on_expired)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+
+    async def sleep_until(self, when_s: float) -> None:
+        """Sleep until ``time.monotonic()`` reaches ``when_s``; only yield to the loop if it has."""
+        if when_s <= time.monotonic():
+            await asyncio.sleep(0)
+            return
+        whole_s = int(when_s)
+        when = _Timerspec(0, 0, whole_s, int((when_s - whole_s) * 1e9))
+        if _libc.timerfd_settime(self._fd, _ABSOLUTE, ctypes.byref(when), None) < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_settime")
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+    def _on_expired(self) -> None:
+        try:
+            os.read(self._fd, 8)
+        except BlockingIOError:
+            return  # settime() cleared an expiry that a cancelled sleep had not read
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineHooks(Protocol):
+    """The functions of an engine rank that a responder calls."""
+
+    metrics: MockerMetrics
+    tasks: Tasks
+
+    def abort(self, sequence: Sequence) -> None:
+        """Remove ``sequence`` and free its blocks."""
+
+    def transfer(self, sequence: Sequence) -> None:
+        """Fetch the prompt's blocks from the prefill worker."""
+
+    def transfer_params(self, sequence: Sequence) -> dict[str, Any] | None:
+        """Return what the decode worker needs for the transfer; None from other ranks."""
+
+    def pause(self, sequence: Sequence, paused: bool) -> None:
+        """Pause or resume ``sequence``."""
+
+
+class Responder:
+    """Sends the tokens of one sequence; implements ``scheduler.Output``."""
+
+    __slots__ = ("_done", "_engine", "_on_done", "_started", "sequence", "stream")
+
+    sequence: Sequence
+
+    def __init__(
+        self, stream: ServerStream, engine: EngineHooks, on_done: Callable[[], None]
+    ) -> None:
+        self.stream = stream
+        self._engine = engine
+        self._on_done = on_done
+        self._done = False
+        self._started = asyncio.get_running_loop().time()
+
+    def allocated(self) -> None:
+        """Start the transfer of a prompt that a prefill worker computed."""
+        self._engine.transfer(self.sequence)
+
+    def token(self, token_id: int) -> None:
+        """Send one token; pause the sequence if the reader is slow."""
+        stream = self.stream
+        stream.send(token_item(token_id))
+        if self.sequence.generated == 1:
+            self._engine.metrics.first_token(self._started)
+        if stream.above_high_water and not self.sequence.paused:
+            self._engine.pause(self.sequence, True)
+            self._engine.tasks.spawn(self._resume(), name="slow reader")
+
+    def finish(self, token_id: int, reason: str) -> None:
+        """Send the last token with the reason and the usage, and end the stream."""
+        if self.sequence.generated == 1:
+            self._engine.metrics.first_token(self._started)
+        self._end([token_id], reason)
+
+    def cancel(self, kind: CancelKind) -> None:
+        """Free the blocks at once: the client stopped the request or disconnected."""
+        if self._done:
+            return
+        self._engine.abort(self.sequence)
+        self._end([], "cancelled")
+
+    def _end(self, token_ids: list[int], reason: str) -> None:
+        self._done = True
+        stream = self.stream
+        if not stream.closed:
+            item = EngineOutput(
+                token_ids=token_ids,
+                finish_reason=reason,
+                completion_usage=usage(
+                    self.sequence.prompt_tokens,
+                    self.sequence.generated,
+                    self.sequence.cached_tokens,
+                ),
+                disaggregated_params=self._engine.transfer_params(self.sequence),
+            )
+            stream.send(codec.encode(item))
+            stream.end()
+        self._engine.metrics.finished(self._started)
+        self._on_done()
+
+    async def _resume(self) -> None:
+        await self.stream.drained()
+        self._engine.pause(self.sequence, False)
 
 
 @dataclass(frozen=True, kw_only=True)

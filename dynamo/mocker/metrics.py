@@ -7,8 +7,6 @@ import asyncio
 from dynamo.mocker.scheduler import Batch, Scheduler
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
 
-__all__ = ["MockerMetrics"]
-
 # fmt: off
 _TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,

@@ -16,8 +16,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.replies import Reply
 
-__all__ = ["Batch", "Limits", "Output", "Scheduler", "Sequence"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["KV_BYTES_PER_TOKEN", "Timing", "Transfer", "cached_tokens"]
-
 KV_BYTES_PER_TOKEN = 131_072
 """32 layers with 8 KV heads of 128 two-byte numbers, keys and values: a model of 8 billion."""
 

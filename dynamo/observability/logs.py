@@ -30,18 +30,6 @@ import orjson
 from dynamo.config import environ
 from dynamo.config.system import LOG_LEVELS
 
-__all__ = [
-    "JsonFormatter",
-    "LineFormatter",
-    "NonBlockingPipe",
-    "PipeWriter",
-    "RepeatFilter",
-    "dropped_lines",
-    "never_wait_for_readers",
-    "one_line",
-    "setup_logging",
-]
-
 _LEVELS = {
     "trace": logging.DEBUG,
     "debug": logging.DEBUG,

@@ -21,8 +21,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from dynamo.observability.tracing import trace_context
 
-__all__ = ["OtelTracing"]
-
 log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
 _SERVICE = "dynamo"

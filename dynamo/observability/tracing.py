@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-__all__ = ["OpenSpan", "PassedTrace", "Tracing", "trace_context"]
-
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}.*")
 _STATE_CHARACTERS = 512  # the W3C lets vendors drop more
 

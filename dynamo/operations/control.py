@@ -15,8 +15,6 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, Overloaded
 from dynamo.operations.operate import BoxActions, Steps
 
-__all__ = ["ActionOutcome", "BoxControl"]
-
 _RUNNING = 32
 _OUTCOMES = 50
 log = logging.getLogger(__name__)

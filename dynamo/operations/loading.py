@@ -7,16 +7,20 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from dynamo.box.actions.patience import retried, wait_until
 from dynamo.operations.steps.access import LocalAccess, reserve
-from dynamo.operations.steps.ports import STOPPED, ActionFailed, CircusBusy, EngineControls
+from dynamo.operations.steps.ports import (
+    STOPPED,
+    ActionFailed,
+    CircusBusy,
+    EngineControls,
+    retried,
+    wait_until,
+)
 from dynamo.operations.steps.sleeping import check_sleepable, finish_wake, sleeper_to_wake
 from dynamo.operations.steps.starting import WorkerStart
 from dynamo.serve.state.entries import Entry, ServiceEntries, read_services, release
 from dynamo.serve.state.reservations import is_reserved
 from dynamo.serve.state.statefile import LOAD, WAKE, Document
-
-__all__ = ["ModelLoad", "ServiceLoad", "Worker", "sleepers_and_others", "wait_until_served"]
 
 _COMMAND_TIMEOUT_S = 30.0
 Worker = tuple[ServiceEntries, Entry]

@@ -12,17 +12,15 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from functools import partial
 
-from dynamo.box.actions.patience import retried
-from dynamo.box.planner_call import ask_planner
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, InvalidArgument, StatefileError
 from dynamo.operations.loading import ModelLoad, Worker, sleepers_and_others, wait_until_served
-from dynamo.operations.outside import find_outside
+from dynamo.operations.outside import ask_planner, find_outside
 from dynamo.operations.steps.access import LocalAccess, open_access
 from dynamo.operations.steps.circus import CircusEndpoint
 from dynamo.operations.steps.engine_controls import open_engines
-from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.ports import ActionFailed, retried
 from dynamo.operations.steps.removal import finish_removal, mark_draining
 from dynamo.operations.steps.sleeping import (
     check_sleepable,
@@ -35,8 +33,6 @@ from dynamo.operations.targets import find_model, find_processes, find_workers, 
 from dynamo.protocols.control import PlannerState
 from dynamo.serve.state.reservations import is_reserved
 from dynamo.status.components import arbiter_is_alive
-
-__all__ = ["BoxActions", "Steps"]
 
 _BUSY_S = 30.0
 _NO_BUDGET = 1 << 31  # the planner's; the GPUs of the deployment limit what a person loads

@@ -1,6 +1,8 @@
 """Workers that no deployment started, such as a ``python -m dynamo.vllm`` of a shell.
 
 No statefile has them: their id, which is that of their lease in file discovery, names them.
+
+Calls the endpoints of the planner of a deployment: explain, pause.
 """
 
 from __future__ import annotations
@@ -12,24 +14,65 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import StatefileError
+from dynamo.errors import DynamoError, StatefileError
 from dynamo.operations.steps.engine_controls import RemoteEngines
 from dynamo.operations.steps.ports import ActionFailed
-from dynamo.protocols.control import LeaseRecord
+from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, LeaseRecord, PlannerPause, PlannerState
+from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import BadRecord, decode_lease, lease_path, names, read_file
-from dynamo.runtime.discovery.process_end import ProcessEnd
+from dynamo.runtime.discovery.leases import ProcessEnd
 from dynamo.runtime.process.os_process import host_id, is_running
 from dynamo.runtime.process.paths import state_path, store_path
 from dynamo.serve.state.entries import read_entries
 from dynamo.serve.state.statefile import Statefile
 
-__all__ = ["OutsideWorker", "find_outside"]
-
 _ID = re.compile(r"[0-9a-f]{1,16}")
 _WAKE_TIMEOUT_S = 600.0
 _Engines = AbstractAsyncContextManager[RemoteEngines]
+_ANSWER_S = 5.0
+
+
+async def call_planner(
+    settings: RuntimeSettings, endpoint: str, request: object, timeout_s: float = _ANSWER_S
+) -> Any:
+    """Return the answer of the planner in the namespace of ``settings``; None without a planner.
+
+    Raises DynamoError if it does not answer.
+    """
+    if settings.discovery_backend == "file" and not store_path(settings).exists():
+        return None  # and nothing is created for a namespace that does not exist
+    runtime = DistributedRuntime(asyncio.get_running_loop(), settings)
+    try:
+        async with asyncio.timeout(timeout_s):
+            path = f"{settings.namespace}.{PLANNER}.{endpoint}"
+            client = await runtime.endpoint(path).client()
+            if not client.instance_ids():
+                return None
+            async for item in await client.random(request):
+                return item.data()
+    except TimeoutError:
+        raise DynamoError(f"the planner did not answer in {timeout_s:g} s") from None
+    finally:
+        await runtime.close()
+    return None
+
+
+async def ask_planner(settings: RuntimeSettings, paused: bool | None = None) -> PlannerState | None:
+    """Pause or resume the planner, or only ask it; return its state, None without a planner.
+
+    Raises DynamoError.
+    """
+    request = msgspec.to_builtins(PlannerPause(paused=paused))
+    answer = await call_planner(settings, PLANNER_PAUSE, request)
+    try:
+        return None if answer is None else msgspec.convert(answer, PlannerState)
+    except msgspec.ValidationError as error:
+        raise DynamoError(f"the planner's answer cannot be read: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dynamo.box.actions.leaving import wait_until_gone
-from dynamo.box.actions.patience import retried
 from dynamo.errors import StatefileError
 from dynamo.operations.steps.access import LocalAccess
 from dynamo.operations.steps.ports import (
@@ -18,8 +16,9 @@ from dynamo.operations.steps.ports import (
     CircusError,
     NoSuchWatcher,
     WatcherOptions,
+    retried,
 )
-from dynamo.operations.steps.removal import finish_removal
+from dynamo.operations.steps.removal import finish_removal, wait_until_gone
 from dynamo.serve.state.entries import (
     Entry,
     ServiceEntries,
@@ -39,8 +38,6 @@ from dynamo.serve.state.statefile import (
     WAKE,
     Document,
 )
-
-__all__ = ["reconcile"]
 
 _COMMAND_TIMEOUT_S = 30.0
 _ARBITER_WRITES_WITHIN_S = 0.5

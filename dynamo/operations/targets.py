@@ -11,8 +11,6 @@ from dynamo.serve.state.entries import Entry, ServiceEntries, read_entries, read
 from dynamo.serve.state.reservations import is_reserved
 from dynamo.serve.state.statefile import Document
 
-__all__ = ["ActionTarget", "find_model", "find_processes", "find_workers", "restartable"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ActionTarget:

@@ -16,8 +16,6 @@ from dynamo.errors import DynamoError
 from dynamo.observability.logs import setup_logging
 from dynamo.planner.service import run_planner
 
-__all__ = ["main"]
-
 log = logging.getLogger("dynamo.planner")
 _DESCRIPTION = """Add and remove workers of a deployment of `dynamo serve` as their load changes.
 In a graph, the service `Planner: {run: dynamo.planner}` has these options as its keys."""

@@ -6,16 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = [
-    "ASLEEP",
-    "DRAINING",
-    "READY",
-    "STARTING",
-    "Connector",
-    "ScaledService",
-    "ScaledWorker",
-]
-
 STARTING, READY, DRAINING, ASLEEP = "starting", "ready", "draining", "asleep"
 """States of a worker; one that has exited is not listed."""
 

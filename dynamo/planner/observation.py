@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Observation", "Pool", "Pull", "Traffic", "WorkerLoad"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:

@@ -17,30 +17,27 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.operations.steps.access import read_deployment
 from dynamo.operations.steps.engine_controls import RemoteEngines
-from dynamo.planner.endpoints import serve_explain, serve_pause
 from dynamo.planner.live.actions import WorkerAction
-from dynamo.planner.live.local_connector import LocalConnector, open_connector
+from dynamo.planner.live.local_connector import LocalConnector, gpu_capacity, open_connector
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.live.model_state import Pools
 from dynamo.planner.live.sources import LiveSources
-from dynamo.planner.local.capacity import gpu_capacity
 from dynamo.planner.observation import Observation, Pull
-from dynamo.planner.on_demand import OnDemandRegistry
 from dynamo.planner.policies.base import ScalingDecision
 from dynamo.planner.policies.factory import make_policy
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
+from dynamo.planner.reports.explain import serve_explain, serve_pause
 from dynamo.planner.reports.metrics import PlannerMetrics
 from dynamo.planner.reports.state_file import StateFile
 from dynamo.planner.reports.tensorboard import TensorboardLog, default_log_dir
 from dynamo.planner.sharing.gpu_sharing import GpuSharing
+from dynamo.planner.sharing.zero import OnDemandRegistry
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file
+from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, state_path
-from dynamo.runtime.stop_signals import StopSignals
 from dynamo.serve.state.statefile import FileLock, Statefile
 from dynamo.status.planner_file import PLANNER_FILE
-
-__all__ = ["DecisionWriter", "run_planner"]
 
 _REPAIR_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

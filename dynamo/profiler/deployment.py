@@ -19,13 +19,11 @@ from typing import Any
 from dynamo.attach.launch import free_port
 from dynamo.config import environ
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.http.target import Target, parse_url
+from dynamo.http.client import Target, parse_url
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.graph.graph import Graph
 from dynamo.serve.graph.service import Service
 from dynamo.serve.supervision.processes import die_with_parent
-
-__all__ = ["NAMESPACE", "ProfiledDeployment", "ServeFailed", "profiled_graph"]
 
 NAMESPACE = "profile"
 _FRONTEND = "Frontend"

@@ -12,16 +12,12 @@ import time
 
 import orjson
 
-from dynamo.attach.load import samples
+from dynamo.attach.profiles import samples
 from dynamo.bench.answers import error_message
 from dynamo.bench.client import LoadConnection
 from dynamo.errors import DynamoError
-from dynamo.http.client import HttpClient, ResponseError, get
-from dynamo.http.target import Target
-from dynamo.profiler.plan import DecodeStep, Effort, EngineLimits
-from dynamo.profiler.results import DecodeSample, PrefillSample
-
-__all__ = ["MeasurementFailed", "WorkerProbe"]
+from dynamo.http.client import HttpClient, ResponseError, Target, get
+from dynamo.profiler.results import DecodeSample, DecodeStep, Effort, EngineLimits, PrefillSample
 
 _PATH = "/v1/completions"
 _METRICS = "dynamo_frontend_"

@@ -9,8 +9,6 @@ from typing import Any
 from dynamo.errors import ConfigError
 from dynamo.profiler.results import DecodeSample, ProfileResult
 
-__all__ = ["draw_profile", "require_matplotlib"]
-
 _SAME_CONTEXT = 0.15
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dynamo.bench.runner import first_model
-from dynamo.config.profile import ProfileSettings
+from dynamo.config.bench import ProfileSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.capacity.profile_files import (
     Curve,
@@ -21,28 +21,22 @@ from dynamo.planner.capacity.profile_files import (
 )
 from dynamo.profiler.deployment import ProfiledDeployment
 from dynamo.profiler.measure import MeasurementFailed, WorkerProbe
-from dynamo.profiler.plan import (
+from dynamo.profiler.results import (
     FULL,
     QUICK,
+    DecodeSample,
     DecodeStep,
     Effort,
     EngineLimits,
-    decode_steps,
-    prefill_lengths,
-)
-from dynamo.profiler.results import (
-    DecodeSample,
     PrefillSample,
     ProfileResult,
     decode_advice,
+    decode_steps,
     prefill_advice,
+    prefill_lengths,
 )
 from dynamo.serve.graph.graph import Graph
-from dynamo.serve.graph.service import Service
-from dynamo.serve.programs import MODEL_PROGRAMS
-
-__all__ = ["ProfileProgress", "check_directory", "choose_services", "run_profile"]
-
+from dynamo.serve.graph.service import MODEL_PROGRAMS, Service
 
 _ITL_S = 0.03
 """Assumed by the estimate until decoding has been measured."""

@@ -8,16 +8,6 @@ import msgspec
 
 from dynamo.protocols.control import Id, record_decoder
 
-__all__ = [
-    "DEFAULT_BLOCK_SIZE",
-    "MAX_IMAGES_KEY",
-    "UNKNOWN_BATCH_TOKENS",
-    "BlockSize",
-    "ModelCard",
-    "RuntimeConfig",
-    "decode_card",
-]
-
 DEFAULT_BLOCK_SIZE = 64
 """Tokens in a KV block of a worker whose card does not say."""
 

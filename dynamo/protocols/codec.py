@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-__all__ = ["TOKENS_EXT", "Tokens", "decoder", "encode", "plain_decode", "tokens"]
-
 if TYPE_CHECKING:
     Tokens = array[int]
 else:

@@ -10,26 +10,6 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-__all__ = [
-    "ENGINE_CONTROL",
-    "EVENT_CHANNELS",
-    "INSTANCES",
-    "MODEL_CARDS",
-    "ON_DEMAND",
-    "PLANNER",
-    "PLANNER_PAUSE",
-    "EndpointRecord",
-    "EngineCommand",
-    "EventChannelRecord",
-    "Id",
-    "LeaseRecord",
-    "OnDemandModel",
-    "PlannerPause",
-    "PlannerState",
-    "instance_key",
-    "record_decoder",
-]
-
 ENGINE_CONTROL = "engine_control"
 """Endpoint, of the workers' component, that takes :class:`EngineCommand`."""
 

@@ -13,14 +13,6 @@ from msgspec import Meta
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 
-__all__ = [
-    "MAX_INPUTS",
-    "EmbeddingBody",
-    "EmbeddingsEngineOutput",
-    "PreprocessedEmbeddingRequest",
-    "StrictEmbeddingBody",
-]
-
 MAX_INPUTS = 2048
 """Inputs in a request; OpenAI's limit."""
 

@@ -10,25 +10,6 @@ from msgspec import Meta
 from dynamo.errors import EngineFailure, shorten
 from dynamo.protocols.codec import Tokens, decoder, encode
 
-__all__ = [
-    "GENERATED_TOKENS",
-    "MAX_OUTPUT_BYTES",
-    "TOKEN_PREFIX",
-    "CompletionUsage",
-    "EngineOutput",
-    "InvalidOutput",
-    "MmObject",
-    "MmRoutingInfo",
-    "OutputOptions",
-    "PreprocessedRequest",
-    "PromptTokensDetails",
-    "Routing",
-    "SamplingOptions",
-    "StopConditions",
-    "decode_output",
-    "with_every_key",
-]
-
 GENERATED_TOKENS = "generated_tokens"
 """Key of ``PreprocessedRequest.extra_args``: so many of the last ``token_ids`` are no prompt of the
 client but output of a worker that failed. ``max_tokens`` and ``min_tokens`` do not include them."""

@@ -2,38 +2,70 @@
 
 Hashes are columns of raw u64 little-endian bytes, so that one call applies an event of any length
 to the index, without a Python object per block.
+
+Load that workers report to routers, and routers to the planner.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = [
-    "KV_EVENTS",
-    "KV_QUERY",
-    "STORAGE_TIERS",
-    "TIER_NUMBERS",
-    "BlocksCleared",
-    "BlocksRemoved",
-    "BlocksStored",
-    "KvEvent",
-    "KvEventBatch",
-    "KvQuery",
-    "KvQueryAnswer",
-]
-
 KV_EVENTS = "kv-events"
 """Topic of KV events; a message is one :class:`KvEventBatch`."""
-
 KV_QUERY = "kv_query"
 """Endpoint, beside the worker's own, that answers a :class:`KvQuery` with one
 :class:`KvQueryAnswer`."""
-
 STORAGE_TIERS = ("device", "host_pinned", "disk", "external")
 """Where a block is stored, nearest first. ``_fast/kv_events.hpp`` has the same order."""
-
 TIER_NUMBERS = {name: number for number, name in enumerate(STORAGE_TIERS)}
 """Number of a tier in the index, by name."""
+KV_METRICS = "kv_metrics"
+"""Topic of load reports; a message is a list of :class:`KvMetrics`."""
+PREFILL_QUEUE = "prefill_queue"
+"""Topic, of the prefill workers' component, on which each frontend publishes
+:class:`PrefillQueueState`."""
+ON_DEMAND_STATE = "on_demand_state"
+"""Topic, of the component ``planner``, on which each frontend publishes :class:`OnDemandState`:
+every second, and at once when the first request waits and when none waits any more."""
+
+
+class KvMetrics(msgspec.Struct, omit_defaults=True):
+    """The load of one (worker, dp_rank) after a scheduler step. A missing value is unknown."""
+
+    worker_id: int
+    dp_rank: int = 0
+    active_decode_blocks: int | None = None
+    active_prefill_tokens: int | None = None
+    kv_used_blocks: int | None = None
+    kv_total_blocks: int | None = None
+    num_requests_running: int | None = None
+    num_requests_waiting: int | None = None
+
+
+class PrefillQueueState(msgspec.Struct, omit_defaults=True):
+    """The prefill queue of one frontend.
+
+    ``size`` requests of ``model`` are queued (a planner scales on it), ``active`` are sent to
+    one of ``workers`` prefill workers.
+    """
+
+    model: str
+    size: int = 0
+    active: int = 0
+    workers: int = 0
+
+
+class OnDemandState(msgspec.Struct, omit_defaults=True):
+    """The requests of one frontend for a ``model`` that is started on demand.
+
+    ``waiting`` of them wait for its first worker, the oldest for ``oldest_s``. The frontend has had
+    no request of the model for ``idle_s``.
+    """
+
+    model: str
+    waiting: int = 0
+    oldest_s: float = 0.0
+    idle_s: float = 0.0
 
 
 class BlocksStored(msgspec.Struct, tag_field="kind", tag="stored", omit_defaults=True):

@@ -12,33 +12,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-__all__ = [
-    "MAX_BAD_WORDS_CHARACTERS",
-    "MAX_ECHOED_CHARACTERS",
-    "MAX_ECHOED_TOKENS",
-    "MAX_GRAMMAR_CHARACTERS",
-    "MAX_PROMPT_LOGPROBS",
-    "MAX_REGEX_CHARACTERS",
-    "MAX_SALT_CHARACTERS",
-    "MAX_STOP_CHARACTERS",
-    "MAX_STOP_STRINGS",
-    "MAX_STOP_TOKEN_IDS",
-    "MAX_TOKENS_LIMIT",
-    "RANGES",
-    "AgentHints",
-    "ChatCompletionRequest",
-    "CompletionRequest",
-    "GenerationRequest",
-    "ModelId",
-    "ModelList",
-    "NvExt",
-    "RoutingConstraints",
-    "StreamOptions",
-    "StrictChatCompletionRequest",
-    "StrictCompletionRequest",
-    "StructuredOutputs",
-]
-
 MAX_TOKENS_LIMIT = 1_048_576
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 512

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["HTTP_INPUT", "ROUTES", "HttpRequest", "HttpResponseHead"]
-
 HTTP_INPUT = "Http"
 """``model_input`` of a card whose worker takes ``HttpRequest``."""
 

@@ -7,17 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = [
-    "ACTIVE_SEQUENCES",
-    "AddRequest",
-    "Free",
-    "MarkPrefillCompleted",
-    "SequenceBatch",
-    "SequenceEvent",
-    "SequenceMessage",
-    "SequenceQuery",
-]
-
 ACTIVE_SEQUENCES = "active_sequences_events"
 """Topic, of the component that is routed to; a message is one :data:`SequenceMessage`."""
 

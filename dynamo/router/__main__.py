@@ -16,14 +16,12 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
 from dynamo.errors import DynamoError
 from dynamo.observability.logs import setup_logging
+from dynamo.router.factory import ineffective_settings, summarize
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.router.service import RouterService
-from dynamo.router.summary import ineffective_settings, summarize
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.endpoints.component import parse_endpoint
 from dynamo.runtime.worker_main import run_until_signalled
-
-__all__ = ["main"]
 
 log = logging.getLogger("dynamo.router")
 _DESCRIPTION = (

@@ -22,8 +22,6 @@ from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.load.active import ActiveLoad, Reservation
 from dynamo.router.worker_pool import Member
 
-__all__ = ["COMPONENT", "ROUTED", "DecisionMetrics", "RouterLabels", "WorkerMetrics"]
-
 COMPONENT = "dynamo_component dynamo_namespace worker_id"
 """Labels that a metric has where the router counts as one of the component's processes."""
 

@@ -18,7 +18,6 @@ from dynamo.observability.metrics import Counter
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.constraints import constraints_of
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.explanations.explain import Explanation
@@ -28,11 +27,10 @@ from dynamo.router.explanations.receipt import (
     DecisionInputs,
     DecisionTotals,
     InflightInputs,
+    constraints_of,
 )
 from dynamo.router.picker import Decision
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
-
-__all__ = ["MODES", "InflightPicker"]
 
 Choice = Callable[[Tokens], int]
 

@@ -14,8 +14,6 @@ from dynamo.router.explanations.explain import Explanation
 from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.worker_pool import WorkerPool
 
-__all__ = ["Decision", "Picker"]
-
 
 class Decision(NamedTuple):
     """The chosen rank. It has ``overlap_blocks`` of the ``prompt_blocks`` full blocks cached."""

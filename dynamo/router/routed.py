@@ -1,15 +1,21 @@
-"""Requests to one endpoint through a router of the kv mode: wait, pick, send, count, free."""
+"""Requests to one endpoint through a router of the kv mode: wait, pick, send, count, free.
+
+Waits in a task for the decision on a request that may be queued.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from dynamo.config.router import RouterSettings
+from dynamo.errors import Cancelled, DynamoError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
@@ -17,10 +23,7 @@ from dynamo.router.discovery.router import RoutedWorkers
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.picker import Decision
 from dynamo.router.queue.request_queue import RequestQueue
-from dynamo.router.queue.wait import wait_for_decision
 from dynamo.runtime import Client, Context, DistributedRuntime
-
-__all__ = ["UNSET_OUTPUT", "RoutedEndpoint"]
 
 UNSET_OUTPUT: Mapping[str, Any] = {
     "token_ids": [],
@@ -34,6 +37,66 @@ UNSET_OUTPUT: Mapping[str, Any] = {
     "index": None,
 }
 """The keys of an item that Dynamo's Python callers expect, and their values if unset."""
+
+
+async def wait_for_decision(  # noqa: PLR0913 - the arguments of Picker.pick, by keyword
+    queue: RequestQueue,
+    request_id: str,
+    tokens: Tokens,
+    *,
+    routing: Routing | None = None,
+    override: Mapping[str, Any] | None = None,
+    context: Context | None = None,
+) -> Decision:
+    """Return the decision of :meth:`RequestQueue.submit`, booked.
+
+    Raises the same errors, and Cancelled when ``context`` ends first. A cancelled task leaves no
+    reservation.
+    """
+    future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+    free = partial(queue.picker.free, request_id)
+    found = queue.submit(
+        request_id,
+        tokens,
+        routing=routing,
+        override=override,
+        on_decision=partial(_resolve, future, free),
+        on_error=partial(_fail, future),
+    )
+    if isinstance(found, Decision):
+        return found
+
+    def abort(kind: str) -> None:
+        found.cancel()
+        _fail(future, Cancelled("the request left the router's queue"))
+
+    if context is not None:
+        context.on_cancel(abort)
+    try:
+        return await future
+    except asyncio.CancelledError:
+        found.cancel()
+        # The decision may have arrived in the loop iteration that cancelled this task.
+        if future.done() and not future.cancelled() and future.exception() is None:
+            free()
+        raise
+    finally:
+        if context is not None:
+            context.off_cancel(abort)
+
+
+def _resolve(
+    future: asyncio.Future[Decision], free: Callable[[], None], decision: Decision
+) -> None:
+    if future.done():
+        free()
+    else:
+        future.set_result(decision)
+
+
+def _fail(future: asyncio.Future[Decision], error: DynamoError) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 class RoutedEndpoint:
@@ -137,7 +200,7 @@ class RoutedEndpoint:
     ) -> Decision:
         """A worker, booked under ``request_id``, when it is the request's turn: at once unless a
         queue threshold is set. Raises as :meth:`Picker.pick` and
-        :func:`dynamo.router.queue.wait.wait_for_decision`."""
+        :func:`dynamo.router.routed.wait_for_decision`."""
         queue = self.queue
         if queue is None:
             return self.picker.pick(request_id, tokens, routing=routing, override=override)

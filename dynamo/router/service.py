@@ -15,8 +15,6 @@ from dynamo.router.explanations.api_views import overlap_scores
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.runtime import Context, DistributedRuntime
 
-__all__ = ["RouterService"]
-
 _request = codec.decoder(PreprocessedRequest).decode
 
 

@@ -9,9 +9,6 @@ from typing import Protocol
 
 from dynamo.protocols.card import RuntimeConfig
 
-__all__ = ["DenseSlots", "Member", "Saturation", "SlotSource", "WorkerPool"]
-
-
 _NO_OWNER = (-1, -1)
 """The entry of a slot that no worker has; never that of a candidate."""
 

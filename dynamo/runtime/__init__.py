@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dynamo.errors import InvalidRequest
     from dynamo.runtime.distributed import DistributedRuntime
     from dynamo.runtime.endpoints.client import Client
     from dynamo.runtime.endpoints.component import Component, Endpoint, Namespace
-    from dynamo.runtime.endpoints.responses import Annotated, InvalidRequest
+    from dynamo.runtime.endpoints.responses import Annotated, UnaryClient, serve_unary_endpoint
     from dynamo.runtime.requests.context import Context
-    from dynamo.runtime.unary import UnaryClient, serve_unary_endpoint
     from dynamo.runtime.worker_main import dynamo_endpoint, dynamo_worker
 
 __all__ = [
@@ -33,18 +33,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Annotated": "annotated",
-    "Client": "client",
-    "Component": "component",
-    "Context": "context",
+    "Annotated": "endpoints.responses",
+    "Client": "endpoints.client",
+    "Component": "endpoints.component",
+    "Context": "requests.context",
     "DistributedRuntime": "distributed",
-    "Endpoint": "component",
-    "InvalidRequest": "annotated",
-    "Namespace": "component",
-    "UnaryClient": "unary",
+    "Endpoint": "endpoints.component",
+    "InvalidRequest": "endpoints.responses",
+    "Namespace": "endpoints.component",
+    "UnaryClient": "endpoints.responses",
     "dynamo_endpoint": "worker_main",
     "dynamo_worker": "worker_main",
-    "serve_unary_endpoint": "unary",
+    "serve_unary_endpoint": "endpoints.responses",
 }
 
 

@@ -13,29 +13,24 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from dynamo.config import from_env
-from dynamo.config.etcd import EtcdSettings
-from dynamo.config.nats import NatsSettings
-from dynamo.config.runtime import EVENT_PLANES, RuntimeSettings
-from dynamo.config.system import SystemSettings
-from dynamo.config.tracing import TracingSettings
+from dynamo.config.runtime import EVENT_PLANES, EtcdSettings, NatsSettings, RuntimeSettings
+from dynamo.config.system import SystemSettings, TracingSettings
 from dynamo.config.worker import EndpointSettings
 from dynamo.errors import ConfigError
 from dynamo.observability.metrics import Registry
 from dynamo.observability.tracing import Tracing
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
-from dynamo.runtime.discovery.stale_sockets import StaleSockets
 from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.endpoints.client import Follower
 from dynamo.runtime.endpoints.component import Endpoint, Namespace, parse_endpoint
+from dynamo.runtime.endpoints.health import EngineRoute, StatusServer
 from dynamo.runtime.endpoints.serving import Serving
 from dynamo.runtime.events import EventPlane, EventPublisher, EventSubscriber
 from dynamo.runtime.events.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
 from dynamo.runtime.process.paths import release_sockets, socket_dirs, store_dir
+from dynamo.runtime.process.sockets import StaleSockets
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import RequestClient, RequestServer
-from dynamo.runtime.system_status import EngineRoute, StatusServer
-
-__all__ = ["DistributedRuntime", "warn_enable_nats"]
 
 F = TypeVar("F", bound=Follower)
 log = logging.getLogger(__name__)

@@ -14,10 +14,8 @@ from typing import Any, Generic, TypeVar
 from dynamo.errors import ConfigError, ModelUnreachable
 from dynamo.runtime.distributed import DistributedRuntime, warn_enable_nats
 from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.stop_order import is_supervised, wait_for_frontends
-from dynamo.runtime.stop_signals import StopSignals
-
-__all__ = ["dynamo_endpoint", "dynamo_worker", "run_until_signalled"]
 
 R = TypeVar("R")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -31,8 +31,6 @@ from dynamo.serve.supervision.rolling import LEASE, MODEL, UNKNOWN, RollingResta
 from dynamo.serve.supervision.supervised import SupervisedWatcher
 from dynamo.serve.supervision.watcher_factory import WatcherFactory
 
-__all__ = ["Deployment"]
-
 _SWEEP_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 

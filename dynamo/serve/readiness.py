@@ -17,13 +17,6 @@ from dynamo.errors import ConfigError
 from dynamo.http.client import ResponseError, get
 from dynamo.serve.graph.frontend_address import FrontendAddress
 
-__all__ = [
-    "FrontendHealth",
-    "check_free",
-    "free_port",
-    "wait_until_ready",
-]
-
 _PORTS_TRIED = 50
 _POLL_INTERVAL_S = 0.03
 _RESPONSE_TIMEOUT_S = 5.0

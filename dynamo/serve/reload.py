@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.serve.commands import error_reply
 from dynamo.serve.gpus.ledger import GpuLedger
 from dynamo.serve.graph.changes import (
     GraphChanges,
@@ -26,13 +25,11 @@ from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.readiness import check_free
 from dynamo.serve.state.record import StatefileWriter
 from dynamo.serve.state.statefile import DRAINING
-from dynamo.serve.supervision.arbiter import SupervisingArbiter
+from dynamo.serve.supervision.arbiter import SupervisingArbiter, error_reply
 from dynamo.serve.supervision.output import Announcer
 from dynamo.serve.supervision.rolling import RollingRestart
 from dynamo.serve.supervision.supervised import SupervisedWatcher
 from dynamo.serve.supervision.watcher_factory import WatcherFactory, address_of
-
-__all__ = ["GraphReload", "Replan"]
 
 Replan = Callable[[str, Sequence[str]], DeploymentPlan]
 """(graph file, overrides as words) → plan; with "" those of ``dynamo serve``. Blocks; raises

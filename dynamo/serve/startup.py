@@ -18,8 +18,6 @@ from dynamo.serve.state.leases import Leases
 from dynamo.serve.supervision.arbiter import SupervisingArbiter
 from dynamo.serve.supervision.output import Announcer
 
-__all__ = ["StartupReport"]
-
 _REMIND_EVERY_S = 15.0
 _ANNOUNCED_WITHIN_S = 10.0
 

@@ -10,15 +10,6 @@ from dataclasses import dataclass
 
 from dynamo.errors import ConfigError
 
-__all__ = [
-    "InstalledEngine",
-    "NamedModel",
-    "choose_engine",
-    "engine_names",
-    "find_engines",
-    "uninstalled",
-]
-
 _INSTALL = {
     "vllm": "vLLM: pip install 'dynamo-appliance[vllm]' (from a checkout: pip install '.[vllm]')",
     "sglang": "SGLang: pip install sglang, in this environment or with `sglang` in the PATH",

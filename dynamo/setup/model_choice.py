@@ -15,15 +15,6 @@ from dynamo.llm.model_source import is_hub_id, local_gguf
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.setup.engines import InstalledEngine, NamedModel, choose_engine
 
-__all__ = [
-    "cached_model",
-    "choose",
-    "named_model",
-    "probe_gpus",
-    "running_ollama",
-    "weights_bytes",
-]
-
 _OLLAMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9._-]+)?")
 _OLLAMA = "127.0.0.1:11434"
 _CONNECT_S = 0.5

@@ -16,8 +16,6 @@ import yaml
 from dynamo.errors import ConfigError
 from dynamo.setup.engines import InstalledEngine, NamedModel
 
-__all__ = ["NewGraph", "flags_as_keys"]
-
 _DRAIN_S = 120
 _WIDE = 10_000
 _SHORT = {

@@ -22,10 +22,7 @@ from dynamo.config.modules import passes_unknown, settings_groups, variable_grou
 from dynamo.config.option import fields_of
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.graph.graph import Graph
-from dynamo.serve.graph.service import PYTHON, Service
-from dynamo.serve.programs import MODEL_PROGRAMS
-
-__all__ = ["check_engine_flags", "check_engines", "check_services", "override_hint"]
+from dynamo.serve.graph.service import MODEL_PROGRAMS, PYTHON, Service
 
 _ENGINES = {"dynamo.vllm": ("vllm", "pip install 'dynamo-appliance[vllm]'")}
 _TOKENIZER_FILES = ("config.json", "tokenizer.json")

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["HEADER", "SystemdUnit"]
-
 HEADER = "# Written by dynamo install-service. Changes belong into: systemctl edit"
 """First line of each unit of ours, which may be replaced."""
 

@@ -14,11 +14,8 @@ from itertools import count, islice
 from math import ceil
 
 from dynamo.planner.observation import WorkerLoad
-from dynamo.planner.replay.counters import TrafficCounters
-from dynamo.simulation.request import BLOCK_TOKENS, RequestState
+from dynamo.simulation.request import BLOCK_TOKENS, RequestState, TrafficCounters
 from dynamo.simulation.service_model import ServiceModel
-
-__all__ = ["BatchWorker"]
 
 _SPAN = 64
 

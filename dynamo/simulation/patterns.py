@@ -12,8 +12,6 @@ import numpy as np
 from dynamo.errors import ConfigError
 from dynamo.simulation.request import ReplayRequest
 
-__all__ = ["PATTERNS", "Rate", "generate", "parse_pattern", "speed_up", "warp"]
-
 Rate = Callable[[float], float]
 """Time in seconds → requests per second, or factor of a trace's rate."""
 

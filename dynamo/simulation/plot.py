@@ -10,8 +10,6 @@ from dynamo.errors import ConfigError
 from dynamo.simulation.compare import ORACLE, Comparison
 from dynamo.simulation.result import ReplayResult
 
-__all__ = ["draw_comparison", "require_matplotlib"]
-
 
 def require_matplotlib() -> None:
     """Raise ConfigError with the remedy if matplotlib is not installed."""

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.observation import Observation, Pull
 from dynamo.planner.policies.base import DECODE, PREFILL, Policy, ScalingDecision
-from dynamo.planner.replay.clock import VirtualClock
-from dynamo.planner.replay.counters import TrafficCounters
 from dynamo.simulation.cluster import ReplayCluster
-
-__all__ = ["ReplayPlanner"]
+from dynamo.simulation.request import TrafficCounters
+from dynamo.simulation.service_model import VirtualClock
 
 _ROUNDING = 1e-9
 

@@ -1,15 +1,41 @@
-"""How fast a simulated worker computes, and how much it holds: presets and their sources."""
+"""How fast a simulated worker computes, and how much it holds: presets and their sources.
+
+The simulated deployment: its service model, limits, delays and targets.
+
+Virtual time: callbacks in the order of their due times.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Protocol
 
 from dynamo.errors import ConfigError
 from dynamo.mocker.timing import Timing, Transfer
 
-__all__ = ["PRESETS", "BatchTime", "MockerTime", "RooflineTime", "ServiceModel", "service_model"]
+
+class VirtualClock:
+    """A queue of callbacks; those due at the same time run in the order of their registration."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = count()
+
+    def at(self, due_s: float, callback: Callable[..., None], *given: Any) -> None:
+        """Call ``callback(*given)`` at ``due_s``, or now if that has passed."""
+        heappush(self._queue, (max(due_s, self.now_s), next(self._order), callback, given))
+
+    def run_next(self) -> bool:
+        """Run the next callback; return False if there is none."""
+        if not self._queue:
+            return False
+        self.now_s, _, callback, given = heappop(self._queue)
+        callback(*given)
+        return True
 
 
 class BatchTime(Protocol):
@@ -120,6 +146,8 @@ PRESETS: Mapping[str, Callable[[], ServiceModel]] = {
     "mocker": _mocker,
     "qwen3-8b-h100": _qwen3_8b_h100,
 }
+
+
 """Service models by name."""
 
 
@@ -128,3 +156,28 @@ def service_model(name: str) -> ServiceModel:
     if name not in PRESETS:
         raise ConfigError(f"--service-model must be one of {', '.join(PRESETS)}, got {name!r}")
     return PRESETS[name]()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySetup:
+    """What is simulated.
+
+    A worker needs ``start_up_s`` from its start to its first request, and ``stop_s`` from its last
+    request to its exit. ``prefill_workers`` is None for aggregated serving. At most ``max_queue``
+    requests wait for their first token; more are rejected. ``pull_s`` is the time between metric
+    pulls. A request attains its targets if its TTFT and its mean ITL are within them.
+    """
+
+    model: ServiceModel = field(default_factory=lambda: service_model("qwen3-8b-h100"))
+    start_up_s: float = 60.0
+    stop_s: float = 0.0
+    max_gpus: float = 8
+    gpus_per_worker: float = 1.0
+    gpus_per_prefill_worker: float = 1.0
+    minimum: int = 1
+    workers: int = 1
+    prefill_workers: int | None = None
+    max_queue: int | None = None
+    pull_s: float = 1.0
+    ttft_ms: float = 2000.0
+    itl_ms: float = 50.0

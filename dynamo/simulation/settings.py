@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynamo.config.bench import trace_format_option
 from dynamo.config.option import option
-from dynamo.config.trace import trace_format_option
-
-__all__ = ["ReplaySettings"]
 
 
 @dataclass(frozen=True, kw_only=True)

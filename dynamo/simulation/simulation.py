@@ -6,14 +6,11 @@ from collections.abc import Sequence
 
 from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.policies.base import DECODE, PREFILL, Policy
-from dynamo.planner.replay.clock import VirtualClock
-from dynamo.planner.replay.setup import ReplaySetup
 from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.request import ReplayRequest
 from dynamo.simulation.result import ReplayResult, Sample, summarize
 from dynamo.simulation.scaling import ReplayPlanner
-
-__all__ = ["simulate"]
+from dynamo.simulation.service_model import ReplaySetup, VirtualClock
 
 _PATIENCE_S = 3600.0
 _SAMPLE_S = 10.0

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from dynamo.protocols.status import GpuHolder, GpuStatus
 
-__all__ = ["read_gpus", "vram_by_worker"]
-
 _T = TypeVar("_T")
 
 

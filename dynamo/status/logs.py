@@ -1,4 +1,7 @@
-"""The output of a deployment's processes from its log files, which stay after its end."""
+"""The output of a deployment's processes from its log files, which stay after its end.
+
+The last line that a process wrote, and how far it says that loading is. Log files only.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,10 @@ from asyncinotify import Mask
 
 from dynamo.errors import InvalidArgument
 from dynamo.runtime.process.inotify import Inotify
-
-__all__ = ["LogLine", "LogReader", "follow", "matches", "select_watchers"]
+from dynamo.serve.supervision.output import telling_line
 
 LogLine = tuple[str, bytes]
 """A watcher, and a line of its output without the line end."""
-
 _SUFFIX = ".log"
 _OLDER = ".log.1"
 _BATCH_S = 0.05
@@ -28,6 +29,31 @@ _STEP_BYTES = 1 << 16
 _READ_BYTES = 1 << 20
 _MASK = Mask.MODIFY | Mask.CREATE | Mask.MOVED_TO | Mask.ONLYDIR
 _TIME = re.compile(rb'(?:\{"time":\s*")?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]*)')
+_TAIL_BYTES = 65536
+_PERCENT = re.compile(r"(?<![\d.])(100|\d{1,2})(?:\.\d+)? ?%")
+_LOADING = re.compile(r"download|load|fetch|shard|captur|compil|quantiz", re.IGNORECASE)
+
+
+def last_line(path: Path, since_s: float = 0.0) -> str:
+    """Return the last line of a log file that is not empty, or the cause it refers to; shortened.
+
+    "" without one, and if nothing was written since ``since_s`` (Unix time).
+    """
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mtime < since_s:
+                return ""
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return telling_line(text.split("\n"))
+
+
+def progress_in(line: str) -> float | None:
+    """Return the share (0 to 1) that a line about loading or downloading says; None if none."""
+    found = _PERCENT.search(line)
+    return int(found[1]) / 100 if found and _LOADING.search(line) else None
 
 
 def select_watchers(directory: Path, namespace: str, name: str) -> list[str]:

@@ -11,8 +11,6 @@ from dynamo.protocols.status import PlannerReport, PlannerSummary
 from dynamo.runtime.discovery.layout import BadRecord, read_file
 from dynamo.serve.state.process_table import same_process
 
-__all__ = ["PLANNER_FILE", "planner_summary", "read_planner"]
-
 PLANNER_FILE = "planner.json"
 """Name of the file in the run directory of a deployment."""
 

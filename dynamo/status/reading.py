@@ -1,18 +1,24 @@
-"""Reads the state of a deployment: statefile, discovery store, frontends, GPUs, decisions."""
+"""Reads the state of a deployment: statefile, discovery store, frontends, GPUs, decisions.
+
+Asks the frontends of a deployment for their figures: ``GET /v1/status``.
+
+Collects the state of a deployment: what ``top``, ``/ui`` and others show.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
-from dynamo.box.frontends import ask_frontends
-from dynamo.box.output_tail import last_line
+from dynamo.config import environ
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import StatefileError
+from dynamo.errors import ConfigError, StatefileError
 from dynamo.protocols.status import (
     BoxStatus,
     FrontendStatus,
@@ -20,23 +26,171 @@ from dynamo.protocols.status import (
     RequestRecord,
     WorkerStatus,
 )
-from dynamo.runtime.process.paths import state_path, store_path
-from dynamo.serve.state.entries import Entry, read_entries
-from dynamo.serve.state.process_table import stat
+from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
+from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
+from dynamo.serve.graph.service import FRONTEND
+from dynamo.serve.state.entries import Entry, argv_flags, read_entries
+from dynamo.serve.state.process_table import environment, stat
 from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.reservations import ledger_of, owner_lives
 from dynamo.serve.state.statefile import Document, Statefile
 from dynamo.status.components import arbiter_is_alive
 from dynamo.status.gpus import read_gpus
+from dynamo.status.logs import last_line
 from dynamo.status.models import model_statuses
 from dynamo.status.planner_file import planner_summary, read_planner
 from dynamo.status.sighting import BoxSighting, FrontendSighting
+from dynamo.status.status_client import STATUS_SOCKET, ask
 from dynamo.status.workers import OTHER_PROGRAMS, program_of, worker_statuses
-
-__all__ = ["BoxReader", "report"]
 
 _REQUESTS = 50
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_TIMEOUT_S = 1.0
+_LIMIT_BYTES = 16 << 20
+_LISTEN = "0A"
+"""State of a listening socket in /proc/net/tcp (proc(5))."""
+_decode = msgspec.json.Decoder(FrontendStatus).decode
+_ANSWER_S = 3.0
+_decode_box = msgspec.json.Decoder(BoxStatus).decode
+
+
+class BoxCollector:
+    """Asks the arbiter of the namespace of ``runtime``, and reads the state here if it is silent.
+
+    ``api_key`` is an operator's, for frontends that need one. Blocks for about 2 ms, at most some
+    seconds. Use it in one thread at a time.
+    """
+
+    def __init__(self, runtime: RuntimeSettings, api_key: str | None = None) -> None:
+        self._api_key = api_key
+        self._reader = BoxReader(runtime)
+        self._runtime = runtime
+
+    def collect(self, own: FrontendStatus | None = None) -> BoxStatus:
+        """Return the state now. A part that cannot be read is missing, and a problem says so.
+
+        A frontend that needs a key, which the arbiter has not, gives its ``own`` figures: then the
+        state is read here.
+        """
+        if own is not None:
+            return self._reader.read(self._api_key, own)
+        try:
+            path = planned_socket_path(self._runtime, STATUS_SOCKET)
+            return _decode_box(ask(path, self._api_key, _ANSWER_S))
+        except (ConfigError, OSError, msgspec.MsgspecError):
+            return self._reader.read(self._api_key)
+
+
+def ask_frontends(
+    document: Document, api_key: str | None, own: FrontendStatus | None = None
+) -> Iterator[FrontendSighting]:
+    """Yield what each frontend answers; each has a second to do so.
+
+    ``own`` is the answer of this process, if it is one of them.
+    """
+    for entry in read_entries(document):
+        if program_of(entry) == FRONTEND:
+            yield _ask(entry, api_key, own if os.getpid() in entry.pids else None)
+
+
+def _ask(entry: Entry, api_key: str | None, own: FrontendStatus | None) -> FrontendSighting:
+    pid = entry.pids[0] if entry.pids else 0
+    env = {**environ(), **environment(pid)}
+    flags = argv_flags(entry.argv)
+    try:
+        address = frontend_address(flags, env)
+    except ConfigError as error:
+        return FrontendSighting(name=entry.name, url="", state="down", problem=error.message)
+    if not entry.pids:
+        text = "its process does not run"
+        return FrontendSighting(name=entry.name, url=address.url, state="down", problem=text)
+    if own is not None:
+        return _seen(entry.name, address.url, own)
+    cert = flags.get("tls-cert-path") or env.get("DYN_TLS_CERT_PATH") or ""
+    tls = _trusting(Path(f"/proc/{pid}/cwd") / cert) if address.tls else None
+    try:
+        status, body = _get(address, tls, api_key)
+    except (OSError, ValueError) as error:
+        text = f"{address.url} does not answer: {error}"
+        return FrontendSighting(name=entry.name, url=address.url, state="down", problem=text)
+    return _answered(entry.name, address.url, status, body, api_key)
+
+
+def _answered(
+    name: str, url: str, status: int, body: bytes, api_key: str | None
+) -> FrontendSighting:
+    problem, found = "", None
+    if status == 200:
+        try:
+            found = _decode(body)
+        except msgspec.MsgspecError as error:
+            problem = f"its answer to /v1/status is not understood: {error}"
+    elif status in (401, 403):
+        key = "another one" if api_key else "one"
+        problem = f"figures are missing: they need an operator's API key; give {key} with --api-key"
+    else:
+        off = " (DYN_DISABLE_FRONTEND_ADMIN_API?)" if status == 404 else ""
+        problem = f"figures are missing: {url}/v1/status answered {status}{off}"
+    return _seen(name, url, found, problem)
+
+
+def _seen(name: str, url: str, found: FrontendStatus | None, problem: str = "") -> FrontendSighting:
+    state = "draining" if found is not None and found.draining else "ready"
+    return FrontendSighting(name=name, url=url, state=state, status=found, problem=problem)
+
+
+def _get(
+    address: FrontendAddress, tls: Callable[[socket.socket], socket.socket] | None, key: str | None
+) -> tuple[int, bytes]:
+    """GET /v1/status; return status and body. Raises OSError, ValueError."""
+    lines = ["GET /v1/status HTTP/1.1", f"host: {address.authority}", "connection: close"]
+    if key and tls is None and not _is_mine(address.port):
+        raise ValueError("another user listens there, so it gets no API key")
+    if key:
+        lines.append(f"authorization: Bearer {key}")
+    plain = socket.create_connection((address.reachable, address.port), timeout=_TIMEOUT_S)
+    with plain, tls(plain) if tls is not None else plain as connection:
+        connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
+        data = bytearray()
+        while piece := connection.recv(1 << 16):
+            data += piece
+            if len(data) > _LIMIT_BYTES:
+                raise ValueError("the answer is too large")
+    head, _, body = bytes(data).partition(b"\r\n\r\n")
+    words = head.split(b" ", 2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+        raise ValueError("not HTTP")
+    return int(words[1]), body
+
+
+def _trusting(cert: Path) -> Callable[[socket.socket], socket.socket]:
+    """Return what begins TLS with the owner of the certificate ``cert``, and no other server."""
+
+    def begin(plain: socket.socket) -> socket.socket:
+        import ssl  # only for frontends with TLS
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False  # it is for the name that clients use
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # no authority needs to be known
+        context.load_verify_locations(cert)
+        return context.wrap_socket(plain)
+
+    return begin
+
+
+def _is_mine(port: int) -> bool:
+    """Whether a process of this user listens on ``port``."""
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            words = row.split()
+            listens = words[3] == _LISTEN and int(words[1].rpartition(":")[2], 16) == port
+            if listens and int(words[7]) == os.geteuid():
+                return True
+    return False
 
 
 class BoxReader:

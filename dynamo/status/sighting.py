@@ -1,4 +1,4 @@
-"""What was seen of a deployment at one time: the input of :mod:`dynamo.status.workers` and others."""
+"""What was seen of a deployment at one time: the input of what ``ps`` and ``/ui`` show."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from dynamo.protocols.status import FrontendStatus, GpuStatus, PlannerReport
 from dynamo.serve.state.registered import RegisteredWorker
 from dynamo.serve.state.statefile import Document
-
-__all__ = ["BoxSighting", "FrontendSighting"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

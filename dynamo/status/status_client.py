@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import socket
 
-__all__ = ["STATUS_SOCKET", "ask"]
-
 STATUS_SOCKET = "status.sock"
 """Name of the socket in the run directory."""
 

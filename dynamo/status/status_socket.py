@@ -17,8 +17,6 @@ from pathlib import Path
 
 from dynamo.runtime.process.paths import owner_only
 
-__all__ = ["StatusSocket"]
-
 _REQUEST_S = 1.0
 _REQUEST_BYTES = 4096
 _BACKLOG = 16

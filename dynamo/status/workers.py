@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo.box.figures import worker_figures
-from dynamo.box.output_tail import progress_in
 from dynamo.protocols.status import WorkerFigures, WorkerStatus
-from dynamo.serve.programs import FRONTEND, MODEL_PROGRAMS, PLANNER
+from dynamo.serve.graph.service import FRONTEND, MODEL_PROGRAMS, PLANNER
 from dynamo.serve.state.entries import Entry, ServiceEntries, read_entries, read_services
 from dynamo.serve.state.statefile import ABSENT, DRAIN, GIVEN_UP, LOAD, SLEEP, STOPPED, WATCHER
 from dynamo.status.gpus import vram_by_worker
+from dynamo.status.logs import progress_in
+from dynamo.status.models import worker_figures
 from dynamo.status.sighting import BoxSighting
-
-__all__ = ["OTHER_PROGRAMS", "program_of", "worker_statuses"]
 
 OTHER_PROGRAMS = (FRONTEND, PLANNER)
 """Programs whose processes are no workers."""

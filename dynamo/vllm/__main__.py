@@ -18,15 +18,19 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import setup_logging
 from dynamo.observability.metrics import Registry
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.gc_tuning import freeze_heap
+from dynamo.runtime.process.os_process import freeze_heap
 from dynamo.vllm.arguments import INSTALL, PROG, VllmArguments, check, parse
 from dynamo.vllm.engine import TESTED_VERSIONS, Engine, is_tested
-from dynamo.vllm.start import preset_nixl_port, rpc_directory, start_engine
-from dynamo.vllm.worker import VllmPlan, VllmWorker, make_plan
+from dynamo.vllm.worker import (
+    VllmPlan,
+    VllmWorker,
+    make_plan,
+    preset_nixl_port,
+    rpc_directory,
+    start_engine,
+)
 from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
 from dynamo.worker.tree_guard import TreeGuard
-
-__all__ = ["main"]
 
 log = logging.getLogger("dynamo.vllm")
 

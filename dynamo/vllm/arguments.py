@@ -1,4 +1,4 @@
-"""The command line of ``python -m dynamo.vllm``: our own options, and all of vLLM's.
+"""The command line of ``python -m dynamo.vllm``: our options, vLLM's, model, adapters.
 
 :func:`parse` needs no vLLM: it returns the arguments that are not ours as they are.
 :mod:`dynamo.vllm.engine_args` reads those with vLLM's own parser.
@@ -7,23 +7,98 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
 
 from dynamo.config import load_known
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.config.vllm import VllmSettings
-from dynamo.config.worker import REASONING_ALIASES, REASONING_PARSERS, WorkerSettings
+from dynamo.config.worker import REASONING_ALIASES, REASONING_PARSERS, VllmSettings, WorkerSettings
 from dynamo.errors import ConfigError
-from dynamo.vllm.model import flag_value
-
-__all__ = ["GROUPS", "INSTALL", "PROG", "VllmArguments", "check", "parse"]
+from dynamo.llm.model_directory import ModelDirectory
+from dynamo.llm.model_source import resolve_model
 
 PROG = "python -m dynamo.vllm"
 GROUPS = (RuntimeSettings, WorkerSettings, VllmSettings)
 INSTALL = "vLLM is not installed; install it with: pip install 'dynamo-appliance[vllm]'"
 log = logging.getLogger(__name__)
 _DESCRIPTION = "Serve a model with vLLM behind the router. Flags not listed here are vLLM's own."
+_CONFIG = "adapter_config.json"
+
+
+class _Module(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's JSON form of an adapter; the name of its base model is not needed here."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def parse_loras(modules: Iterable[str], model_name: str) -> dict[str, str]:
+    """Return the absolute directory of each adapter by its name.
+
+    ``modules`` are ``name=path`` or JSON objects with ``name`` and ``path``, as vLLM's server takes
+    them. Raises ConfigError for another form, a name used twice, or a directory without an adapter.
+    """
+    found: dict[str, str] = {}
+    for text in modules:
+        name, path = _parse(text)
+        if name == model_name or name in found:
+            raise ConfigError(
+                f"--lora-modules: the name {name!r} is used twice; give each adapter its own"
+            )
+        directory = Path(path).expanduser()
+        if not (directory / _CONFIG).is_file():
+            raise ConfigError(
+                f"--lora-modules {name}={path}: the directory has no {_CONFIG}; give the local "
+                "directory of the adapter"
+            )
+        found[name] = str(directory.resolve())
+    return found
+
+
+def _parse(text: str) -> tuple[str, str]:
+    if text.lstrip().startswith("{"):
+        try:
+            module = msgspec.json.decode(text, type=_Module)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ConfigError(f"--lora-modules {text!r:.80}: {error}") from None
+        return module.name, module.path
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ConfigError(f"--lora-modules {text!r:.80}: must be NAME=DIRECTORY")
+    return name, path
+
+
+def find_model(source: str, engine_argv: Sequence[str]) -> tuple[str, ModelDirectory, str]:
+    """Return what the engine loads, the directory for the frontend, and the model's default name.
+
+    Downloads what is missing. ``--tokenizer`` names the frontend's directory, which a GGUF file
+    without a tokenizer.json beside it needs. Raises ConfigError.
+    """
+    revision = flag_value(engine_argv, "--revision")
+    weights = flag_value(engine_argv, "--load-format") != "dummy"
+    model = resolve_model(source, weights=weights, revision=revision)
+    tokenizer = flag_value(engine_argv, "--tokenizer")
+    if tokenizer is None:
+        directory = model.directory()
+    else:
+        tokenizer_revision = flag_value(engine_argv, "--tokenizer-revision")
+        directory = resolve_model(tokenizer, revision=tokenizer_revision).directory()
+    directory.require_worker_files()
+    return str(model.path), directory, model.name
+
+
+def flag_value(argv: Sequence[str], flag: str) -> str | None:
+    """Return the last value of ``flag``, which vLLM also takes with underscores."""
+    found = None
+    for index, word in enumerate(argv):
+        name, joined, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            found = value if joined else "".join(argv[index + 1 : index + 2])
+    return found
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,15 @@ from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
-from dynamo.vllm.engine_inputs import CLIENT_ERRORS, ParamsBuilder, failure, priority
-from dynamo.vllm.images import image_limit, image_loader, load_images
-
-__all__ = ["AsyncLLMEngine"]
+from dynamo.vllm.engine_inputs import (
+    CLIENT_ERRORS,
+    ParamsBuilder,
+    failure,
+    image_limit,
+    image_loader,
+    load_images,
+    priority,
+)
 
 _CHECK_S = 1.0
 """AsyncLLM has no callback for the death of an idle engine."""

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dynamo.errors import DynamoError
 from dynamo.vllm.arguments import parse
 
-__all__ = ["main", "problem"]
-
 
 def problem(argv: Sequence[str]) -> str:
     """Return what vLLM refuses in the command line of a worker; "" if nothing."""

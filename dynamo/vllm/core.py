@@ -17,11 +17,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import REGISTRY, Metric, generate_latest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -29,6 +30,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import Executor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats
 from vllm.version import __version__
 
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
@@ -36,19 +39,57 @@ from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
-from dynamo.vllm.engine_inputs import CLIENT_ERRORS, EMBED, ParamsBuilder, failure, priority
-from dynamo.vllm.engine_metrics import EngineMetrics
-from dynamo.vllm.images import ImageInputs, check_context, expansions, image_limit
+from dynamo.vllm.engine_inputs import (
+    CLIENT_ERRORS,
+    EMBED,
+    ImageInputs,
+    ParamsBuilder,
+    check_context,
+    expansions,
+    failure,
+    image_limit,
+    priority,
+)
 from dynamo.vllm.plain_requests import PlainRequests
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
 from dynamo.vllm.sampling import is_costly
-
-__all__ = ["CoreEngine"]
 
 _CLOSE_TIMEOUT_S = 5.0
 _TASKS = ("generate",)
 _WAIT = "wait"  # running requests finish first
 log = logging.getLogger(__name__)
+_PREFIX = "vllm:"
+_TYPES = ("counter", "gauge")
+
+
+class EngineMetrics:
+    """Records each step with vLLM's own logger; :meth:`text` is in Prometheus's format.
+
+    Counters and gauges only: vLLM's histograms of latency are filled by its output processing,
+    which the worker does not run. The frontend measures latency.
+    """
+
+    def __init__(self, config: Any, ranks: Sequence[int]) -> None:
+        self._logger = PrometheusStatLogger(config, list(ranks))
+        self._logger.log_engine_initialized()
+
+    def record(self, rank: int, stats: Any, tokens: int, prefills: Sequence[Any]) -> None:
+        """Record a step that produced ``tokens`` and ended ``prefills`` (vLLM's statistics)."""
+        step = IterationStats()
+        step.num_generation_tokens = tokens
+        for each in prefills:
+            step.prompt_token_stats.update_from_output(each)
+        self._logger.record(stats, step, engine_idx=rank)
+
+    def text(self) -> str:
+        """Return the metrics; O(metrics)."""
+        return generate_latest(self).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield vLLM's counters and gauges, for Prometheus's client."""
+        for metric in REGISTRY.collect():
+            if metric.name.startswith(_PREFIX) and metric.type in _TYPES:
+                yield metric
 
 
 class CoreEngine:

@@ -17,8 +17,6 @@ from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import Engine, EngineStep
 from dynamo.vllm.service import VllmService
 
-__all__ = ["EmbeddingService"]
-
 _decode = codec.decoder(PreprocessedEmbeddingRequest).decode
 _DONE = ("stop", "length")
 

@@ -15,16 +15,6 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.requests.stream import ServerStream
 
-__all__ = [
-    "TESTED_VERSIONS",
-    "Engine",
-    "EngineInfo",
-    "EngineStep",
-    "OutputSink",
-    "StepStats",
-    "is_tested",
-]
-
 TESTED_VERSIONS = ("0.32",)
 """Versions of vLLM, major and minor, on which the driver ``core`` is tested."""
 

@@ -12,11 +12,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime.discovery.stale_sockets import engine_socket_name
 from dynamo.runtime.process.paths import socket_path
+from dynamo.runtime.process.sockets import engine_socket_name
 from dynamo.vllm.arguments import PROG, VllmArguments
-
-__all__ = ["engine_config", "engine_help", "read_engine_args", "set_event_socket"]
 
 _UNSET_ENDPOINT = "ipc://to-be-set"
 """Until the id of the worker is known; see :func:`set_event_socket`."""

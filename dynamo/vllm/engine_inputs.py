@@ -1,34 +1,143 @@
-"""vLLM's parameters of a request, which both drivers of an engine need."""
+"""Requests as vLLM's engines take them: sampling parameters, images, errors.
+
+Decoding an image and preparing it for the model takes milliseconds to seconds of CPU, all of it in
+threads. vLLM keeps what it has prepared for the next request with the same image.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import itertools
 import logging
+import time
+from array import array
 from typing import Any
 
 import vllm.exceptions
+from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.media import ImageMediaIO
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
+from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.vllm.sampling import SamplingMapping
 
-__all__ = ["CLIENT_ERRORS", "EMBED", "ParamsBuilder", "failure", "priority"]
-
 log = logging.getLogger(__name__)
-
 EMBED = "embed"
 """vLLM's task of an embedding model."""
-
 CLIENT_ERRORS: tuple[type[Exception], ...] = (
     ValueError,
     TypeError,
     getattr(vllm.exceptions, "VLLMClientError", ValueError),
 )
 """What vLLM raises for a request that it refuses."""
+_KEY = "image_url"
+_IMAGES_AT_ONCE = 4
+"""Requests whose images are decoded in memory at a time."""
+
+
+class ImageInputs:
+    """Makes inputs of an engine from requests with images, with vLLM's ``renderer``."""
+
+    def __init__(self, renderer: Any, model_config: Any) -> None:
+        self._renderer = renderer
+        self._loader = image_loader(model_config)
+        self._permits = asyncio.Semaphore(_IMAGES_AT_ONCE)
+
+    async def process(self, request: PreprocessedRequest) -> Any:
+        """Return vLLM's input: the prompt with the tokens of its images, and the images.
+
+        Raises InvalidArgument with the field and vLLM's text.
+        """
+        async with self._permits:
+            prompt = await load_images(request, self._loader)
+            try:
+                # Not through the cache that vLLM shares with the engine process: it assumes that
+                # every request that was processed is sent, in the same order.
+                return await self._renderer.process_for_engine_async(
+                    prompt, time.time(), skip_mm_cache=True
+                )
+            except (AssertionError, ValueError, TypeError, RuntimeError) as error:
+                raise InvalidArgument(
+                    f"Validation: the images do not fit the prompt or the model: {error}"
+                ) from None
+
+
+def image_limit(mm_processor: Any) -> int:
+    """Return how many images a model with this processor takes; 0 without a processor."""
+    return int(mm_processor.info.allowed_mm_limits.get("image", 0)) if mm_processor else 0
+
+
+def image_loader(model_config: Any) -> ImageMediaIO:
+    """Return vLLM's decoder of images, with the options of ``--media-io-kwargs``."""
+    multimodal = model_config.multimodal_config
+    options = None if multimodal is None else multimodal.media_io_kwargs
+    return ImageMediaIO(**(options or {}).get("image", {}))
+
+
+async def load_images(request: PreprocessedRequest, loader: ImageMediaIO) -> TokensPrompt:
+    """Decode the images, in threads. Raises InvalidArgument with the field of a bad one."""
+    given = request.multi_modal_data or {}
+    extra = request.extra_args or {}
+    urls, fields, hashes = given.get(_KEY), extra.get("mm_fields"), extra.get("mm_hashes")
+    if set(given) != {_KEY} or not isinstance(urls, list):
+        raise InvalidArgument(f"multi_modal_data: expected `{_KEY}`, got {sorted(given)}")
+    images = []
+    for number, entry in enumerate(urls):
+        field = f"multi_modal_data.{_KEY}[{number}]"
+        if isinstance(fields, list) and len(fields) == len(urls):
+            field = str(fields[number])
+        url = entry.get("Url") if isinstance(entry, dict) else None
+        images.append(await asyncio.to_thread(_load, loader, field, url))
+    prompt = TokensPrompt(
+        prompt_token_ids=request.token_ids.tolist(), multi_modal_data={"image": images}
+    )
+    if isinstance(hashes, list) and len(hashes) == len(urls):
+        prompt["multi_modal_uuids"] = {"image": hashes}
+    if request.routing is not None and request.routing.cache_namespace is not None:
+        prompt["cache_salt"] = request.routing.cache_namespace
+    return prompt
+
+
+def expansions(given: Tokens, inputs: Any) -> list[Tokens] | None:
+    """Return the tokens that stand for each image in vLLM's prompt, which ``given`` has as one
+    token each; None for a model of another kind."""
+    expanded, places = inputs["prompt_token_ids"], inputs["mm_placeholders"].get("image", ())
+    found, end, start = [], 0, 0
+    for place in places:
+        text = place.offset - end
+        if expanded[end : place.offset] != given[start : start + text].tolist():
+            return None
+        end, start = place.offset + place.length, start + text + 1
+        found.append(array("I", expanded[place.offset : end]))
+    return found if expanded[end:] == given[start:].tolist() else None
+
+
+def check_context(prompt_tokens: int, context: int) -> None:
+    """Raise InvalidArgument if a prompt with its images leaves no room for output."""
+    if prompt_tokens >= context:
+        raise InvalidArgument(
+            f"This model's maximum context length is {context} tokens. However, your prompt with "
+            f"its images has {prompt_tokens} tokens. Please reduce the prompt or the images."
+        )
+
+
+def _load(loader: ImageMediaIO, field: str, url: Any) -> Any:
+    if not isinstance(url, str) or not url.startswith("data:") or ";base64," not in url:
+        raise InvalidArgument(f"Validation: {field}: expected a data: URL in base64")
+    try:
+        data = base64.b64decode(url.partition(";base64,")[2], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidArgument(f"Validation: {field}: the URL is not base64: {error}") from None
+    try:
+        return loader.load_bytes(data)
+    except Exception as error:  # noqa: BLE001 - an image library raises anything for bad bytes
+        raise InvalidArgument(f"Validation: {field}: not an image: {error}") from None
 
 
 class ParamsBuilder:

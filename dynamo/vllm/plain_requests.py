@@ -21,8 +21,6 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from dynamo._fast.engine_core import pack_ids
 from dynamo.protocols.engine import PreprocessedRequest
 
-__all__ = ["PlainRequests"]
-
 _KEPT = 4096
 """Parameters that are kept; requests with a seed each fill them."""
 

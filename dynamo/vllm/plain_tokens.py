@@ -14,8 +14,6 @@ from dynamo.protocols.engine import TOKEN_PREFIX
 from dynamo.runtime.requests.frames import DATA
 from dynamo.runtime.requests.stream import Carrier, EndpointStats, ServerStream
 
-__all__ = ["PlainTokens", "StepDecoder"]
-
 
 class PlainTokens:
     """The streams that get their plain tokens directly.

@@ -18,8 +18,6 @@ from dynamo.protocols.engine import (
     StopConditions,
 )
 
-__all__ = ["KV_TRANSFER", "SamplingMapping", "is_costly"]
-
 KV_TRANSFER = "kv_transfer_params"
 """Key of ``disaggregated_params`` and of vLLM's ``extra_args`` for a transfer of KV blocks."""
 

@@ -1,34 +1,43 @@
-"""One vLLM worker: its engine, publishers, endpoint and model card."""
+"""One vLLM worker: the start of its engine, its publishers, endpoint and model card."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo.errors import ConfigError
+from dynamo.config import preset
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError, EngineFailure
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.protocols.card import MAX_IMAGES_KEY, RuntimeConfig
+from dynamo.protocols.kv import KvMetrics
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoints.admission import AdmissionQueue
-from dynamo.vllm.arguments import VllmArguments
+from dynamo.runtime.process.paths import private_dir, socket_dirs, socket_path
+from dynamo.runtime.process.sockets import (
+    StaleSockets,
+    engine_directory_name,
+    remove_sockets,
+)
+from dynamo.runtime.process.tasks import Tasks
+from dynamo.vllm.arguments import VllmArguments, find_model, parse_loras
 from dynamo.vllm.embeddings import EmbeddingService
 from dynamo.vllm.engine import Engine
-from dynamo.vllm.load import LoadReporter
-from dynamo.vllm.loras import parse_loras
-from dynamo.vllm.model import find_model
 from dynamo.vllm.service import VllmService
-from dynamo.worker.engine_control import EngineControl
-from dynamo.worker.engine_watch import StallWatch
-from dynamo.worker.health_payload import health_check_payload
-from dynamo.worker.process_watch import ProcessWatch
+from dynamo.worker.engine_control import EngineControl, health_check_payload
+from dynamo.worker.engine_watch import ProcessWatch, StallWatch
 from dynamo.worker.publish import LoadSender, connect_load
-
-__all__ = ["VllmPlan", "VllmWorker", "make_plan"]
+from dynamo.worker.tree_guard import TreeGuard
 
 _WORKER_TYPES = {
     "agg": WorkerType.Aggregated,
@@ -36,6 +45,124 @@ _WORKER_TYPES = {
     "decode": WorkerType.Decode,
 }
 log = logging.getLogger(__name__)
+_LOAD_INTERVAL_S = 0.05
+_PROGRESS_S = 10.0
+_START_POLL_S = 0.5
+_PORT_ATTEMPTS = 64
+
+
+@contextlib.contextmanager
+def rpc_directory(runtime: RuntimeSettings, worker_id: int) -> Iterator[Path]:
+    """Let vLLM create its own sockets in a private directory, and remove it at the end.
+
+    vLLM gives them random names and leaves them when its processes are killed: by default in the
+    temp directory. Those of other killed engines are removed, too. A ``VLLM_RPC_BASE_PATH`` that
+    the user has set wins.
+    """
+    StaleSockets(lambda: socket_dirs(runtime)).sweep(lambda instance_id: False)
+    longest = f"{engine_directory_name(worker_id)}/{uuid.UUID(int=0)}"
+    directory = private_dir(Path(socket_path(runtime, longest)).parent)
+    preset("VLLM_RPC_BASE_PATH", str(directory))
+    try:
+        yield directory
+    finally:
+        remove_sockets(directory)
+
+
+def preset_nixl_port(ranks: int) -> None:
+    """Give NIXL's side channel a free port for each data-parallel rank, unless the user has.
+
+    vLLM's default is one port for every engine of a machine. It adds the rank to it.
+    """
+    preset("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_ports(ranks)))
+
+
+def free_ports(count: int) -> int:
+    """Return the first of ``count`` consecutive TCP ports that are free now."""
+    for _ in range(_PORT_ATTEMPTS):
+        with contextlib.ExitStack() as stack:
+            first = 0
+            try:
+                for number in range(count):
+                    bound = stack.enter_context(socket.socket())
+                    bound.bind(("", first + number if first else 0))
+                    first = first or bound.getsockname()[1]
+            except (OSError, OverflowError):  # in use, or above 65535
+                continue
+            return first
+    raise EngineFailure(f"no {count} consecutive free TCP ports found; set the engine's ports")
+
+
+async def start_engine(
+    build: Callable[[], Engine], guard: TreeGuard, stopping: asyncio.Event
+) -> Engine | None:
+    """Return what ``build`` returns; None when the process is stopping.
+
+    ``build`` runs in a thread, so that the lease is kept alive. A stop kills the processes that it
+    has started. Raises EngineFailure if it fails.
+    """
+    tasks = Tasks("engine start")
+    begun, reported = time.monotonic(), _PROGRESS_S
+    building = tasks.spawn(_attempt(build), name="engine")
+    stop = tasks.spawn(stopping.wait(), name="stop")
+    while not building.done():
+        waiting = {building} if stop.done() else {building, stop}
+        await asyncio.wait(waiting, timeout=_START_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        guard.update()
+        if stopping.is_set() and not building.done():
+            guard.kill()  # again until build() notices that its processes are gone
+        passed = time.monotonic() - begun
+        if passed >= reported:
+            reported += _PROGRESS_S
+            log.info("loading the engine: %.0f s", passed)
+    await tasks.close()
+    made = building.result()
+    if stopping.is_set():
+        if not isinstance(made, Exception):
+            await made.close()
+        return None
+    if isinstance(made, Exception):
+        raise EngineFailure(f"the vLLM engine did not start: {made}") from made
+    log.info("engine ready after %.1f s: %s", time.monotonic() - begun, made.info)
+    return made
+
+
+async def _attempt(build: Callable[[], Engine]) -> Engine | Exception:
+    try:
+        return await asyncio.to_thread(build)
+    except Exception as error:  # noqa: BLE001 - the caller raises it
+        return error
+
+
+class LoadReporter:
+    """Calls ``report`` at most every 50 ms for each rank, and at once when a rank becomes idle.
+
+    ``blocks`` are those of one rank.
+    """
+
+    def __init__(self, blocks: int, report: Callable[[KvMetrics], None]) -> None:
+        self._blocks = blocks
+        self._report = report
+        self._last_s: dict[int, float] = {}
+
+    def __call__(self, dp_rank: int, running: int, waiting: int, kv_usage: float) -> None:
+        """Record the state of a rank after a step; see ``StepStats``."""
+        now = time.monotonic()
+        if (running or waiting) and now - self._last_s.get(dp_rank, 0.0) < _LOAD_INTERVAL_S:
+            return
+        self._last_s[dp_rank] = now
+        used = round(kv_usage * self._blocks)
+        self._report(
+            KvMetrics(
+                worker_id=0,
+                dp_rank=dp_rank,
+                active_decode_blocks=used,
+                kv_used_blocks=used,
+                kv_total_blocks=self._blocks,
+                num_requests_running=running,
+                num_requests_waiting=waiting,
+            )
+        )
 
 
 @dataclass(frozen=True)

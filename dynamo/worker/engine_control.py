@@ -1,4 +1,4 @@
-"""Put an engine to sleep and wake it up: routes of the status server, and an endpoint.
+"""Control of an engine from outside: sleep, wake-up, and its health check.
 
 While the engine sleeps, its memory is free for other programs and the worker is not registered, so
 no frontend sends it requests. The planner calls the endpoint ``engine_control``.
@@ -13,18 +13,42 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
+from dynamo.errors import ConfigError, DynamoError, EngineFailure, InvalidArgument
+from dynamo.health_check import HealthCheckPayload
 from dynamo.protocols import codec
 from dynamo.protocols.control import ENGINE_CONTROL, EngineCommand
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.requests.stream import ServerStream
 
-__all__ = ["EngineControl", "SleepingEngine"]
-
 _decode = codec.decoder(EngineCommand).decode
 _LEVELS = (1, 2)
 _TAGS = ("weights", "kv_cache")
 log = logging.getLogger(__name__)
+
+
+class TokensCheck(HealthCheckPayload):
+    """A prompt of one token, shorter than any KV block, answered by one token."""
+
+    def __init__(self, model: str) -> None:
+        self.default_payload = {
+            "model": model,
+            "token_ids": [1],
+            "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
+            "sampling_options": {"temperature": 0.0},
+        }
+        super().__init__()
+
+
+def health_check_payload(model: str) -> dict[str, Any]:
+    """Return the payload, or that of ``DYN_HEALTH_CHECK_PAYLOAD``. ConfigError: bad token ids."""
+    payload = TokensCheck(model).to_dict()
+    try:
+        return {"model": model, **payload, "token_ids": codec.tokens(payload["token_ids"])}
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            "DYN_HEALTH_CHECK_PAYLOAD needs token_ids, a list of token ids: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
 
 class SleepingEngine(Protocol):

@@ -10,8 +10,6 @@ from functools import lru_cache
 
 from dynamo.protocols.engine import TOKEN_PREFIX, CompletionUsage, PromptTokensDetails
 
-__all__ = ["token_item", "usage"]
-
 # An item with one token differs only in the id at its end: a prefix and a cache cost less than
 # encoding a struct.
 _U16 = struct.Struct(">BH")

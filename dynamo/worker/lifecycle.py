@@ -18,11 +18,9 @@ import uvloop
 
 from dynamo.errors import DynamoError, EngineShutdown
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.stop_order import is_supervised, wait_for_frontends
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.runtime.stop_signals import StopSignals
-
-__all__ = ["WorkerLifecycle", "leaf_errors", "run_workers"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FRONTENDS_TIMEOUT_S = 900.0

@@ -15,8 +15,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["Process", "TreeGuard", "cpu_ticks", "descendants", "process_state"]
-
 _STATE, _PPID, _UTIME, _STIME, _START = 0, 1, 11, 12, 19
 """Places in /proc/PID/stat, counted after the command name."""
 

@@ -11,7 +11,7 @@ import orjson
 from history import Answer, Request
 from recording_client import CANCEL_STAGES, Plan, RecordingClient
 
-from dynamo.http.target import Target
+from dynamo.http.client import Target
 
 __all__ = ["Load", "PoolEntry", "ask_answers", "make_pool"]
 

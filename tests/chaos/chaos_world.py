@@ -17,8 +17,7 @@ from history import Life
 from serving import ROOT, Serving
 from small_disk import FILLER
 
-from dynamo.http.client import ResponseError, get
-from dynamo.http.target import Target
+from dynamo.http.client import ResponseError, Target, get
 
 __all__ = ["FATAL_SEED", "PROFILES", "World"]
 

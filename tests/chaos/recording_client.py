@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import orjson
 from history import Answer, Event, Request
 
-from dynamo.bench.events import EventParser
-from dynamo.http.client import HttpClient, ResponseError
-from dynamo.http.target import Target
+from dynamo.bench.client import EventParser
+from dynamo.http.client import HttpClient, ResponseError, Target
 
 __all__ = ["CANCEL_STAGES", "Plan", "RecordingClient"]
 

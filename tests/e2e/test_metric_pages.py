@@ -18,9 +18,9 @@ from promql import uses
 
 from dynamo.frontend.requests import metrics as frontend
 from dynamo.mocker import metrics as mocker
-from dynamo.router.queue import metrics as queue
-from dynamo.runtime import endpoint_metrics as runtime
+from dynamo.router.queue import request_queue as queue
 from dynamo.runtime.endpoints import admission
+from dynamo.runtime.endpoints import admission as runtime
 from dynamo.worker import publish
 
 TESTED_ELSEWHERE = {

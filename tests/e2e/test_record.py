@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from deployment import ROOT, Deployment
 
-from dynamo.bench.trace import TraceRequest, read_trace
+from dynamo.bench.trace import read_trace
+from dynamo.bench.trace_formats import TraceRequest
 
 SAMPLE = ROOT / "benchmarks/traces/sample.jsonl"
 REQUESTS, SPEEDUP = 30, 10.0

@@ -172,7 +172,7 @@ def test_a_dead_collector(deployment: Deployment) -> None:
 
 def test_without_it_nothing_is_imported(deployment: Deployment) -> None:
     code = (
-        "import sys, dynamo.frontend.service, dynamo.mocker.service, dynamo.runtime\n"
+        "import sys, dynamo.frontend.service, dynamo.mocker.worker, dynamo.runtime\n"
         "dynamo.runtime.DistributedRuntime()\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )

@@ -14,8 +14,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
-from dynamo.protocols.kv import KvEventBatch, KvQuery, KvQueryAnswer
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.kv import KvEventBatch, KvMetrics, KvQuery, KvQueryAnswer
 from dynamo.runtime import Client, Context, DistributedRuntime
 
 TIMEOUT_S = 30.0

@@ -21,7 +21,7 @@ from relay_kit import relayed_router
 from dynamo._fast.hashing import block_hashes
 from dynamo.errors import DynamoError
 from dynamo.protocols.kv import KvQuery
-from dynamo.router.discovery import maintenance as upkeep
+from dynamo.router.discovery import kv_router as upkeep
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.kv_mode.kv import KvPicker
 

@@ -16,7 +16,7 @@ from deployment import Deployment
 from mocker_kit import caller
 
 from dynamo.protocols import codec
-from dynamo.protocols.load import PrefillQueueState
+from dynamo.protocols.kv import PrefillQueueState
 
 PROMPT = "Disaggregated serving computes the prompt in one place and the answer in another. " * 4
 _QUEUE = codec.decoder(PrefillQueueState).decode

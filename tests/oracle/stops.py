@@ -1,4 +1,4 @@
-"""The reference implementation of ``dynamo.frontend.answer.stops``: one character at a time."""
+"""The reference implementation of ``dynamo.frontend.answer.choice``: one character at a time."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ import pytest
 from boxes import Etcd, needs_etcd
 from deployment import free_port
 
-from dynamo.config.etcd import EtcdSettings
-from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.runtime import EtcdSettings, RuntimeSettings
 from dynamo.errors import ConfigError, WorkerUnavailable
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent

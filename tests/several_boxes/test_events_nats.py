@@ -11,8 +11,7 @@ import pytest
 from boxes import Nats, needs_nats
 from deployment import free_port
 
-from dynamo.config.nats import NatsSettings
-from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.runtime import NatsSettings, RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols.control import EventChannelRecord
 from dynamo.runtime import DistributedRuntime
@@ -21,7 +20,7 @@ from dynamo.runtime.discovery import MemoryDiscovery
 nats = pytest.importorskip("nats")
 pytestmark = needs_nats
 
-from dynamo.runtime.events import nats_link  # noqa: E402
+from dynamo.runtime.events import nats as nats_link  # noqa: E402
 from dynamo.runtime.events.nats import NatsPlane, NatsPublisher, NatsSubscriber  # noqa: E402
 
 CHANNEL = ("ns", "comp.with dots", "kv-events")
@@ -327,7 +326,6 @@ async def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     import sys
 
     monkeypatch.delitem(sys.modules, "dynamo.runtime.events.nats")
-    monkeypatch.delitem(sys.modules, "dynamo.runtime.events.nats_link")
     monkeypatch.setitem(sys.modules, "nats", None)
     with pytest.raises(ConfigError, match=r"pip install 'dynamo-appliance\[nats\]'"):
         DistributedRuntime(settings=RuntimeSettings(discovery_backend="mem", event_plane="nats"))

@@ -11,7 +11,7 @@ import pytest
 from boxes import Etcd, Nats, needs_etcd, needs_nats
 from fleet_kit import Fleet
 
-from dynamo.config.etcd import EtcdSettings
+from dynamo.config.runtime import EtcdSettings
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
 
 pytestmark = [needs_etcd, needs_nats]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from boxes import Etcd, Nats, needs_etcd, needs_nats
 
-from dynamo.config.etcd import EtcdSettings
-from dynamo.config.nats import NatsSettings
+from dynamo.config.runtime import EtcdSettings, NatsSettings
 from dynamo.errors import ConfigError
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
 from dynamo.runtime.events.nats import NatsPlane

@@ -20,8 +20,6 @@ from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 
-__all__ = ["EventStream", "named_event"]
-
 
 def named_event(name: str, data: dict[str, Any]) -> bytes:
     """An event with a name and a JSON object."""

@@ -6,22 +6,28 @@ A stream object lives as long as its request and touches neither sockets nor rou
   (outputs pushed together become one delta);
 * ``close(choice)`` when the engine's stream of a choice has ended;
 * ``end()`` after the last, or ``error(...)``; or, for a request that does not stream, ``unary()``.
+
+What a request calls on its answer, however the answer is made: generated here, or relayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import orjson
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.choice import Choice, ChoiceRules
-from dynamo.frontend.answer.echo import EchoedPrompt, echoed_prompts
-from dynamo.frontend.answer.image_tokens import collect_image_tokens
-from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
-from dynamo.frontend.answer.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
+from dynamo.frontend.answer.echo import EchoedPrompt, collect_image_tokens, echoed_prompts
+from dynamo.frontend.answer.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    LogprobsCollector,
+    PromptLogprobs,
+    collect_prompt_logprobs,
+)
 from dynamo.frontend.answer.sse import (
     DONE,
     ChatChunks,
@@ -34,9 +40,8 @@ from dynamo.frontend.answer.sse import (
 )
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.text.tokenizer import Tokenizer
+from dynamo.protocols.engine import EngineOutput
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
-
-__all__ = ["ChatStream", "CompletionStream", "GenerationStream", "Usage"]
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -370,3 +375,46 @@ class CompletionStream(GenerationStream):
 def _prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
     collector = choice.logprobs
     return collector.shown() if isinstance(collector, PromptLogprobs) else None
+
+
+class AnswerChoice(Protocol):
+    """One choice of an answer; see :class:`Choice`."""
+
+    def push(self, output: EngineOutput, /) -> bool:
+        """Add an engine output; return whether the choice is finished."""
+
+    def close(self) -> None:
+        """The engine's stream of the choice has ended. Idempotent."""
+
+
+class Answer(Protocol):
+    """From what a worker sends to what the client reads; see :class:`GenerationStream`.
+
+    ``final_usage`` is set once the counts are final; ``worker_id`` is shown to clients that ask for
+    it.
+    """
+
+    final_usage: Usage | None
+    worker_id: dict[str, Any] | None
+
+    @property
+    def choices(self) -> Sequence[AnswerChoice]:
+        """One for each engine request."""
+
+    def opening(self) -> bytes:
+        """The bytes before the first output of a stream; often none."""
+
+    def flush(self) -> bytes:
+        """The bytes of everything pushed since the last time."""
+
+    def end(self) -> bytes:
+        """The last bytes of a stream."""
+
+    def error(self, error: DynamoError, /) -> bytes:
+        """The last bytes of a stream that failed."""
+
+    def unary(self) -> bytes:
+        """The whole answer as one body."""
+
+    def usage(self) -> Usage:
+        """The tokens so far."""

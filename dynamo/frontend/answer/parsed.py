@@ -17,8 +17,6 @@ from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 
-__all__ = ["ParsedChatStream", "ParsedChoice"]
-
 _PIECE = 1024
 
 

@@ -13,20 +13,6 @@ import orjson
 
 from dynamo.errors import DynamoError
 
-__all__ = [
-    "DONE",
-    "KEEP_ALIVE",
-    "ChatChunks",
-    "ChoiceChunks",
-    "CompletionChunks",
-    "MessageChunks",
-    "annotation",
-    "error_event",
-    "json_bytes",
-    "public_message",
-    "stream_head",
-]
-
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 

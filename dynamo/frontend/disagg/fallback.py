@@ -12,8 +12,6 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 
-__all__ = ["Fallback"]
-
 log = logging.getLogger(__name__)
 
 

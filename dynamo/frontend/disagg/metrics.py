@@ -9,11 +9,8 @@ from typing import Any
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import counter, gauge, histogram
 from dynamo.protocols.codec import encode
-from dynamo.protocols.load import PrefillQueueState
+from dynamo.protocols.kv import PrefillQueueState
 from dynamo.router.queue.prefill import PrefillQueue
-
-__all__ = ["INTERVAL_S", "REPEAT_S", "PrefillMetrics", "QueueStatePublisher"]
-
 
 INTERVAL_S = 0.1
 REPEAT_S = 1.0

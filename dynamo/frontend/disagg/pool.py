@@ -13,15 +13,13 @@ from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
-from dynamo.protocols.load import PREFILL_QUEUE
+from dynamo.protocols.kv import PREFILL_QUEUE
 from dynamo.router.discovery.kv_router import make_router
 from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
-from dynamo.runtime.availability import Outage
+from dynamo.runtime.endpoints.instances import Outage
 from dynamo.runtime.process.tasks import Tasks
-
-__all__ = ["PrefillPool", "prefill_settings"]
 
 log = logging.getLogger(__name__)
 EndpointPath = tuple[str, str, str]

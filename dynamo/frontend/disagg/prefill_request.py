@@ -20,8 +20,6 @@ from dynamo.protocols.engine import (
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
-__all__ = ["DECODE_OVERRIDE", "PrefillRequest", "after_prefill", "prefill_routing", "to_prefill"]
-
 DECODE_OVERRIDE: dict[str, Any] = {
     "overlap_score_weight": 0.0,
     "assume_kv_reuse": False,

@@ -38,8 +38,6 @@ from dynamo.router.queue.prefill import PrefillQueue, capacity_of
 from dynamo.router.queue.waiting import priority_of
 from dynamo.runtime import Client
 
-__all__ = ["PrefillRouter"]
-
 log = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.prefill import NextPrefill, PrefillQueue
 from dynamo.runtime import Client
 
-__all__ = ["PrefillSender", "PrefillWorkers"]
-
 log = logging.getLogger(__name__)
 _BUSY_CHECK_S = 0.1
 """While only busy workers have a free slot, check this often whether they are still busy."""

@@ -8,8 +8,6 @@ from dynamo.frontend.formats.literals import escaped, json_text, value_json
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
 from dynamo.frontend.formats.scan import MAX_HELD, Markers
 
-__all__ = ["GEMMA_4_MARKERS", "BraceCallParser"]
-
 _CALL, _END_CALL, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 GEMMA_4_MARKERS = (_CALL, _END_CALL, _QUOTE)
 _MAX_NAME = 256

@@ -18,8 +18,6 @@ from dynamo.frontend.formats.literals import (
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
 from dynamo.frontend.formats.scan import MAX_HELD, Markers
 
-__all__ = ["MINIMAX_M3_MARKERS", "ElementCallParser"]
-
 _NS = "]<]minimax[>["
 _CALL, _END_CALL = f"{_NS}<tool_call>", f"{_NS}</tool_call>"
 _INVOKE, _END_INVOKE = f"{_NS}<invoke", f"{_NS}</invoke>"

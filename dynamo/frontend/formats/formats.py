@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from dynamo.config.worker import REASONING_ALIASES, TOOL_CALL_ALIASES
 from dynamo.errors import InvalidArgument, shorten
-from dynamo.frontend.answer.parsers.forced_calls import NamedCallParser
 from dynamo.frontend.formats.brace_calls import GEMMA_4_MARKERS, BraceCallParser
 from dynamo.frontend.formats.element_calls import MINIMAX_M3_MARKERS, ElementCallParser
 from dynamo.frontend.formats.forced_calls import (
+    NamedCallParser,
     forced_name,
     forced_schema,
     is_forced,
@@ -51,15 +51,6 @@ from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.openai import ChatCompletionRequest
-
-__all__ = [
-    "REASONING_FORMATS",
-    "TOOL_FORMATS",
-    "AnswerFormat",
-    "ModelFormats",
-    "RequestTools",
-    "answer_format",
-]
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ import re
 from dynamo.frontend.formats.message import AnswerMessage
 from dynamo.frontend.formats.scan import Markers, TextSteps
 
-__all__ = ["HARMONY_MARKERS", "HarmonyParser"]
-
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_MARKERS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)

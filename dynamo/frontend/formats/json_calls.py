@@ -1,21 +1,220 @@
-"""Tool calls as JSON objects: hermes, llama3_json, mistral, and the array of a forced choice."""
+"""Tool calls as JSON objects: hermes, llama3_json, mistral, and the array of a forced choice.
+
+One tool call as a JSON object with a name and arguments, read while it arrives.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dynamo.frontend.answer.parsers.json_object import JsonObjectCall
+from dynamo.frontend.formats.literals import well_formed
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
-from dynamo.frontend.formats.scan import SPACE, JsonSpan, Markers
-
-__all__ = ["JsonCallParser", "JsonCallShape", "MistralCallParser"]
+from dynamo.frontend.formats.scan import MAX_HELD, SPACE, JsonSpan, Markers, TextSteps
 
 _BEFORE_CALL = SPACE + "["
 _AFTER_CALL = ",;]"
 _MAX_HEADER = 512
 _HEADER = re.compile(r"([A-Za-z0-9_.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*")
+_ARGUMENTS = frozenset(("arguments", "parameters"))
+_SCALAR = re.compile(r"[^\s,}\]<\"{\[]+")
+_SEPARATORS = " \t\r\n,"
+_WHOLE = re.compile(r'"(?:[^"\\]+|\\[^u]|\\u[0-9a-fA-F]{4})*')
+"""A JSON string up to the first escape that is not complete."""
+
+
+class JsonObjectCall(TextSteps):
+    """``{"name": "f", "arguments": {…}}``, in any order, with other members ignored.
+
+    Arguments are passed on as the model wrote them; those in a JSON string are decoded first.
+    ``rest`` is the text after the object, None while it is open. ``rejected`` means that it is no
+    call: no name, or none that ``accepts`` takes; ``rest`` is then all of its text.
+    """
+
+    __slots__ = (
+        "_accepts",
+        "_argued",
+        "_arguments",
+        "_key",
+        "_message",
+        "_named",
+        "_parts",
+        "_raw",
+        "_raw_size",
+        "_span",
+        "_streams",
+        "rejected",
+        "rest",
+    )  # fmt: skip
+
+    def __init__(self, message: AnswerMessage, accepts: Callable[[str], bool]) -> None:
+        super().__init__(self._open)
+        self._message = message
+        self._accepts = accepts
+        self._raw: list[str] = []  # all text, as long as it may turn out to be no call
+        self._raw_size = 0
+        self._span = JsonSpan()
+        self._parts: list[str] = []  # of the key or value being read
+        self._key: str | None = None  # None while a key is read
+        self._streams = False  # the value being read is passed on at once
+        self._arguments = ""  # those that came before the name
+        self._named = False
+        self._argued = False
+        self.rejected = False
+        self.rest: str | None = None
+
+    def push(self, text: str) -> None:
+        """Add text; the first begins with the brace."""
+        if not self._named:
+            self._raw.append(text)
+            self._raw_size += len(text)
+        super().push(text)
+        if self._raw_size > MAX_HELD and not self._named:
+            self._close()
+
+    def finish(self) -> None:
+        """Nothing follows: a call with a name is kept with the arguments so far."""
+        if self._named and not self._streams and self._key in _ARGUMENTS and self._parts:
+            self._message.add_arguments(_unquoted_part("".join(self._parts)))
+        self._argued = True
+        self._close()
+
+    def _open(self) -> bool:
+        if not self._text:
+            return False
+        self._take(1)
+        self._step = self._member
+        return True
+
+    def _member(self) -> bool:
+        self._text = self._text.lstrip(_SEPARATORS)
+        if not self._text:
+            return False
+        if self._text[0] == '"':
+            self._key = None
+            return self._begin_span()
+        if self._text[0] == "}":
+            self._take(1)
+        return self._close()
+
+    def _colon(self) -> bool:
+        self._take_space()
+        if not self._text:
+            return False
+        if self._take(1) != ":":
+            return self._close()
+        self._step = self._value
+        return True
+
+    def _value(self) -> bool:
+        self._take_space()
+        if not self._text:
+            return False
+        if self._text[0] in '"{[':
+            return self._begin_span()
+        if _SCALAR.match(self._text) is None:
+            return self._close()
+        self._step = self._scalar
+        return True
+
+    def _scalar(self) -> bool:
+        """In a number, a name, or other text without quotes."""
+        found = _SCALAR.match(self._text)
+        self._put_aside(0 if found is None else found.end())
+        if not self._text:
+            return False
+        return self._complete(self._take_aside())
+
+    def _begin_span(self) -> bool:
+        self._span = JsonSpan()
+        self._parts = []
+        self._streams = self._named and self._takes_arguments() and self._text[0] != '"'
+        self._argued = self._argued or self._streams
+        self._step = self._span_step
+        return True
+
+    def _span_step(self) -> bool:
+        if not self._text:
+            return False
+        end = self._span.end(self._text)
+        piece = self._take(len(self._text) if end < 0 else end)
+        if self._streams:
+            self._message.add_arguments(piece)
+        else:
+            self._parts.append(piece)
+        if end < 0:
+            return False
+        return self._complete("".join(self._parts))
+
+    def _complete(self, text: str) -> bool:
+        """A key or a value is complete; a value that was passed on already is empty."""
+        self._parts = []
+        if self._key is None:
+            self._key = _unquoted(text)
+            self._step = self._colon
+            return self._key is not None or self._close()
+        self._step = self._member
+        if self._key == "name" and not self._named:
+            return self._name(_unquoted(text))
+        if text and self._takes_arguments():
+            self._argued = True
+            self._arguments = "{}" if text == "null" else _unquoted(text) or text
+            if self._named:
+                self._message.add_arguments(self._arguments)
+        return True
+
+    def _name(self, name: str | None) -> bool:
+        if not name or not self._accepts(name):
+            return self._close()
+        self._named = True
+        self._raw.clear()
+        self._message.begin_call(name)
+        self._message.add_arguments(self._arguments)
+        return True
+
+    def _takes_arguments(self) -> bool:
+        return self._key in _ARGUMENTS and not self._argued
+
+    def _close(self) -> bool:
+        if self._named:
+            if not self._argued:
+                self._message.add_arguments("{}")
+            self.rest = self._text
+        else:
+            self.rejected = True
+            self.rest = "".join(self._raw)
+        self._text = ""
+        self._step = _never
+        return False
+
+
+def _unquoted(text: str) -> str | None:
+    """The value of a JSON string, None for any other text."""
+    value = _loaded(text)
+    return well_formed(value) if isinstance(value, str) else None
+
+
+def _unquoted_part(text: str) -> str:
+    """The value of a JSON string that is cut, up to the last character that is whole."""
+    whole = _WHOLE.match(text)
+    value = None if whole is None else _loaded(whole[0] + '"')
+    if not isinstance(value, str):
+        return ""
+    return well_formed(value[:-1] if "\ud800" <= value[-1:] <= "\udbff" else value)
+
+
+def _loaded(text: str) -> object:
+    """The value of a JSON text, None if it is none."""
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return None
+
+
+def _never() -> bool:
+    return False
 
 
 class JsonCallShape(NamedTuple):

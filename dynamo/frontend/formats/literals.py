@@ -10,18 +10,6 @@ from typing import Any
 
 import orjson
 
-__all__ = [
-    "begins_value",
-    "escaped",
-    "is_text",
-    "json_object",
-    "json_text",
-    "kinds_of",
-    "text_or_value_json",
-    "value_json",
-    "well_formed",
-]
-
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _TEXT = frozenset(("string",))
 _NUMBERS = frozenset(("integer", "number"))

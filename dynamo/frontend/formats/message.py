@@ -7,8 +7,6 @@ from typing import Any, NamedTuple, Protocol
 
 from dynamo.frontend.formats.scan import SPACE, Markers, TextSteps
 
-__all__ = ["AnswerDelta", "AnswerMessage", "AnswerParser", "CallSteps", "ToolCallPart"]
-
 
 class AnswerParser(Protocol):
     """Turns the text of one choice, in pieces of any size, into parts of its message."""

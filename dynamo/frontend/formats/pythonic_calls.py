@@ -8,8 +8,6 @@ from dynamo.frontend.formats.literals import json_text, value_json
 from dynamo.frontend.formats.message import AnswerMessage
 from dynamo.frontend.formats.scan import MAX_HELD, TextSteps
 
-__all__ = ["PythonicCallParser"]
-
 _NAME = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*\(")
 _NAME_BEGINS = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")
 _KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)")

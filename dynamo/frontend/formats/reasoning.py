@@ -7,8 +7,6 @@ from typing import NamedTuple
 from dynamo.frontend.formats.message import AnswerMessage, AnswerParser
 from dynamo.frontend.formats.scan import SPACE, Markers, TextSteps
 
-__all__ = ["ContentParser", "ReasoningParser", "ReasoningShape"]
-
 
 class ReasoningShape(NamedTuple):
     """The tags. ``forced``: an answer is reasoning from its beginning even without the first tag,

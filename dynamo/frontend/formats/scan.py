@@ -9,8 +9,6 @@ import functools
 import re
 from collections.abc import Callable
 
-__all__ = ["MAX_HELD", "SPACE", "JsonSpan", "Markers", "TextSteps"]
-
 SPACE = " \t\r\n"
 MAX_HELD = 1 << 16
 """Characters that a parser may hold back to find out what they are."""

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
 from dynamo.frontend.formats.scan import Markers
 
-__all__ = ["DEEPSEEK_V3", "DEEPSEEK_V3_1", "KIMI_K2", "SectionCallParser", "SectionShape"]
-
 _SECTION, _END_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _MAX_HEADER = 512

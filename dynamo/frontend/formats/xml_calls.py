@@ -18,16 +18,6 @@ from dynamo.frontend.formats.literals import (
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
 from dynamo.frontend.formats.scan import MAX_HELD, Markers
 
-__all__ = [
-    "DEEPSEEK_V3_2",
-    "DEEPSEEK_V4",
-    "GLM_45",
-    "MINIMAX_M2",
-    "QWEN3_CODER",
-    "XmlCallParser",
-    "XmlCallShape",
-]
-
 _MAX_NAME = 256
 _QUOTES = "\"'"
 _BARE_NAME = re.compile(r"[\w./:-]+")

@@ -16,20 +16,9 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, ModelNotFound, shorten
 from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, EMBEDDINGS
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.http.patterns import RoutePatterns
+from dynamo.http.routes import RoutePatterns
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.relay import HTTP_INPUT, ROUTES
-
-__all__ = [
-    "INPUTS",
-    "TEXT_INPUT",
-    "is_relayed",
-    "load_preprocessor",
-    "missing_route",
-    "paths_of",
-    "patterns_of",
-    "router_settings",
-]
 
 TEXT_INPUT = "Text"
 INPUTS = ("Tokens", TEXT_INPUT, HTTP_INPUT)

@@ -24,7 +24,7 @@ from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
-from dynamo.http.patterns import RoutePatterns
+from dynamo.http.routes import RoutePatterns
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
 from dynamo.router.discovery.kv_router import make_router
@@ -32,8 +32,6 @@ from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.router.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime
-
-__all__ = ["ModelEntry", "difference"]
 
 log = logging.getLogger(__name__)
 

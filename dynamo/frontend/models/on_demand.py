@@ -3,6 +3,10 @@
 A record in discovery says that a model may have no worker and that the planner starts one when its
 requests wait. It exists as long as the planner; a restarted planner has some time to write it
 again, before the waiting requests fail.
+
+Which models a reload has removed from the graph, by the statefile of ``dynamo serve``.
+
+A model without workers is unavailable for a while, unless the graph has no service for it any more.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.errors import DynamoError, ModelNotFound, Unavailable
+from dynamo.errors import DynamoError, ModelNotFound, StatefileError, Unavailable
 from dynamo.frontend.requests.cold_start import (
     ColdStartQueue,
     HeldDispatch,
@@ -25,14 +29,14 @@ from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.http import Exchange
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel, record_decoder
-from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
+from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
 from dynamo.protocols.relay import HTTP_INPUT
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.process.tasks import Tasks
-
-__all__ = ["OnDemandModels"]
+from dynamo.serve.state.entries import ServiceEntries, read_services
+from dynamo.serve.state.statefile import Statefile
 
 _PLANNER = "planner"
 _PLANNER_RESTART_S = 30.0
@@ -40,6 +44,76 @@ _TICK_S = 1.0
 _HELD_LIMIT_BYTES = 256 << 20
 _decode = record_decoder(OnDemandModel)
 log = logging.getLogger(__name__)
+_POLL_S = 2.0
+
+
+class GraphModels:
+    """The services of the graph that each model has, or had.
+
+    A model that was never one of the graph's is not removed by it, such as that of a worker that a
+    person has started.
+    """
+
+    def __init__(self, statefile: Statefile) -> None:
+        self._statefile = statefile
+        self._modified_ns = 0
+        self._stated: dict[str, str] = {}
+        self._leases: dict[int, str] = {}
+        self._services: dict[str, dict[str, str]] = {}
+
+    async def run(
+        self, workers: Callable[[], Mapping[str, Collection[int]]], remove: Callable[[str], bool]
+    ) -> None:
+        """Call ``remove`` with each model that is removed, until it returns True.
+
+        ``workers()`` are the worker ids of each model that is known now, those on demand too.
+        """
+        while True:
+            await asyncio.sleep(_POLL_S)
+            await self._read()
+            for model in self.removed(workers()):
+                if remove(model):
+                    del self._services[model]
+
+    def read(self, services: Mapping[str, ServiceEntries]) -> None:
+        """Take the services of the statefile as it is now."""
+        self._stated = {name: service.model for name, service in services.items()}
+        self._leases = {
+            entry.lease: name
+            for name, service in services.items()
+            for entry in service.entries
+            if entry.lease is not None
+        }
+
+    def removed(self, workers: Mapping[str, Collection[int]]) -> list[str]:
+        """Return the models whose services have left the graph, or serve another model now."""
+        for model, ids in workers.items():
+            mine = {name for name, stated in self._stated.items() if stated == model}
+            mine |= {self._leases[one] for one in ids if one in self._leases}
+            if mine:
+                self._services.setdefault(model, {}).update({n: self._stated[n] for n in mine})
+        return [
+            model
+            for model, services in self._services.items()
+            if not any(self._stated.get(name) == stated for name, stated in services.items())
+        ]
+
+    async def _read(self) -> None:
+        """Read the statefile if it has changed; without one the graph is as it was."""
+        try:
+            modified_ns = self._statefile.path.stat().st_mtime_ns
+            if modified_ns == self._modified_ns:
+                return
+            self._modified_ns = modified_ns
+            self.read(await asyncio.to_thread(self._read_services))
+        except (OSError, StatefileError):
+            return
+
+    def _read_services(self) -> Mapping[str, ServiceEntries]:
+        document = self._statefile.read()
+        if document is None:
+            raise FileNotFoundError(self._statefile.path)
+        return read_services(document)
 
 
 class OnDemandModels:

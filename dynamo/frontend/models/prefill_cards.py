@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dynamo.frontend.models.model import ModelEntry, difference
 from dynamo.protocols.card import ModelCard
 
-__all__ = ["PrefillCards"]
-
 log = logging.getLogger(__name__)
 
 

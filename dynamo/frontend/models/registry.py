@@ -17,10 +17,9 @@ from functools import partial
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
-from dynamo.frontend.models.graph import GraphModels
 from dynamo.frontend.models.inputs import INPUTS, missing_route, router_settings
 from dynamo.frontend.models.model import ModelEntry, difference
-from dynamo.frontend.models.on_demand import OnDemandModels
+from dynamo.frontend.models.on_demand import GraphModels, OnDemandModels
 from dynamo.frontend.models.prefill_cards import PrefillCards
 from dynamo.frontend.requests.cold_start import Refusals
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
@@ -29,13 +28,11 @@ from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
 from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.availability import Outage
 from dynamo.runtime.discovery import KeyEvent, Watch
+from dynamo.runtime.endpoints.instances import Outage
 from dynamo.runtime.process.paths import state_path
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.state.statefile import Statefile
-
-__all__ = ["Models"]
 
 _FILE_PREFIXES = ("/v1/audio/tran", "/v1/images/edits")
 """Of paths that take forms with files: transcriptions and translations of audio, images."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime.endpoints.client import Client, OnInstances
 
-__all__ = ["AdmittedWorkers"]
-
 
 class AdmittedWorkers:
     """A filter between the instances of discovery and the router.

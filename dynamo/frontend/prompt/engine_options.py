@@ -15,8 +15,6 @@ from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import GenerationRequest, NvExt
 
-__all__ = ["expand_choices", "guided_decoding", "known_annotations", "routing"]
-
 _LARGEST = 2**64 - 1
 _ANNOTATIONS = frozenset(
     ("formatted_prompt", "llm_metrics", "query_instance_id", "request_id", "token_ids")

@@ -15,16 +15,6 @@ import msgspec
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.validation import check_json
 
-__all__ = [
-    "IMAGE",
-    "CallForm",
-    "ContentForm",
-    "ToolImage",
-    "alternating",
-    "message_text",
-    "template_messages",
-]
-
 Message = Mapping[str, Any]
 
 IMAGE: Message = {"type": "image"}

@@ -14,8 +14,6 @@ from typing import ParamSpec, TypeVar
 
 from dynamo.errors import Unavailable
 
-__all__ = ["OffLoop", "end_without_threads", "in_daemon_thread"]
-
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")

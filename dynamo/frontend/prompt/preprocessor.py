@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from dynamo._fast.histogram import Histogram
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.formats.formats import AnswerFormat, ModelFormats, answer_format
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, MAX_COUNTED_TOKENS
@@ -27,7 +28,6 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.template import TemplateTimeout, load_template, template_variables
 from dynamo.frontend.text.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.llm.model_directory import ModelDirectory
-from dynamo.observability.metrics import Histogram
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import (
@@ -37,8 +37,6 @@ from dynamo.protocols.engine import (
     StopConditions,
 )
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
-
-__all__ = ["Prepared", "Preprocessor", "TokenizedPrompt"]
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):

@@ -28,8 +28,6 @@ from dynamo.frontend.prompt.template_environment import (
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.openai import ChatCompletionRequest
 
-__all__ = ["ChatTemplate", "TemplateTimeout", "load_template", "template_variables"]
-
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 

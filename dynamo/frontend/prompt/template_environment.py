@@ -18,8 +18,6 @@ import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 
-__all__ = ["OutOfTime", "RenderContext", "TemplateEnvironment", "TemplateNames"]
-
 _RENDER_S = 1.0
 """How long a template may run: of a model from anywhere, it may contain an endless loop."""
 

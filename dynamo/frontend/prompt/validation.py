@@ -15,14 +15,15 @@ from dynamo._fast.json_shape import measure
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.formats.forced_calls import check_tool_choice
 from dynamo.frontend.prompt.bounds import (
+    DESERIALIZE,
     MAX_CHOICES,
     MAX_JSON_DEPTH,
     MAX_JSON_WEIGHT,
     MAX_MESSAGES,
     MAX_TOOLS,
     check_engine_value,
+    explain_decode_error,
 )
-from dynamo.frontend.prompt.decode_errors import DESERIALIZE, explain_decode_error
 from dynamo.protocols.openai import (
     MAX_BAD_WORDS_CHARACTERS,
     MAX_GRAMMAR_CHARACTERS,
@@ -38,8 +39,6 @@ from dynamo.protocols.openai import (
     StrictCompletionRequest,
     StructuredOutputs,
 )
-
-__all__ = ["check_chat", "check_json", "parse_chat", "parse_completion"]
 
 _CHAT = msgspec.json.Decoder(StrictChatCompletionRequest)
 _CHAT_LENIENT = msgspec.json.Decoder(ChatCompletionRequest)

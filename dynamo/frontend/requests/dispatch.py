@@ -20,17 +20,15 @@ from dynamo.errors import (
     Unavailable,
     WorkerAtCapacity,
 )
+from dynamo.frontend.requests.cold_start import ResendQueue, TrialQueue
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.migration import Migration, Migrations
-from dynamo.frontend.requests.resend import ResendQueue, TrialQueue
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
 from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import Client
-
-__all__ = ["Dispatch", "Hold", "PrefillStep", "avoid_while_full"]
 
 Hold = Callable[[EngineRequest, Callable[[EngineRequest], None]], bool]
 

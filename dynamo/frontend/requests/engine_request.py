@@ -16,7 +16,7 @@ from dynamo.errors import (
     WorkersLost,
 )
 from dynamo.frontend.answer.choice import Choice
-from dynamo.frontend.answer.interface import Answer
+from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.migration import (
     LostWorker,
@@ -43,8 +43,6 @@ from dynamo.router.picker import Decision, Picker
 from dynamo.router.worker_pool import WorkerPool
 from dynamo.runtime.requests import ClientStream
 from dynamo.runtime.requests.stream import REQUEST_ID
-
-__all__ = ["EngineRequest", "Pending", "RequestOwner", "Rerouter"]
 
 _NEVER = 0.0
 _NO_LENGTH = -1

@@ -26,19 +26,6 @@ from dynamo.frontend.answer.sse import DONE, error_event, public_message
 from dynamo.http import error_body, reason_phrase
 from dynamo.router.eligibility.filters import NoneAllowed
 
-__all__ = [
-    "DYNAMO_ERRORS",
-    "BackendSilent",
-    "ErrorShape",
-    "Labels",
-    "SlowClient",
-    "error_response",
-    "explained",
-    "id_headers",
-    "labels",
-    "with_retry",
-]
-
 _RETRY = ("retry-after", "1")
 _OVERLOADED = "Service temporarily unavailable: All workers are busy, please retry later"
 

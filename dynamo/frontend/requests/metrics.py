@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeVar
 
+from dynamo._fast.histogram import Histogram
 from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.observability.metrics import (
     DEFAULT_FRONTEND_PREFIX,
@@ -17,7 +18,6 @@ from dynamo.observability.metrics import (
     Counter,
     Family,
     Gauge,
-    Histogram,
     MetricSpec,
     Registry,
     counter,
@@ -25,8 +25,6 @@ from dynamo.observability.metrics import (
     histogram,
 )
 from dynamo.protocols.card import ModelCard
-
-__all__ = ["PHASES", "UNKNOWN_MODEL", "FrontendMetrics", "ModelMetrics", "Outcomes", "WorkerLast"]
 
 UNKNOWN_MODEL = "unknown_model"
 

@@ -21,16 +21,6 @@ from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import GENERATED_TOKENS, PreprocessedRequest, Routing
 from dynamo.router.worker_pool import WorkerPool
 
-__all__ = [
-    "LostWorker",
-    "Migration",
-    "MigrationMetrics",
-    "MigrationOutcome",
-    "Migrations",
-    "continued",
-    "without_pin",
-]
-
 MigrationOutcome = Literal["success", "failure", "cancelled"]
 
 _TOTAL = counter(

@@ -24,8 +24,6 @@ from dynamo.protocols.status import RequestRecord, RouteReceipt
 from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision
 
-__all__ = ["CLIENT_ID_CHARACTERS", "EndedRequest", "Prefilled", "RecentRequests"]
-
 _ROUTED = 1000
 _REFUSED = 200
 CLIENT_ID_CHARACTERS = 128

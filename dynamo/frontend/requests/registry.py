@@ -29,8 +29,6 @@ from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
 from dynamo.observability.tracing import Tracing
 
-__all__ = ["RequestRegistry"]
-
 _MIB = 1024 * 1024
 
 

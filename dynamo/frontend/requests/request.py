@@ -5,6 +5,12 @@ detokenized in the read that received it and written at the end of the loop turn
 token creates no task, queue or generator. However a request ends (finished, failed, client
 disconnected, worker lost, silence, shutdown), :meth:`ActiveRequest._close` runs exactly once: it
 stops the engines, frees the load and counts the request.
+
+The response header ``x-dynamo-route``: why a request went to its worker, as one line of JSON.
+
+Sent where the request has a header of the same name. Everyone who may use a model sees its own
+worker, as in ``nvext.worker_id``; the other candidates show the load of other clients, so that they
+are for operators. ``GET /v1/requests/{id}`` has the terms of the costs.
 """
 
 from __future__ import annotations
@@ -15,8 +21,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from dynamo.errors import Cancelled, DynamoError, Unavailable
-from dynamo.frontend.answer.interface import Answer
+from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import (
@@ -32,16 +40,81 @@ from dynamo.frontend.requests.errors import (
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.recent import EndedRequest, Prefilled
 from dynamo.frontend.requests.request_metrics import RequestMetrics, RequestOutput
-from dynamo.frontend.requests.route_header import ROUTE_HEADER, route_header
 from dynamo.frontend.requests.trace import begin_trace, end_trace
 from dynamo.http import NEVER, Exchange, WriteBatch
 from dynamo.observability.tracing import OpenSpan, Tracing
+from dynamo.protocols.status import RouteReceipt
+from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision
-
-__all__ = ["ActiveRequest", "Recorder", "RequestInfo", "Shared"]
 
 log = logging.getLogger(__name__)
 _NO_CACHE = ("cache-control", "no-cache")
+ROUTE_HEADER = "x-dynamo-route"
+_MOST = 8  # candidates: a header should have less than 1 KB
+
+
+class _Candidate(msgspec.Struct, array_like=True):
+    """One row of ``candidates``."""
+
+    worker: str
+    dp_rank: int
+    overlap: float
+    cost: float | None
+
+
+class _Route(msgspec.Struct, omit_defaults=True):
+    """The header. ``request`` is the id for ``dynamo explain``; ``cost`` is in blocks."""
+
+    request: str
+    worker: str
+    dp_rank: int
+    overlap: int
+    blocks: int
+    queued_ms: float
+    mode: str = ""
+    index: str = ""
+    reason: str = ""
+    cost: float | None = None
+    prefill_worker: str = ""
+    prefill_reason: str = ""
+    candidates: list[_Candidate] = []
+
+
+def route_header(
+    request_id: str,
+    decision: Decision,
+    inputs: tuple[DecisionInputs | None, DecisionInputs | None],
+    queued_s: float,
+    to_operator: bool,
+) -> tuple[str, str]:
+    """Return name and value. ``inputs`` are those of the (decode) worker and the prefill worker;
+    ``queued_s`` passed until the worker was chosen."""
+    route = _Route(
+        request_id,
+        f"{decision.worker_id:x}",
+        decision.dp_rank,
+        decision.overlap_blocks,
+        decision.prompt_blocks,
+        round(queued_s * 1e3, 3),
+    )
+    chosen, prefill = (None if one is None else one.receipt() for one in inputs)
+    if chosen is not None:
+        route.mode, route.index, route.reason = chosen.mode, chosen.index, chosen.reason
+        route.cost = next((one.cost for one in chosen.candidates if one.chosen), None)
+        if to_operator:
+            route.candidates = _rows(chosen)
+    if prefill is not None:
+        route.prefill_reason = prefill.reason
+        route.prefill_worker = next((one.worker for one in prefill.candidates if one.chosen), "")
+    return ROUTE_HEADER, msgspec.json.encode(route).decode()
+
+
+def _rows(receipt: RouteReceipt) -> list[_Candidate]:
+    eligible = [one for one in receipt.candidates if not one.excluded]
+    return [
+        _Candidate(one.worker, one.dp_rank, one.overlap_blocks, one.cost)
+        for one in eligible[:_MOST]
+    ]
 
 
 class RequestInfo(NamedTuple):

@@ -17,8 +17,6 @@ from dynamo.observability.metrics import Gauge
 from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision, Picker
 
-__all__ = ["RequestMetrics", "RequestOutput", "ServedChoice"]
-
 
 class ServedChoice(Protocol):
     """The figures of one engine request; see :class:`EngineRequest`."""

@@ -6,8 +6,6 @@ from dynamo.frontend.requests.recent import EndedRequest
 from dynamo.http import Exchange
 from dynamo.observability.tracing import OpenSpan, PassedTrace, Tracing
 
-__all__ = ["begin_trace", "end_trace", "trace_refused"]
-
 _NAME = "http-request"
 _NO_ERROR = ("ok", "cancelled", "validation", "not_found")
 """Outcomes without the status ERROR: OpenTelemetry blames a server for its own failures alone."""

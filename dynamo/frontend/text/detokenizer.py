@@ -14,8 +14,6 @@ from typing import Protocol
 from dynamo.frontend.text.pieces import PieceTable
 from dynamo.frontend.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "PrefixDetokenizer", "TableDetokenizer", "make_detokenizer"]
-
 _NO_IDS: frozenset[int] = frozenset()
 _MAX_HELD_TOKENS = 16
 _new_decoder = codecs.getincrementaldecoder("utf-8")

@@ -1,4 +1,4 @@
-"""The text or bytes of every token of a model, for streaming.
+"""The tokenizer file of a model, and the bytes of each of its tokens.
 
 Byte-level BPE writes each byte as one printable character (the GPT-2 alphabet); SentencePiece BPE
 with byte fallback writes words as text and a byte that is in no word as ``<0xE4>``. In both, a
@@ -10,15 +10,72 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Container, Iterable
+from pathlib import Path
 from typing import Any
 
-from dynamo.frontend.prompt.tokenizer_file import TokenizerFile
+import msgspec
 
-__all__ = ["PieceTable"]
+from dynamo.errors import ConfigError
+from dynamo.llm.model_directory import read_model_file
 
 _FALLBACK_STEPS = ["Replace", "ByteFallback", "Fuse", "Strip"]
 _ONE_SPACE = {"content": " ", "start": 1, "stop": 0}
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+class AddedToken(msgspec.Struct):
+    """One entry of ``added_tokens``."""
+
+    id: int
+    content: str
+    special: bool = False
+    normalized: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+
+
+class TokenizerModel(msgspec.Struct):
+    """The vocabulary and its kind (BPE, WordPiece, …)."""
+
+    type: str | None = None
+    vocab: dict[str, int] | list[Any] = {}
+    byte_fallback: bool | None = None
+
+
+class TokenizerFile(msgspec.Struct):
+    """tokenizer.json."""
+
+    model: TokenizerModel
+    added_tokens: list[AddedToken] = []
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+
+
+def read_tokenizer_file(content: bytes, path: Path) -> TokenizerFile:
+    """Parse ``content``, the tokenizer.json at ``path``. O(vocabulary). Raises ConfigError."""
+    try:
+        return msgspec.json.decode(content, type=TokenizerFile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _rejected(path, f"is not a tokenizer file: {error}") from None
+
+
+def load_tokenizer_file(path: Path) -> bytes:
+    """Return the bytes of tokenizer.json. Raises ConfigError."""
+    try:
+        return read_model_file(path)
+    except FileNotFoundError:
+        raise _rejected(path, "does not exist") from None
+    except OSError as error:
+        raise _rejected(path, f"is not a tokenizer file: {error}") from None
+
+
+def _rejected(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} {reason}; a model directory needs tokenizer.json "
+        "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers writes it)"
+    )
 
 
 def _byte_alphabet() -> dict[int, int]:

@@ -14,10 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.frontend.prompt.tokenizer_file import TokenizerFile
+from dynamo.frontend.text.pieces import TokenizerFile
 from dynamo.protocols.codec import Tokens
-
-__all__ = ["SegmentCache"]
 
 _ENTRY_BYTES = 300
 

@@ -27,7 +27,7 @@ import fastokens
 import tokenizers
 
 from dynamo.config import preset
-from dynamo.frontend.prompt.tokenizer_file import (
+from dynamo.frontend.text.pieces import (
     TokenizerFile,
     load_tokenizer_file,
     read_tokenizer_file,
@@ -41,8 +41,6 @@ from dynamo.frontend.text.tokenizer_facts import (
 )
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.codec import Tokens
-
-__all__ = ["CACHE_BYTES", "CacheStats", "Tokenizer", "load_tokenizer"]
 
 CACHE_BYTES = 16 << 20
 _FAST_INLINE_BYTES = 256 << 10

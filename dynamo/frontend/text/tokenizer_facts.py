@@ -19,10 +19,7 @@ import msgspec
 import tokenizers
 
 from dynamo.errors import ConfigError, shorten
-from dynamo.frontend.prompt.tokenizer_file import TokenizerFile, read_tokenizer_file
-from dynamo.frontend.text.pieces import PieceTable
-
-__all__ = ["PROBE", "Probe", "TokenizerFacts", "find_facts", "probe_text", "reference_tokenizer"]
+from dynamo.frontend.text.pieces import PieceTable, TokenizerFile, read_tokenizer_file
 
 _INLINE_BYTES = 256 << 10
 """Up to this size the file is read here, in some 20 ms."""

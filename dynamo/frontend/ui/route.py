@@ -13,16 +13,12 @@ import msgspec
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError
-from dynamo.frontend.ui.files import HEADERS, PAGE, file_paths, install_files
-from dynamo.frontend.ui.logs import LogStreams
-from dynamo.frontend.ui.sampler import StatusSampler
-from dynamo.frontend.ui.source import UiSource
+from dynamo.frontend.ui.source import StatusSampler, UiSource
+from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.status import FrontendStatus
 from dynamo.runtime.process.tasks import Tasks
-
-__all__ = ["OPEN_UI_PATHS", "OPERATOR_UI_ROUTES", "UiRoutes"]
 
 _ABOUT = f"{PAGE}/about.json"
 _ACTIONS = f"{PAGE}/actions"

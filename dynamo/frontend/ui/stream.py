@@ -1,19 +1,191 @@
-"""Server-sent events for pages: a bounded number of streams, of which slow ones are dropped."""
+"""Server-sent events for pages: a bounded number of streams, of which slow ones are dropped.
+
+The log of one service as a stream of lines: its end at first, then what is written.
+
+The files of the web page, with the headers that keep foreign content and pages out.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
-from collections.abc import Callable
+import re
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib import resources
+from pathlib import Path, PurePath
+from urllib.parse import parse_qs
 
 import msgspec
+from asyncinotify import Mask
 
-from dynamo.frontend.ui.files import HEADERS
+from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.http import Exchange
 from dynamo.http.exchange import NEVER
-
-__all__ = ["EventStreams", "event"]
+from dynamo.http.routes import Routes
+from dynamo.runtime.process.inotify import Inotify
+from dynamo.status.logs import LogLine, LogReader, select_watchers
 
 log = logging.getLogger(__name__)
+_STREAMS = 16
+_LINES = 500  # at first, and at once; a service that writes faster has lines left out
+_LINE_CHARACTERS = 4000
+_DELAY_S = 0.1
+_MASK = Mask.MODIFY | Mask.CREATE | Mask.MOVED_TO | Mask.ONLYDIR
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+PAGE = "/ui"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS = (
+    ("content-security-policy", _POLICY),
+    ("x-content-type-options", "nosniff"),
+    ("x-frame-options", "DENY"),
+    ("referrer-policy", "no-referrer"),
+    ("cross-origin-opener-policy", "same-origin"),
+    ("cross-origin-resource-policy", "same-origin"),
+)
+"""Of every response under /ui: own scripts alone, no frames, no text parsed as HTML by a script."""
+
+
+def file_paths() -> frozenset[str]:
+    """The paths of the page's files, which need no key: they show nothing of the deployment."""
+    return frozenset(_files())
+
+
+def install_files(routes: Routes) -> None:
+    """Serve the files. A browser asks each time whether its copy is current, and gets a 304."""
+    for path, (name, body) in _files().items():
+        etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        content_type = _TYPES[PurePath(name).suffix]
+        routes.get(path, partial(_respond, body, content_type, etag))
+
+
+def _files() -> dict[str, tuple[str, bytes]]:
+    """Path → name and content."""
+    found = {}
+    for file in resources.files("dynamo.frontend.ui").joinpath("static").iterdir():
+        path = PAGE if file.name == "index.html" else f"{PAGE}/{file.name}"
+        found[path] = (file.name, file.read_bytes())
+    return found
+
+
+def _respond(body: bytes, content_type: str, etag: str, exchange: Exchange) -> None:
+    headers = [*HEADERS, ("cache-control", "no-cache"), ("etag", etag)]
+    known = exchange.headers.get("if-none-match", "")
+    if etag in {one.strip().removeprefix("W/") for one in known.split(",")}:
+        exchange.respond_unchanged(body, content_type, headers)
+    else:
+        exchange.respond(200, body, content_type, headers)
+
+
+class LogStreams:
+    """Streams of the logs of ``namespace`` in ``directory``."""
+
+    def __init__(self, directory: Path, namespace: str) -> None:
+        self.streams = EventStreams(_STREAMS, self._drop_closed)
+        self._directory = directory
+        self._namespace = namespace
+        self._readers: dict[Exchange, tuple[str, LogReader]] = {}
+        self._inotify: Inotify | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed: set[str] = set()
+
+    def open(self, exchange: Exchange) -> None:
+        """Stream the log that the query names: ``name=dynamo_Worker``."""
+        name = parse_qs(exchange.query).get("name", [""])[-1]
+        try:
+            known = select_watchers(self._directory, self._namespace, "")
+        except InvalidArgument as error:
+            exchange.refuse(404, error.message)
+            return
+        if name not in known:
+            text = f"there is no log of '{shorten(name, 128)}'; there are: {', '.join(known)}"
+            exchange.refuse(404, text)
+            return
+        try:
+            self._watch()
+        except (ConfigError, OSError) as error:
+            exchange.refuse(503, f"the log of {name} can't be followed: {error}")
+            return
+        if not self.streams.open(exchange):
+            self._drop_closed()
+            return
+        reader = LogReader(self._directory, self._namespace, name)
+        self._readers[exchange] = (f"{name}.log", reader)
+        self.streams.send_one(exchange, _event("first", reader.last(_LINES)))
+
+    def end(self, message: str) -> None:
+        """End all streams and refuse others."""
+        self.streams.end(message)
+
+    def _watch(self) -> None:
+        if self._inotify is None:
+            inotify = Inotify(partial(self._on_file, "", 0))
+            inotify.add(self._directory, _MASK, self._on_file)
+            self._inotify = inotify
+
+    def _on_file(self, name: str, mask: int) -> None:
+        """Read a moment later: a burst of lines becomes one event. "" stands for any file."""
+        self._changed.add(name)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self._send)
+
+    def _send(self) -> None:
+        self._timer = None
+        changed, self._changed = self._changed, set()
+        for exchange, (name, reader) in list(self._readers.items()):
+            if "" not in changed and name not in changed:
+                continue
+            lines: deque[LogLine] = deque(maxlen=_LINES)
+            left_out = 0
+            for line in reader.read():
+                left_out += len(lines) == _LINES
+                lines.append(line)
+            if lines:
+                self.streams.send_one(exchange, _event("lines", lines, left_out))
+
+    def _drop_closed(self) -> None:
+        """Close the readers of streams that ended; stop watching without any."""
+        for exchange in [one for one in self._readers if one not in self.streams]:
+            self._readers.pop(exchange)[1].close()
+        if not self.streams and self._inotify is not None:
+            self._inotify.close()
+            self._inotify = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+
+def _event(name: str, lines: Iterable[LogLine], left_out: int = 0) -> bytes:
+    texts = [_text(line) for _, line in lines]
+    if left_out:
+        texts.insert(0, f"… {left_out} lines left out …")
+    return event(name, msgspec.json.encode(texts))
+
+
+def _text(line: bytes) -> str:
+    text = _ESCAPES.sub("", line.decode(errors="replace")).rstrip("\r").rpartition("\r")[2]
+    return text if len(text) <= _LINE_CHARACTERS else text[:_LINE_CHARACTERS] + " …"
 
 
 def event(name: str, data: bytes) -> bytes:

@@ -1,4 +1,7 @@
-"""A running deployment, as actions on its workers read it and change it."""
+"""A running deployment, as actions on its workers read it and change it.
+
+What the workers of this machine registered in file discovery, and the end of their leases.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,8 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dynamo.box.actions.patience import retried
-from dynamo.box.actions.registered import FileRegistrations
-from dynamo.box.output_tail import last_line
+from asyncinotify import Mask
+
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
@@ -30,17 +32,64 @@ from dynamo.operations.steps.ports import (
     CircusError,
     NoSuchWatcher,
     Registrations,
+    retried,
 )
-from dynamo.runtime.process.paths import run_dir, state_dir, store_dir
+from dynamo.runtime.discovery.layout import ensure_directories, lease_path
+from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, store_dir
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.state.entries import Entry, ServiceEntries, read_entries, read_services
+from dynamo.serve.state.registered import RegisteredWorker, registered_workers
 from dynamo.serve.state.reservations import is_reserved, owner_mark
 from dynamo.serve.state.statefile import REPLACING, RESERVED_BY, Document, Statefile
-
-__all__ = ["LocalAccess", "check_unreserved", "open_access", "read_deployment", "reserve"]
+from dynamo.status.logs import last_line
 
 _COMMAND_TIMEOUT_S = 30.0
 _GRACEFUL_TIMEOUT_S = 30.0
+# A renewal only touches the lease file, which causes none of these events.
+_MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
+
+
+class FileRegistrations:
+    """The :class:`Registrations` of the store ``store``; also reports writes of ``statefile``.
+
+    Close it after use.
+    """
+
+    def __init__(self, store: Path, statefile: Path) -> None:
+        private_dir(store)
+        ensure_directories(store)
+        self._store = store
+        self._change = asyncio.Event()
+        self._inotify = Inotify(self._changed)
+        for directory in (store / "leases", store / "v1/mdc"):
+            self._inotify.add(directory, _MASK, lambda name, mask: self._changed())
+        self._statefile = statefile.name
+        self._inotify.add(statefile.parent, Mask.MOVED_TO | Mask.ONLYDIR, self._on_state_dir)
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self._inotify.close()
+
+    def workers(self) -> Mapping[int, RegisteredWorker]:
+        """See :class:`Registrations`."""
+        return registered_workers(self._store)
+
+    async def revoke(self, lease_id: int) -> None:
+        """Unlink the lease: every client drops its records, and its worker drains."""
+        lease_path(self._store, lease_id).unlink(missing_ok=True)
+
+    def next_change(self) -> asyncio.Event:
+        """See :class:`Registrations`."""
+        return self._change
+
+    def _changed(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()  # a waiter holds the one that is set now
+
+    def _on_state_dir(self, name: str, mask: int) -> None:
+        if name == self._statefile:
+            self._changed()
 
 
 @dataclass(kw_only=True)

@@ -15,13 +15,11 @@ import zmq.asyncio
 
 from dynamo.operations.steps.ports import CircusBusy, CircusError, NoSuchWatcher, WatcherOptions
 
-__all__ = ["CircusEndpoint"]
-
 _REPLY_TIMEOUT_S = 10.0
 _CHECK_MS = 1000
 _SOCKET_S = 2.0
 """How long the socket of an arbiter that starts may be missing."""
-_ROLL = "roll_watchers"  # a command of dynamo.serve.commands, which imports circus
+_ROLL = "roll_watchers"  # a command of dynamo.serve.supervision.arbiter, which imports circus
 _BUSY = ("arbiter is already running", "arbiter is restarting")
 _GPUS = "CUDA_VISIBLE_DEVICES"
 

@@ -18,8 +18,6 @@ from dynamo.protocols.control import (
 )
 from dynamo.runtime import DistributedRuntime
 
-__all__ = ["RemoteEngines", "open_engines"]
-
 _ANSWER_S = 10.0
 _SLEEP_LEVEL = 1  # the weights stay in CPU memory
 _decode = record_decoder(EndpointRecord)

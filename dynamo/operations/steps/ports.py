@@ -1,34 +1,66 @@
 """What the actions need of a deployment: its arbiter, and what its workers registered.
 
 Tests replace both; time is that of the running loop.
+
+Waiting for a deployment: commands repeated while circus is busy, conditions with a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dynamo.errors import DynamoError
 from dynamo.serve.state.registered import RegisteredWorker
 
-__all__ = [
-    "STOPPED",
-    "STOPPING",
-    "ActionFailed",
-    "CircusBusy",
-    "CircusControl",
-    "CircusError",
-    "EngineControls",
-    "NoSuchWatcher",
-    "Registrations",
-    "WatcherOptions",
-]
-
 STOPPED, STOPPING = "stopped", "stopping"
 """Status of a watcher that starts no process: stopped by command, or given up; its processes have
 exited, or not yet."""
+T = TypeVar("T")
+_FIRST_DELAY_S = 0.05
+_LONGEST_DELAY_S = 1.0
+_RECHECK_S = 1.0  # for what causes no event, such as a watcher that is given up
+
+
+async def retried(command: Callable[[], Awaitable[T]], deadline_s: float) -> T:
+    """Return the result of ``command``, repeated while circus is busy.
+
+    Raises CircusBusy at ``deadline_s`` on the loop's clock, and every other CircusError at once.
+    """
+    loop = asyncio.get_running_loop()
+    delay_s = _FIRST_DELAY_S
+    while True:
+        try:
+            return await command()
+        except CircusBusy:
+            if loop.time() + delay_s > deadline_s:
+                raise
+        await asyncio.sleep(delay_s)  # circus sends no event when a command ends
+        delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+
+async def wait_until(
+    condition: Callable[[], Awaitable[bool]], registrations: Registrations, deadline_s: float
+) -> bool:
+    """Wait until ``condition()`` holds; False if it does not at ``deadline_s`` on the loop's clock.
+
+    Checks again at each change of the registrations, and every second.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        change = registrations.next_change()  # before the check: a change during it counts
+        if await condition():
+            return True
+        left_s = deadline_s - loop.time()
+        if left_s <= 0:
+            return False
+        try:
+            async with asyncio.timeout(min(left_s, _RECHECK_S)):
+                await change.wait()
+        except TimeoutError:
+            continue
 
 
 class ActionFailed(DynamoError):

@@ -1,4 +1,7 @@
-"""The removal of one worker: it finishes its requests, exits, and its GPUs are free again."""
+"""The removal of one worker: it finishes its requests, exits, and its GPUs are free again.
+
+The end of a watcher: its processes exit, and the arbiter frees its GPUs in the statefile.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,63 @@ import logging
 import signal
 from collections.abc import Iterable
 
-from dynamo.box.actions.leaving import has_exited, wait_until_gone
-from dynamo.box.actions.patience import retried, wait_until
 from dynamo.errors import DynamoError, StatefileError
 from dynamo.operations.steps.access import LocalAccess, reserve
-from dynamo.operations.steps.ports import ActionFailed, CircusError, NoSuchWatcher
-from dynamo.serve.state.entries import Entry, ServiceEntries, release
+from dynamo.operations.steps.ports import (
+    ActionFailed,
+    CircusBusy,
+    CircusError,
+    NoSuchWatcher,
+    retried,
+    wait_until,
+)
+from dynamo.serve.state.entries import Entry, ServiceEntries, delete_entry, is_freed, release
 from dynamo.serve.state.statefile import ASLEEP, DRAIN, DRAINING, HOLDS_GPUS, Document
-
-__all__ = ["finish_removal", "mark_draining", "remove_entry", "remove_worker"]
 
 _COMMAND_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
+_EXIT_MARGIN_S = 15.0
+_ARBITER_WRITES_WITHIN_S = 5.0
+
+
+async def wait_until_gone(access: LocalAccess, name: str, graceful_s: float) -> None:
+    """Wait until a removed watcher's processes have exited and its entry is free of GPUs.
+
+    The arbiter kills what has not exited after ``graceful_s``. Raises ActionFailed, StatefileError,
+    CircusError.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def exited() -> bool:
+        return await has_exited(access, name)
+
+    async def freed() -> bool:
+        return is_freed(access.document(), name)
+
+    limit_s = graceful_s + _EXIT_MARGIN_S
+    deadline_s = loop.time() + limit_s
+    # The arbiter frees an entry after its last look at the processes. To do it first would let a
+    # late write of the arbiter bring the entry of a removed worker back.
+    while await wait_until(exited, access.registrations, deadline_s):
+        until_s = loop.time() + _ARBITER_WRITES_WITHIN_S
+        if await wait_until(freed, access.registrations, until_s):
+            return
+        if await exited():  # its processes may have been written only now
+            log.warning("%s: the arbiter did not free its entry; freeing it", name)
+            access.statefile.update(lambda document: delete_entry(document, name))
+            return
+    raise ActionFailed(f"{name} has not exited within {limit_s:g} s")
+
+
+async def has_exited(access: LocalAccess, name: str) -> bool:
+    """Whether the arbiter has neither the watcher nor a process of it. Raises CircusError."""
+    entry = access.document()["components"].get(name)
+    if isinstance(entry, dict) and entry.get("processes"):
+        return False
+    try:
+        return name not in await access.circus.statuses()
+    except CircusBusy:
+        return False
 
 
 async def remove_worker(access: LocalAccess, service: ServiceEntries, entry: Entry) -> str:

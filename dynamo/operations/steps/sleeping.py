@@ -19,19 +19,6 @@ from dynamo.serve.state.entries import Entry, ServiceEntries, entry_gpus, read_s
 from dynamo.serve.state.reservations import is_reserved, ledger_of, owner_mark
 from dynamo.serve.state.statefile import ASLEEP, RESERVED_BY, RUNNING, SLEEP, WAKE, Document
 
-__all__ = [
-    "check_sleepable",
-    "check_sleepers",
-    "check_wakeable",
-    "finish_interrupted",
-    "finish_wake",
-    "put_to_sleep",
-    "sleep_worker",
-    "sleeper_to_wake",
-    "sleepers_on",
-    "wake_worker",
-]
-
 log = logging.getLogger(__name__)
 
 

@@ -6,16 +6,21 @@ import asyncio
 import logging
 from collections.abc import Collection
 
-from dynamo.box.actions.budget import budget_held, budget_share
-from dynamo.box.actions.leaving import wait_until_gone
-from dynamo.box.actions.patience import retried, wait_until
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.operations.steps.access import LocalAccess
-from dynamo.operations.steps.gpu_room import reserved_share, without_room
-from dynamo.operations.steps.ports import STOPPED, ActionFailed, CircusBusy, CircusError
-from dynamo.operations.steps.removal import remove_entry
+from dynamo.operations.steps.gpu_room import budget_held, budget_share, reserved_share, without_room
+from dynamo.operations.steps.ports import (
+    STOPPED,
+    ActionFailed,
+    CircusBusy,
+    CircusError,
+    retried,
+    wait_until,
+)
+from dynamo.operations.steps.removal import remove_entry, wait_until_gone
 from dynamo.operations.steps.sleeping import sleepers_on
-from dynamo.serve.gpus.ledger import GpuLedger, fits
+from dynamo.serve.gpus.gpus import fits
+from dynamo.serve.gpus.ledger import GpuLedger
 from dynamo.serve.state.entries import (
     ServiceEntries,
     new_entry,
@@ -25,8 +30,6 @@ from dynamo.serve.state.entries import (
 )
 from dynamo.serve.state.reservations import ledger_of, owner_mark
 from dynamo.serve.state.statefile import LOAD, RESERVED_BY, Document
-
-__all__ = ["WorkerStart"]
 
 _UNDO_TIMEOUT_S = 60.0
 _GPUS = "CUDA_VISIBLE_DEVICES"

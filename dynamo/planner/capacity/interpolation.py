@@ -1,29 +1,45 @@
-"""Capacity of one worker, interpolated between the points of a profile."""
+"""Capacity of one worker, interpolated between the points of a profile.
+
+Libraries of the extra ``planner``: imported when they are needed, with an error that says how
+to get them.
+"""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dynamo.planner.capacity.learned import Line
-from dynamo.planner.capacity.model import DecodePoint
+from dynamo.errors import ConfigError
+from dynamo.planner.capacity.learned import DecodePoint, Line
 from dynamo.planner.capacity.profile_files import (
     DecodePoints,
     PrefillPoints,
     WorkerProfile,
     read_profile,
 )
-from dynamo.planner.libraries import load_library
-
-__all__ = ["GRID", "DecodeSurface", "PrefillCurve", "ProfiledCapacity", "read_capacity"]
 
 GRID = 100
 """Cells of the decode surface in each direction."""
-
 _NEARLY_FULL = 0.9
 """KV usage up to which `dynamo profile` measures."""
+
+
+def load_library(name: str, purpose: str, instead: str) -> Any:
+    """Return the module ``name``.
+
+    Raises ConfigError where it is not installed; ``purpose`` is the option that needs it, and
+    ``instead`` what does without.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{purpose} needs {name.partition('.')[0]} ({error}): "
+            f"pip install 'dynamo-appliance[planner]', or use {instead}"
+        ) from error
 
 
 class PrefillCurve:

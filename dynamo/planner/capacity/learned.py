@@ -7,6 +7,8 @@ Two lines, each through the last intervals:
 
 A line needs a positive slope; until there is one, the capacity is unknown. The slope is the median
 of the slopes between all pairs (Theil-Sen), so a few odd intervals do not bend it.
+
+What the SLA policy asks of a capacity model, whether it was profiled or learned. Pure.
 """
 
 from __future__ import annotations
@@ -15,18 +17,60 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from dynamo.planner.capacity.model import DecodePoint
 from dynamo.planner.observation import Observation, Pool, Pull
-
-__all__ = ["MIN_POINTS", "LearnedCapacity", "LearnedDecode", "LearnedPrefill", "Line", "fit_line"]
 
 MIN_POINTS = 5
 _WINDOW = 50
 _EXTRAPOLATION = 2.0
 """A concurrency above this many times the highest observed one is not promised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePoint:
+    """An operating point: output tokens per second and GPU, the ITL there, and the KV usage.
+
+    ``kv_usage`` is None where the model does not have it.
+    """
+
+    tokens_per_s: float
+    itl_ms: float
+    kv_usage: float | None = None
+
+
+class PrefillCapacity(Protocol):
+    """Prefill of one worker."""
+
+    def ttft_ms(self, isl: float) -> float:
+        """Return the time to first token of a prompt that does not wait."""
+
+    def tokens_per_s(self, isl: float) -> float:
+        """Return the prompt tokens per second and GPU, above 0."""
+
+
+class DecodeCapacity(Protocol):
+    """Decode on one worker."""
+
+    def itl_ms(self, concurrency: float, context: float) -> float:
+        """Return the ITL with ``concurrency`` sequences of ``context`` tokens."""
+
+    def best(self, itl_ms: float, context: float) -> DecodePoint:
+        """Return the point of the highest throughput within ``itl_ms``, or else the lowest ITL."""
+
+
+class WorkerCapacity(Protocol):
+    """Both models of a kind of worker."""
+
+    @property
+    def prefill(self) -> PrefillCapacity | None:
+        """The prefill model; None as long as too little is known."""
+
+    @property
+    def decode(self) -> DecodeCapacity | None:
+        """The decode model; None as long as too little is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,6 @@ from numpy.typing import NDArray
 
 from dynamo.errors import ConfigError
 
-__all__ = [
-    "Curve",
-    "DecodePoints",
-    "PrefillPoints",
-    "WorkerProfile",
-    "read_profile",
-    "write_profile",
-]
-
 Curve: TypeAlias = NDArray[np.float64]
 """A one-dimensional array of measurements."""
 

@@ -18,11 +18,9 @@ from dynamo.planner.connector import (
     ScaledService,
     ScaledWorker,
 )
+from dynamo.planner.live.model_state import InFlight, gpus_per_worker, pool_of
 from dynamo.planner.observation import Pool
-from dynamo.planner.scaled_model import InFlight, gpus_per_worker, pool_of
 from dynamo.serve.gpus.gpus import fits
-
-__all__ = ["OnAction", "WorkerAction", "WorkerActions"]
 
 log = logging.getLogger(__name__)
 

@@ -1,32 +1,91 @@
-"""The live loop: pull metrics, let each model's policy decide, change its workers."""
+"""The live loop: pull metrics, let each model's policy decide, change its workers.
+
+Observers of the planner's loop: metrics, tensorboard, the file of decisions.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
 from dynamo.planner.connector import Connector, ScaledService
-from dynamo.planner.live.actions import WorkerActions
-from dynamo.planner.live.model_state import ModelState, Pools
+from dynamo.planner.live.actions import WorkerAction, WorkerActions
+from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel, left_out, models_of
 from dynamo.planner.live.sources import MetricSources
-from dynamo.planner.observation import Observation
-from dynamo.planner.observers import LoopObserver, Observers
+from dynamo.planner.observation import Observation, Pull
 from dynamo.planner.policies.base import Policy, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
-from dynamo.planner.scaled_model import ScaledModel, left_out, models_of
 from dynamo.planner.sharing.gpu_sharing import GpuSharing
 from dynamo.planner.sharing.zero import cold_decision, is_on_demand
 from dynamo.runtime.process.tasks import Tasks
 
-__all__ = ["ScalingLoop"]
-
 _EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time
 log = logging.getLogger(__name__)
+
+
+class LoopObserver(Protocol):
+    """Receives what the loop sees and does."""
+
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
+        """The workers were counted: with every pull, and also while they change."""
+
+    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
+        """Metrics were pulled."""
+
+    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+        """A policy decided."""
+
+    def finished(self, record: DecisionRecord) -> None:
+        """The changes of a decision are carried out, or there were none."""
+
+    def acted(self, action: WorkerAction) -> None:
+        """A worker was added or removed, or could not be."""
+
+    def forgotten(self, model: str) -> None:
+        """The graph no longer has the model."""
+
+
+class Observers:
+    """Calls several observers, in order."""
+
+    def __init__(self, observers: Iterable[LoopObserver]) -> None:
+        self._all = tuple(observers)
+
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.counted(model, now_s, pools)
+
+    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.pulled(model, pull, pools)
+
+    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.decided(record, seen, made)
+
+    def finished(self, record: DecisionRecord) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.finished(record)
+
+    def acted(self, action: WorkerAction) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.acted(action)
+
+    def forgotten(self, model: str) -> None:
+        """See :class:`LoopObserver`."""
+        for observer in self._all:
+            observer.forgotten(model)
 
 
 @dataclass(slots=True)

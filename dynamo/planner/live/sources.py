@@ -1,29 +1,187 @@
-"""The metrics of a running deployment: its event plane, and its frontends' pages."""
+"""The metrics of a running deployment: its event plane, and its frontends' pages.
+
+The load of workers and the length of prefill queues, from the event plane.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.connector import READY, ScaledService
-from dynamo.planner.frontends import FrontendPages
-from dynamo.planner.live.traffic import TrafficCounter
-from dynamo.planner.observation import Pull, Traffic
-from dynamo.planner.scaled_model import ScaledModel
-from dynamo.planner.worker_reports import WorkerReports
+from dynamo.planner.live.model_state import ScaledModel
+from dynamo.planner.live.traffic import FrontendPages, TrafficCounter
+from dynamo.planner.observation import Pull, Traffic, WorkerLoad
+from dynamo.protocols import codec
+from dynamo.protocols.card import ModelCard, decode_card
+from dynamo.protocols.control import MODEL_CARDS
+from dynamo.protocols.kv import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.discovery import KeyEvent
+from dynamo.runtime.events.channels import Channel, Subscription
 from dynamo.serve.state.statefile import Statefile
-
-__all__ = ["LiveSources", "MetricSources", "prefill_slots"]
 
 _STALE_INTERVALS = 3
 _SILENT_INTERVALS = 2
 """Adjustment intervals after which the traffic is counted without a frontend that hangs."""
 _STALE_S = 3.5  # workers and frontends repeat their reports every second
 log = logging.getLogger(__name__)
+_RANKS = 1024
+_FRONTENDS = 64
+_PREFILL = "Prefill"
+_decode_loads = codec.decoder(list[KvMetrics]).decode
+_decode_queue = codec.decoder(PrefillQueueState).decode
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    at_s: float
+    load: KvMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class _QueueReport:
+    at_s: float
+    state: PrefillQueueState
+
+
+class WorkerReports:
+    """Follows the workers that :meth:`follow` names, and keeps the newest report of each.
+
+    Reports older than ``stale_after_s`` do not count: their sender is gone or hangs. ``clock`` is
+    the planner's.
+    """
+
+    def __init__(
+        self, runtime: DistributedRuntime, stale_after_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._runtime = runtime
+        self._stale_after_s = stale_after_s
+        self._clock = clock
+        self._cards: dict[str, ModelCard] = {}
+        self._followed: frozenset[int] = frozenset()
+        self._subscriptions: dict[Channel, Subscription] = {}
+        self._loads: dict[int, dict[int, _Report]] = {}
+        self._queues: dict[int, dict[str, _QueueReport]] = {}
+        self._reported: set[int] = set()
+
+    async def start(self) -> None:
+        """Follow the workers' model cards; those that exist are known on return."""
+        watch = self._runtime.discovery.watch(MODEL_CARDS, self._on_card)
+        self._runtime.track(watch)
+        await watch.ready()
+
+    def follow(self, worker_ids: Iterable[int]) -> None:
+        """Follow these workers, and no others. A new one reports within a second."""
+        self._followed = frozenset(worker_ids)
+        self._reported &= self._followed
+        for worker_id in self._loads.keys() - self._followed:
+            del self._loads[worker_id]
+        for card in list(self._cards.values()):
+            if card.instance_id in self._followed:
+                path = (card.namespace, card.component)
+                self._subscribe((*path, KV_METRICS), self._on_loads, None)
+                if card.worker_type == _PREFILL:
+                    self._subscribe((*path, PREFILL_QUEUE), self._on_queue, self._on_frontend)
+
+    def loads(self, worker_ids: Collection[int]) -> tuple[WorkerLoad, ...]:
+        """Return the loads of those workers whose KV use is known, all ranks together."""
+        since_s = self._clock() - self._stale_after_s
+        found = []
+        for worker_id in sorted(worker_ids):
+            ranks = [
+                one.load for one in self._loads.get(worker_id, {}).values() if one.at_s > since_s
+            ]
+            load = self._sum(worker_id, ranks)
+            if load is not None:
+                found.append(load)
+        return tuple(found)
+
+    def prefill_queue(self, model: str) -> int | None:
+        """Return the queued requests of ``model`` in all frontends; None if none reports them."""
+        since_s = self._clock() - self._stale_after_s
+        sizes = [
+            queues[model].state.size
+            for queues in self._queues.values()
+            if model in queues and queues[model].at_s > since_s
+        ]
+        return sum(sizes) if sizes else None
+
+    def _sum(self, worker_id: int, ranks: list[KvMetrics]) -> WorkerLoad | None:
+        card = next((c for c in self._cards.values() if c.instance_id == worker_id), None)
+        used = total = 0
+        for rank in ranks:
+            blocks = rank.kv_total_blocks or (card and card.runtime_config.total_kv_blocks) or 0
+            if rank.kv_used_blocks is None or not blocks:
+                if worker_id not in self._reported:
+                    self._reported.add(worker_id)
+                    log.warning(
+                        "worker %x does not report its KV use: its load is unknown", worker_id
+                    )
+                return None
+            used, total = used + rank.kv_used_blocks, total + blocks
+        if not ranks:
+            return None
+        return WorkerLoad(
+            worker_id=worker_id,
+            kv_used_blocks=used,
+            kv_total_blocks=total,
+            running=sum(one.num_requests_running or 0 for one in ranks),
+            waiting=sum(one.num_requests_waiting or 0 for one in ranks),
+            active_prefill_tokens=sum(one.active_prefill_tokens or 0 for one in ranks),
+        )
+
+    def _subscribe(
+        self,
+        channel: Channel,
+        on_event: Callable[[int, int, bytes], None],
+        on_publisher: Callable[[int, bool], None] | None,
+    ) -> None:
+        if channel not in self._subscriptions:
+            self._subscriptions[channel] = self._runtime.subscribe(
+                *channel, on_event, None, on_publisher
+            )
+
+    def _on_card(self, event: KeyEvent) -> None:
+        self._cards.pop(event.key, None)
+        if event.value is not None:
+            try:
+                self._cards[event.key] = decode_card(event.value)
+            except ValueError as error:
+                log.warning("skipping the model card %s: %s", event.key, error)
+
+    def _on_loads(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+        try:
+            loads = _decode_loads(payload)
+        except msgspec.MsgspecError as error:
+            log.warning("invalid load report of publisher %x: %s", publisher_id, error)
+            return
+        for load in loads:
+            if load.worker_id in self._followed:
+                ranks = self._loads.setdefault(load.worker_id, {})
+                if load.dp_rank in ranks or len(ranks) < _RANKS:
+                    ranks[load.dp_rank] = _Report(self._clock(), load)
+
+    def _on_queue(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+        try:
+            state = _decode_queue(payload)
+        except msgspec.MsgspecError as error:
+            log.warning("invalid prefill queue of frontend %x: %s", publisher_id, error)
+            return
+        if publisher_id in self._queues or len(self._queues) < _FRONTENDS:
+            queues = self._queues.setdefault(publisher_id, {})
+            if state.model in queues or len(queues) < _FRONTENDS:
+                queues[state.model] = _QueueReport(self._clock(), state)
+
+    def _on_frontend(self, publisher_id: int, added: bool) -> None:
+        if not added:
+            self._queues.pop(publisher_id, None)
 
 
 class MetricSources(Protocol):

@@ -8,8 +8,6 @@ from typing import Protocol
 
 from dynamo.planner.observation import Observation
 
-__all__ = ["DECODE", "PREFILL", "Policy", "PoolDecision", "ScalingDecision"]
-
 DECODE, PREFILL = "decode", "prefill"
 """Names of the pools; an aggregated deployment has only ``DECODE``."""
 

@@ -20,14 +20,17 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import read_capacity
 from dynamo.planner.observation import Observation, Pool
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
-from dynamo.planner.policies.budget import Workers, affordable, clamp, kept
-from dynamo.planner.policies.forecast import RateForecast
+from dynamo.planner.policies.budget import (
+    ActionLimit,
+    StartUpTime,
+    Workers,
+    affordable,
+    clamp,
+    kept,
+)
+from dynamo.planner.policies.kalman import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
-from dynamo.planner.policies.pacing import ActionLimit, StartUpTime
-from dynamo.planner.policies.sizing import backlog
-from dynamo.planner.policies.staffing import MeanLimits, WorkerLoadModel, mean_limits
-
-__all__ = ["CombinedPolicy"]
+from dynamo.planner.policies.sizing import MeanLimits, WorkerLoadModel, backlog, mean_limits
 
 _REACTION_S = 5.0
 _INTERVALS = 3

@@ -10,12 +10,9 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.combined import CombinedPolicy
-from dynamo.planner.policies.fixed import FixedPolicy
-from dynamo.planner.policies.hpa import HpaPolicy
+from dynamo.planner.policies.hpa import FixedPolicy, HpaPolicy
 from dynamo.planner.policies.load import LoadPolicy
 from dynamo.planner.policies.sla import SlaPolicy
-
-__all__ = ["POLICIES", "make_policy", "named_policy"]
 
 Factory = Callable[[PlannerSettings, bool], Policy]
 """Makes a policy; the second argument is True in disaggregated serving."""

@@ -17,13 +17,6 @@ from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingD
 from dynamo.planner.policies.budget import free_gpus
 from dynamo.serve.gpus.gpus import fits
 
-__all__ = [
-    "NEW_DECODE_WORKER_GRACE_PERIOD",
-    "NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD",
-    "LoadPolicy",
-    "kv_load",
-]
-
 NEW_DECODE_WORKER_GRACE_PERIOD = 3
 """Full intervals after the addition of a decode worker in which none is removed."""
 NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD = 3

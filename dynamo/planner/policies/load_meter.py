@@ -12,9 +12,7 @@ from dynamo.planner.capacity.interpolation import ProfiledCapacity
 from dynamo.planner.capacity.learned import fit_line
 from dynamo.planner.observation import Observation, Pull, WorkerLoad
 from dynamo.planner.policies.base import DECODE, PREFILL
-from dynamo.planner.policies.staffing import WorkerLoadModel, wait_factor
-
-__all__ = ["LoadMeter"]
+from dynamo.planner.policies.sizing import WorkerLoadModel, wait_factor
 
 _MEMORY_S = 150.0
 """Time after which an observation counts about a third."""

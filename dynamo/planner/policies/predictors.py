@@ -17,10 +17,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dynamo.planner.libraries import load_library
+from dynamo.planner.capacity.interpolation import load_library
 from dynamo.planner.policies.kalman import TrendFilter
-
-__all__ = ["MIN_VALUES", "Predictor", "make_predictor"]
 
 MIN_VALUES = 5
 """Values that a model needs."""

@@ -1,4 +1,13 @@
-"""The SLA policy: size the pools for the predicted traffic and the targets. Pure."""
+"""The SLA policy: size the pools for the predicted traffic and the targets. Pure.
+
+The workers that the SLA policy wants in aggregated serving: queueing formulas. Pure.
+
+A profile has prefill and decode apart, and was measured at equal lengths. What a request costs
+under the traffic of now (the spread of lengths and gaps, cached prefixes, the share of both
+phases) is observed; the profile fills in what is not observed yet.
+
+The workers that the SLA policy wants in disaggregated serving: Dynamo's formulas. Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +18,149 @@ from dataclasses import replace
 from typing import Protocol
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.planner.capacity.interpolation import ProfiledCapacity, read_capacity
+from dynamo.planner.capacity.learned import (
+    DecodeCapacity,
+    LearnedCapacity,
+    PrefillCapacity,
+    WorkerCapacity,
+)
 from dynamo.planner.observation import Observation, Pool, Traffic
-from dynamo.planner.policies.aggregated import AggregatedSizing
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
-from dynamo.planner.policies.budget import Workers, affordable, at_limits, clamp
-from dynamo.planner.policies.disaggregated import DisaggregatedSizing
-from dynamo.planner.policies.pacing import StartUpTime
+from dynamo.planner.policies.budget import StartUpTime, Workers, affordable, at_limits, clamp
+from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.predictors import make_predictor
-from dynamo.planner.policies.sizing import Demand, Sized, backlog
-from dynamo.planner.policies.staffing import mean_limits
-
-__all__ = ["IDLE_INTERVALS", "SlaPolicy"]
+from dynamo.planner.policies.sizing import (
+    Demand,
+    Sized,
+    WorkerLoadModel,
+    backlog,
+    decode_workers,
+    mean_limits,
+    prefill_workers,
+)
 
 IDLE_INTERVALS = 3
 """Intervals without a request after which both pools shrink to their minima."""
-
 _HOLD, _HOLD_STARTS = 2, 2
 """For how long fewer workers must have been enough before some are removed: intervals, and
 start-ups, so that a worker that was added serves for longer than it started."""
-
 _DOWN_MARGIN = 1.05
 """Workers are removed only if the rest bears so much more: they are not needed again at once."""
+
+
+class DisaggregatedSizing:
+    """Sizes both pools by their throughput, from a profile or learned."""
+
+    def __init__(self, settings: PlannerSettings) -> None:
+        self._itl_ms = settings.itl_ms
+        self._learned = LearnedCapacity()
+        profile = read_capacity(settings.profile_results_dir)
+        self._capacity: WorkerCapacity = profile or self._learned
+        self._correct = profile is not None and not settings.no_correction
+
+    def observe(self, seen: Observation) -> None:
+        """Take one interval."""
+        self._learned.observe(seen)
+
+    def size(self, demand: Demand, seen: Observation) -> Sized | None:
+        """Return the workers; None before the capacity is known."""
+        prefill, decode = self._capacity.prefill, self._capacity.decode
+        if prefill is None or decode is None or seen.prefill is None:
+            return None
+        if self._correct:
+            demand = _corrected(demand, seen, prefill, decode)
+        wanted = Workers(
+            prefill_workers(demand, prefill, seen.prefill.gpus_per_worker or 1.0),
+            decode_workers(demand, decode, seen.decode.gpus_per_worker or 1.0, self._itl_ms),
+        )
+        inputs = {
+            "prefill_correction": demand.prefill_correction,
+            "decode_correction": demand.decode_correction,
+        }
+        estimates = _estimates(demand, wanted, prefill, decode)
+        return Sized(workers=wanted, inputs=inputs, estimates=estimates)
+
+
+def _corrected(
+    demand: Demand, seen: Observation, prefill: PrefillCapacity, decode: DecodeCapacity
+) -> Demand:
+    """Return ``demand`` with the corrections of the interval that ended, whose means are known."""
+    traffic = seen.traffic
+    isl, osl = traffic.isl or 0.0, traffic.osl or 0.0
+    rate = traffic.arrived / traffic.duration_s / max(seen.decode.ready, 1)
+    profiled_ttft_ms = prefill.ttft_ms(isl)
+    profiled_itl_ms = decode.itl_ms(rate * (traffic.request_s or 0.0), isl + osl / 2)
+    return replace(
+        demand,
+        prefill_correction=_ratio(traffic.ttft_ms, profiled_ttft_ms),
+        decode_correction=_ratio(traffic.itl_ms, profiled_itl_ms),
+    )
+
+
+def _ratio(observed_ms: float | None, profiled_ms: float) -> float:
+    return (observed_ms or 0.0) / profiled_ms if profiled_ms > 0 else 1.0
+
+
+def _estimates(
+    demand: Demand, wanted: Workers, prefill: PrefillCapacity, decode: DecodeCapacity
+) -> Mapping[str, float]:
+    """Return what the wanted workers are estimated to reach, before the budget limits them."""
+    itl_ms = decode.itl_ms(0.0, demand.context)
+    for _ in range(3):  # the concurrency depends on the ITL, and settles quickly
+        running = demand.rate * demand.osl * itl_ms / 1000.0 / max(wanted.decode, 1)
+        itl_ms = decode.itl_ms(running, demand.context)
+    return {
+        "estimated_ttft_ms": prefill.ttft_ms(demand.isl) * demand.prefill_correction,
+        "estimated_itl_ms": itl_ms * demand.decode_correction,
+    }
+
+
+class AggregatedSizing:
+    """Sizes one pool so that 9 in 10 requests keep the targets."""
+
+    def __init__(self, settings: PlannerSettings) -> None:
+        self._limits = mean_limits(settings.ttft_ms, settings.itl_ms)
+        self._profile = read_capacity(settings.profile_results_dir)
+        self._correct = not settings.no_correction
+        self._meter = LoadMeter(aggregated=True, profile=self._profile)
+        self._queued = 0
+
+    def observe(self, seen: Observation) -> None:
+        """Take one interval."""
+        self._meter.observe(seen, self._queued)
+        self._queued = seen.traffic.queued
+
+    def size(self, demand: Demand, seen: Observation) -> Sized | None:
+        """Return the workers; None before the cost of a request is known."""
+        if self._profile is not None and not self._correct:
+            model: WorkerLoadModel | None = _as_profiled(self._profile, demand)
+        else:
+            model = self._meter.model(DECODE)
+        if model is None:
+            return None
+        wanted = model.workers(demand.work_rate, self._limits)
+        estimates = {
+            "estimated_ttft_ms": model.ttft_ms(demand.rate, wanted),
+            "estimated_itl_ms": model.inter_token_ms(demand.rate, wanted),
+        }
+        return Sized(
+            workers=Workers(0, wanted),
+            inputs={"service_s": model.service_s, "burst": model.burst},
+            estimates={name: ms for name, ms in estimates.items() if 0 < ms < math.inf},
+        )
+
+
+def _as_profiled(profile: ProfiledCapacity, demand: Demand) -> WorkerLoadModel:
+    """Return what a request costs on an even load of equal lengths."""
+    line = profile.decode.line(demand.context)
+    return WorkerLoadModel(
+        service_s=profile.prefill.ttft_ms(demand.isl) / 1000.0,
+        step_ms=line.offset,
+        sequence_ms=line.slope,
+        osl=demand.osl,
+        kv=demand.context / profile.decode.max_kv_tokens,
+    )
 
 
 class _Sizing(Protocol):

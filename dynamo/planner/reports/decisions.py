@@ -17,8 +17,6 @@ from dynamo.planner.observation import Observation
 from dynamo.planner.policies.base import DECODE, PREFILL, ScalingDecision
 from dynamo.runtime.discovery.layout import write_atomic
 
-__all__ = ["DECISIONS_FILE", "DecisionLog", "DecisionRecord", "PoolChange"]
-
 DECISIONS_FILE = "logs/planner-decisions.jsonl"
 """Path of the file in the run directory of a deployment; its logs stay when it ends."""
 

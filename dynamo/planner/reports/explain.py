@@ -1,22 +1,57 @@
-"""What ``dynamo planner explain`` shows: the last decisions, and what would be decided now."""
+"""What ``dynamo planner explain`` shows: the last decisions, and what would be decided now.
+
+The endpoints of a running planner: what it would decide, and its pause.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.live.model_state import ModelState
 from dynamo.planner.reports.decisions import DecisionRecord
-from dynamo.protocols.control import PLANNER
-
-__all__ = ["EXPLAIN", "ExplainReport", "ModelReport", "model_reports", "report_text"]
+from dynamo.planner.reports.state_file import StateFile
+from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerPause, PlannerState
+from dynamo.runtime import DistributedRuntime
 
 _DAY_S = 86_400.0
 EXPLAIN = (PLANNER, "explain")
 """Component and endpoint of a running planner, in its namespace."""
+
+
+async def serve_explain(runtime: DistributedRuntime, loop: ScalingLoop) -> None:
+    """Serve the endpoint of ``dynamo planner explain``; return when the lease is revoked."""
+
+    async def explain(request: object) -> AsyncIterator[object]:
+        yield msgspec.to_builtins(await model_reports(loop))
+
+    endpoint = runtime.endpoint(".".join((runtime.settings.namespace, *EXPLAIN)))
+    await endpoint.serve_endpoint(explain)
+
+
+async def serve_pause(
+    runtime: DistributedRuntime, loop: ScalingLoop, state_file: StateFile
+) -> None:
+    """Serve the endpoint that pauses and resumes ``loop``; return when the lease is revoked."""
+
+    async def pause(request: object) -> AsyncIterator[object]:
+        wanted = msgspec.convert(request, PlannerPause).paused
+        if wanted is not None:
+            (loop.pause if wanted else loop.resume)()
+            state_file.paused(wanted)
+        state = PlannerState(
+            paused=loop.paused,
+            acts=state_file.acts,
+            models=loop.models(),
+            on_demand=loop.on_demand(),
+        )
+        yield msgspec.to_builtins(state)
+
+    path = (runtime.settings.namespace, PLANNER, PLANNER_PAUSE)
+    await runtime.endpoint(".".join(path)).serve_endpoint(pause)
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,6 @@ from dynamo.planner.observation import Observation, Pull
 from dynamo.planner.policies.base import DECODE, PREFILL, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord
 
-__all__ = ["PlannerMetrics", "load_state", "observed", "throughput_state"]
-
 _PREFIX = "dynamo_planner_"
 _LABELS = "dynamo_namespace model"
 

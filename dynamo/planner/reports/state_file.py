@@ -21,8 +21,6 @@ from dynamo.runtime.discovery.layout import write_atomic
 from dynamo.serve.state.process_table import stat
 from dynamo.status.planner_file import read_planner
 
-__all__ = ["StateFile"]
-
 log = logging.getLogger(__name__)
 
 

@@ -28,8 +28,6 @@ from dynamo.planner.policies.load import kv_load
 from dynamo.planner.reports.decisions import DecisionRecord
 from dynamo.planner.reports.metrics import observed
 
-__all__ = ["TensorboardLog", "default_log_dir", "pull_scalars"]
-
 _FLUSH_S = 5.0
 _CLOSE_S = 2.0
 _BUFFER_BYTES = 1 << 20

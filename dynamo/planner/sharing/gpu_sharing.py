@@ -24,8 +24,6 @@ from dynamo.planner.sharing.zero import (
 from dynamo.protocols.control import OnDemandModel
 from dynamo.serve.gpus.gpus import fits
 
-__all__ = ["DemandSource", "GpuCapacity", "GpuSharing"]
-
 _PATIENCE = 4
 """Minimum residencies after which a waiting model comes before those of higher priority."""
 

@@ -20,16 +20,6 @@ from typing import Protocol, TypeAlias
 
 from dynamo.serve.gpus.gpus import fits
 
-__all__ = [
-    "GpuRoom",
-    "ServiceChange",
-    "SharedModel",
-    "SharedService",
-    "Sharing",
-    "SharingLimits",
-    "share",
-]
-
 _Source: TypeAlias = "tuple[SharedService, str]"
 """A service that may give up a worker, and the reason."""
 

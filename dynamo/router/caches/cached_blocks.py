@@ -13,8 +13,6 @@ from dynamo._fast.scoring import Weights
 from dynamo.router.caches.predicted import OptimisticCache
 from dynamo.router.kv_mode.cost import TierCounts, effective_blocks
 
-__all__ = ["DISK", "EXTERNAL", "HOST", "CachedBlocks"]
-
 HOST, DISK, EXTERNAL = 1, 2, 3
 """Tiers of the prefix index, beside 0, the device."""
 

@@ -24,8 +24,6 @@ from dynamo.router.caches.indexer import EventCounts, Indexer
 from dynamo.runtime.events import EventSubscriber
 from dynamo.runtime.events.zmq import subscribing_socket
 
-__all__ = ["EventThreads", "Handoff", "apply_handoff"]
-
 COUNT_S = 1.0
 """Interval of reading the threads' counters, without which warnings would not be logged."""
 

@@ -23,8 +23,6 @@ from dynamo.protocols.kv import (
     KvQueryAnswer,
 )
 
-__all__ = ["EventCounts", "Indexer", "Recovery", "Threads"]
-
 MAX_EVENT_ID = 1 << 61
 """Streams with larger ids stay on the loop: the threads compute with signed 64-bit ids."""
 

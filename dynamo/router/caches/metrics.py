@@ -7,8 +7,6 @@ from dynamo.observability.metrics import Counter, Gauge, Registry, counter, gaug
 from dynamo.router.caches.predicted import OptimisticCache, PredictedCache, PredictionCounts
 from dynamo.router.metrics import COMPONENT, ROUTED, RouterLabels
 
-__all__ = ["EventMetrics", "predictions", "show_optimistic_cache", "useless_sources"]
-
 _EVENTS_APPLIED = counter(
     "dynamo_component_kv_cache_events_applied",
     "KV events by type and outcome",

@@ -16,15 +16,6 @@ from dynamo._fast.recency import Recency
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Counter
 
-__all__ = [
-    "STEP_BLOCKS",
-    "OptimisticCache",
-    "PredictedCache",
-    "PredictionCounts",
-    "make_optimistic_cache",
-    "make_predicted_cache",
-]
-
 STEP_BLOCKS = 4096
 """Blocks dropped in one call at most (half a millisecond); the rest follows in later calls."""
 

@@ -15,8 +15,6 @@ from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.runtime import Client
 from dynamo.runtime.process.tasks import Tasks
 
-__all__ = ["RecoveryClient"]
-
 """Endpoint of the worker's component that answers a ``KvQuery`` with one ``KvQueryAnswer``."""
 
 BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)

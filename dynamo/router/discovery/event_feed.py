@@ -22,8 +22,6 @@ from dynamo.router.worker_pool import Member
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events.channels import ZMQ, Subscription
 
-__all__ = ["EventFeed"]
-
 log = logging.getLogger(__name__)
 _CHECKS_S = (0.05, 0.25, 1.0)
 """Seconds after connecting to a publisher at which its worker is asked for missed events.

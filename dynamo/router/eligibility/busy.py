@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS, RuntimeConfig
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.kv import KvMetrics
 from dynamo.router.worker_pool import Member, WorkerPool
-
-__all__ = ["BusyWatch", "Thresholds", "configured", "is_busy"]
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,6 @@ from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.engine import Routing
 from dynamo.router.worker_pool import Member, WorkerPool
 
-__all__ = [
-    "NoneAllowed",
-    "PinnedWorkerNotAllowed",
-    "PinnedWorkerOverloaded",
-    "apply_preferred_taints",
-    "eligible",
-    "exclusion",
-    "multiplier",
-    "pinned_worker",
-]
-
 
 class PinnedWorkerNotAllowed(InvalidArgument):
     """The request pins a worker that is not in its allow-list."""

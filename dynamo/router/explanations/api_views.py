@@ -12,8 +12,6 @@ from dynamo.protocols.kv import STORAGE_TIERS
 from dynamo.router.kv_mode.cost import cached_tokens
 from dynamo.router.kv_mode.kv import KvPicker
 
-__all__ = ["events_of", "overlap_scores", "potential_loads"]
-
 
 def overlap_scores(
     picker: KvPicker, tokens: Tokens, routing: Routing | None = None

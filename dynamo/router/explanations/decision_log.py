@@ -14,8 +14,6 @@ from dynamo.router.load.active import ActiveLoad
 from dynamo.router.picker import Decision
 from dynamo.router.worker_pool import WorkerPool
 
-__all__ = ["log", "log_candidates", "log_selected"]
-
 log = logging.getLogger(__name__)
 
 

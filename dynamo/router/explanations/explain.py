@@ -18,8 +18,6 @@ from dynamo.router.explanations.snapshot import DecisionSnapshot
 from dynamo.router.load.active import ActiveLoad
 from dynamo.router.worker_pool import WorkerPool
 
-__all__ = ["Candidate", "Explanation", "explain", "table"]
-
 
 class Candidate(msgspec.Struct, kw_only=True):
     """One rank. The load excludes the prompt, except that ``decode_blocks`` includes it.

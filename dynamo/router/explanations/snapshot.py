@@ -11,8 +11,6 @@ from dynamo.router.kv_mode.cost import CostBreakdown, CostParams, Load, breakdow
 from dynamo.router.kv_mode.duplicates import duplicate_price
 from dynamo.router.kv_mode.prompt import HashedPrompt
 
-__all__ = ["DecisionSnapshot"]
-
 
 class DecisionSnapshot(NamedTuple):
     """Columns by slot; ``costs`` of the eligible ``slots`` only.

@@ -15,20 +15,6 @@ from dynamo._fast.scoring import Weights
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 
-__all__ = [
-    "CostBreakdown",
-    "CostParams",
-    "Load",
-    "TierCounts",
-    "add_requests",
-    "breakdown",
-    "cached_tokens",
-    "cost_params",
-    "effective_blocks",
-    "formula",
-    "overridden",
-]
-
 _LARGEST = 1e12
 """Above this a cost could become infinite, and infinite costs cannot be compared."""
 

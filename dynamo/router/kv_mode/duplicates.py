@@ -18,8 +18,6 @@ from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.kv_mode.cost import CostParams
 from dynamo.router.kv_mode.prompt import HashedPrompt
 
-__all__ = ["CopyOffer", "CopyPolicy", "duplicate_price"]
-
 _LOSS_PER_PRICE = 0.25
 """Share of a copy's price that the prompts of a prefix must have lost before a copy is free.
 

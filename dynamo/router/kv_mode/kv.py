@@ -26,7 +26,6 @@ from dynamo.router.caches.predicted import (
     make_optimistic_cache,
     make_predicted_cache,
 )
-from dynamo.router.constraints import constraints_of
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import apply_preferred_taints
 from dynamo.router.explanations.decision_log import log as decision_log
@@ -38,6 +37,7 @@ from dynamo.router.explanations.receipt import (
     DecisionInputs,
     DecisionTotals,
     KvInputs,
+    constraints_of,
 )
 from dynamo.router.explanations.snapshot import DecisionSnapshot
 from dynamo.router.kv_mode.cost import (
@@ -55,8 +55,6 @@ from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
 from dynamo.router.sync.loads import LocalRequests
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
-
-__all__ = ["KvPicker"]
 
 _Decided: TypeAlias = "tuple[CostParams, array[int], int, HashedPrompt, CopyOffer | None]"
 """The last decision: parameters, eligible slots, the chosen one, the prompt, a copy of blocks."""

@@ -12,8 +12,6 @@ from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_ha
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import MmObject, Routing
 
-__all__ = ["HashedPrompt", "Hasher"]
-
 _NO_HASHES = array("Q")
 
 

@@ -15,8 +15,6 @@ from dynamo._fast.sequences import ActiveSequences
 from dynamo.errors import InvalidArgument
 from dynamo.router.load.prefill_load import PrefillLoad, PrefillModel
 
-__all__ = ["ActiveLoad", "Reservation"]
-
 
 class Reservation(msgspec.Struct, gc=False):
     """One running request. ``overlap_blocks`` of its prompt were cached when it was booked.

@@ -10,10 +10,7 @@ from typing import Any
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
-from dynamo.router.load.prefill_fit import PrefillFit
-from dynamo.router.load.prefill_load import BusyInterval, PrefillModel, StaticModel
-
-__all__ = ["prefill_model"]
+from dynamo.router.load.prefill_load import BusyInterval, PrefillFit, PrefillModel, StaticModel
 
 _FLAG = "--router-prefill-load-model"
 _TOKENS = (256, 2048, 8192, 32768)

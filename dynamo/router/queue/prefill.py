@@ -13,9 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from dynamo.errors import Overloaded
 from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS, RuntimeConfig
-from dynamo.router.queue.lazy_heap import LazyHeap
-
-__all__ = ["Capacity", "NextPrefill", "PrefillQueue", "Rank", "capacity_of"]
+from dynamo.router.queue.waiting import LazyHeap
 
 T = TypeVar("T")
 Rank = tuple[bool, int, float, int]

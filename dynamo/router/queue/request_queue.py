@@ -2,6 +2,8 @@
 
 It precedes a :class:`KvPicker` and postpones the decision: a request is routed when it reaches the
 head, with the caches and loads of that moment.
+
+Metrics of the queue before the workers. ``left`` and ``wait`` are not Dynamo's.
 """
 
 from __future__ import annotations
@@ -15,8 +17,14 @@ from itertools import islice
 from typing import Any, Protocol
 
 from dynamo.config.router import RouterSettings
-from dynamo.errors import DynamoError, InvalidArgument, Overloaded, Unavailable
-from dynamo.observability.metrics import Registry
+from dynamo.errors import (
+    DynamoError,
+    InvalidArgument,
+    Overloaded,
+    RouterQueueLimitExceeded,
+    Unavailable,
+)
+from dynamo.observability.metrics import Registry, counter, gauge, histogram
 from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
@@ -24,22 +32,103 @@ from dynamo.router.kv_mode.cost import cached_tokens
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision
-from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.waiting import QueueEntry, WaitingQueue, priority_of
+from dynamo.router.queue.waiting import POLICY_CLASS, QueueEntry, WaitingQueue, priority_of
 from dynamo.router.worker_pool import Saturation
-
-__all__ = ["TICK_S", "OnDecision", "OnError", "QueuedRequest", "RequestQueue", "make_queue"]
 
 TICK_S = 0.1
 """Poll this often, while requests wait, for changes without a callback: load that decays with time,
 busy reports that expire."""
 _BATCH = 32
 """Requests that one loop iteration routes, or whose cached tokens it refreshes."""
-
 log = logging.getLogger(__name__)
-
 OnDecision = Callable[[Decision], None]
 OnError = Callable[[DynamoError], None]
+_QUEUED = "model policy_class worker_type"
+_REASONED = "model policy_class reason worker_type"
+_REQUESTS = gauge(
+    "dynamo_frontend_router_queue_pending_requests",
+    "Requests waiting in the router's queue",
+    _QUEUED,
+)
+_ISL_TOKENS = gauge(
+    "dynamo_frontend_router_queue_pending_isl_tokens",
+    "Prompt tokens of the requests waiting in the router's queue",
+    _QUEUED,
+)
+_CACHED_TOKENS = gauge(
+    "dynamo_frontend_router_queue_pending_cached_tokens",
+    "Those of them that a worker holds",
+    _QUEUED,
+)
+_BACKPRESSURE = counter(
+    "dynamo_frontend_router_queue_backpressure_total",
+    "Requests that had to wait: behind others, or for prefill load to fall",
+    _REASONED,
+)
+_RECEIVED = counter(
+    "dynamo_frontend_router_admission_received_total",
+    "Requests that came to the router's queue, whether they had to wait or not",
+    _QUEUED,
+)
+_REJECTED = counter(
+    "dynamo_frontend_router_admission_rejected_total",
+    "Requests turned away there: the queue was full, or all workers overloaded",
+    _REASONED,
+)
+_LEFT = counter(
+    "dynamo_frontend_router_queue_left_total",
+    "Requests whose client left while they waited",
+    _QUEUED,
+)
+_WAIT_SECONDS = histogram(
+    "dynamo_frontend_router_queue_wait_seconds",
+    "Time in the router's queue of the requests that had to wait and were served",
+    (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300),
+    _QUEUED,
+)
+_LIMIT, _OVERLOADED = "queue_limit", "overloaded"
+_BACKLOG, _PREFILL = "backlog", "prefill_load"
+
+
+class QueueMetrics:
+    """The series of ``model`` in ``registry``, or in a registry of their own without it."""
+
+    def __init__(
+        self, registry: Registry | None = None, model: str = "", worker_type: str = "decode"
+    ) -> None:
+        self._registry = registry
+        self._labels = (model, POLICY_CLASS, worker_type)
+        into = registry or Registry()
+        self.received = into.child(_RECEIVED, *self._labels)
+        self.left = into.child(_LEFT, *self._labels)
+        self.waited = into.child(_WAIT_SECONDS, *self._labels)
+        self._rejected, self._pressed = (
+            {one: into.child(spec, model, POLICY_CLASS, one, worker_type) for one in reasons}
+            for spec, reasons in (
+                (_REJECTED, (_LIMIT, _OVERLOADED)),
+                (_BACKPRESSURE, (_BACKLOG, _PREFILL)),
+            )
+        )
+
+    def show(self, queue: WaitingQueue[Any]) -> None:
+        """Export the size of ``queue``."""
+        if self._registry is None:
+            return
+        for spec, read in (
+            (_REQUESTS, queue.__len__),
+            (_ISL_TOKENS, lambda: queue.isl_tokens),
+            (_CACHED_TOKENS, lambda: queue.cached_tokens),
+        ):
+            self._registry.child(spec, *self._labels).function = read
+
+    def joined(self, before: int) -> None:
+        """Count a queued request, with ``before`` others ahead."""
+        self._pressed[_BACKLOG if before else _PREFILL].value += 1
+
+    def refused(self, error: Overloaded) -> None:
+        """Count a rejected request."""
+        full = isinstance(error, RouterQueueLimitExceeded)
+        self._rejected[_LIMIT if full else _OVERLOADED].value += 1
 
 
 class Timer(Protocol):
@@ -51,6 +140,8 @@ class Timer(Protocol):
 
 
 CallLater = Callable[[float, Callable[[], None]], Timer]
+
+
 """(delay in seconds, callback) to a timer."""
 
 

@@ -1,8 +1,17 @@
-"""The running requests of this router, as numbered batches for its replicas. Pure."""
+"""The running requests of this router, as numbered batches for its replicas. Pure.
+
+The running requests of other replicas: a state machine without I/O.
+
+Messages may be lost, doubled or reordered. Each router numbers its batches; a batch with an older
+number than the last is ignored, a newer one is applied. After a gap the state may miss requests and
+keep ended ones, until a snapshot of all running requests, sent on request, repairs it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from dynamo.protocols.sync import (
     AddRequest,
@@ -14,12 +23,163 @@ from dynamo.protocols.sync import (
 from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.load.active import Reservation
 
-__all__ = ["LocalRequests"]
-
 MAX_BATCH_BYTES = 262_144
 """Approximate size limit of one message: an event plane may reject 1 MiB."""
-
 _EVENT_BYTES = 100
+MAX_REQUESTS = 262_144
+"""Requests kept of one replica; more are rejected and counted."""
+
+
+class LoadSink(Protocol):
+    """Books the load of other replicas, under keys that no local request has."""
+
+    def book(self, key: str, event: SequenceEvent) -> None:
+        """Add the request to the load of its worker, unless the worker is unknown or the request
+        is booked already."""
+        ...
+
+    def prefill_completed(self, key: str) -> None:
+        """Remove the request's prompt from the prefill load."""
+        ...
+
+    def free(self, key: str) -> None:
+        """Remove the request from the load."""
+        ...
+
+
+@dataclass(eq=False)
+class _Replica:
+    """One router. ``in_sync``: no batch is missing; ``listed``: the requests that the snapshot in
+    progress has named, None outside of one."""
+
+    publisher_id: int
+    expected: int = 0
+    in_sync: bool = True
+    listed: set[str] | None = None
+    requests: dict[str, SequenceEvent] = field(default_factory=dict)
+
+
+class RemoteReplicas:
+    """Keeps ``sink`` up to date with the requests of other routers.
+
+    ``request_snapshot`` is called, synchronously, with the id of a router that is out of sync, at
+    each of its messages until its snapshot begins. ``publishers`` are the live processes.
+    """
+
+    def __init__(self, sink: LoadSink, request_snapshot: Callable[[int], None]) -> None:
+        self._sink = sink
+        self._request_snapshot = request_snapshot
+        self.publishers: set[int] = set()
+        self._replicas: dict[int, _Replica] = {}
+        self.gaps = 0
+        self.refused = 0
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def requests(self) -> int:
+        """Return the number of running requests of all replicas."""
+        return sum(len(replica.requests) for replica in self._replicas.values())
+
+    def is_in_sync(self) -> bool:
+        """Return whether no replica has a known gap."""
+        return all(replica.in_sync for replica in self._replicas.values())
+
+    def add_publisher(self, publisher_id: int) -> None:
+        """Accept messages of a process that runs a router."""
+        self.publishers.add(publisher_id)
+
+    def remove_publisher(self, publisher_id: int) -> None:
+        """Remove a process that has exited, with the load of its requests."""
+        self.publishers.discard(publisher_id)
+        for router_id, replica in list(self._replicas.items()):
+            if replica.publisher_id == publisher_id:
+                del self._replicas[router_id]
+                for request_id in replica.requests:
+                    self._sink.free(_key(router_id, request_id))
+
+    def receive(self, publisher_id: int, batch: SequenceBatch) -> None:
+        """Apply one message. O(blocks named); a batch that closes a snapshot O(its requests)."""
+        if publisher_id not in self.publishers:
+            # Exited, or not discovered yet: its next message will show a gap then.
+            return
+        replica = self._replicas.setdefault(batch.router_id, _Replica(publisher_id))
+        if batch.number < replica.expected:
+            return
+        if batch.number > replica.expected:
+            self.gaps += 1
+            # The lost batch may have been a part of the snapshot in progress: start over.
+            replica.in_sync, replica.listed = False, None
+        replica.expected = batch.number + 1
+        if batch.opens:
+            replica.listed = set()
+        for event in batch.events:
+            self._apply(batch.router_id, replica, event)
+        if batch.closes and replica.listed is not None:
+            # The end of every request that the snapshot did not name was lost.
+            for request_id in replica.requests.keys() - replica.listed:
+                self._free(batch.router_id, replica, request_id)
+            replica.in_sync, replica.listed = True, None
+        if not replica.in_sync and replica.listed is None:
+            self._request_snapshot(batch.router_id)
+
+    def worker_added(self, worker_id: int) -> None:
+        """Book the requests on a worker that was unknown before. O(requests)."""
+        for router_id, replica in self._replicas.items():
+            for request_id, event in replica.requests.items():
+                if event.worker_id == worker_id:
+                    self._sink.book(_key(router_id, request_id), event)
+
+    def _apply(self, router_id: int, replica: _Replica, event: SequenceEvent) -> None:
+        if isinstance(event.data, AddRequest):
+            self._add(router_id, replica, event, event.data)
+        elif isinstance(event.data, Free):
+            self._free(router_id, replica, event.request_id)
+        elif event.request_id in replica.requests:
+            self._prefill_completed(router_id, replica.requests[event.request_id])
+
+    def _add(
+        self, router_id: int, replica: _Replica, event: SequenceEvent, data: AddRequest
+    ) -> None:
+        request_id = event.request_id
+        if replica.listed is not None:
+            replica.listed.add(request_id)
+        held = replica.requests.get(request_id)
+        if held is not None and not _same(held, event):
+            # The end of the first request was lost, and its id is in use again.
+            self._free(router_id, replica, request_id)
+            held = None
+        if held is not None:
+            if data.prefill_completed:
+                self._prefill_completed(router_id, held)
+        elif len(replica.requests) >= MAX_REQUESTS:
+            self.refused += 1
+        else:
+            replica.requests[request_id] = event
+            self._sink.book(_key(router_id, request_id), event)
+
+    def _prefill_completed(self, router_id: int, held: SequenceEvent) -> None:
+        assert isinstance(held.data, AddRequest), "only AddRequest events are kept"
+        held.data.prefill_completed = True
+        self._sink.prefill_completed(_key(router_id, held.request_id))
+
+    def _free(self, router_id: int, replica: _Replica, request_id: str) -> None:
+        if replica.requests.pop(request_id, None) is not None:
+            self._sink.free(_key(router_id, request_id))
+
+
+def _key(router_id: int, request_id: str) -> str:
+    return f"{router_id:x}~{request_id}"
+
+
+def _same(held: SequenceEvent, event: SequenceEvent) -> bool:
+    """Return whether both events describe the same request, not two that share an id."""
+    old, new = held.data, event.data
+    assert isinstance(old, AddRequest) and isinstance(new, AddRequest)
+    if old.prefill_completed and not new.prefill_completed:
+        return False  # a computed prompt stays computed: this is the next request of that id
+    same_rank = (held.worker_id, held.dp_rank) == (event.worker_id, event.dp_rank)
+    return same_rank and old.token_sequence == new.token_sequence
 
 
 class LocalRequests:

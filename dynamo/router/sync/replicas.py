@@ -26,13 +26,10 @@ from dynamo.protocols.sync import (
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.load.active import Reservation
 from dynamo.router.metrics import COMPONENT, RouterLabels
-from dynamo.router.sync.loads import LocalRequests
-from dynamo.router.sync.remote import RemoteReplicas
+from dynamo.router.sync.loads import LocalRequests, RemoteReplicas
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.events.channels import Subscription
-
-__all__ = ["PickerLoadSink", "ReplicaSync", "decode_message"]
 
 HEARTBEAT_S = 1.0
 REPEAT_QUERY_S = 0.2

@@ -26,8 +26,6 @@ from dynamo.runtime.discovery.etcd_link import (
 )
 from dynamo.runtime.process.tasks import Tasks
 
-__all__ = ["EtcdLease", "marker_key", "tombstone_key"]
-
 RETRY_S = 0.25
 REVOKE_TIMEOUT_S = 2.0
 _CALLS_PER_TTL = 3

@@ -19,28 +19,6 @@ from urllib.parse import quote, unquote
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.control import LeaseRecord, record_decoder
 
-__all__ = [
-    "BUCKETS",
-    "LARGEST_VALUE_BYTES",
-    "BadRecord",
-    "StoredRecord",
-    "check_value",
-    "decode_lease",
-    "decode_stored",
-    "encode_stored",
-    "ensure_directories",
-    "join_key",
-    "key_path",
-    "lease_path",
-    "names",
-    "read_file",
-    "remove_if_lease",
-    "shown",
-    "split_key",
-    "sweep",
-    "write_atomic",
-]
-
 BUCKETS = ("instances", "mdc", "event_channels", "on_demand")
 LARGEST_VALUE_BYTES = 1 << 20
 """The largest value in any store; etcd itself refuses more than 1.5 MiB."""

@@ -8,11 +8,8 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from dynamo.errors import InvalidArgument, WorkerUnavailable
-from dynamo.runtime.discovery.base import OnKeyEvent
-from dynamo.runtime.discovery.key_cache import KeyCache, PrefixWatch
+from dynamo.runtime.discovery.base import KeyCache, OnKeyEvent, PrefixWatch
 from dynamo.runtime.discovery.layout import check_value, split_key
-
-__all__ = ["MemoryDiscovery", "MemoryLease", "MemoryStore"]
 
 
 class MemoryStore:

@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncinotify import Mask
 
 from dynamo.errors import ConfigError
-from dynamo.runtime.discovery.key_cache import KeyCache
+from dynamo.runtime.discovery.base import KeyCache
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
     BadRecord,
@@ -32,11 +32,9 @@ from dynamo.runtime.discovery.layout import (
     sweep,
 )
 from dynamo.runtime.discovery.leases import SLICE_S, LeaseTable
-from dynamo.runtime.discovery.stale_sockets import StaleSockets
 from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.paths import private_dir
-
-__all__ = ["StoreWatcher"]
+from dynamo.runtime.process.sockets import StaleSockets
 
 _FILE_MASK = (
     Mask.MOVED_TO

@@ -24,22 +24,25 @@ from dynamo.observability.metrics import Registry
 from dynamo.observability.tracing import Tracing
 from dynamo.protocols import codec
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
-from dynamo.runtime.availability import Availability, OnInhibited, Outage
 from dynamo.runtime.discovery import Discovery, KeyEvent, Lease
 from dynamo.runtime.endpoints.admission import AdmissionQueue
-from dynamo.runtime.endpoints.instances import Instance, RuntimeDataWatch
+from dynamo.runtime.endpoints.instances import (
+    Availability,
+    Instance,
+    OnInhibited,
+    Outage,
+    RuntimeDataWatch,
+)
 from dynamo.runtime.endpoints.responses import NoResponses, Responses
 from dynamo.runtime.endpoints.serving import Serving
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.process.sockets import parse_address
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import ClientStream, RequestClient, ResponseStream, StreamSink
+from dynamo.runtime.requests.client import OnPeer, OutageReason
 from dynamo.runtime.requests.client_connection import ClientConnection
 from dynamo.runtime.requests.context import Context
-from dynamo.runtime.requests.peer import OnPeer, OutageReason
 from dynamo.runtime.requests.stream import REQUEST_ID
-
-__all__ = ["Client", "Follower", "OnInstances", "RuntimeServices"]
 
 OnInstances = Callable[[list[EndpointRecord], list[int]], None]
 """(new and changed records, removed ids), called on the loop."""

@@ -1,31 +1,68 @@
-"""The names of endpoints (namespace, component, endpoint), and serving them."""
+"""Endpoints by name (namespace, component, endpoint), and serving them with traces."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dynamo.config.health import HealthCheckSettings
 from dynamo.config.option import from_env
-from dynamo.errors import InvalidArgument
+from dynamo.config.system import HealthCheckSettings
+from dynamo.errors import Cancelled, DynamoError, InvalidArgument
 from dynamo.observability.metrics import Registry
-from dynamo.runtime.canary import Canary
-from dynamo.runtime.endpoint_metrics import MetricsLabels
+from dynamo.observability.tracing import OpenSpan, Tracing
+from dynamo.runtime.endpoints.admission import MetricsLabels
 from dynamo.runtime.endpoints.client import Client, RuntimeServices
+from dynamo.runtime.endpoints.health import Canary
 from dynamo.runtime.endpoints.serving import EndpointPath
 from dynamo.runtime.requests import (
     ClientStream,
     EndpointStats,
     PushHandler,
+    ServerStream,
     StreamSink,
     generator_handler,
 )
-from dynamo.runtime.tracing import traced
-
-__all__ = ["BadEndpointPath", "Component", "Endpoint", "Namespace", "parse_endpoint"]
 
 _SCHEME = "dyn://"
+_NAME = "handle_payload"
+
+
+def traced(handler: PushHandler, tracing: Tracing) -> PushHandler:
+    """Return ``handler`` with a span for each request that belongs to a trace.
+
+    The request's context has the span as its parent.
+    """
+
+    def handle(stream: ServerStream, payload: bytes) -> None:
+        if "traceparent" in stream.headers:
+            span = tracing.start(_NAME, stream.headers, time.monotonic())
+            attributes = {
+                "dynamo.endpoint": stream.endpoint,
+                "dynamo.request_id": stream.headers.get("request-id", ""),
+            }
+            stream.headers = {**stream.headers, **span.headers}
+            stream.on_finished = _Ending(span, attributes)
+        handler(stream, payload)
+
+    return handle
+
+
+class _Ending:
+    """Ends the span with the stream."""
+
+    __slots__ = ("_attributes", "_span")
+
+    def __init__(self, span: OpenSpan, attributes: dict[str, str]) -> None:
+        self._span = span
+        self._attributes = attributes
+
+    def __call__(self, error: DynamoError | None) -> None:
+        failed = error is not None and not isinstance(error, Cancelled)
+        self._span.end(
+            time.monotonic(), self._attributes, f"{error.code}: {error}" if failed and error else ""
+        )
 
 
 class BadEndpointPath(InvalidArgument, ValueError):

@@ -20,8 +20,7 @@ from dynamo.errors import EngineShutdown
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key
 from dynamo.runtime.discovery import Discovery, Lease
-from dynamo.runtime.discovery.stale_sockets import request_socket_name
-from dynamo.runtime.endpoint_metrics import (
+from dynamo.runtime.endpoints.admission import (
     MetricsLabels,
     endpoint_stats,
     export_dropped_lines,
@@ -30,11 +29,9 @@ from dynamo.runtime.endpoint_metrics import (
 )
 from dynamo.runtime.endpoints.health import SystemHealth
 from dynamo.runtime.process.paths import socket_path
-from dynamo.runtime.process.sockets import advertised_host, bracketed
+from dynamo.runtime.process.sockets import advertised_host, bracketed, request_socket_name
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import EndpointStats, PushHandler, RequestServer
-
-__all__ = ["EndpointPath", "Serving"]
 
 EndpointPath = tuple[str, str, str]
 """(namespace, component, endpoint)."""

@@ -13,7 +13,6 @@ import msgspec
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import EVENT_CHANNELS, EventChannelRecord, record_decoder
 from dynamo.runtime.discovery import Discovery, KeyEvent
-from dynamo.runtime.discovery.stale_sockets import event_socket_name
 from dynamo.runtime.endpoints.serving import Serving
 from dynamo.runtime.events import (
     EventPlane,
@@ -23,9 +22,7 @@ from dynamo.runtime.events import (
     ZmqSubscriber,
 )
 from dynamo.runtime.process.paths import socket_path
-from dynamo.runtime.process.sockets import advertised_host, bracketed
-
-__all__ = ["ZMQ", "Channel", "OnEvent", "OnGap", "OnPublisher", "Publishers", "Subscription"]
+from dynamo.runtime.process.sockets import advertised_host, bracketed, event_socket_name
 
 Channel = tuple[str, str, str]
 """(namespace, component, topic)."""

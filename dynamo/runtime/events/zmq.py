@@ -13,11 +13,16 @@ from pathlib import Path
 
 import zmq
 
-from dynamo.runtime.events.base import FIRST_SEQUENCE, OnEvent, OnGap
-from dynamo.runtime.events.sequenced import MALFORMED, SequencedSubscriber, pack, unpack
+from dynamo.runtime.events.base import (
+    FIRST_SEQUENCE,
+    MALFORMED,
+    OnEvent,
+    OnGap,
+    SequencedSubscriber,
+    pack,
+    unpack,
+)
 from dynamo.runtime.process.paths import owner_only
-
-__all__ = ["ZmqPublisher", "ZmqSubscriber", "subscribing_socket"]
 
 HIGH_WATER_MESSAGES = 100_000
 MESSAGES_PER_TURN = 256

@@ -20,8 +20,6 @@ from pathlib import Path
 import asyncinotify
 from asyncinotify import Mask
 
-__all__ = ["Inotify", "OnFileEvent"]
-
 OnFileEvent = Callable[[str, int], None]
 """(name, mask): the name in the watched directory, "" for the watched path itself."""
 

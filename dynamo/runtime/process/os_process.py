@@ -1,13 +1,56 @@
-"""The processes that hold leases: their host and start time."""
+"""The identity of processes; stop signals and garbage collection of this one."""
 
 from __future__ import annotations
 
+import gc
+import signal
 from pathlib import Path
-
-__all__ = ["host_id", "is_running", "start_ticks"]
 
 _STAT_START = 19
 """Index of field 22 of /proc/<pid>/stat, counted from the state field (proc(5))."""
+_REPEATABLE = (signal.SIGINT, signal.SIGQUIT)
+_COPY_WITHIN_S = 0.5
+_NEW_OBJECTS = 50_000
+
+
+def freeze_heap() -> None:
+    """Exempt all existing objects from collection, and raise the threshold for new ones.
+
+    For the whole process; call it after each large object was loaded. O(objects).
+
+    Reference counts free the objects of a request when it ends, so the collector has nothing to
+    find. It would still traverse the requests in flight, and sometimes vocabularies and templates,
+    again and again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS, 10, 10)
+
+
+class StopSignals:
+    """Counts stop requests: the first one drains, a second one ends at once.
+
+    One request often arrives as several signals: systemd signals every process of a unit and the
+    supervisor then stops its children, coreutils ``timeout`` signals its child and the child's
+    group. So SIGTERM and SIGHUP may be repeated without effect. Only SIGINT and SIGQUIT, which a
+    person sends from a terminal, count again, and only 0.5 s after the last one that counted.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._last_s = 0.0
+
+    def received(self, number: int, now_s: float) -> int:
+        """The number of this request, 1 for the first; 0 if the signal is a copy of an earlier one.
+
+        ``now_s`` is the time of any monotonic clock.
+        """
+        is_copy = number not in _REPEATABLE or now_s - self._last_s < _COPY_WITHIN_S
+        if self._count and is_copy:
+            return 0
+        self._count += 1
+        self._last_s = now_s
+        return self._count
 
 
 def host_id() -> str:

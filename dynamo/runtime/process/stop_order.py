@@ -20,8 +20,6 @@ from dynamo.runtime.discovery.layout import read_file, write_atomic
 from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.paths import run_dir
 
-__all__ = ["STOP_STAGE", "is_supervised", "wait_for_frontends", "write_stop_stage"]
-
 STOP_STAGE = "stop-stage"
 """File in the run directory: ``frontends`` or ``workers``, the stage that the arbiter stops."""
 

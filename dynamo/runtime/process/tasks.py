@@ -7,8 +7,6 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["Tasks"]
-
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,12 @@
 
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.client_connection import ClientStream, StreamSink
-from dynamo.runtime.requests.generator import ResponseStream, generator_handler
-from dynamo.runtime.requests.response_items import ENVELOPE, ResponseSender
+from dynamo.runtime.requests.generator import (
+    ENVELOPE,
+    ResponseSender,
+    ResponseStream,
+    generator_handler,
+)
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServerStream
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from dynamo.config.requests import RequestPlaneSettings
+from dynamo.config.runtime import RequestPlaneSettings
 from dynamo.errors import (
     Cancelled,
     ConnectTimeout,
@@ -41,15 +41,6 @@ from dynamo.runtime.requests.frames import (
     parse_error,
 )
 from dynamo.runtime.requests.stream import REQUEST_ID
-
-__all__ = [
-    "ClientConnection",
-    "ClientStream",
-    "ConnectionOwner",
-    "OnTokens",
-    "StreamOwner",
-    "StreamSink",
-]
 
 _SILENT_TICKS = 4
 log = logging.getLogger(__name__)

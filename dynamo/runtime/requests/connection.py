@@ -7,11 +7,9 @@ import logging
 import socket
 from typing import cast
 
-from dynamo.config.requests import RequestPlaneSettings
+from dynamo.config.runtime import RequestPlaneSettings
 from dynamo.protocols.engine import TOKEN_PREFIX
 from dynamo.runtime.requests.frames import DATA, LAST_KIND, PREAMBLE, FrameError, Splitter
-
-__all__ = ["FramedConnection"]
 
 log = logging.getLogger(__name__)
 

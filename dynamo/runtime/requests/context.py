@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Literal
 
-__all__ = ["CancelKind", "Context", "SpanProxy"]
-
 CancelKind = Literal["stop", "kill"]
 _LEVEL: dict[CancelKind, int] = {"stop": 1, "kill": 2}
 _KIND: dict[int, CancelKind] = {level: kind for kind, level in _LEVEL.items()}

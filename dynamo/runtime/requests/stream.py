@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
-from dynamo.config.requests import RequestPlaneSettings
+from dynamo._fast.histogram import Histogram
+from dynamo.config.runtime import RequestPlaneSettings
 from dynamo.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,18 +24,9 @@ from dynamo.errors import (
     Unavailable,
     shorten,
 )
-from dynamo.observability.metrics import Counter, Gauge, Histogram
+from dynamo.observability.metrics import Counter, Gauge
 from dynamo.runtime.requests.context import CancelKind, Context
 from dynamo.runtime.requests.frames import DATA, END, pack, pack_error
-
-__all__ = [
-    "REQUEST_ID",
-    "Carrier",
-    "EndpointStats",
-    "PushHandler",
-    "ServedEndpoint",
-    "ServerStream",
-]
 
 _NO_FAILURE = (Cancelled, EngineShutdown, Overloaded)
 log = logging.getLogger(__name__)

@@ -15,8 +15,6 @@ import yaml
 from dynamo.errors import ConfigError
 from dynamo.serve.graph.service import Service
 
-__all__ = ["EngineFlags", "engine_flags", "with_engine_gpus"]
-
 _ENGINES = ("dynamo.vllm",)
 _SHORT = {
     "-tp": "tensor-parallel-size",

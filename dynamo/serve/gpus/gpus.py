@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from dynamo.errors import ConfigError
 
-__all__ = ["NO_DRIVER", "Allocator", "Gpu", "GpuProcess", "Inventory", "fits", "inventory_of"]
-
 NO_DRIVER = "no NVIDIA driver found"
 
 _ROUNDING = 1e-6

@@ -30,8 +30,6 @@ from dynamo.serve.state.statefile import (
     Document,
 )
 
-__all__ = ["GpuLedger", "fits", "gpu_ids"]
-
 
 def gpu_ids(document: Document) -> list[str]:
     """Return the GPUs of the deployment, as text."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.watchers import WatcherSpec
 
-__all__ = ["EngineMemory", "memory_warnings"]
-
 _GIB = 1 << 30
 _UNATTRIBUTED_BYTES = 1 << 30
 _SHOWN_PROCESSES = 4

@@ -10,8 +10,6 @@ import pynvml
 
 from dynamo.serve.gpus.gpus import Gpu, GpuProcess
 
-__all__ = ["probe"]
-
 
 def probe() -> list[Gpu] | None:
     """Return the machine's GPUs in the driver's order, or None without a working driver.

@@ -10,18 +10,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dynamo.serve.graph.service import MODEL_PROGRAMS, PLANNER
 from dynamo.serve.graph.watchers import WatcherSpec, added_env, with_gpus
-from dynamo.serve.programs import MODEL_PROGRAMS, PLANNER
 from dynamo.serve.state.statefile import ASLEEP, DRAINING
-
-__all__ = [
-    "GraphChanges",
-    "added_workers",
-    "compare",
-    "follow",
-    "without_awakening",
-    "without_removed",
-]
 
 _NOT_COMPARED = ("CUDA_VISIBLE_DEVICES", "DYNAMO_SERVICE_CONFIG")
 """The GPUs that were assigned, and the whole graph, which changes with every service."""

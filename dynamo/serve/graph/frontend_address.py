@@ -9,8 +9,6 @@ from typing import Any
 
 from dynamo.errors import ConfigError
 
-__all__ = ["FrontendAddress", "frontend_address"]
-
 
 @dataclass(frozen=True)
 class FrontendAddress:

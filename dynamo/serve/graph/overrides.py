@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from dynamo.errors import ConfigError
 
-__all__ = ["Override", "merge", "parse_value", "split_overrides"]
-
 _TOKEN = re.compile(r"--([A-Za-z_]\w*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
 _NUMBER = re.compile(r"-(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 

@@ -1,18 +1,126 @@
-"""A service of a graph: one command, its options, and what each of its processes needs. Pure."""
+"""One service of a graph: its program, flags and number of workers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo.serve.flags import as_flags
-from dynamo.serve.scaling import Scaling
-
-__all__ = ["PYTHON", "Service"]
-
 PYTHON = ("python", "python3")
 """Programs that stand for the interpreter of ``dynamo serve``."""
+_MAX_WORKERS = 1024
+SCALING_KEYS = ("min", "max", "priority")
+"""Keys of ``ServiceArgs`` that only the planner uses."""
+FRONTEND = "dynamo.frontend"
+PLANNER = "dynamo.planner"
+MODEL_PROGRAMS = ("dynamo.attach", "dynamo.mocker", "dynamo.vllm")
+"""Programs that register a model; the planner scales their services."""
+
+
+def watcher_name(namespace: str, service: str, index: int) -> str:
+    """Return ``{namespace}_{service}`` for the first process, then ``…_1``, ``…_2``."""
+    return f"{namespace}_{service}" + (f"_{index}" if index else "")
+
+
+class BadScaling(ValueError):
+    """The value of ``key`` in ``ServiceArgs`` is wrong; the text says how."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(problem)
+        self.key = key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """The least and most workers of a service, and its ``priority``: a higher one gets GPUs first.
+
+    None: as the planner's options say.
+    """
+
+    minimum: int | None = None
+    maximum: int | None = None
+    priority: int = 0
+
+
+def read_workers(args: Mapping[str, Any]) -> int:
+    """Return the number of workers at the start, 1 by default. Raises BadScaling."""
+    return _integer(args, "workers", 1, 0, _MAX_WORKERS)
+
+
+def read_scaling(args: Mapping[str, Any], workers: int) -> Scaling:
+    """Return the scaling of a service that starts with ``workers``. Raises BadScaling."""
+    minimum = _integer(args, "min", 0, 0, _MAX_WORKERS) if "min" in args else None
+    maximum = _integer(args, "max", 1, 1, _MAX_WORKERS) if "max" in args else None
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise BadScaling("min", f"is {minimum}, more than max, {maximum}")
+    if minimum is not None and workers < minimum:
+        raise BadScaling("workers", f"is {workers}, less than min, {minimum}")
+    if maximum is not None and workers > maximum:
+        raise BadScaling("workers", f"is {workers}, more than max, {maximum}")
+    priority = _integer(args, "priority", 0, -1000, 1000)
+    return Scaling(minimum=minimum, maximum=maximum, priority=priority)
+
+
+def _integer(args: Mapping[str, Any], key: str, default: int, least: int, most: int) -> int:
+    value = args.get(key, default)
+    # Not isinstance: `workers: true` would count as 1.
+    if type(value) is not int or not least <= value <= most:
+        raise BadScaling(key, f"must be an integer between {least} and {most}, got {value!r}")
+    return value
+
+
+def as_flags(key: str, value: Any) -> list[str]:
+    """Return the words of ``key: value``, in general ``--key value``.
+
+    ========== ==========================
+    true       ``--key``
+    false      ``--no-key``
+    a list     ``--key`` for each item
+    a mapping  its JSON
+    null       nothing
+    ========== ==========================
+
+    A value that looks like a flag is joined with ``=``. Raises ValueError for any other value.
+    """
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{key}" if value else f"--no-{key}"]
+    if isinstance(value, list):
+        if not are_words(value):
+            raise ValueError("must be a list of words and numbers")
+        return [word for item in value for word in _pair(key, as_word(item))]
+    try:
+        return _pair(key, as_word(value))
+    except (TypeError, ValueError):
+        problem = f"must be a word, a number, a list or a mapping, got {value!r}"
+        raise ValueError(problem) from None
+
+
+def as_word(value: Any) -> str:
+    """Return a value as one word or the text of a variable; a mapping becomes JSON.
+
+    Raises TypeError or ValueError for a value without a JSON form.
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        if "\0" in value:
+            raise ValueError("contains a zero byte")
+        return value
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def are_words(values: Iterable[Any]) -> bool:
+    """Whether each value can be a word."""
+    return all(
+        isinstance(value, str | int | float | bool) and "\0" not in str(value) for value in values
+    )
+
+
+def _pair(key: str, word: str) -> list[str]:
+    return [f"--{key}={word}"] if word.startswith("-") else [f"--{key}", word]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,20 +14,14 @@ from typing import Any
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import Allocator, Inventory
 from dynamo.serve.graph.graph import Graph
-from dynamo.serve.graph.service import PYTHON, Service
-from dynamo.serve.programs import FRONTEND, MODEL_PROGRAMS, PLANNER, watcher_name
-
-__all__ = [
-    "DRAIN_TIMEOUTS",
-    "DeploymentPlan",
-    "WatcherSpec",
-    "added_env",
-    "drain_env",
-    "place",
-    "plan",
-    "plan_added",
-    "with_gpus",
-]
+from dynamo.serve.graph.service import (
+    FRONTEND,
+    MODEL_PROGRAMS,
+    PLANNER,
+    PYTHON,
+    Service,
+    watcher_name,
+)
 
 _FIRST_TO_STOP = (FRONTEND, PLANNER)
 _GPUS = "CUDA_VISIBLE_DEVICES"

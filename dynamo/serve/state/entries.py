@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo.serve.programs import MODEL_PROGRAMS, watcher_name
+from dynamo.serve.graph.service import MODEL_PROGRAMS, watcher_name
 from dynamo.serve.state.statefile import (
     ASLEEP,
     DRAINING,
@@ -23,24 +23,6 @@ from dynamo.serve.state.statefile import (
     WATCHER,
     Document,
 )
-
-__all__ = [
-    "Entry",
-    "Lives",
-    "ServiceEntries",
-    "argv_flags",
-    "delete_entry",
-    "entry_gpus",
-    "is_freed",
-    "is_void",
-    "new_entry",
-    "next_name",
-    "read_entries",
-    "read_services",
-    "release",
-    "service_config",
-    "stated_gpus",
-]
 
 Lives = Callable[[Mapping[str, Any]], bool]
 """Whether the process that a ``reserved_by`` names still runs."""

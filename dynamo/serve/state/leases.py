@@ -25,8 +25,6 @@ from dynamo.runtime.discovery.layout import (
 from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.os_process import host_id, is_running
 
-__all__ = ["Leases"]
-
 # A renewal only touches the file, which causes none of these events.
 _MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
 _GONE = int(Mask.IGNORED)

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ProcessStat", "children", "environment", "same_process", "snapshot", "stat"]
-
 
 class ProcessStat(NamedTuple):
     """The fields of /proc/<pid>/stat (proc(5)); ``start_ticks`` detects a reused pid."""

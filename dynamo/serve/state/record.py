@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.errors import ConfigError, StatefileError, Unavailable
 from dynamo.runtime.process.os_process import host_id
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.serve.gpus.ledger import GpuLedger, fits
+from dynamo.serve.gpus.gpus import fits
+from dynamo.serve.gpus.ledger import GpuLedger
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, with_gpus
 from dynamo.serve.state.process_table import stat
 from dynamo.serve.state.reservations import ledger_of, owner_lives, reclaim
@@ -36,8 +37,6 @@ from dynamo.serve.state.statefile import (
     Document,
     Statefile,
 )
-
-__all__ = ["RecordedComponent", "RecordedProcess", "StatefileWriter", "Supervision", "document_of"]
 
 _AGAIN_S = 1.0
 log = logging.getLogger(__name__)

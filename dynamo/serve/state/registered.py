@@ -19,8 +19,6 @@ from dynamo.runtime.discovery.layout import (
 )
 from dynamo.runtime.process.os_process import host_id, is_running
 
-__all__ = ["RegisteredWorker", "registered_workers"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredWorker:

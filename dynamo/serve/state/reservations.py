@@ -13,8 +13,6 @@ from dynamo.serve.state.entries import Entry, delete_entry, is_void
 from dynamo.serve.state.process_table import same_process, stat
 from dynamo.serve.state.statefile import Document
 
-__all__ = ["is_reserved", "ledger_of", "owner_lives", "owner_mark", "reclaim"]
-
 
 def owner_mark(operation: str) -> dict[str, Any]:
     """Return the record of an operation of this process on a worker, begun now."""

@@ -24,14 +24,12 @@ from dynamo.runtime.discovery.layout import (
     read_file,
     remove_if_lease,
 )
-from dynamo.runtime.discovery.stale_sockets import socket_owner
 from dynamo.runtime.process.os_process import host_id, is_running
 from dynamo.runtime.process.paths import fallback_dir
+from dynamo.runtime.process.sockets import socket_owner
 from dynamo.runtime.process.stop_order import STOP_STAGE
 from dynamo.serve.state.process_table import ProcessStat, environment, same_process, snapshot
 from dynamo.serve.state.statefile import FileLock, Statefile
-
-__all__ = ["RunDirectory"]
 
 _END_TIMEOUT_S = 5.0
 _ABANDONED_AFTER_S = 60.0

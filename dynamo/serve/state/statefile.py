@@ -18,26 +18,6 @@ from typing import Any
 
 from dynamo.errors import StatefileError
 
-__all__ = [
-    "ABSENT",
-    "ACTIVE",
-    "ASLEEP",
-    "DRAIN",
-    "DRAINING",
-    "GIVEN_UP",
-    "HOLDS_GPUS",
-    "LOAD",
-    "REPLACING",
-    "RESERVED_BY",
-    "RUNNING",
-    "SLEEP",
-    "STOPPED",
-    "WAKE",
-    "WATCHER",
-    "FileLock",
-    "Statefile",
-]
-
 RUNNING = "running"
 """``state`` of an entry as long as nothing else is known."""
 

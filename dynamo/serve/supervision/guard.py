@@ -17,15 +17,13 @@ import time
 import traceback
 from collections.abc import Callable
 
-from dynamo.runtime.stop_signals import StopSignals
+from dynamo.runtime.process.os_process import StopSignals
 from dynamo.serve.supervision.processes import (
     become_subreaper,
     die_with_parent,
     end_descendants,
     reap,
 )
-
-__all__ = ["KILL_NOW", "STOP_SIGNALS", "hold_signals", "run_guarded"]
 
 STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 KILL_NOW = signal.SIGUSR1

@@ -14,14 +14,6 @@ from collections.abc import Callable, Collection
 
 from dynamo.serve.state.process_table import children
 
-__all__ = [
-    "become_subreaper",
-    "die_with_parent",
-    "end_descendants",
-    "end_group",
-    "reap",
-]
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.005

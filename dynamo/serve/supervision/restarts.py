@@ -16,8 +16,6 @@ import os
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["USAGE_STATUS", "RestartPolicy", "Restarts"]
-
 USAGE_STATUS = 2
 """Exit status of a program that rejects its command line (argparse, getopt)."""
 

@@ -13,15 +13,13 @@ import logging
 from collections.abc import Callable, Iterable
 
 from dynamo.errors import ConfigError, StatefileError, Unavailable
+from dynamo.serve.graph.service import PLANNER
 from dynamo.serve.graph.watchers import WatcherSpec
-from dynamo.serve.programs import PLANNER
 from dynamo.serve.state.record import StatefileWriter
 from dynamo.serve.supervision.output import Announcer
 from dynamo.serve.supervision.supervised import SupervisedWatcher
 from dynamo.serve.supervision.supervised_process import SupervisedProcess, describe_exit
 from dynamo.serve.supervision.watcher_factory import WatcherFactory
-
-__all__ = ["LEASE", "MODEL", "UNKNOWN", "RollingRestart"]
 
 UNKNOWN, LEASE, MODEL = range(3)
 """What a process has registered in file discovery: nothing that is known, a lease, a model."""

@@ -9,7 +9,8 @@ Differences of watcher and process from circus, and why:
 * a dead process is restarted at once, outside circus's one-at-a-time commands, so that a draining
   sibling does not delay it;
 * restarts back off, and end after a burst of deaths;
-* ``restart`` and ``reload`` replace the processes one by one, see :mod:`dynamo.serve.supervision.rolling`.
+* ``restart`` and ``reload`` replace the processes one by one, see
+  :mod:`dynamo.serve.supervision.rolling`.
 """
 
 from __future__ import annotations
@@ -23,18 +24,16 @@ from circus.exc import MessageError
 from circus.watcher import Watcher
 
 from dynamo.serve.graph.watchers import WatcherSpec
-from dynamo.serve.listener import FrontendListener
 from dynamo.serve.state.record import Supervision
 from dynamo.serve.state.statefile import ACTIVE, GIVEN_UP, STOPPED
 from dynamo.serve.supervision.restarts import USAGE_STATUS, RestartPolicy, Restarts
 from dynamo.serve.supervision.supervised_process import (
+    FrontendListener,
     SupervisedProcess,
     command_words,
     describe_exit,
     quote_program,
 )
-
-__all__ = ["SupervisedWatcher", "Supervisor"]
 
 
 class Supervisor(Protocol):

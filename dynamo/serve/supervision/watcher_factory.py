@@ -12,13 +12,10 @@ from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
 from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, plan_added
-from dynamo.serve.listener import FrontendListener
 from dynamo.serve.supervision.output import Announcer, LogFile, ServiceOutput
 from dynamo.serve.supervision.restarts import RestartPolicy
 from dynamo.serve.supervision.supervised import SupervisedWatcher
-from dynamo.serve.supervision.supervised_process import quote_program
-
-__all__ = ["WatcherFactory", "address_of"]
+from dynamo.serve.supervision.supervised_process import FrontendListener, quote_program
 
 _ONE_FRONTEND = (
     "{} listens on an HTTP port, which a second process cannot share. Add a service with another "

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.attach.load import json_load, prometheus_load, samples
-from dynamo.attach.profiles import PROFILES, LoadNames
+from dynamo.attach.profiles import PROFILES, LoadNames, json_load, prometheus_load, samples
 
 NAMES = PROFILES["vllm"].load_names or LoadNames((), (), ())
 

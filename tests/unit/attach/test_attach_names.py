@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.attach.names import ModelNames, choose_models
+from dynamo.attach.models import ModelNames, choose_models
 from dynamo.errors import ConfigError
 
 RENAMED = ModelNames({"new": "the/old", "same": "same"})

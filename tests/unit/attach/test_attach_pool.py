@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from dynamo.attach.connection import Headers
-from dynamo.attach.pool import ClientRequest, ConnectionPool
+from dynamo.attach.pool import ClientRequest, ConnectionPool, Headers
 from dynamo.errors import DynamoError
-from dynamo.http.target import Target
+from dynamo.http.client import Target
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.attach.describe import describe
+from dynamo.attach.describe import ServerProbe, ServerUnreachable, describe
 from dynamo.attach.pool import ConnectionPool
-from dynamo.attach.probe import ServerProbe, ServerUnreachable
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.http.target import Target, parse_url
+from dynamo.http.client import Target, parse_url
 
 JSON = b'HTTP/1.1 200 OK\r\ncontent-length: 13\r\n\r\n{"data": [1]}'
 

@@ -16,7 +16,7 @@ from dynamo.bench.workload import PlannedRequest, Prompts, synthetic
 from dynamo.config import from_env
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError
-from dynamo.http.target import Target, parse_url
+from dynamo.http.client import Target, parse_url
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENTS = [

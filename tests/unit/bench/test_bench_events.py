@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.bench.events import EventParser
+from dynamo.bench.client import EventParser
 
 
 def reference(stream: bytes) -> list[bytes]:

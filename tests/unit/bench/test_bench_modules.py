@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.bench.stats import Goodput, Outcome, parse_goodput, percentile, summarize
-from dynamo.bench.trace import TraceRequest, read_trace
+from dynamo.bench.trace import read_trace
+from dynamo.bench.trace_formats import TraceRequest
 from dynamo.bench.workload import Prompts, from_trace, synthetic
 from dynamo.errors import ConfigError
 

@@ -15,7 +15,8 @@ from offline_trace import main, replay
 from replay import Arrival, Replay
 from simulated_worker import Job, ServiceModel, SimulatedWorker
 
-from dynamo.bench.trace import TraceRequest, parents, read_trace
+from dynamo.bench.trace import parents, read_trace
+from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.router.modes import InflightPicker

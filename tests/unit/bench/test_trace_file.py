@@ -12,7 +12,7 @@ import pytest
 from dynamo.bench.recording import Numbers, TraceFile
 from dynamo.bench.trace import read_trace
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.protocols.record import RecordedRequest
+from dynamo.protocols.status import RecordedRequest
 
 
 def record(arrived_ms: float, *blocks: int, **more: Any) -> RecordedRequest:

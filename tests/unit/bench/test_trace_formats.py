@@ -18,7 +18,7 @@ from dynamo.bench.trace_formats import DEFAULT_OUTPUT_TOKENS
 from dynamo.bench.workload import Prompts, from_trace
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import ConfigError
-from dynamo.http.target import Target
+from dynamo.http.client import Target
 from dynamo.simulation.request import from_trace as replayed
 
 Write = Callable[..., Path]

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo.box.output_tail import last_line, progress_in
+from dynamo.cli.options import PsSettings
 from dynamo.config import from_env
-from dynamo.config.ps import PsSettings
 from dynamo.config.ps_quick import QuickPs
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.runtime.process.paths import planned_socket_path
+from dynamo.status.logs import last_line, progress_in
 from dynamo.status.status_client import ask
 from dynamo.status.status_socket import StatusSocket
 

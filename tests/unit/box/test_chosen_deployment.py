@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.box.deployments import chosen_runtime
 from dynamo.config.ps_quick import QuickPs
 from dynamo.errors import ConfigError
 from dynamo.runtime.process.os_process import host_id
 from dynamo.serve.state.process_table import stat
+from dynamo.status.components import chosen_runtime
 
 
 @pytest.fixture

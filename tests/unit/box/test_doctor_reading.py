@@ -13,8 +13,8 @@ import asyncinotify
 import pynvml
 import pytest
 
-from dynamo.box.doctor import read_engines as engines
 from dynamo.doctor import read_deployment
+from dynamo.doctor import read_machine as engines
 from dynamo.doctor.read_deployment import (
     Deployed,
     find_running,

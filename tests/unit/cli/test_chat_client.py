@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from dynamo.cli.chat import _Screen
 from dynamo.cli.chat_client import ChatAnswer, ChatTarget, list_models, request_answer
-from dynamo.cli.chat_session import _Screen
 from dynamo.errors import DynamoError
-from dynamo.http.target import parse_url
+from dynamo.http.client import parse_url
 
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 

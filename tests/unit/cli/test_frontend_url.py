@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import bench
-from dynamo.cli.frontend_url import find_target
+from dynamo.cli.frontend_client import find_target
 from dynamo.config.client import ClientSettings
 from dynamo.errors import ConfigError
 

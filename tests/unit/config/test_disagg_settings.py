@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.config.disagg import Conditions, conditions_of
 from dynamo.config.option import from_env
 from dynamo.config.router import RouterSettings
+from dynamo.config.router_kv import Conditions, conditions_of
 from dynamo.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from test_request import Site, turn
 from text_kit import card
 
-from dynamo.config.requests import RequestPlaneSettings
+from dynamo.config.runtime import RequestPlaneSettings
 from dynamo.errors import DynamoError
 from dynamo.frontend.apis.messages.route import MessagesRoutes
 from dynamo.frontend.apis.responses.route import ResponseRoutes

@@ -21,8 +21,7 @@ from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
 from dynamo.frontend.apis.tokenize.route import TokenizeRoutes
 from dynamo.frontend.models.inputs import paths_of, patterns_of
 from dynamo.frontend.requests.dispatch import Dispatch
-from dynamo.http.patterns import RoutePatterns
-from dynamo.http.routes import Routes
+from dynamo.http.routes import RoutePatterns, Routes
 from dynamo.protocols.codec import plain_decode
 from dynamo.protocols.relay import HttpRequest, HttpResponseHead
 from dynamo.router.picker import Decision

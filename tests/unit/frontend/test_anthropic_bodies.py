@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.apis.messages.prompt import parse_count, parse_messages
-from dynamo.protocols.anthropic import MessagesChatRequest
+from dynamo.frontend.apis.messages.prompt import MessagesChatRequest, parse_count, parse_messages
 
 USER: Any = {"role": "user", "content": "hi"}
 TOOL: Any = {"name": "f", "description": "d", "input_schema": {"type": "object"}}

@@ -17,12 +17,11 @@ from dynamo.frontend.requests import dispatch as dispatching
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.migration import Migrations
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.kv import KvMetrics
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.request_queue import RequestQueue
+from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue
 
 MODES = ["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]
 BUSY = {

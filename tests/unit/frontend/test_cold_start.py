@@ -16,13 +16,14 @@ import pytest
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.frontend.models import graph, on_demand
+from dynamo.frontend.models import on_demand
+from dynamo.frontend.models import on_demand as graph
 from dynamo.frontend.requests import cold_start
 from dynamo.frontend.service import Frontend
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import OnDemandModel
-from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
+from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
 from dynamo.protocols.relay import HTTP_INPUT, ROUTES, HttpResponseHead
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream

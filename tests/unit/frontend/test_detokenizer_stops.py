@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.stops import cut_at_stop
 
-from dynamo.frontend.answer.stops import StopMatcher, StopStrings
+from dynamo.frontend.answer.choice import StopMatcher, StopStrings
 
 letters = st.text("ab\U0001f600", max_size=40)
 stop_lists = st.lists(st.text("ab\U0001f600", min_size=1, max_size=9), min_size=1, max_size=9)

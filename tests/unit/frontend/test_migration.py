@@ -265,7 +265,7 @@ async def test_requests_that_shared_the_worker_move_on(place: int) -> None:
 
 
 async def test_a_request_waits_its_turn_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo.frontend.requests.resend.TRIAL_WAIT_S", 0.01)
+    monkeypatch.setattr("dynamo.frontend.requests.cold_start.TRIAL_WAIT_S", 0.01)
     site = MigratingFleet(workers=2)
     for _ in range(3):
         ask(site)
@@ -282,8 +282,8 @@ async def test_a_request_waits_its_turn_for_so_long(monkeypatch: pytest.MonkeyPa
 async def test_many_that_waited_too_long_do_not_stall_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dynamo.frontend.requests.resend.TRIAL_WAIT_S", 0.0)
-    monkeypatch.setattr("dynamo.frontend.requests.resend.RESEND_SLICE_S", 0.0)
+    monkeypatch.setattr("dynamo.frontend.requests.cold_start.TRIAL_WAIT_S", 0.0)
+    monkeypatch.setattr("dynamo.frontend.requests.cold_start.RESEND_SLICE_S", 0.0)
     site = MigratingFleet(workers=2)
     for _ in range(60):
         ask(site)

@@ -10,7 +10,7 @@ import pytest
 from dynamo.frontend.disagg import metrics as prefill_metrics
 from dynamo.frontend.disagg.metrics import INTERVAL_S, QueueStatePublisher
 from dynamo.protocols.codec import decoder
-from dynamo.protocols.load import PrefillQueueState
+from dynamo.protocols.kv import PrefillQueueState
 from dynamo.router.queue.prefill import Capacity, PrefillQueue
 
 _decode = decoder(PrefillQueueState).decode

@@ -16,7 +16,7 @@ from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.kv import KvMetrics
 from dynamo.router.explanations.explain import Explanation, table
 from dynamo.router.kv_mode.kv import KvPicker
 

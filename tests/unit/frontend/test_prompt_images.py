@@ -17,7 +17,7 @@ from dynamo.frontend.prompt.messages import IMAGE as PLACE
 from dynamo.frontend.prompt.messages import ContentForm, template_messages
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat
-from dynamo.llm.hashing import compute_block_hash_for_seq, short_hash
+from dynamo.llm.prefix_index import compute_block_hash_for_seq, short_hash
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest

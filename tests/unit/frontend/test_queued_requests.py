@@ -18,8 +18,7 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.request_queue import RequestQueue
+from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue
 
 
 class Queued(Site):

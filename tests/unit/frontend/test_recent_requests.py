@@ -11,7 +11,7 @@ from http_bench import Bench
 from test_request import Site, ids
 
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, ModelNotFound, Overloaded
-from dynamo.frontend.api.recent import RecentRoutes
+from dynamo.frontend.apis.operator.status import RecentRoutes
 from dynamo.frontend.requests.recent import EndedRequest, Prefilled, RecentRequests
 from dynamo.http.routes import Routes
 from dynamo.protocols.engine import CompletionUsage, PromptTokensDetails

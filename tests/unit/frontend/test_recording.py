@@ -21,7 +21,7 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.engine import MmObject, MmRoutingInfo, PreprocessedRequest, Routing
-from dynamo.protocols.record import TRACE_BLOCK_TOKENS as B
+from dynamo.protocols.status import TRACE_BLOCK_TOKENS as B
 from dynamo.runtime.process.tasks import Tasks
 
 

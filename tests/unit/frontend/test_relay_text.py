@@ -10,7 +10,7 @@ from relayed_kit import PATHS, RelaySite, RelayStream
 from test_request import turn
 
 from dynamo.errors import EngineFailure, HttpFailure, InvalidArgument
-from dynamo.frontend.answer.chunk_fold import ChunkFold
+from dynamo.frontend.apis.relay.text_answer import ChunkFold
 
 HEAD = {"id": "c1", "object": "chat.completion.chunk", "created": 5, "model": "far"}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from dynamo.frontend.apis.operator.status import ModelTraffic, TrafficWindows
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.recent import EndedRequest, RecentRequests
-from dynamo.frontend.requests.traffic_window import ModelTraffic, TrafficWindows
 from dynamo.observability.metrics import Registry
 
 

@@ -23,9 +23,9 @@ from tokenizers import Tokenizer as Reference
 
 from dynamo.errors import ConfigError
 from dynamo.frontend.prompt.template import load_template
-from dynamo.frontend.prompt.tokenizer_file import read_tokenizer_file
 from dynamo.frontend.text import tokenizer as tokenizer_module
 from dynamo.frontend.text import tokenizer_facts
+from dynamo.frontend.text.pieces import read_tokenizer_file
 from dynamo.frontend.text.segments import SegmentCache
 from dynamo.frontend.text.tokenizer import (
     CacheStats,

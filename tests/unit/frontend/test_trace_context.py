@@ -12,8 +12,8 @@ from test_request import Site, ids
 
 from dynamo.errors import Cancelled, EngineFailure
 from dynamo.observability.tracing import trace_context
+from dynamo.runtime.endpoints.component import traced
 from dynamo.runtime.requests.stream import REQUEST_ID
-from dynamo.runtime.tracing import traced
 
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 

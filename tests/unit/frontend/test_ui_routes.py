@@ -16,7 +16,8 @@ import pytest
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access import frontend_access, guard_ui_routes
-from dynamo.frontend.ui import files, sampler
+from dynamo.frontend.ui import source as sampler
+from dynamo.frontend.ui import stream as files
 from dynamo.frontend.ui.route import UiRoutes
 from dynamo.frontend.ui.source import with_own_figures
 from dynamo.http import HttpLimits, HttpServer

@@ -9,8 +9,7 @@ import pytest
 
 from dynamo.http import HttpServer
 from dynamo.http.errors import HttpStatusError
-from dynamo.http.head import HeadReader
-from dynamo.http.limits import HttpLimits
+from dynamo.http.head import HeadReader, HttpLimits
 
 
 def status(reader: HeadReader, host: str | None, target: str = "/x", version: str = "1.1") -> int:

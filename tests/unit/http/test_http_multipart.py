@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.http.multipart import field_span, is_multipart
+from dynamo.http.routes import field_span, is_multipart
 
 TYPE = "multipart/form-data; boundary=b0"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.http.patterns import RoutePatterns
+from dynamo.http.routes import RoutePatterns
 
 PATTERNS = RoutePatterns(
     (

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dynamo.llm.exceptions import HttpError
-from dynamo.llm.hashing import compute_block_hash_for_seq
+from dynamo.llm.prefix_index import compute_block_hash_for_seq
 from dynamo.llm.types import ModelInput, ModelRuntimeConfig, ModelType, WorkerType
 
 

@@ -25,10 +25,10 @@ from dynamo.protocols.kv import (
     BlocksRemoved,
     BlocksStored,
     KvEventBatch,
+    KvMetrics,
     KvQuery,
     KvQueryAnswer,
 )
-from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import DistributedRuntime, Endpoint
 
 B = 4

@@ -13,7 +13,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.mocker.arguments import engine_shape
-from dynamo.mocker.script import ReplyScript
+from dynamo.mocker.replies import ReplyScript
 from dynamo.mocker.worker import make_plan
 
 TOKENIZER = Path(__file__).parents[3] / "examples/model/tokenizer.json"

@@ -17,8 +17,8 @@ from dynamo.frontend.requests.migration import continued
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.metrics import MockerMetrics
-from dynamo.mocker.service import DEFAULT_MAX_TOKENS, MockerService
 from dynamo.mocker.timing import Timing
+from dynamo.mocker.worker import DEFAULT_MAX_TOKENS, MockerService
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.engine import (
@@ -28,8 +28,7 @@ from dynamo.protocols.engine import (
     SamplingOptions,
     StopConditions,
 )
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvMetrics
 from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client import RequestClient

@@ -9,7 +9,7 @@ import time
 import pytest
 import uvloop
 
-from dynamo.mocker.timer_fd import TimerFd
+from dynamo.mocker.engine import TimerFd
 
 LOOPS = pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 

@@ -9,8 +9,15 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
-from dynamo.observability.exposition import PageEncoder, SampleLabels, plain_number
-from dynamo.observability.metrics import Registry, counter, gauge, histogram
+from dynamo.observability.metrics import (
+    PageEncoder,
+    Registry,
+    SampleLabels,
+    counter,
+    gauge,
+    histogram,
+    plain_number,
+)
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text"

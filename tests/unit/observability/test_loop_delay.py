@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dynamo.observability.loop_delay import LoopDelay
-from dynamo.observability.metrics import Counter, Histogram
+from dynamo._fast.histogram import Histogram
+from dynamo.frontend.service import LoopDelay
+from dynamo.observability.metrics import Counter
 
 
 async def test_a_stall_is_counted_and_a_stop_ends_it() -> None:

@@ -15,11 +15,10 @@ from dynamo.planner.connector import (
     ScaledWorker,
 )
 from dynamo.planner.live.actions import WorkerAction
-from dynamo.planner.live.model_state import Pools
+from dynamo.planner.live.model_state import Pools, ScaledModel
 from dynamo.planner.observation import Observation, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord
-from dynamo.planner.scaled_model import ScaledModel
 
 
 class FakeConnector:

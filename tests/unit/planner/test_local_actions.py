@@ -13,17 +13,16 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment
 from virtual_time import run_virtual
 
-from dynamo.box.planner_call import ask_planner
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import StatefileError
+from dynamo.operations.outside import ask_planner
 from dynamo.operations.steps import circus
 from dynamo.operations.steps.access import LocalAccess
 from dynamo.operations.steps.circus import CircusEndpoint
 from dynamo.operations.steps.ports import ActionFailed, CircusBusy, CircusError, EngineControls
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
-from dynamo.planner.live.local_connector import LocalConnector
-from dynamo.planner.local.view import Sighting, service_now
+from dynamo.planner.live.local_connector import LocalConnector, Sighting, service_now
 from dynamo.planner.service import run_planner
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.registered import RegisteredWorker

@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import DecodeSurface, PrefillCurve
-from dynamo.planner.capacity.learned import LearnedDecode, LearnedPrefill, Line, fit_line
-from dynamo.planner.capacity.model import DecodePoint
+from dynamo.planner.capacity.learned import (
+    DecodePoint,
+    LearnedDecode,
+    LearnedPrefill,
+    Line,
+    fit_line,
+)
 from dynamo.planner.capacity.profile_files import (
     DecodePoints,
     PrefillPoints,

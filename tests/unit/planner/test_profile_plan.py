@@ -6,12 +6,16 @@ import pytest
 
 from dynamo.errors import ConfigError
 from dynamo.profiler.deployment import NAMESPACE, profiled_graph
-from dynamo.profiler.plan import FULL, QUICK, EngineLimits, decode_steps, prefill_lengths
 from dynamo.profiler.results import (
+    FULL,
+    QUICK,
     DecodeSample,
+    EngineLimits,
     PrefillSample,
     decode_advice,
+    decode_steps,
     prefill_advice,
+    prefill_lengths,
 )
 from dynamo.profiler.sweep import choose_services
 from dynamo.serve.graph.graph import Graph, parse_graph

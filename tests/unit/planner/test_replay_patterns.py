@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from dynamo.bench.trace import TraceRequest
+from dynamo.bench.trace_formats import TraceRequest
 from dynamo.errors import ConfigError
 from dynamo.simulation.patterns import generate, parse_pattern, speed_up, warp
 from dynamo.simulation.request import ReplayRequest, from_trace

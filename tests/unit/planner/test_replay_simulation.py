@@ -12,14 +12,12 @@ from dynamo.errors import ConfigError
 from dynamo.planner.observation import Observation
 from dynamo.planner.policies.base import DECODE, PREFILL, Policy, PoolDecision, ScalingDecision
 from dynamo.planner.policies.factory import named_policy
-from dynamo.planner.replay.clock import VirtualClock
-from dynamo.planner.replay.setup import ReplaySetup
 from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.compare import compare, run_policy
 from dynamo.simulation.patterns import flat, generate, parse_pattern
 from dynamo.simulation.request import ReplayRequest
 from dynamo.simulation.scaling import ReplayPlanner
-from dynamo.simulation.service_model import service_model
+from dynamo.simulation.service_model import ReplaySetup, VirtualClock, service_model
 from dynamo.simulation.simulation import simulate
 
 SETTINGS = PlannerSettings(adjustment_interval_s=10.0, ttft_ms=1000.0)

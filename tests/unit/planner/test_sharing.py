@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.planner.local.capacity import LedgerRoom, capacity_of
+from dynamo.planner.live.local_connector import LedgerRoom, capacity_of
 from dynamo.planner.observation import Pool
 from dynamo.planner.sharing.sharing import (
     GpuRoom,

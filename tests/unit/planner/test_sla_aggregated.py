@@ -16,9 +16,8 @@ from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sla import SlaPolicy
-from dynamo.planner.replay.setup import ReplaySetup
 from dynamo.simulation.patterns import generate, sine
-from dynamo.simulation.service_model import service_model
+from dynamo.simulation.service_model import ReplaySetup, service_model
 from dynamo.simulation.simulation import simulate
 
 TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0, load_predictor="kalman")

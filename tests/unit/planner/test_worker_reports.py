@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.planner.worker_reports import WorkerReports
+from dynamo.planner.live.sources import WorkerReports
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import instance_key
-from dynamo.protocols.load import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
+from dynamo.protocols.kv import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 

@@ -11,7 +11,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import Overloaded
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.kv import KvMetrics
 from dynamo.router.eligibility.busy import BusyWatch, Thresholds, is_busy
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index, make_picker

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dynamo.router.queue.lazy_heap import _SLACK, LazyHeap
+from dynamo.router.queue.waiting import _SLACK, LazyHeap
 
 ITEMS = st.integers(0, 12)
 

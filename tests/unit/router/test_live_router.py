@@ -19,17 +19,17 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.control import MODEL_CARDS
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import (
+    KV_METRICS,
     BlocksRemoved,
     KvEvent,
+    KvMetrics,
     KvQuery,
     KvQueryAnswer,
 )
-from dynamo.protocols.load import KV_METRICS, KvMetrics
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches import recovery as recovery_module
-from dynamo.router.discovery import maintenance as upkeep_module
-from dynamo.router.discovery.cards import WorkerCards
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery import kv_router as upkeep_module
+from dynamo.router.discovery.router import ConnectedRouter, WorkerCards
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.runtime import distributed as distributed_module
 from dynamo.runtime.discovery import KeyEvent

@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from dynamo.router.load.prefill_fit import MIN_SAMPLES, PrefillFit
-from dynamo.router.load.prefill_load import BusyInterval
+from dynamo.router.load.prefill_load import MIN_SAMPLES, BusyInterval, PrefillFit
 
 
 def seconds(tokens: int, cached: int) -> float:

@@ -33,9 +33,14 @@ from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision
-from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.request_queue import TICK_S, QueuedRequest, RequestQueue, make_queue
-from dynamo.router.queue.wait import wait_for_decision
+from dynamo.router.queue.request_queue import (
+    TICK_S,
+    QueuedRequest,
+    QueueMetrics,
+    RequestQueue,
+    make_queue,
+)
+from dynamo.router.routed import wait_for_decision
 from dynamo.runtime import Context
 
 BLOCK, BATCH = 4, 100

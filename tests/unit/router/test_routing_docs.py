@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.config.option import Option
-from dynamo.config.parser import range_text
+from dynamo.config.parser import Option, range_text
 from dynamo.config.router import RouterProcessSettings, RouterSettings
 
 PAGE = Path(__file__).parents[3] / "docs/routing/settings.md"

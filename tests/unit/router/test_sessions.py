@@ -12,8 +12,7 @@ from dynamo.errors import Overloaded
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.eligibility.eligibility_filter import export_eligibility
-from dynamo.router.eligibility.sessions import Sessions
+from dynamo.router.eligibility.eligibility_filter import Sessions, export_eligibility
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Picker

@@ -14,9 +14,8 @@ from dynamo.protocols.sync import AddRequest, SequenceBatch, SequenceEvent, Sequ
 from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.load.active import Reservation
 from dynamo.router.sync import loads as sync_local
-from dynamo.router.sync import remote as sync_remote
-from dynamo.router.sync.loads import LocalRequests
-from dynamo.router.sync.remote import RemoteReplicas
+from dynamo.router.sync import loads as sync_remote
+from dynamo.router.sync.loads import LocalRequests, RemoteReplicas
 from dynamo.router.sync.replicas import decode_message
 
 ROUTER, PUBLISHER, BLOCK = 0xA, 7, 4

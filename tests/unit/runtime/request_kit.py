@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from dynamo.config.requests import RequestPlaneSettings
+from dynamo.config.runtime import RequestPlaneSettings
 from dynamo.errors import DynamoError
 from dynamo.protocols import codec
 from dynamo.runtime.requests import (

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from dynamo.config.health import HealthCheckSettings
+from dynamo.config.system import HealthCheckSettings
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument, WorkerUnavailable
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
-from dynamo.runtime.canary import Canary
+from dynamo.runtime.endpoints.health import Canary
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import EndpointStats, StreamSink
 

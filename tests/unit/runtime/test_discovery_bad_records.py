@@ -25,9 +25,9 @@ from dynamo.protocols.control import (
 )
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, MemoryDiscovery, layout
+from dynamo.runtime.discovery.base import KeyCache
+from dynamo.runtime.discovery.etcd import EtcdWatcher
 from dynamo.runtime.discovery.etcd_link import Change, Listing, Step
-from dynamo.runtime.discovery.etcd_watcher import EtcdWatcher
-from dynamo.runtime.discovery.key_cache import KeyCache
 from dynamo.runtime.process.os_process import host_id
 
 KEY = "v1/instances/ns/comp/ep/1f"

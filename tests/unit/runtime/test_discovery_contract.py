@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from boxes import Etcd
 
-from dynamo.config.etcd import EtcdSettings
+from dynamo.config.runtime import EtcdSettings
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent, MemoryDiscovery
 from dynamo.runtime.discovery.etcd import EtcdDiscovery

@@ -14,7 +14,7 @@ import pytest
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.discovery.stale_sockets import (
+from dynamo.runtime.process.sockets import (
     StaleSockets,
     engine_directory_name,
     event_socket_name,

@@ -21,7 +21,7 @@ import pytest
 from dynamo.errors import InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, layout, leases, store_watcher
-from dynamo.runtime.discovery.process_end import ProcessEnd
+from dynamo.runtime.discovery.leases import ProcessEnd
 from dynamo.runtime.process import inotify
 from dynamo.runtime.process.os_process import host_id, is_running, start_ticks
 

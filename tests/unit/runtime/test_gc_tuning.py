@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import gc
-from dynamo.runtime.gc_tuning import freeze_heap
+from dynamo.runtime.process.os_process import freeze_heap
 kept = [[] for _ in range(100_000)]
 freeze_heap()
 assert gc.get_freeze_count() > 100_000

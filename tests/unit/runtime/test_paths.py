@@ -187,7 +187,7 @@ def test_a_record_that_names_no_fallback_of_ours_is_ignored(tmp_path: Path, text
 HOLDER = """
 import sys
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.runtime import paths
+from dynamo.runtime.process import paths
 print(paths.socket_path(RuntimeSettings(state_dir=sys.argv[1]), "a.sock"), flush=True)
 sys.stdin.readline()
 """

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo.observability.metrics import Registry
-from dynamo.runtime.availability import Availability
-from dynamo.runtime.requests.peer import OutageReason, Peer
+from dynamo.runtime.endpoints.instances import Availability
+from dynamo.runtime.requests.client import OutageReason, Peer
 
 
 class Clock:

@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 from request_kit import ENDPOINT, TIMEOUT_S, Recorder, pair, until
 
-from dynamo.config.requests import RequestPlaneSettings
+from dynamo.config.runtime import RequestPlaneSettings
 from dynamo.errors import (
     ConnectionTimeout,
     Disconnected,

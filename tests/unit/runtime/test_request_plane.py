@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from request_kit import ENDPOINT, Pair, Recorder, open_stream, pair, until
 
-from dynamo.config.requests import RequestPlaneSettings
+from dynamo.config.runtime import RequestPlaneSettings
 from dynamo.errors import (
     Cancelled,
     CannotConnect,

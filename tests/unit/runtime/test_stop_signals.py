@@ -6,7 +6,7 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, Signals
 
 import pytest
 
-from dynamo.runtime.stop_signals import StopSignals
+from dynamo.runtime.process.os_process import StopSignals
 
 
 def counts(*signals: tuple[Signals, float]) -> list[int]:

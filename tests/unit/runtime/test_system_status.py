@@ -17,8 +17,7 @@ from dynamo.errors import ConfigError
 from dynamo.http.api_keys import key_line
 from dynamo.observability.metrics import Registry, counter
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.endpoints.health import SystemHealth
-from dynamo.runtime.system_status import StatusServer
+from dynamo.runtime.endpoints.health import StatusServer, SystemHealth
 
 Start = Callable[..., Awaitable[StatusServer]]
 

@@ -16,8 +16,8 @@ from dynamo.serve.gpus.gpus import Gpu, GpuProcess
 from dynamo.serve.gpus.memory import EngineMemory, memory_warnings
 from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.serve.graph.watchers import WatcherSpec, plan
-from dynamo.setup import gpu_placement
-from dynamo.setup.gpu_placement import place_workers
+from dynamo.setup import graph_plan as gpu_placement
+from dynamo.setup.graph_plan import place_workers
 
 GIB = 1 << 30
 

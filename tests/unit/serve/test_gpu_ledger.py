@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from dynamo.errors import ConfigError
-from dynamo.serve.gpus.ledger import GpuLedger, fits
+from dynamo.serve.gpus.gpus import fits
+from dynamo.serve.gpus.ledger import GpuLedger
 
 GONE, HERE = {"pid": 1}, {"pid": 2}
 

@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.box.output_tail import last_line
-from dynamo.serve.last_output import cause_in, refusal_in, telling_line
-from dynamo.serve.supervision.output import LogFile, OutputPipe, ServiceOutput
+from dynamo.serve.supervision.output import (
+    LogFile,
+    OutputPipe,
+    ServiceOutput,
+    cause_in,
+    refusal_in,
+    telling_line,
+)
+from dynamo.status.logs import last_line
 
 
 async def test_lines_arrive_complete_and_the_rest_at_the_end() -> None:

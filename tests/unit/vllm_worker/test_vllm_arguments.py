@@ -11,8 +11,7 @@ import pytest
 
 from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.config.vllm import VllmSettings
-from dynamo.config.worker import WorkerSettings
+from dynamo.config.worker import VllmSettings, WorkerSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.types import ModelType
 from dynamo.vllm.__main__ import main

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dynamo.protocols.load import KvMetrics
-from dynamo.vllm.load import LoadReporter
+from dynamo.protocols.kv import KvMetrics
+from dynamo.vllm.worker import LoadReporter
 
 
 def test_busy_ranks_report_now_and_then_and_idle_ones_at_once() -> None:

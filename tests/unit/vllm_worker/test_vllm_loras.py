@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.errors import ConfigError
-from dynamo.vllm.arguments import parse
-from dynamo.vllm.loras import parse_loras
+from dynamo.vllm.arguments import parse, parse_loras
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.errors import ConfigError
-from dynamo.vllm.model import find_model
+from dynamo.vllm.arguments import find_model
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"
 
@@ -41,7 +41,7 @@ def test_a_revision_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append((source, options))
         raise ConfigError("stop")
 
-    monkeypatch.setattr("dynamo.vllm.model.resolve_model", resolve)
+    monkeypatch.setattr("dynamo.vllm.arguments.resolve_model", resolve)
     for flags in (["--revision", "v2"], ["--load_format=dummy"]):
         with pytest.raises(ConfigError):
             find_model("a/b", flags)

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import EngineFailure
-from dynamo.vllm.start import free_ports, preset_nixl_port, rpc_directory
+from dynamo.vllm.worker import free_ports, preset_nixl_port, rpc_directory
 
 
 def test_ports_in_a_row() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kv_events import held_after
 
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvQuery
-from dynamo.worker.event_log import EventLog
+from dynamo.worker.publish import EventLog
 
 
 def u64(*values: int) -> bytes:

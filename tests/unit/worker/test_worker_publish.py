@@ -8,11 +8,9 @@ from typing import Any
 
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.protocols import codec
-from dynamo.protocols.kv import BlocksStored, KvEventBatch, KvQuery, KvQueryAnswer
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.kv import BlocksStored, KvEventBatch, KvMetrics, KvQuery, KvQueryAnswer
 from dynamo.worker import publish
-from dynamo.worker.event_log import RING_EVENTS
-from dynamo.worker.publish import KvEventSender, LoadSender
+from dynamo.worker.publish import RING_EVENTS, KvEventSender, LoadSender
 
 BATCH = codec.decoder(KvEventBatch).decode
 LOADS = codec.decoder(list[KvMetrics]).decode

@@ -1,4 +1,4 @@
-"""What differs between the APIs that generate text; :mod:`dynamo.frontend.apis.chat.route` serves them.
+"""What differs between the APIs that generate text; ``apis/chat/route`` serves them.
 
 An API that is not OpenAI's chat converts its body to a subclass of ChatCompletionRequest, which may
 carry what the answer needs of the body, and has an :class:`EventStream` of its own.
@@ -16,8 +16,6 @@ from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.requests.errors import ErrorShape
 from dynamo.http import Exchange
-
-__all__ = ["CHAT", "COMPLETION", "GenerationApi"]
 
 
 class GenerationApi(NamedTuple):

@@ -11,8 +11,6 @@ import msgspec
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.protocols.engine import Routing
 
-__all__ = ["ROUTING_HEADERS", "new_request_id", "request_id", "routed"]
-
 _RANDOM = random.Random()
 _IDS_A_PREFIX = 1 << 16
 _PRIORITY_DIGITS = 10

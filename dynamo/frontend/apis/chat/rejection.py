@@ -16,8 +16,6 @@ from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 
-__all__ = ["reject_early", "reject_large"]
-
 
 class _Named(msgspec.Struct):
     """The members that count; the others stay undecoded."""

@@ -16,8 +16,6 @@ from dynamo.protocols import codec
 from dynamo.protocols.embedding import EmbeddingsEngineOutput
 from dynamo.protocols.engine import EngineOutput
 
-__all__ = ["EmbeddingsAnswer"]
-
 _FLOAT32 = 4
 _PIECE = 1 << 15
 """Numbers of a piece of a body: 3 ms."""

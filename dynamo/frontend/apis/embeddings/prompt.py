@@ -8,13 +8,11 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo.errors import InvalidArgument, shorten
-from dynamo.frontend.prompt.decode_errors import DESERIALIZE
+from dynamo.frontend.prompt.bounds import DESERIALIZE
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import check_json
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.embedding import MAX_INPUTS, EmbeddingBody, StrictEmbeddingBody
-
-__all__ = ["MAX_BATCH_TOKENS", "embedding_inputs", "joined", "parse_embedding"]
 
 MAX_BATCH_TOKENS = 1 << 20
 """Tokens of all inputs of a request."""

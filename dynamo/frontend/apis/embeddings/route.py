@@ -25,8 +25,6 @@ from dynamo.protocols.embedding import EmbeddingBody, PreprocessedEmbeddingReque
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.runtime.process.tasks import Tasks
 
-__all__ = ["EmbeddingRoutes"]
-
 _ENDPOINT = "embeddings"
 _MODEL_TYPE = "Embedding"
 log = logging.getLogger(__name__)

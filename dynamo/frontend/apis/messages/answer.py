@@ -13,15 +13,12 @@ import orjson
 from dynamo.errors import DynamoError, Overloaded
 from dynamo.frontend.answer.events import EventStream, named_event
 from dynamo.frontend.answer.sse import json_bytes, public_message
-from dynamo.frontend.apis.messages.prompt import ThreadUnsupported
+from dynamo.frontend.apis.messages.prompt import MessagesChatRequest, ThreadUnsupported
 from dynamo.frontend.formats.literals import json_object
 from dynamo.frontend.formats.message import AnswerDelta, ToolCallPart
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.text.tokenizer import Tokenizer
-from dynamo.protocols.anthropic import MessagesChatRequest
 from dynamo.protocols.openai import GenerationRequest
-
-__all__ = ["MessagesStream", "error_message", "error_object"]
 
 _SIGNATURE = "dynamo"
 """Of a thinking block. Anthropic signs them to check what clients send back; here all are taken."""

@@ -11,8 +11,6 @@ from typing import Any
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.messages import ToolImage
 
-__all__ = ["chat_messages", "chat_tools", "system_message"]
-
 Block = Mapping[str, Any]
 Message = dict[str, Any]
 

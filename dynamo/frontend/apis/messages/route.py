@@ -1,18 +1,25 @@
-"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, on chat's own path."""
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, on chat's own path.
+
+GET /v1/models for clients that send ``anthropic-version``: Anthropic's pages of models.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
+from typing import Any
+from urllib.parse import parse_qs
 
 import orjson
 
-from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.answer.events import named_event
 from dynamo.frontend.apis.chat.generation import GenerationApi
 from dynamo.frontend.apis.chat.headers import new_request_id
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.messages.answer import MessagesStream, error_message, error_object
-from dynamo.frontend.apis.messages.prompt import parse_count, parse_messages
+from dynamo.frontend.apis.messages.prompt import MessagesChatRequest, parse_count, parse_messages
 from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
 from dynamo.frontend.prompt.messages import ToolImage
 from dynamo.frontend.prompt.off_loop import OffLoop
@@ -21,12 +28,67 @@ from dynamo.frontend.requests.errors import ErrorShape
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
-from dynamo.protocols.anthropic import MessagesChatRequest
-
-__all__ = ["MessagesRoutes", "messages_error_body", "prepare_message"]
 
 _PATH = "/v1/messages"
 _COUNT_PATH = f"{_PATH}/count_tokens"
+Listed = tuple[str, int, int | None]
+"""Name, time of creation in seconds since the epoch, context length in tokens."""
+_DEFAULT_LIMIT = 20
+_MAX_LIMIT = 1000
+
+
+def model_info(name: str, created: int, context_length: int | None) -> dict[str, Any]:
+    """One model."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": context_length,
+        "max_tokens": context_length,
+    }
+
+
+def model_page(listed: Sequence[Listed], query: str) -> dict[str, Any]:
+    """A page of ``listed``. ``query`` may have limit, after_id and before_id.
+
+    Raises InvalidArgument.
+    """
+    given = {name: values[-1] for name, values in parse_qs(query, max_num_fields=8).items()}
+    limit = _limit(given.get("limit"))
+    names = [one[0] for one in listed]
+    begin, end = 0, len(names)
+    if "after_id" in given:
+        begin = _place(names, "after_id", given["after_id"]) + 1
+    if "before_id" in given:
+        end = _place(names, "before_id", given["before_id"])
+    if "before_id" in given and "after_id" not in given:
+        shown, more = listed[max(end - limit, 0) : end], end > limit
+    else:
+        shown, more = listed[begin : min(begin + limit, end)], begin + limit < end
+    return {
+        "data": [model_info(*one) for one in shown],
+        "has_more": more,
+        "first_id": shown[0][0] if shown else None,
+        "last_id": shown[-1][0] if shown else None,
+    }
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _DEFAULT_LIMIT
+    if not text.isdecimal() or len(text) > 4 or not 1 <= int(text) <= _MAX_LIMIT:
+        raise InvalidArgument(
+            f"limit: must be a number from 1 to {_MAX_LIMIT}, got {shorten(repr(text))}"
+        )
+    return int(text)
+
+
+def _place(names: list[str], field: str, name: str) -> int:
+    if name not in names:
+        raise InvalidArgument(f"{field}: no model `{shorten(name)}`")
+    return names.index(name)
 
 
 def messages_error_body(path: str, status: int, message: str) -> bytes | None:
@@ -84,10 +146,16 @@ async def _count(
 
 
 _RELAYED_ERRORS = ErrorShape(_body, _event)
+
+
 _ERRORS = ErrorShape(_body, _event, "request-id", _add_id)
+
+
 _MESSAGES = GenerationApi.of_chat(
     "anthropic_messages", "msg_", parse_messages, MessagesStream
 )._replace(prepare=prepare_message, prepare_off_loop=_prepare_off_loop, errors=_ERRORS)
+
+
 _COUNT_TOKENS = _MESSAGES._replace(
     endpoint="anthropic_count_tokens", parse=parse_count, prepare_off_loop=_count
 )

@@ -19,8 +19,6 @@ from dynamo.http.routes import Routes, in_task
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime.process.tasks import Tasks
 
-__all__ = ["BusyThresholdRoutes"]
-
 _PATH = "/busy_threshold"
 _IDLE = "kept, not in force: needs --admission-control token-capacity"
 _NAME_CHARACTERS = 256

@@ -10,8 +10,9 @@ import msgspec
 import orjson
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.api.anthropic_models import model_info, model_page
 from dynamo.frontend.apis.messages.answer import error_message
+from dynamo.frontend.apis.messages.route import model_info, model_page
+from dynamo.frontend.apis.responses.prompt import ResponsesRequest
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
@@ -19,11 +20,8 @@ from dynamo.http.routes import Routes, in_task
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
-from dynamo.protocols.responses import ResponsesRequest
-from dynamo.runtime.availability import Outage
+from dynamo.runtime.endpoints.instances import Outage
 from dynamo.runtime.process.tasks import Tasks
-
-__all__ = ["InfoRoutes"]
 
 _MODELS = "/v1/models/"
 _SLICE_S = 0.005

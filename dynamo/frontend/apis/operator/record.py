@@ -1,29 +1,143 @@
-"""GET /v1/record: a stream of records of the requests that end from now on, for operators.
+"""Recording requests for an operator: what is kept of each, and the route that sends it.
 
-One JSON object a line; :mod:`dynamo.protocols.record` describes them. ``?model=`` records one model
+One JSON object a line; :mod:`dynamo.protocols.status` describes them. ``?model=`` records one model
 alone. ``dynamo record`` makes a trace of it.
+
+Ids are keyed hashes (BLAKE2b) with a random key for each recording, which is never stored: equal
+prompts have equal ids within a recording, ids of two recordings cannot be matched, and a prompt
+cannot be guessed from its ids without the key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Protocol
 from urllib.parse import parse_qs
+
+import msgspec
+from msgspec.structs import replace
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, Unavailable, shorten
 from dynamo.frontend.models.registry import Models
+from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import error_response
-from dynamo.frontend.requests.recording import Recording
+from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import NEVER, Exchange
 from dynamo.http.routes import Routes, in_task
+from dynamo.protocols.codec import Tokens
+from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.protocols.status import TRACE_BLOCK_TOKENS, RecordedRequest, RecordingCount
+from dynamo.router.kv_mode.prompt import Hasher
 from dynamo.runtime.process.tasks import Tasks
-
-__all__ = ["RecordRoutes"]
 
 _PATH = "/v1/record"
 _CONTENT_TYPE = "application/x-ndjson"
 _RECORDINGS = 4
 _COUNT_S = 1.0
+log = logging.getLogger(__name__)
+_KEY_BYTES = 32
+_ID_BYTES = 6  # 48 bits: numbers that every JSON reader takes; 2**20 blocks collide with 0.2 %
+_NO_TOKEN = 2**32 - 1
+_HASHER = Hasher(TRACE_BLOCK_TOKENS, local=True, chain=True, load=False, clock=time.monotonic)
+
+
+class RecordableRequest(Protocol):
+    """What a recording reads of a request; see :class:`ActiveRequest`."""
+
+    exchange: Exchange
+    model: ModelMetrics
+    engine_requests: Sequence[EngineRequest]
+
+
+class Recording:
+    """Writes a line to ``exchange`` for each prompt of a request that ends, of ``model`` if given.
+
+    A client that reads too slowly loses records: at most one write more than the buffer of its
+    connection is kept.
+    """
+
+    def __init__(self, exchange: Exchange, model: str | None = None) -> None:
+        self._exchange = exchange
+        self._model = model
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._begun_s = time.monotonic()
+        self._recorded = self._lost = 0
+
+    def ended(self, request: RecordableRequest) -> None:
+        """Record ``request``, unless it arrived before the recording began. O(tokens)."""
+        name, arrived_s = request.model.name, request.exchange.received_at
+        if arrived_s < self._begun_s or self._model not in (None, name):
+            return
+        exchange, prompts = self._exchange, request.engine_requests
+        if exchange.above_high_water:
+            self._lost += len(prompts)
+            return
+        now_s = time.monotonic()
+        try:
+            records = [self._record(name, one, arrived_s, now_s) for one in prompts]
+        except Exception:  # a record must not keep a request from ending
+            log.exception("a request cannot be recorded")
+            self._lost += len(prompts)
+            return
+        self._recorded += len(prompts)
+        exchange.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+
+    def write_count(self, running: int) -> None:
+        """Write the counts, unless the client is behind."""
+        if not self._exchange.above_high_water:
+            count = RecordingCount(recorded=self._recorded, lost=self._lost, running=running)
+            self._exchange.write(msgspec.json.encode(count) + b"\n")
+
+    def _record(
+        self, model: str, one: EngineRequest, arrived_s: float, now_s: float
+    ) -> RecordedRequest:
+        prompt, routing = one.original, one.routing
+        session = None if routing is None else routing.session_id
+        return RecordedRequest(
+            model=model,
+            arrived_ms=round((arrived_s - self._begun_s) * 1e3, 3),
+            ended_ms=round((now_s - self._begun_s) * 1e3, 3),
+            input_length=_length(prompt),
+            output_length=one.tokens,
+            blocks=self._block_ids(model, prompt),
+            session=None if session is None else self._keyed(b"s" + session.encode()),
+        )
+
+    def _block_ids(self, model: str, prompt: PreprocessedRequest) -> list[int]:
+        """The ids of the prompt's blocks. Prompts of two models or adapters share none."""
+        tokens, routing = prompt.token_ids, prompt.routing
+        if routing is not None and routing.mm_routing_info is not None:
+            whole = _padded(routing.mm_routing_info.routing_token_ids)
+            info = replace(routing.mm_routing_info, routing_token_ids=whole)
+            routing = replace(routing, mm_routing_info=info)
+        else:
+            tokens = _padded(tokens)
+        hashed = _HASHER.hash(tokens, routing, False, 0.0)
+        chained, prefix = hashed.chained.tobytes(), b"b" + model.encode()
+        return [self._keyed(prefix + chained[at : at + 8]) for at in range(0, len(chained), 8)]
+
+    def _keyed(self, value: bytes) -> int:
+        return int.from_bytes(blake2b(value, digest_size=_ID_BYTES, key=self._key).digest())
+
+
+def _padded(tokens: Tokens) -> Tokens:
+    """Fill the last block up, so that it is hashed like the others."""
+    padding = array("I", [_NO_TOKEN]) * (-len(tokens) % TRACE_BLOCK_TOKENS)
+    return array("I", tokens) + padding
+
+
+def _length(prompt: PreprocessedRequest) -> int:
+    routing = prompt.routing
+    if routing is not None and routing.mm_routing_info is not None:
+        return len(routing.mm_routing_info.routing_token_ids)
+    return len(prompt.token_ids)
 
 
 class RecordRoutes:

@@ -30,8 +30,6 @@ from dynamo.router.explanations.explain import Explanation
 from dynamo.router.picker import Picker
 from dynamo.runtime.process.tasks import Tasks
 
-__all__ = ["ExplainRoutes", "explain_request"]
-
 _NO_SLOT = "no free slot"
 
 

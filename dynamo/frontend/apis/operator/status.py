@@ -1,29 +1,216 @@
-"""GET /v1/status: the figures of this frontend, by model and worker, for ``dynamo ps`` and others.
+"""The frontend's report for operators: traffic, models, and the requests that ended last.
 
 For operators. Counters are read once a second and when the route is called, never by a request.
+
+``?limit=`` (20) and ``model=`` choose from the list; ``/v1/requests/last`` is the newest request.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
+from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
+from dynamo.frontend.requests.errors import error_response
+from dynamo.frontend.requests.metrics import ModelMetrics
+from dynamo.frontend.requests.recent import EndedRequest, RecentRequests
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.frontend.requests.traffic_window import ModelTraffic, TrafficWindows
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
-from dynamo.protocols.status import FrontendStatus, ModelFigures, WorkerFigures
+from dynamo.protocols.status import FrontendStatus, ModelFigures, RecentList, WorkerFigures
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.picker import Picker
 from dynamo.router.worker_pool import Member
 
-__all__ = ["StatusRoutes"]
-
 _REQUESTS = 20
+_PATH = "/v1/requests"
+_LIMIT = 20
+_MOST = 1000
+_LAST = "last"
+_PERIOD_S = 1.0
+_RATE_SAMPLES = 11
+_RECENT_S = 60.0
+
+
+class ModelTraffic(NamedTuple):
+    """One model: rates over the last ``rate_s`` (10) seconds; times to the first token and the
+    cached share of prompts of the requests that ended in the last minute."""
+
+    rate_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    requests_per_s: float = 0.0
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    hit_rate: float | None = None
+    idle_s: float | None = None
+
+
+class _Counts(NamedTuple):
+    at_s: float
+    output_tokens: float
+    ended: int
+
+
+class TrafficWindows:
+    """Reads the counters of all ``models()`` once a second; each costs some microseconds.
+
+    ``open_tokens()`` has the tokens that requests in progress have so far, by model: the counters
+    have those of ended requests alone.
+    """
+
+    def __init__(
+        self,
+        models: Callable[[], Iterable[ModelMetrics]],
+        open_tokens: Callable[[], Mapping[str, int]],
+        recent: RecentRequests,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._models = models
+        self._open_tokens = open_tokens
+        self._recent = recent
+        self._clock = clock
+        self._windows: dict[str, _Window] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start on the running loop."""
+        self.sample()
+        self._timer = asyncio.get_running_loop().call_later(_PERIOD_S, self.start)
+
+    def stop(self) -> None:
+        """Stop reading."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def sample(self) -> None:
+        """Read the counters now."""
+        now_s, tokens = self._clock(), self._open_tokens()
+        for metrics in self._models():
+            window = self._window(metrics, now_s)
+            window.add(window.read(now_s, tokens.get(metrics.name, 0)))
+
+    def traffic(self) -> dict[str, ModelTraffic]:
+        """Return the figures of every model now. O(recent requests + requests in progress)."""
+        now_s, tokens = self._clock(), self._open_tokens()
+        ended: dict[str, list[EndedRequest]] = {}
+        for one in map(EndedRequest._make, reversed(self._recent.records)):
+            if now_s - one.ended_s > _RECENT_S:
+                break
+            ended.setdefault(one.model, []).append(one)
+        for metrics in self._models():
+            self._window(metrics, now_s)
+        return {
+            name: window.traffic(window.read(now_s, tokens.get(name, 0)), ended.get(name, ()))
+            for name, window in self._windows.items()
+        }
+
+    def _window(self, metrics: ModelMetrics, now_s: float) -> _Window:
+        found = self._windows.get(metrics.name)
+        if found is None:
+            # The model is new since the last reading, when its counters were 0.
+            found = self._windows[metrics.name] = _Window(metrics, now_s - _PERIOD_S)
+        return found
+
+
+class _Window:
+    def __init__(self, metrics: ModelMetrics, since_s: float) -> None:
+        self._metrics = metrics
+        self._counts = deque([_Counts(since_s, 0.0, 0)], maxlen=_RATE_SAMPLES)
+        self._active_s: float | None = None
+        self._ended = 0
+
+    def read(self, now_s: float, open_tokens: int) -> _Counts:
+        """Return the counters; note when the model was last in use."""
+        metrics = self._metrics
+        ended = sum(metrics.duration.counts)
+        if metrics.active.value or ended != self._ended:
+            self._ended, self._active_s = ended, now_s
+        return _Counts(now_s, metrics.output_tokens.value + open_tokens, ended)
+
+    def add(self, counts: _Counts) -> None:
+        """Keep the counters of one second."""
+        self._counts.append(counts)
+
+    def traffic(self, now: _Counts, ended: Sequence[EndedRequest]) -> ModelTraffic:
+        """Return the figures between the oldest counters and ``now``, and those of ``ended``."""
+        since = self._counts[0]
+        rate_s = now.at_s - since.at_s
+        tokens = max(0.0, now.output_tokens - since.output_tokens)
+        ttfts = sorted(one.ttft_s for one in ended if one.ttft_s is not None)
+        return ModelTraffic(
+            rate_s=rate_s,
+            output_tokens_per_s=tokens / rate_s,
+            requests_per_s=(now.ended - since.ended) / rate_s,
+            ttft_p50_s=_quantile(ttfts, 0.5),
+            ttft_p99_s=_quantile(ttfts, 0.99),
+            hit_rate=_hit_rate(ended),
+            idle_s=None if self._active_s is None else now.at_s - self._active_s,
+        )
+
+
+def _quantile(ordered: list[float], share: float) -> float | None:
+    return ordered[round(share * (len(ordered) - 1))] if ordered else None
+
+
+def _hit_rate(ended: Sequence[EndedRequest]) -> float | None:
+    """Return the cached share of the prompts; None if no engine has reported it."""
+    prompt_tokens = cached_tokens = 0
+    for one in ended:
+        if one.usage is not None and one.usage.cached_tokens is not None:
+            prompt_tokens += one.prompt_tokens
+            cached_tokens += one.usage.cached_tokens
+    return cached_tokens / prompt_tokens if prompt_tokens else None
+
+
+class RecentRoutes:
+    """Responds at once, from memory."""
+
+    def __init__(self, recent: RecentRequests) -> None:
+        self._recent = recent
+
+    def install(self, routes: Routes) -> None:
+        """Add the routes to the table."""
+        routes.get(_PATH, self._list)
+        routes.get(f"{_PATH}/", self._one)
+
+    def _list(self, exchange: Exchange) -> None:
+        try:
+            limit, model = _parse(exchange.query)
+        except DynamoError as error:
+            exchange.respond(*error_response(error))
+            return
+        found = RecentList(requests=tuple(self._recent.newest(limit, model)))
+        exchange.respond(200, msgspec.json.encode(found))
+
+    def _one(self, exchange: Exchange) -> None:
+        name = unquote(exchange.path.removeprefix(f"{_PATH}/"))
+        try:
+            ended = self._recent.last() if name == _LAST else self._recent.find(name)
+        except DynamoError as error:
+            exchange.respond(*error_response(error))
+            return
+        exchange.respond(200, msgspec.json.encode(ended.explained()))
+
+
+def _parse(query: str) -> tuple[int, str]:
+    """Return limit and model of a query. Raises InvalidArgument."""
+    given = {name: values[-1] for name, values in parse_qs(query).items()}
+    unknown = ", ".join(f"`{shorten(name)}`" for name in sorted(given.keys() - {"limit", "model"}))
+    if unknown:
+        raise InvalidArgument(f"The query takes `limit` and `model`, not {unknown}")
+    text = given.get("limit", str(_LIMIT))
+    if not (text.isascii() and text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= _MOST):
+        raise InvalidArgument(f"`limit` must be a number from 1 to {_MOST}, got {shorten(text)}")
+    return int(text), given.get("model", "")
 
 
 class StatusRoutes:

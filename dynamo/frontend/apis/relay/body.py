@@ -13,14 +13,11 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
-from dynamo.frontend.prompt.decode_errors import DESERIALIZE
+from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
-from dynamo.http.multipart import field_span
+from dynamo.http.routes import field_span
 from dynamo.protocols.codec import Tokens
-
-__all__ = ["CHAT", "COMPLETIONS", "EMBEDDINGS", "RelayedBody", "peek", "peek_form", "prompt_ids"]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -10,7 +10,7 @@ import time
 from typing import Protocol
 
 from dynamo.errors import DynamoError, EngineFailure, HttpFailure
-from dynamo.frontend.answer.interface import Answer
+from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.apis.embeddings.answer import EmbeddingsAnswer
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
@@ -20,14 +20,6 @@ from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.request import ActiveRequest, RequestInfo, Shared
 from dynamo.http import NEVER, Exchange
 from dynamo.protocols.engine import PreprocessedRequest
-
-__all__ = [
-    "EmbeddingRequest",
-    "RelayedActiveRequest",
-    "RelayedAnswer",
-    "RelayedEngineRequest",
-    "RelayedHttpRequest",
-]
 
 _LOST_WORKERS = 1
 """A request that a lost worker may have received is sent again this often: if it is what ends

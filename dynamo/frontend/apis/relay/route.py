@@ -4,6 +4,10 @@
 of /tokenize and /detokenize. It takes GET, POST and DELETE of all paths under /v1/ without a route.
 So one place decides, by the model, how a request is served. While no relayed model is known, this
 costs a request one call.
+
+The relayed model of a request whose body names none: GET, DELETE, parameters in the path.
+
+What a worker gets of a request that is relayed: all of it, as HTTP or as a dict.
 """
 
 from __future__ import annotations
@@ -11,18 +15,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+from urllib.parse import parse_qs
+
+import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
-from dynamo.frontend.api.relay_lookup import (
-    RouteModel,
-    choose_model,
-    models_with_route,
-    route_label,
-)
 from dynamo.frontend.apis.chat.headers import request_id, routed
 from dynamo.frontend.apis.relay.body import (
+    CHAT,
+    COMPLETIONS,
     EMBEDDINGS,
     RelayedBody,
     peek,
@@ -40,23 +43,140 @@ from dynamo.frontend.apis.relay.text_answer import TextAnswer
 from dynamo.frontend.models.inputs import TEXT_INPUT, missing_route
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
-from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
-from dynamo.frontend.prompt.relayed_message import http_message, text_message
+from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
+from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import RequestInfo
 from dynamo.http import Exchange
-from dynamo.http.multipart import is_multipart
-from dynamo.http.routes import Route, Routes
-from dynamo.protocols.codec import Tokens
+from dynamo.http.routes import Route, RouteMatch, Routes, is_multipart
+from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.protocols.relay import HttpRequest
 from dynamo.runtime.process.tasks import Tasks
-
-__all__ = ["RelayRoutes"]
 
 _PREFIX = "/v1/"
 _MODEL_OPTIONAL = ("/tokenize", "/detokenize")
 _POSTS = (_PREFIX, *_MODEL_OPTIONAL)
 log = logging.getLogger(__name__)
+_MAX_QUERY_FIELDS = 64
+# Those of the client's connection, the length and the id, which are set here, the choice of a
+# worker, and an encoding that would hide the usage from the metrics.
+_OWN_HEADERS = frozenset(
+    (
+        *("connection", "expect", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
+        *("accept-encoding", "content-length", "cookie", "host", "x-request-id"),
+        *("proxy-authorization", "proxy-connection"),
+    )
+)
+_ROUTING_PREFIX = "x-dynamo-"
+_decode = msgspec.json.Decoder().decode
+
+
+def http_message(
+    target: tuple[str, str],
+    head: tuple[str, Mapping[str, str]],
+    body: bytes,
+    request_id: str,
+) -> bytes:
+    """The ``HttpRequest`` for the server: the client's body unchanged, and its headers but those of
+    its connection. ``target`` is the path and the query, ``head`` method and headers. O(bytes)."""
+    path, query = target
+    method, headers = head
+    given = [
+        one
+        for one in headers.items()
+        if one[0] not in _OWN_HEADERS and not one[0].startswith(_ROUTING_PREFIX)
+    ]
+    given.append(("x-request-id", request_id))
+    return encode(HttpRequest(method, f"{path}?{query}" if query else path, given, body))
+
+
+def text_message(path: str, body: bytes, *, ignore_unsupported: bool, ignore_nvext: bool) -> bytes:
+    """The body as MessagePack, for a Python handler that takes it as a dict. O(bytes).
+
+    Raises InvalidArgument, for chat and text completions by the same rules as for other models.
+    """
+    if path == CHAT:
+        parse_chat(body, ignore_unsupported=ignore_unsupported)
+    elif path == COMPLETIONS:
+        parse_completion(body, ignore_unsupported=ignore_unsupported)
+    else:
+        check_json(body)
+    try:
+        request = _decode(body)
+        if ignore_nvext:
+            request.pop("nvext", None)
+        return encode(request)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{DESERIALIZE}{error}") from None
+    except OverflowError:
+        raise InvalidArgument(
+            "Validation: integers must be between -2**63 and 2**64-1; send a smaller number"
+        ) from None
+
+
+class RouteModel(NamedTuple):
+    """A model and the route of it that a request matches."""
+
+    entry: ModelEntry
+    match: RouteMatch
+
+
+def models_with_route(entries: Sequence[ModelEntry], exchange: Exchange) -> list[RouteModel]:
+    """The relayed models that have the method and path of the request."""
+    found = []
+    for entry in entries:
+        match = entry.patterns.find(exchange.method, exchange.path)
+        if match is not None:
+            found.append(RouteModel(entry, match))
+    return found
+
+
+def choose_model(found: Sequence[RouteModel], exchange: Exchange) -> RouteModel:
+    """The model that the query or a parameter of the path names, else the only one.
+
+    Several models of the same workers count as one: the server sees no difference. Raises
+    ModelNotFound and InvalidArgument.
+    """
+    named = _query_model(exchange.query)
+    if named is not None:
+        for one in found:
+            if named in (one.entry.name, *one.entry.card.model_aliases):
+                return one
+        raise ModelNotFound(
+            f"Route not found: no model `{shorten(named)}` has {exchange.method} of this path"
+        )
+    for one in found:
+        if one.entry.name in (exchange.path[slice(*span)] for span in one.match.spans):
+            return one
+    served = [one for one in found if one.entry.served] or found
+    if len({_workers(one.entry) for one in served}) == 1:
+        return served[0]
+    names = ", ".join(sorted(one.entry.name for one in served))
+    raise InvalidArgument(
+        f"Validation: several servers have {exchange.method} of this path; name the model in the "
+        f"query, ?model=NAME, one of {shorten(names)}"
+    )
+
+
+def route_label(match: RouteMatch) -> str:
+    """The ``endpoint`` label of the metrics, e.g. ``responses_response_id``."""
+    path = match.route.partition("/v1/")[2]
+    return path.replace("/", "_").replace("{", "").replace("}", "")
+
+
+def _query_model(query: str) -> str | None:
+    if "model=" not in query:
+        return None
+    try:
+        fields = parse_qs(query, max_num_fields=_MAX_QUERY_FIELDS)
+    except ValueError as error:
+        raise InvalidArgument(f"Validation: query: {error}") from None
+    return fields.get("model", [None])[0]
+
+
+def _workers(entry: ModelEntry) -> frozenset[int]:
+    return frozenset(card.instance_id for card in entry.workers.values())
 
 
 class _Relay(NamedTuple):

@@ -1,7 +1,11 @@
-"""The answer to POST /v1/responses: events of OpenAI's Responses API, or one response object."""
+"""The answer to a Responses request: output items and their events.
+
+A new kind of delta closes the open item and opens the next one: reasoning, message, a tool call.
+"""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from typing import Any
@@ -10,19 +14,230 @@ import orjson
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound
 from dynamo.frontend.answer.events import EventStream
-from dynamo.frontend.answer.response_items import OutputItems
 from dynamo.frontend.answer.sse import DONE, json_bytes, public_message
+from dynamo.frontend.apis.responses.input_items import INPUT, OfferedTools
 from dynamo.frontend.apis.responses.prompt import ResponseChatRequest
-from dynamo.frontend.formats.message import AnswerDelta
+from dynamo.frontend.formats.literals import well_formed
+from dynamo.frontend.formats.message import AnswerDelta, ToolCallPart
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.openai import GenerationRequest
 
-__all__ = ["ResponsesStream", "plain_response_error", "response_error", "response_error_event"]
-
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _TOO_LONG = "This model's maximum context length"
 _TYPES = {429: "rate_limit_error", 401: "authentication_error", 403: "permission_error"}
+
+
+class _OpenItem:
+    """The item that grows. ``head`` begins its delta events; without one it has none."""
+
+    __slots__ = ("head", "index", "item", "kind", "logprobs", "texts")
+
+    def __init__(self, kind: str, index: int, item: dict[str, Any]) -> None:
+        self.kind = kind
+        self.index = index
+        self.item = item
+        self.texts: list[str] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.head = b""
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {"item_id": self.item["id"], "output_index": self.index}
+
+
+_MESSAGE, _REASONING, _SUMMARY, _CALL, _CUSTOM = "message", "reasoning", "summary", "call", "custom"
+
+
+_DELTAS = {
+    _MESSAGE: "response.output_text",
+    _REASONING: "response.reasoning_text",
+    _SUMMARY: "response.reasoning_summary_text",
+    _CALL: "response.function_call_arguments",
+    _CUSTOM: "response.custom_tool_call_input",
+}
+
+
+_PARTS = {_MESSAGE: "response.content_part", _REASONING: "response.content_part",
+          _SUMMARY: "response.reasoning_summary_part"}  # fmt: skip
+
+
+class OutputItems:
+    """``items`` are those that are complete. Ids of items end with ``id_tail``.
+
+    Events have a ``sequence_number`` from 0. Without ``streams`` there are none: :meth:`add` and
+    :meth:`close` return nothing, and :meth:`event` is not called.
+    """
+
+    def __init__(
+        self, id_tail: str, tools: OfferedTools, *, summarizes: bool, streams: bool
+    ) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._id_tail = id_tail
+        self._tools = tools
+        self._reasoning = _SUMMARY if summarizes else _REASONING
+        self._streams = streams
+        self._sequence = 0
+        self._open: _OpenItem | None = None
+
+    def event(self, name: str, members: dict[str, Any]) -> bytes:
+        """The next event."""
+        data = {"type": name, "sequence_number": self._sequence, **members}
+        self._sequence += 1
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), json_bytes(data))
+
+    def add(self, delta: AnswerDelta, logprobs: list[dict[str, Any]] | None) -> bytes:
+        """Add a delta, with the log probabilities of its content; return its events."""
+        events, calls = b"", delta.calls
+        if calls and calls[0].name is None:  # more of the open call
+            events, calls = self._add_call(calls[0]), calls[1:]
+        if delta.reasoning is not None:
+            events += self._add_text(self._reasoning, delta.reasoning, None)
+        if delta.content is not None:
+            events += self._add_text(_MESSAGE, delta.content, logprobs)
+        for part in calls:
+            events += self._add_call(part)
+        return events
+
+    def close(self, status: str) -> bytes:
+        """Complete the open item, which has ``status`` then; return its events."""
+        one, self._open = self._open, None
+        if one is None:
+            return b""
+        text, item = "".join(one.texts), one.item
+        if "status" in item:
+            item["status"] = status
+        self.items.append(item)
+        done = _done(one, text)
+        if not self._streams:
+            return b""
+        events = b""
+        if one.kind == _CUSTOM:  # its input is part of JSON text, known at the end
+            events += self.event(f"{_DELTAS[_CUSTOM]}.delta", {**one.place, "delta": item[INPUT]})
+        events += self.event(f"{_DELTAS[one.kind]}.done", {**one.place, **done})
+        if one.kind in _PARTS:
+            number, part = _part(one, text)
+            events += self.event(f"{_PARTS[one.kind]}.done", {**one.place, **number, "part": part})
+        shown = {"output_index": one.index, "item": item}
+        return events + self.event("response.output_item.done", shown)
+
+    def _add_text(self, kind: str, text: str, logprobs: list[dict[str, Any]] | None) -> bytes:
+        one, events = self._open, b""
+        if one is None or one.kind != kind:
+            events = self.close("completed") + self._begin(kind, self._text_item(kind))
+            one = self._open
+            assert one is not None
+        one.texts.append(text)
+        if not self._streams:
+            one.logprobs += logprobs or ()
+            return b""
+        if logprobs:
+            one.logprobs += logprobs
+            shown = {**one.place, "content_index": 0, "delta": text, "logprobs": logprobs}
+            return events + self.event(f"{_DELTAS[kind]}.delta", shown)
+        return events + self._delta(one, text)
+
+    def _add_call(self, part: ToolCallPart) -> bytes:
+        events = b""
+        if part.name is not None:
+            kind = _CUSTOM if part.name in self._tools.custom else _CALL
+            events = self.close("completed") + self._begin(kind, self._call_item(kind, part))
+        one, text = self._open, "".join(part.arguments)
+        if one is None or one.kind not in (_CALL, _CUSTOM) or not text:
+            return events
+        one.texts.append(text)
+        if one.kind == _CUSTOM or not self._streams:
+            return events
+        return events + self._delta(one, text)
+
+    def _delta(self, one: _OpenItem, text: str) -> bytes:
+        """An event with nothing but more text: most of them."""
+        number = self._sequence
+        self._sequence += 1
+        return b'%b%d,"delta":%b}\n\n' % (one.head, number, json_bytes(text))
+
+    def _begin(self, kind: str, item: dict[str, Any]) -> bytes:
+        one = self._open = _OpenItem(kind, len(self.items), item)
+        if not self._streams:
+            return b""
+        events = self.event("response.output_item.added", {"output_index": one.index, "item": item})
+        number: dict[str, Any] = {}
+        if kind in _PARTS:
+            number, part = _part(one, "")
+            shown = {**one.place, **number, "part": part}
+            events += self.event(f"{_PARTS[kind]}.added", shown)
+        name = f"{_DELTAS[kind]}.delta"
+        fixed = {"type": name, **one.place, **number}
+        if kind == _MESSAGE:
+            fixed["logprobs"] = []
+        head = json_bytes(fixed)[:-1]
+        one.head = b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), head)
+        return events
+
+    def _text_item(self, kind: str) -> dict[str, Any]:
+        if kind == _MESSAGE:
+            return {
+                "id": self._id("msg"),
+                "type": "message",
+                "status": "in_progress",
+                "role": "assistant",
+                "content": [],
+            }
+        item: dict[str, Any] = {"id": self._id("rs"), "type": "reasoning", "summary": []}
+        if kind == _REASONING:
+            item["content"] = []
+        return {**item, "status": "in_progress"}
+
+    def _call_item(self, kind: str, part: ToolCallPart) -> dict[str, Any]:
+        assert part.name is not None
+        namespace, name = self._tools.members.get(part.name, (None, part.name))
+        if kind == _CUSTOM:
+            item = {"id": self._id("ctc"), "type": "custom_tool_call", INPUT: ""}
+        else:
+            item = {"id": self._id("fc"), "type": "function_call", "arguments": ""}
+            item["status"] = "in_progress"
+        item |= {"call_id": part.id or "", "name": name}
+        return item if namespace is None else {**item, "namespace": namespace}
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self._id_tail}{len(self.items):x}"
+
+
+def _done(one: _OpenItem, text: str) -> dict[str, Any]:
+    """Complete the item's text; return the members of the event that says so."""
+    kind, item = one.kind, one.item
+    if kind == _CALL:
+        item["arguments"] = text
+        return {"arguments": text, "name": item["name"]}
+    if kind == _CUSTOM:
+        item[INPUT] = _custom_input(text)
+        return {INPUT: item[INPUT]}
+    number, part = _part(one, text)
+    if kind == _MESSAGE:
+        item["content"] = [part]
+        return {**number, "text": text, "logprobs": one.logprobs}
+    item["summary" if kind == _SUMMARY else "content"] = [part]
+    return {**number, "text": text}
+
+
+def _part(one: _OpenItem, text: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """The place of the only part of an item, and the part with ``text``."""
+    if one.kind == _SUMMARY:
+        return {"summary_index": 0}, {"type": "summary_text", "text": text}
+    if one.kind == _REASONING:
+        return {"content_index": 0}, {"type": "reasoning_text", "text": text}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": one.logprobs}
+    return {"content_index": 0}, part
+
+
+def _custom_input(arguments: str) -> str:
+    """The free text in the arguments of a custom tool; all of them if the model wrote no JSON."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    value = found.get(INPUT) if isinstance(found, dict) else None
+    return well_formed(value) if isinstance(value, str) else arguments
 
 
 class ResponsesStream(EventStream):

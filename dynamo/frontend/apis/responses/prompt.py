@@ -2,6 +2,10 @@
 
 Everything that a chat of ours serves is served; the rest is refused by its name. docs/apis.md has
 the table.
+
+Requests of OpenAI's Responses API as typed structs.
+
+Free-form members (items, tools, formats) are checked where they are converted.
 """
 
 from __future__ import annotations
@@ -9,40 +13,37 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import orjson
+from msgspec import Meta
 
 from dynamo.errors import InvalidArgument, shorten
-from dynamo.frontend.apis.responses.input_items import REFERENCE, ItemConverter, arranged
-from dynamo.frontend.prompt.decode_errors import explain_decode_error
-from dynamo.frontend.prompt.response_tools import (
+from dynamo.frontend.apis.responses.input_items import (
+    REFERENCE,
+    ItemConverter,
     OfferedTools,
     additional_tools,
+    arranged,
     chat_choice,
     offered_tools,
 )
+from dynamo.frontend.prompt.bounds import explain_decode_error
 from dynamo.frontend.prompt.validation import check_chat, check_json
-from dynamo.protocols.openai import ChatCompletionRequest, GenerationRequest
-from dynamo.protocols.responses import ResponsesRequest, StrictResponsesRequest
-
-__all__ = [
-    "MAX_ECHO_BYTES",
-    "MAX_REFERENCES",
-    "ResponseChatRequest",
-    "ResponseOrigin",
-    "memory_bytes",
-    "parse_response",
-]
+from dynamo.protocols.openai import (
+    RANGES,
+    ChatCompletionRequest,
+    Count,
+    GenerationRequest,
+    MaxTokens,
+)
 
 MAX_ECHO_BYTES = 256 << 10
 """Of ``instructions``, ``tools``, ``text`` and ``tool_choice`` each: larger ones come back empty,
 because the event loop copies them into three events."""
-
 MAX_REFERENCES = 1024
 """Items of a request in which one is a reference: those are converted on the event loop."""
-
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (
     _LOGPROBS,
@@ -69,7 +70,55 @@ _TEXT = frozenset(("format", "verbosity"))
 _FORMAT = frozenset(("description", "name", "schema", "strict", "type"))
 _OBJECT_BYTES = 200
 _SCALAR_BYTES = 32
+_TOP_LOGPROBS = Meta(ge=RANGES["top_logprobs"][0], le=RANGES["top_logprobs"][1])
+Label = Annotated[str, Meta(max_length=1024)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+
+
+class ResponsesRequest(GenerationRequest, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/responses, and of POST /v1/responses/input_tokens.
+
+    It takes the sampling fields of a chat as well. Those of the last group are accepted without
+    effect, or refused with a reason.
+    """
+
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: MaxTokens | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, _TOP_LOGPROBS] | None = None
+    truncation: str | None = None
+    metadata: Metadata | None = None
+    user: Label | None = None
+    prompt_cache_key: Label | None = None
+    safety_identifier: Label | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    background: bool | None = None
+    client_metadata: Any = None
+    conversation: Any = None
+    max_tool_calls: Count | None = None
+    prompt: Any = None
+
+
+class StrictResponsesRequest(
+    ResponsesRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """As its parent; an unknown field is an error."""
+
+
 _decode = msgspec.json.Decoder(StrictResponsesRequest).decode
+
+
 _decode_lenient = msgspec.json.Decoder(ResponsesRequest).decode
 
 

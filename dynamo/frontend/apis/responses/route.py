@@ -40,8 +40,6 @@ from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
 from dynamo.observability.metrics import gauge
 
-__all__ = ["ResponseRoutes", "responses_error_body", "show_stored_responses"]
-
 log = logging.getLogger(__name__)
 _PATH = "/v1/responses"
 _BELOW = "/v1/responses/"

@@ -12,8 +12,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["MAX_RESPONSES", "ResponseStore", "StoredResponse"]
-
 MAX_RESPONSES = 4096
 _MADE_HERE = re.compile(r"[a-z]+_[0-9a-f]{25,}")
 """Ids of items that were made here have 96 random bits."""

@@ -18,8 +18,6 @@ from dynamo.http import Exchange
 from dynamo.http.routes import Route, in_task
 from dynamo.runtime.process.tasks import Tasks
 
-__all__ = ["PromptCountRoutes"]
-
 
 class PromptCountRoutes:
     """Parse as the API does, render, tokenize, respond with the count."""

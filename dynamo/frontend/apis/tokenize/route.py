@@ -25,8 +25,6 @@ from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.runtime.process.tasks import Tasks
 
-__all__ = ["TokenizeRoutes"]
-
 _INLINE_BYTES = 4 << 10
 """Also `tokenizers`, the slower library, takes little time for so much."""
 

@@ -1,3 +1,0 @@
-"""The HTTP APIs of the frontend, one module each."""
-
-__all__: list[str] = []
