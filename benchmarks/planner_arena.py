@@ -37,7 +37,7 @@ import numpy as np
 
 from dynamo.bench.trace import read_trace
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.capacity.profile_files import (
+from dynamo.planner.capacity.interpolation import (
     DecodePoints,
     PrefillPoints,
     WorkerProfile,

@@ -16,9 +16,9 @@ from typing import Any
 import orjson
 import tokenizers
 
+from dynamo.frontend.answer.events import ParsedChatStream
 from dynamo.frontend.answer.generation import ChatStream
 from dynamo.frontend.answer.logprobs import ChatLogprobs
-from dynamo.frontend.answer.parsed import ParsedChatStream
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat
 from dynamo.frontend.text.tokenizer import Tokenizer

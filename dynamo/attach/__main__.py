@@ -17,9 +17,9 @@ from dynamo.attach.worker import (
     wait_until_ready,
 )
 from dynamo.config import from_env, load
-from dynamo.config.attach import AttachSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings, SystemSettings
+from dynamo.config.worker import AttachSettings
 from dynamo.errors import DynamoError
 from dynamo.http.head import allow_open_files
 from dynamo.observability.logs import setup_logging

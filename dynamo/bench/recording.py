@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from dynamo.bench.answers import error_message
+from dynamo.bench.client import error_message
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
 from dynamo.http.client import HttpClient, Target
 from dynamo.http.tls import client_context

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from dynamo.bench.answers import error_message
-from dynamo.bench.client import LoadConnection
+from dynamo.bench.client import LoadConnection, error_message
 from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
 from dynamo.config.bench import BenchSettings

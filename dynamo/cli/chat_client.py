@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo.bench.answers import AnswerChunk, AnswerUsage, error_message
-from dynamo.bench.client import EventParser
+from dynamo.bench.client import AnswerChunk, AnswerUsage, EventParser, error_message
 from dynamo.cli.frontend_client import call, connect
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
 from dynamo.http.client import HttpClient, ResponseError, Target, cause

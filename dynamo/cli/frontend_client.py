@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from dynamo.bench.answers import error_message
+from dynamo.bench.client import error_message
 from dynamo.config.client import ClientSettings, FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError, Unavailable
 from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_url

@@ -22,19 +22,17 @@ from dynamo.serve.graph.graph import parse_graph
 from dynamo.setup.engines import (
     InstalledEngine,
     NamedModel,
-    engine_names,
-    find_engines,
-    uninstalled,
-)
-from dynamo.setup.graph_plan import prepare
-from dynamo.setup.model_choice import (
     cached_model,
     choose,
+    engine_names,
+    find_engines,
     named_model,
     probe_gpus,
     running_ollama,
+    uninstalled,
     weights_bytes,
 )
+from dynamo.setup.graph_plan import prepare
 from dynamo.setup.new_graph import NewGraph
 
 DESCRIPTION = "Write the graph of one model: asks four questions, each with a default."

@@ -20,8 +20,7 @@ from dynamo.config import load
 from dynamo.config.bench import ProfileSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import one_line
-from dynamo.profiler.plots import draw_profile, require_matplotlib
-from dynamo.profiler.results import ProfileResult
+from dynamo.profiler.results import ProfileResult, draw_profile, require_matplotlib
 from dynamo.profiler.sweep import ProfileProgress, run_profile
 from dynamo.serve.graph.overrides import split_overrides
 from dynamo.setup.graph_plan import read_graph

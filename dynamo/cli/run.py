@@ -22,8 +22,7 @@ from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.overrides import Override, split_overrides
 from dynamo.serve.readiness import free_port
 from dynamo.serve.state.statefile import Document
-from dynamo.setup.engines import find_engines
-from dynamo.setup.model_choice import choose, named_model, probe_gpus, running_ollama
+from dynamo.setup.engines import choose, find_engines, named_model, probe_gpus, running_ollama
 from dynamo.setup.new_graph import NewGraph
 from dynamo.status.components import main_pid, running_deployment
 

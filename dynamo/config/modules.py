@@ -38,7 +38,7 @@ def settings_groups(module: str) -> tuple[type[Any], ...] | None:
 
         return RuntimeSettings, WorkerSettings, VllmSettings
     if module == "dynamo.attach":
-        from dynamo.config.attach import AttachSettings
+        from dynamo.config.worker import AttachSettings
 
         return RuntimeSettings, AttachSettings
     return None

@@ -30,8 +30,7 @@ from dynamo.frontend.access import (
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.embeddings.route import EmbeddingRoutes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
-from dynamo.frontend.apis.operator.busy_threshold import BusyThresholdRoutes
-from dynamo.frontend.apis.operator.info import InfoRoutes
+from dynamo.frontend.apis.operator.info import BusyThresholdRoutes, InfoRoutes
 from dynamo.frontend.apis.operator.record import RecordRoutes
 from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.apis.operator.status import RecentRoutes, StatusRoutes

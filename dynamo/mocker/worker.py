@@ -20,8 +20,7 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
-from dynamo.mocker.engine import EngineRank, EngineShape
-from dynamo.mocker.metrics import MockerMetrics
+from dynamo.mocker.engine import EngineRank, EngineShape, MockerMetrics
 from dynamo.mocker.replies import (
     Reply,
     ReplyScript,

@@ -31,7 +31,7 @@ from dynamo.operations.steps.sleeping import (
 )
 from dynamo.operations.targets import find_model, find_processes, find_workers, restartable
 from dynamo.protocols.control import PlannerState
-from dynamo.serve.state.reservations import is_reserved
+from dynamo.serve.state.process_table import is_reserved
 from dynamo.status.components import arbiter_is_alive
 
 _BUSY_S = 30.0

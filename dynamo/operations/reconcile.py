@@ -27,7 +27,7 @@ from dynamo.serve.state.entries import (
     read_services,
     release,
 )
-from dynamo.serve.state.reservations import is_reserved, reclaim
+from dynamo.serve.state.process_table import is_reserved, reclaim
 from dynamo.serve.state.statefile import (
     ASLEEP,
     LOAD,

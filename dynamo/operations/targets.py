@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dynamo.errors import InvalidArgument
 from dynamo.operations.steps.ports import ActionFailed
 from dynamo.serve.state.entries import Entry, ServiceEntries, read_entries, read_services
-from dynamo.serve.state.reservations import is_reserved
+from dynamo.serve.state.process_table import is_reserved
 from dynamo.serve.state.statefile import Document
 
 

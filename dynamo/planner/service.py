@@ -26,9 +26,8 @@ from dynamo.planner.observation import Observation, Pull
 from dynamo.planner.policies.base import ScalingDecision
 from dynamo.planner.policies.factory import make_policy
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
-from dynamo.planner.reports.explain import serve_explain, serve_pause
+from dynamo.planner.reports.explain import StateFile, serve_explain, serve_pause
 from dynamo.planner.reports.metrics import PlannerMetrics
-from dynamo.planner.reports.state_file import StateFile
 from dynamo.planner.reports.tensorboard import TensorboardLog, default_log_dir
 from dynamo.planner.sharing.gpu_sharing import GpuSharing
 from dynamo.planner.sharing.zero import OnDemandRegistry

@@ -12,15 +12,14 @@ import numpy as np
 from dynamo.bench.runner import first_model
 from dynamo.config.bench import ProfileSettings
 from dynamo.errors import ConfigError
-from dynamo.planner.capacity.profile_files import (
+from dynamo.planner.capacity.interpolation import (
     Curve,
     DecodePoints,
     PrefillPoints,
     WorkerProfile,
     write_profile,
 )
-from dynamo.profiler.deployment import ProfiledDeployment
-from dynamo.profiler.measure import MeasurementFailed, WorkerProbe
+from dynamo.profiler.measure import MeasurementFailed, ProfiledDeployment, WorkerProbe
 from dynamo.profiler.results import (
     FULL,
     QUICK,

@@ -15,9 +15,14 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
 from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
-from dynamo.serve.gpus.engine_gpus import EngineFlags, engine_flags, with_engine_gpus
+from dynamo.serve.gpus.engine_gpus import (
+    EngineFlags,
+    EngineMemory,
+    engine_flags,
+    memory_warnings,
+    with_engine_gpus,
+)
 from dynamo.serve.gpus.gpus import NO_DRIVER, Gpu, Inventory, inventory_of
-from dynamo.serve.gpus.memory import EngineMemory, memory_warnings
 from dynamo.serve.graph.frontend_address import frontend_address
 from dynamo.serve.graph.graph import Graph, parse_graph, read_text
 from dynamo.serve.graph.overrides import Override

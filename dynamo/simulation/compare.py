@@ -5,23 +5,40 @@ The oracle: worker schedules made with knowledge of all arrivals and of the star
 It estimates the work that arrives in each window and covers it at several utilisations: a curve
 from lavish to tight. The curve is near-minimal, not a proven minimum; longer windows, and more
 workers for the minutes in which targets are missed, give the same one.
+
+A plot of a comparison: load, workers and attainment over time. Needs matplotlib.
+
+Run one policy on one trace in virtual time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil
+from pathlib import Path
+from typing import Any
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
+from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.observation import Observation
-from dynamo.planner.policies.base import DECODE, PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import DECODE, PREFILL, Policy, PoolDecision, ScalingDecision
 from dynamo.planner.policies.factory import named_policy
+from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.request import ReplayRequest
-from dynamo.simulation.result import Point, ReplayResult, frontier, hours_at, score
-from dynamo.simulation.service_model import ReplaySetup
-from dynamo.simulation.simulation import simulate
+from dynamo.simulation.result import (
+    Point,
+    ReplayResult,
+    Sample,
+    frontier,
+    hours_at,
+    score,
+    summarize,
+)
+from dynamo.simulation.scaling import ReplayPlanner
+from dynamo.simulation.service_model import ReplaySetup, VirtualClock
 
 ORACLE = "oracle"
 _WINDOW_S = 10.0
@@ -29,6 +46,108 @@ _UTILISATIONS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5)
 _HOPELESS = 0.15
 _ROUNDS = 4
 _BATCH, _USAGE = 16, 0.3
+_PATIENCE_S = 3600.0
+_SAMPLE_S = 10.0
+
+
+def simulate(
+    policy: Policy, requests: Sequence[ReplayRequest], setup: ReplaySetup, name: str | None = None
+) -> ReplayResult:
+    """Run ``policy`` on ``requests``, which are sorted by arrival; ``name`` is for the result.
+
+    The replay ends with the last request. One that has not ended an hour after the last arrival
+    counts as failed.
+    """
+    clock = VirtualClock()
+    cluster = ReplayCluster(clock, setup, requests)
+    planner = ReplayPlanner(clock, cluster, policy)
+    samples: list[Sample] = []
+
+    def sample() -> None:
+        samples.append(_sample(cluster, clock.now_s))
+        clock.at(clock.now_s + _SAMPLE_S, sample)
+
+    clock.at(0.0, sample)
+    last_s = (requests[-1].at_s if requests else 0.0) + _PATIENCE_S
+    while not cluster.complete and clock.now_s <= last_s:
+        clock.run_next()
+    for pool in cluster.pools.values():
+        pool.finish()
+    return summarize(name or policy.name, cluster, planner, samples, clock.now_s)
+
+
+def _sample(cluster: ReplayCluster, now_s: float) -> Sample:
+    decode, prefill = cluster.pools[DECODE], cluster.pools.get(PREFILL)
+    return Sample(
+        at_s=now_s,
+        ready=decode.count(READY),
+        starting=decode.count(STARTING),
+        draining=decode.count(DRAINING),
+        prefill_ready=prefill.count(READY) if prefill else 0,
+        arrived=cluster.counters.arrived,
+        queued=cluster.counters.arrived - cluster.counters.rejected - cluster.counters.first_tokens,
+    )
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigError with the remedy if matplotlib is not installed."""
+    _figure_class()
+
+
+def draw_comparison(found: Comparison, path: Path) -> None:
+    """Write a PNG of the policies, beside the cheapest fixed deployment that is not worse than the
+    best of them. Raises ConfigError if ``path`` can't be written."""
+    figure = _figure_class()(figsize=(11, 9), layout="constrained")
+    load, workers, attainment = figure.subplots(3, sharex=True)
+    _draw_load(load, found.results[0])
+    for result in _shown(found):
+        style = "--" if result.policy.startswith(("fixed", ORACLE)) else "-"
+        minutes = [sample.at_s / 60 for sample in result.samples]
+        held = [s.ready + s.starting + s.draining + s.prefill_ready for s in result.samples]
+        label = f"{result.policy}: {result.gpu_hours:.2f} GPU-hours, {result.attainment:.1%}"
+        workers.step(minutes, held, style, where="post", label=label)
+        known = [(at + 0.5, 100 * s) for at, s in enumerate(result.minutes) if s is not None]
+        attainment.plot([at for at, _ in known], [share for _, share in known], style)
+    workers.set_ylabel("workers that hold GPUs")
+    workers.legend(fontsize="small")
+    attainment.set_ylabel("requests within targets (%)")
+    attainment.set_xlabel("time (min)")
+    for axes in (load, workers, attainment):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path, dpi=110, format="png")
+    except OSError as error:
+        raise ConfigError(f"--plot: can't write {path}: {error.strerror}") from None
+
+
+def _draw_load(axes: Any, result: ReplayResult) -> None:
+    pairs = list(pairwise(result.samples))
+    rates = [(b.arrived - a.arrived) / (b.at_s - a.at_s) for a, b in pairs]
+    axes.plot([a.at_s / 60 for a, _ in pairs], rates, color="gray")
+    axes.set_ylabel("arrivals (1/s)")
+
+
+def _shown(found: Comparison) -> list[ReplayResult]:
+    shown = list(found.results)
+    if found.baseline is None:
+        return shown
+    best = max(result.attainment for result in shown)
+    enough = [run for run in found.baseline.fixed if run.attainment >= best]
+    fixed = enough[0] if enough else found.baseline.fixed[-1]
+    if all(result.policy != fixed.policy for result in shown):
+        shown.append(fixed)
+    return shown
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"--plot needs matplotlib ({error}): pip install 'dynamo-appliance[planner]'"
+        ) from None
+    return Figure
 
 
 class SchedulePolicy:

@@ -16,9 +16,8 @@ from dynamo.errors import ConfigError, StatefileError
 from dynamo.runtime.process.os_process import host_id
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.entries import Entry, read_entries
-from dynamo.serve.state.process_table import same_process
+from dynamo.serve.state.process_table import is_reserved, ledger_of, same_process
 from dynamo.serve.state.registered import RegisteredWorker
-from dynamo.serve.state.reservations import is_reserved, ledger_of
 from dynamo.serve.state.statefile import Document, Statefile
 
 

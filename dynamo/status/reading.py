@@ -30,16 +30,14 @@ from dynamo.runtime.process.paths import planned_socket_path, state_path, store_
 from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.graph.service import FRONTEND
 from dynamo.serve.state.entries import Entry, argv_flags, read_entries
-from dynamo.serve.state.process_table import environment, stat
+from dynamo.serve.state.process_table import environment, ledger_of, owner_lives, stat
 from dynamo.serve.state.registered import registered_workers
-from dynamo.serve.state.reservations import ledger_of, owner_lives
 from dynamo.serve.state.statefile import Document, Statefile
 from dynamo.status.components import arbiter_is_alive
 from dynamo.status.gpus import read_gpus
 from dynamo.status.logs import last_line
-from dynamo.status.models import model_statuses
+from dynamo.status.models import BoxSighting, FrontendSighting, model_statuses
 from dynamo.status.planner_file import planner_summary, read_planner
-from dynamo.status.sighting import BoxSighting, FrontendSighting
 from dynamo.status.status_client import STATUS_SOCKET, ask
 from dynamo.status.workers import OTHER_PROGRAMS, program_of, worker_statuses
 

@@ -11,8 +11,7 @@ from dynamo.serve.state.entries import Entry, ServiceEntries, read_entries, read
 from dynamo.serve.state.statefile import ABSENT, DRAIN, GIVEN_UP, LOAD, SLEEP, STOPPED, WATCHER
 from dynamo.status.gpus import vram_by_worker
 from dynamo.status.logs import progress_in
-from dynamo.status.models import worker_figures
-from dynamo.status.sighting import BoxSighting
+from dynamo.status.models import BoxSighting, worker_figures
 
 OTHER_PROGRAMS = (FRONTEND, PLANNER)
 """Programs whose processes are no workers."""

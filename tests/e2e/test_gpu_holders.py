@@ -16,7 +16,7 @@ import psutil
 from deployment import MODEL, free_port
 from serving import ROOT, Serving
 
-from dynamo.serve.state.reservations import ledger_of
+from dynamo.serve.state.process_table import ledger_of
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from promql import uses
 
 from dynamo.frontend.requests import metrics as frontend
-from dynamo.mocker import metrics as mocker
+from dynamo.mocker import engine as mocker
 from dynamo.router.queue import request_queue as queue
 from dynamo.runtime.endpoints import admission
 from dynamo.runtime.endpoints import admission as runtime

@@ -14,7 +14,7 @@ import pytest
 from serving import Serving
 
 from dynamo.mocker.timing import decode_ms, prefill_ms
-from dynamo.planner.capacity.profile_files import read_profile
+from dynamo.planner.capacity.interpolation import read_profile
 
 GRAPH = """
 Frontend: {run: dynamo.frontend}

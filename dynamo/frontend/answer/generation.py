@@ -20,13 +20,15 @@ import orjson
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.choice import Choice, ChoiceRules
-from dynamo.frontend.answer.echo import EchoedPrompt, collect_image_tokens, echoed_prompts
 from dynamo.frontend.answer.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
+    EchoedPrompt,
     LogprobsCollector,
     PromptLogprobs,
+    collect_image_tokens,
     collect_prompt_logprobs,
+    echoed_prompts,
 )
 from dynamo.frontend.answer.sse import (
     DONE,

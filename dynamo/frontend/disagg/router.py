@@ -23,10 +23,9 @@ from dynamo.errors import (
     WorkersLost,
     WorkerUnavailable,
 )
-from dynamo.frontend.disagg.fallback import Fallback
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.prefill_request import PrefillRequest, after_prefill
-from dynamo.frontend.disagg.sender import PrefillSender, PrefillWorkers
+from dynamo.frontend.disagg.sender import Fallback, PrefillSender, PrefillWorkers
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.recent import Prefilled

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from dynamo.frontend.formats.literals import escaped, json_text, value_json
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
-from dynamo.frontend.formats.scan import MAX_HELD, Markers
+from dynamo.frontend.formats.scan import MAX_HELD, Markers, escaped, json_text, value_json
 
 _CALL, _END_CALL, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 GEMMA_4_MARKERS = (_CALL, _END_CALL, _QUOTE)

@@ -6,7 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dynamo.frontend.formats.literals import (
+from dynamo.frontend.formats.message import AnswerMessage, CallSteps
+from dynamo.frontend.formats.scan import (
+    MAX_HELD,
+    Markers,
     begins_value,
     escaped,
     is_text,
@@ -15,8 +18,6 @@ from dynamo.frontend.formats.literals import (
     text_or_value_json,
     value_json,
 )
-from dynamo.frontend.formats.message import AnswerMessage, CallSteps
-from dynamo.frontend.formats.scan import MAX_HELD, Markers
 
 _NS = "]<]minimax[>["
 _CALL, _END_CALL = f"{_NS}<tool_call>", f"{_NS}</tool_call>"

@@ -10,9 +10,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dynamo.frontend.formats.literals import well_formed
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
-from dynamo.frontend.formats.scan import MAX_HELD, SPACE, JsonSpan, Markers, TextSteps
+from dynamo.frontend.formats.scan import MAX_HELD, SPACE, JsonSpan, Markers, TextSteps, well_formed
 
 _BEFORE_CALL = SPACE + "["
 _AFTER_CALL = ",;]"

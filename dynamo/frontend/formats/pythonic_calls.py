@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from dynamo.frontend.formats.literals import json_text, value_json
 from dynamo.frontend.formats.message import AnswerMessage
-from dynamo.frontend.formats.scan import MAX_HELD, TextSteps
+from dynamo.frontend.formats.scan import MAX_HELD, TextSteps, json_text, value_json
 
 _NAME = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*\(")
 _NAME_BEGINS = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")

@@ -4,6 +4,8 @@ The first card of a model loads it; when the last worker leaves, the model is no
 stays loaded, so that it is ready as soon as a worker returns, and requests in between get 503
 (retry) instead of 404 (give up). Requests of a model that is started on demand wait (see
 :class:`OnDemandModels`). A model that a reload has removed is forgotten.
+
+The cards of prefill workers, each with the entry of its model.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from dynamo.config.frontend import FrontendSettings
@@ -20,7 +22,6 @@ from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.models.inputs import INPUTS, missing_route, router_settings
 from dynamo.frontend.models.model import ModelEntry, difference
 from dynamo.frontend.models.on_demand import GraphModels, OnDemandModels
-from dynamo.frontend.models.prefill_cards import PrefillCards
 from dynamo.frontend.requests.cold_start import Refusals
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.http import Exchange
@@ -36,9 +37,75 @@ from dynamo.serve.state.statefile import Statefile
 
 _FILE_PREFIXES = ("/v1/audio/tran", "/v1/images/edits")
 """Of paths that take forms with files: transcriptions and translations of audio, images."""
-
 _LOAD_S = 30.0
 log = logging.getLogger(__name__)
+
+
+class PrefillCards:
+    """Assigns the card of each prefill worker to the entry of its model in ``entries``.
+
+    A card may arrive before its model. ``reject(model, reason, text)`` is called for a card that
+    conflicts with the others; it is tried again when those are removed.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, ModelEntry], reject: Callable[[str, str, str], None]
+    ) -> None:
+        self._entries = entries
+        self._reject = reject
+        self._cards: dict[str, ModelCard] = {}
+        self._owners: dict[str, ModelEntry] = {}
+        self._refused: dict[str, str] = {}
+
+    def problems(self) -> list[tuple[ModelCard, str]]:
+        """Return the cards that conflict with others, and why."""
+        return [(self._cards[key], text) for key, text in self._refused.items()]
+
+    def add(self, key: str, card: ModelCard) -> None:
+        """Add or replace the card at ``key``."""
+        self._forget(key)
+        self._cards[key] = card
+        entry = self._entries.get(card.display_name)
+        if entry is None:
+            log.info("%s waits for a decode worker of %s", key, card.display_name)
+        else:
+            self._offer(entry, key, card)
+
+    def remove(self, key: str) -> None:
+        """Remove the card at ``key``, if it is that of a prefill worker."""
+        entry = self._forget(key)
+        if entry is not None:
+            self.assign(entry)
+
+    def assign(self, entry: ModelEntry) -> None:
+        """Offer the unassigned cards to ``entry``, which is new or has lost a prefill worker."""
+        for key, card in self._cards.items():
+            if card.display_name == entry.name and self._owners.get(key) is not entry:
+                self._offer(entry, key, card)
+
+    def _forget(self, key: str) -> ModelEntry | None:
+        self._cards.pop(key, None)
+        self._refused.pop(key, None)
+        entry = self._owners.pop(key, None)
+        if entry is not None:
+            card = entry.prefill.remove(key)
+            log.info("model %s: prefill worker %x left", entry.name, card.instance_id)
+        return entry
+
+    def _offer(self, entry: ModelEntry, key: str, card: ModelCard) -> None:
+        reason = entry.prefill_agrees_with(card)
+        if reason:
+            self._owners.pop(key, None)
+            if key in self._refused:
+                return
+            text = f"the workers of {entry.name} have another {difference(reason)}"
+            self._refused[key] = text
+            self._reject(entry.name, reason, f"{key}: {text}; it gets no prompts")
+            return
+        self._refused.pop(key, None)
+        entry.prefill.add(key, card)
+        self._owners[key] = entry
+        log.info("model %s: prefill worker %x joined", entry.name, card.instance_id)
 
 
 class Models:

@@ -16,7 +16,7 @@ from dynamo.operations.steps.access import LocalAccess, check_unreserved, reserv
 from dynamo.operations.steps.ports import ActionFailed, EngineControls
 from dynamo.operations.steps.removal import remove_entry
 from dynamo.serve.state.entries import Entry, ServiceEntries, entry_gpus, read_services
-from dynamo.serve.state.reservations import is_reserved, ledger_of, owner_mark
+from dynamo.serve.state.process_table import is_reserved, ledger_of, owner_mark
 from dynamo.serve.state.statefile import ASLEEP, RESERVED_BY, RUNNING, SLEEP, WAKE, Document
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,13 @@ import logging
 from collections.abc import Collection
 
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.operations.steps.access import LocalAccess
-from dynamo.operations.steps.gpu_room import budget_held, budget_share, reserved_share, without_room
+from dynamo.operations.steps.access import (
+    LocalAccess,
+    budget_held,
+    budget_share,
+    reserved_share,
+    without_room,
+)
 from dynamo.operations.steps.ports import (
     STOPPED,
     ActionFailed,
@@ -28,7 +33,7 @@ from dynamo.serve.state.entries import (
     read_services,
     release,
 )
-from dynamo.serve.state.reservations import ledger_of, owner_mark
+from dynamo.serve.state.process_table import ledger_of, owner_mark
 from dynamo.serve.state.statefile import LOAD, RESERVED_BY, Document
 
 _UNDO_TIMEOUT_S = 60.0

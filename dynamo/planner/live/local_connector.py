@@ -20,8 +20,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.operations.reconcile import reconcile
-from dynamo.operations.steps.access import LocalAccess, open_access
-from dynamo.operations.steps.gpu_room import budget_share
+from dynamo.operations.steps.access import LocalAccess, budget_share, open_access
 from dynamo.operations.steps.ports import STOPPED, STOPPING, ActionFailed, EngineControls
 from dynamo.operations.steps.removal import remove_worker
 from dynamo.operations.steps.sleeping import (
@@ -44,8 +43,8 @@ from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.planner.sharing.gpu_sharing import GpuCapacity
 from dynamo.serve.gpus.ledger import GpuLedger
 from dynamo.serve.state.entries import Entry, ServiceEntries, read_services
+from dynamo.serve.state.process_table import is_reserved, ledger_of
 from dynamo.serve.state.registered import RegisteredWorker
-from dynamo.serve.state.reservations import is_reserved, ledger_of
 from dynamo.serve.state.statefile import Document, Statefile
 
 log = logging.getLogger(__name__)

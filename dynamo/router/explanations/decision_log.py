@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from dynamo.router.explanations.snapshot import DecisionSnapshot
+from dynamo.router.explanations.explain import DecisionSnapshot
 from dynamo.router.kv_mode.cost import formula
 from dynamo.router.load.active import ActiveLoad
 from dynamo.router.picker import Decision

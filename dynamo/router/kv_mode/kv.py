@@ -30,7 +30,7 @@ from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import apply_preferred_taints
 from dynamo.router.explanations.decision_log import log as decision_log
 from dynamo.router.explanations.decision_log import log_candidates, log_selected
-from dynamo.router.explanations.explain import Explanation, explain
+from dynamo.router.explanations.explain import DecisionSnapshot, Explanation, explain
 from dynamo.router.explanations.receipt import (
     MAX_CANDIDATES,
     CaptureLimit,
@@ -39,7 +39,6 @@ from dynamo.router.explanations.receipt import (
     KvInputs,
     constraints_of,
 )
-from dynamo.router.explanations.snapshot import DecisionSnapshot
 from dynamo.router.kv_mode.cost import (
     CostParams,
     add_requests,

@@ -16,17 +16,18 @@ import msgspec
 
 from dynamo.observability.metrics import Counter, Registry, counter, gauge
 from dynamo.protocols import codec
-from dynamo.protocols.sync import (
+from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.load.active import Reservation
+from dynamo.router.metrics import COMPONENT, RouterLabels
+from dynamo.router.sync.loads import (
     ACTIVE_SEQUENCES,
     AddRequest,
+    LocalRequests,
+    RemoteReplicas,
     SequenceEvent,
     SequenceMessage,
     SequenceQuery,
 )
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.load.active import Reservation
-from dynamo.router.metrics import COMPONENT, RouterLabels
-from dynamo.router.sync.loads import LocalRequests, RemoteReplicas
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.events.channels import Subscription

@@ -20,8 +20,7 @@ from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.gpus.ledger import GpuLedger
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, with_gpus
-from dynamo.serve.state.process_table import stat
-from dynamo.serve.state.reservations import ledger_of, owner_lives, reclaim
+from dynamo.serve.state.process_table import ledger_of, owner_lives, reclaim, stat
 from dynamo.serve.state.statefile import (
     ABSENT,
     ACTIVE,

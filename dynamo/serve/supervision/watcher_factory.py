@@ -13,8 +13,7 @@ from dynamo.errors import ConfigError
 from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, plan_added
 from dynamo.serve.supervision.output import Announcer, LogFile, ServiceOutput
-from dynamo.serve.supervision.restarts import RestartPolicy
-from dynamo.serve.supervision.supervised import SupervisedWatcher
+from dynamo.serve.supervision.supervised import RestartPolicy, SupervisedWatcher
 from dynamo.serve.supervision.supervised_process import FrontendListener, quote_program
 
 _ONE_FRONTEND = (

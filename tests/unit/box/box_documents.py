@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from dynamo.serve.state.registered import RegisteredWorker
-from dynamo.status.sighting import BoxSighting
+from dynamo.status.models import BoxSighting
 
 PYTHON = ["python", "-m"]
 MOCKER = [*PYTHON, "dynamo.mocker", "--model-path", "m", "--model-name", "tiny"]

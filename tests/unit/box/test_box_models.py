@@ -16,8 +16,7 @@ from dynamo.protocols.status import (
     WorkerFigures,
 )
 from dynamo.serve.state.statefile import ABSENT
-from dynamo.status.models import model_statuses
-from dynamo.status.sighting import BoxSighting, FrontendSighting
+from dynamo.status.models import BoxSighting, FrontendSighting, model_statuses
 from dynamo.status.workers import worker_statuses
 
 FAILED = {"status": "given up", "reason": "5 deaths within 60 s"}

@@ -16,7 +16,7 @@ from dynamo.protocols.status import (
     WorkerStatus,
 )
 from dynamo.serve.state.registered import RegisteredWorker
-from dynamo.status.sighting import BoxSighting, FrontendSighting
+from dynamo.status.models import BoxSighting, FrontendSighting
 from dynamo.status.workers import worker_statuses
 
 FRONTEND = [*PYTHON, "dynamo.frontend"]

@@ -29,8 +29,14 @@ from dynamo.doctor.facts import (
     RouterFacts,
     WorkerFacts,
 )
-from dynamo.doctor.gpus import check_engines, check_gpus
-from dynamo.doctor.machine import check_clock, check_disks, check_limits, check_memory
+from dynamo.doctor.machine import (
+    check_clock,
+    check_disks,
+    check_engines,
+    check_gpus,
+    check_limits,
+    check_memory,
+)
 from dynamo.serve.gpus.gpus import Gpu, GpuProcess
 
 GIB = 1 << 30

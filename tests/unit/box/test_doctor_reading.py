@@ -19,11 +19,12 @@ from dynamo.doctor.read_deployment import (
     Deployed,
     find_running,
     frontends_of,
+    graph_needs,
     read_frontends,
     read_listeners,
+    read_router,
 )
 from dynamo.doctor.read_machine import file_system, read_clock, read_limits, read_memory
-from dynamo.doctor.read_workers import graph_needs, read_router
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.graph import parse_graph
 

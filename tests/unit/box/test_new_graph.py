@@ -11,8 +11,7 @@ import yaml
 
 from dynamo.errors import ConfigError
 from dynamo.serve.graph.graph import parse_graph
-from dynamo.setup.engines import InstalledEngine, NamedModel, choose_engine
-from dynamo.setup.model_choice import choose, named_model
+from dynamo.setup.engines import InstalledEngine, NamedModel, choose, choose_engine, named_model
 from dynamo.setup.new_graph import NewGraph, flags_as_keys
 
 VLLM = InstalledEngine("vllm", (), "this environment")

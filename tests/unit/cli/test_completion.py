@@ -21,8 +21,8 @@ import pytest
 from serving import QUICKSTART, ROOT
 
 from dynamo.cli import completion
+from dynamo.cli.completion import subverbs, verb_groups
 from dynamo.cli.main import VERBS, main
-from dynamo.cli.verb_options import subverbs, verb_groups
 from dynamo.config.option import fields_of, load_known
 from dynamo.config.option import load as real_load
 

@@ -12,7 +12,7 @@ import pytest
 from http_bench import Bench
 
 from dynamo.errors import ModelNotFound
-from dynamo.frontend.apis.operator.busy_threshold import BusyThresholdRoutes
+from dynamo.frontend.apis.operator.info import BusyThresholdRoutes
 from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.http import Exchange

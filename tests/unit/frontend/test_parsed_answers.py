@@ -18,8 +18,8 @@ from text_kit import EXAMPLE, card, chat_body, events, outputs
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.worker import REASONING_PARSERS
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.answer.events import ParsedChatStream
 from dynamo.frontend.answer.generation import ChatStream
-from dynamo.frontend.answer.parsed import ParsedChatStream
 from dynamo.frontend.formats.formats import RequestTools
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor

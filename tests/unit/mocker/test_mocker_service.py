@@ -15,8 +15,7 @@ from dynamo.config.mocker import MockerSettings
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, Overloaded
 from dynamo.frontend.requests.migration import continued
 from dynamo.mocker.arguments import engine_shape
-from dynamo.mocker.engine import EngineRank, EngineShape
-from dynamo.mocker.metrics import MockerMetrics
+from dynamo.mocker.engine import EngineRank, EngineShape, MockerMetrics
 from dynamo.mocker.timing import Timing
 from dynamo.mocker.worker import DEFAULT_MAX_TOKENS, MockerService
 from dynamo.observability.metrics import Registry

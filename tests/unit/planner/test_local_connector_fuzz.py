@@ -22,7 +22,7 @@ from dynamo.operations.steps.access import LocalAccess
 from dynamo.operations.steps.ports import ActionFailed
 from dynamo.planner.live.local_connector import LocalConnector
 from dynamo.serve.state.entries import read_services
-from dynamo.serve.state.reservations import ledger_of
+from dynamo.serve.state.process_table import ledger_of
 
 ROOT = Path(__file__).resolve().parents[3]
 VALIDATOR = jsonschema.Draft202012Validator(

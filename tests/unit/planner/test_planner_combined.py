@@ -18,9 +18,9 @@ from dynamo.planner.policies.factory import named_policy
 from dynamo.planner.policies.kalman import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.sizing import MeanLimits, WorkerLoadModel, wait_factor
+from dynamo.simulation.compare import simulate
 from dynamo.simulation.patterns import flat, generate, sine
 from dynamo.simulation.service_model import ReplaySetup
-from dynamo.simulation.simulation import simulate
 
 TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
 LIMITS = MeanLimits(ttft_ms=800.0, itl_ms=30.0, kv_usage=0.85)

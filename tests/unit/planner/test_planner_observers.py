@@ -18,8 +18,8 @@ from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerL
 from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.planner.reports import tensorboard
 from dynamo.planner.reports.decisions import DecisionRecord
+from dynamo.planner.reports.explain import StateFile
 from dynamo.planner.reports.metrics import PlannerMetrics
-from dynamo.planner.reports.state_file import StateFile
 from dynamo.planner.reports.tensorboard import TensorboardLog, default_log_dir
 
 NAMES = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dynamo.errors import ConfigError
-from dynamo.planner.capacity.profile_files import (
+from dynamo.planner.capacity.interpolation import (
     DecodePoints,
     PrefillPoints,
     WorkerProfile,

@@ -13,19 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.capacity.interpolation import DecodeSurface, PrefillCurve
+from dynamo.planner.capacity.interpolation import (
+    DecodePoints,
+    DecodeSurface,
+    PrefillCurve,
+    PrefillPoints,
+    WorkerProfile,
+    write_profile,
+)
 from dynamo.planner.capacity.learned import (
     DecodePoint,
     LearnedDecode,
     LearnedPrefill,
     Line,
     fit_line,
-)
-from dynamo.planner.capacity.profile_files import (
-    DecodePoints,
-    PrefillPoints,
-    WorkerProfile,
-    write_profile,
 )
 from dynamo.planner.observation import Observation, Pool, Pull, Traffic
 from dynamo.planner.policies.base import DECODE, PREFILL, ScalingDecision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo.errors import ConfigError
-from dynamo.profiler.deployment import NAMESPACE, profiled_graph
+from dynamo.profiler.measure import NAMESPACE, profiled_graph
 from dynamo.profiler.results import (
     FULL,
     QUICK,

@@ -13,12 +13,11 @@ from dynamo.planner.observation import Observation
 from dynamo.planner.policies.base import DECODE, PREFILL, Policy, PoolDecision, ScalingDecision
 from dynamo.planner.policies.factory import named_policy
 from dynamo.simulation.cluster import ReplayCluster
-from dynamo.simulation.compare import compare, run_policy
+from dynamo.simulation.compare import compare, run_policy, simulate
 from dynamo.simulation.patterns import flat, generate, parse_pattern
 from dynamo.simulation.request import ReplayRequest
 from dynamo.simulation.scaling import ReplayPlanner
 from dynamo.simulation.service_model import ReplaySetup, VirtualClock, service_model
-from dynamo.simulation.simulation import simulate
 
 SETTINGS = PlannerSettings(adjustment_interval_s=10.0, ttft_ms=1000.0)
 SETUP = ReplaySetup(start_up_s=10.0, ttft_ms=1000.0)

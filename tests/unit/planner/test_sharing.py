@@ -21,7 +21,7 @@ from dynamo.planner.sharing.sharing import (
     share,
 )
 from dynamo.planner.sharing.zero import cold_decision
-from dynamo.serve.state.reservations import ledger_of
+from dynamo.serve.state.process_table import ledger_of
 from dynamo.serve.state.statefile import Document
 
 LIMITS = SharingLimits(gpus=1, idle_timeout_s=300, yield_idle_s=2, residency_s=30, patience_s=120)

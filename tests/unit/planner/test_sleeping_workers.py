@@ -16,16 +16,14 @@ from virtual_time import run_virtual
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import EngineFailure, StatefileError
 from dynamo.operations.loading import ModelLoad
-from dynamo.operations.steps.access import LocalAccess
-from dynamo.operations.steps.gpu_room import crowded_gpus, reserved_share
+from dynamo.operations.steps.access import LocalAccess, crowded_gpus, reserved_share
 from dynamo.operations.steps.ports import ActionFailed, CircusError
 from dynamo.operations.steps.removal import finish_removal, mark_draining
 from dynamo.operations.steps.sleeping import check_wakeable, sleep_worker, wake_worker
 from dynamo.planner.live.local_connector import LocalConnector
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.state.entries import read_services
-from dynamo.serve.state.process_table import stat
-from dynamo.serve.state.reservations import ledger_of, owner_mark
+from dynamo.serve.state.process_table import ledger_of, owner_mark, stat
 from dynamo.serve.state.statefile import Document, Statefile
 
 GRAPH = """

@@ -16,9 +16,8 @@ from dynamo.operations.steps.access import reserve
 from dynamo.operations.steps.ports import ActionFailed
 from dynamo.operations.targets import find_model, find_processes, find_workers
 from dynamo.serve.state.entries import next_name, read_services
-from dynamo.serve.state.process_table import stat
+from dynamo.serve.state.process_table import ledger_of, owner_mark, stat
 from dynamo.serve.state.record import StatefileWriter
-from dynamo.serve.state.reservations import ledger_of, owner_mark
 from dynamo.serve.state.statefile import RESERVED_BY, Document, Statefile
 
 GRAPH = """

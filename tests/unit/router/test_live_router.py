@@ -27,7 +27,7 @@ from dynamo.protocols.kv import (
     KvQueryAnswer,
 )
 from dynamo.router.caches import indexer as indexer_module
-from dynamo.router.caches import recovery as recovery_module
+from dynamo.router.discovery import event_feed as recovery_module
 from dynamo.router.discovery import kv_router as upkeep_module
 from dynamo.router.discovery.router import ConnectedRouter, WorkerCards
 from dynamo.router.kv_mode.kv import KvPicker

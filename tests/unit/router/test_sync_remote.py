@@ -10,12 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.protocols.codec import encode
-from dynamo.protocols.sync import AddRequest, SequenceBatch, SequenceEvent, SequenceMessage
 from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.load.active import Reservation
 from dynamo.router.sync import loads as sync_local
 from dynamo.router.sync import loads as sync_remote
-from dynamo.router.sync.loads import LocalRequests, RemoteReplicas
+from dynamo.router.sync.loads import (
+    AddRequest,
+    LocalRequests,
+    RemoteReplicas,
+    SequenceBatch,
+    SequenceEvent,
+    SequenceMessage,
+)
 from dynamo.router.sync.replicas import decode_message
 
 ROUTER, PUBLISHER, BLOCK = 0xA, 7, 4

@@ -33,8 +33,8 @@ from dynamo.serve.graph.watchers import (
     with_gpus,
 )
 from dynamo.serve.state.entries import new_entry, next_name, read_entries, read_services, release
+from dynamo.serve.state.process_table import is_reserved, ledger_of, owner_mark, reclaim
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter, Supervision
-from dynamo.serve.state.reservations import is_reserved, ledger_of, owner_mark, reclaim
 from dynamo.serve.state.statefile import (
     ASLEEP,
     DRAIN,
@@ -102,7 +102,7 @@ class Histories(RuleBasedStateMachine):
         self.dead: set[int] = set()
         self.patches: list[Any] = [
             patch(
-                "dynamo.serve.state.reservations.same_process", lambda pid, _: pid not in self.dead
+                "dynamo.serve.state.process_table.same_process", lambda pid, _: pid not in self.dead
             ),
             patch.object(os, "fsync", lambda descriptor: None),
         ]

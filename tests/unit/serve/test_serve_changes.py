@@ -18,8 +18,8 @@ from dynamo.serve.gpus.gpus import Inventory
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, place, plan
 from dynamo.serve.reload import GraphReload
+from dynamo.serve.state.process_table import ledger_of, owner_mark
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
-from dynamo.serve.state.reservations import ledger_of, owner_mark
 from dynamo.serve.state.statefile import Document, FileLock, Statefile
 from dynamo.serve.supervision.rolling import RollingRestart
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.serve.supervision.restarts import RestartPolicy, Restarts
+from dynamo.serve.supervision.supervised import RestartPolicy, Restarts
 
 
 def test_the_first_restart_is_immediate_then_it_backs_off() -> None:

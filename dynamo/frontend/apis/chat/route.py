@@ -15,9 +15,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from dynamo.errors import DynamoError, NoInstances
-from dynamo.frontend.apis.chat.generation import CHAT, COMPLETION, GenerationApi
+from dynamo.frontend.apis.chat.generation import (
+    CHAT,
+    COMPLETION,
+    GenerationApi,
+    reject_early,
+    reject_large,
+)
 from dynamo.frontend.apis.chat.headers import ROUTING_HEADERS, request_id, routed
-from dynamo.frontend.apis.chat.rejection import reject_early, reject_large
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models

@@ -8,8 +8,8 @@ import time
 from functools import partial
 
 from dynamo.errors import DynamoError
+from dynamo.frontend.apis.chat.generation import reject_early, reject_large
 from dynamo.frontend.apis.chat.headers import request_id, routed
-from dynamo.frontend.apis.chat.rejection import reject_early, reject_large
 from dynamo.frontend.apis.embeddings.answer import EmbeddingsAnswer
 from dynamo.frontend.apis.embeddings.prompt import embedding_inputs, joined, parse_embedding
 from dynamo.frontend.apis.relay.request import EmbeddingRequest, RelayedEngineRequest

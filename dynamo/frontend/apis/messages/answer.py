@@ -14,8 +14,8 @@ from dynamo.errors import DynamoError, Overloaded
 from dynamo.frontend.answer.events import EventStream, named_event
 from dynamo.frontend.answer.sse import json_bytes, public_message
 from dynamo.frontend.apis.messages.prompt import MessagesChatRequest, ThreadUnsupported
-from dynamo.frontend.formats.literals import json_object
 from dynamo.frontend.formats.message import AnswerDelta, ToolCallPart
+from dynamo.frontend.formats.scan import json_object
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.openai import GenerationRequest

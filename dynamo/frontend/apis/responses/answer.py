@@ -17,8 +17,8 @@ from dynamo.frontend.answer.events import EventStream
 from dynamo.frontend.answer.sse import DONE, json_bytes, public_message
 from dynamo.frontend.apis.responses.input_items import INPUT, OfferedTools
 from dynamo.frontend.apis.responses.prompt import ResponseChatRequest
-from dynamo.frontend.formats.literals import well_formed
 from dynamo.frontend.formats.message import AnswerDelta, ToolCallPart
+from dynamo.frontend.formats.scan import well_formed
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols.openai import GenerationRequest
