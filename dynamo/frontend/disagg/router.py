@@ -203,7 +203,15 @@ class PrefillRouter:
         if decision.worker_id in self.workers:
             tokens = _prompt_tokens(prefill)
             self._metrics.last_of(decision.worker_id, decision.dp_rank, tokens, seconds)
-        engine_request.request.prefilled(Prefilled(*decision[:4], prefill.sent_s, now_s))
+        done = Prefilled(
+            worker_id=decision.worker_id,
+            dp_rank=decision.dp_rank,
+            overlap_blocks=decision.overlap_blocks,
+            prompt_blocks=decision.prompt_blocks,
+            sent_s=prefill.sent_s,
+            done_s=now_s,
+        )
+        engine_request.request.prefilled(done)
         engine_request.request.engine_stopped()
         engine_request.preprocessed = after_prefill(engine_request.preprocessed, output)
         self._dispatch.decode_later(engine_request)

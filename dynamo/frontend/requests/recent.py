@@ -1,6 +1,6 @@
 """The requests that ended last, for ``/v1/requests``, ``dynamo explain``, ``top`` and ``/ui``.
 
-A request that ends costs one tuple of values that exist anyway; a :class:`RequestRecord` is made
+A request that ends costs one struct of values that exist anyway; a :class:`RequestRecord` is made
 when it is read.
 """
 
@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 
@@ -46,7 +47,7 @@ class Prefilled(NamedTuple):
     done_s: float
 
 
-class EndedRequest(NamedTuple):
+class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     """The figures of one request. Moments are monotonic seconds, 0 if it did not get so far.
 
     ``info`` is endpoint, id and the id that the client gave. ``sent_s`` is when its (decode) worker
@@ -132,21 +133,22 @@ class RecentRequests:
     """The last 1,000 requests that reached their model, and the last 200 that did not.
 
     Those that are refused early are kept apart, so that a flood of them hides no others. An entry
-    has at most 6 KB, all of them 7 MB. ``records`` and ``refused`` have the fields of
-    :class:`EndedRequest`, oldest first.
+    has at most 6 KB, all of them 7 MB. ``records`` and ``refused`` begin with the oldest.
     """
 
     def __init__(self, routed: int = _ROUTED, refused: int = _REFUSED) -> None:
-        self.records: deque[tuple[Any, ...]] = deque(maxlen=routed)
-        self.refused: deque[tuple[Any, ...]] = deque(maxlen=refused)
+        self.records: deque[EndedRequest] = deque(maxlen=routed)
+        self.refused: deque[EndedRequest] = deque(maxlen=refused)
         self.add = self.records.append  # called for each request: no layer
 
-    def refuse(self, endpoint: str, model: str, outcome: str, exchange: Exchange) -> None:
-        """Keep a request that has not reached its model."""
+    def refuse(self, endpoint: str, model: str, outcome: str, exchange: Exchange) -> EndedRequest:
+        """Keep a request that has not reached its model; return its record."""
         internal, given = request_id(exchange.headers)
         info = (endpoint, internal, None if given is None else given[:CLIENT_ID_CHARACTERS])
         name = shorten(model, CLIENT_ID_CHARACTERS)
-        self.refused.append((info, name, outcome, exchange.received_at, time.monotonic()))
+        ended = EndedRequest(info, name, outcome, exchange.received_at, time.monotonic())
+        self.refused.append(ended)
+        return ended
 
     def newest(self, limit: int, model: str = "") -> list[RequestRecord]:
         """The newest ``limit`` requests, of ``model`` alone if it is given; newest first."""
@@ -155,9 +157,8 @@ class RecentRequests:
 
     def ended(self) -> Iterator[EndedRequest]:
         """All of them, the last one that ended first."""
-        made = EndedRequest._make
-        both = (map(_complete, reversed(self.refused)), reversed(self.records))
-        return map(made, heapq.merge(*both, key=_ended_s, reverse=True))
+        both = (reversed(self.refused), reversed(self.records))
+        return heapq.merge(*both, key=attrgetter("ended_s"), reverse=True)
 
     def last(self) -> EndedRequest:
         """The request that ended last. Raises ModelNotFound (404) without one."""
@@ -194,12 +195,3 @@ def _matches(request_id: str, part: str) -> bool:
 
 def _receipt(inputs: DecisionInputs | None) -> RouteReceipt | None:
     return None if inputs is None else inputs.receipt()
-
-
-def _ended_s(values: tuple[Any, ...]) -> float:
-    ended_s: float = values[4]
-    return ended_s
-
-
-def _complete(values: tuple[Any, ...]) -> EndedRequest:
-    return EndedRequest(*values)

@@ -22,7 +22,6 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.recent import EndedRequest
 from dynamo.frontend.requests.request import ActiveRequest, Recorder
 from dynamo.frontend.requests.trace import trace_refused
 from dynamo.http import Exchange, WriteBatch
@@ -174,9 +173,9 @@ class RequestRegistry:
 
     def _record_refused(self, exchange: Exchange, endpoint: str, model: str, outcome: str) -> None:
         recent = self.metrics.recent
-        recent.refuse(endpoint, model, outcome, exchange)
+        ended = recent.refuse(endpoint, model, outcome, exchange)
         if self.tracing is not None:
-            trace_refused(self.tracing, exchange, EndedRequest(*recent.refused[-1]))
+            trace_refused(self.tracing, exchange, ended)
 
     # -- active requests
 

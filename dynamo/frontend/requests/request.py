@@ -38,7 +38,7 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import EndedRequest, Prefilled
+from dynamo.frontend.requests.recent import Prefilled
 from dynamo.frontend.requests.request_metrics import RequestMetrics, RequestOutput
 from dynamo.frontend.requests.trace import begin_trace, end_trace
 from dynamo.http import NEVER, Exchange, WriteBatch
@@ -457,9 +457,9 @@ class ActiveRequest:
             if metrics.accepted and metrics.engine_requests:
                 usage = self.generation.final_usage or self.generation.usage()
                 output = RequestOutput(usage, engine_requests, self.detokenize_s)
-            metrics.ended(failure, output, self.info, engine_requests)
+            ended = metrics.ended(failure, output, self.info, engine_requests)
             if self.trace is not None and self.trace.recording:
-                end_trace(self.trace, EndedRequest(*self._shared.metrics.recent.records[-1]))
+                end_trace(self.trace, ended)
             for recording in self._shared.recordings:
                 recording.ended(self)
         finally:

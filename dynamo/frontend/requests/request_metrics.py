@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, Prefilled
+from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, EndedRequest, Prefilled
 from dynamo.observability.metrics import Gauge
 from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision, Picker
@@ -183,8 +183,10 @@ class RequestMetrics:
         output: RequestOutput | None,
         info: tuple[str, str, str | None],
         choices: Sequence[ServedChoice],
-    ) -> None:
-        """Count the end of the request and its output, if an engine was asked for any.
+    ) -> EndedRequest:
+        """Count the end of the request, and its output if an engine was asked for any.
+
+        Return its record.
 
         ``failure`` is None if it succeeded; then the output is complete. ``info`` and ``choices``,
         which may never have got a worker, are for the recent requests.
@@ -212,7 +214,7 @@ class RequestMetrics:
         model.duration.observe(now_s - self._received_s)
         outcome = "ok" if failure is None else failure.error_type
         usage = None if output is None else output.usage
-        self._keep(info, outcome, now_s, usage, choices)
+        return self._keep(info, outcome, now_s, usage, choices)
 
     def _keep(
         self,
@@ -221,8 +223,8 @@ class RequestMetrics:
         now_s: float,
         usage: Usage | None,
         choices: Sequence[ServedChoice],
-    ) -> None:
-        """Add the request to the recent ones: the fields of :class:`EndedRequest` as they are."""
+    ) -> EndedRequest:
+        """Add the request to the recent ones."""
         last_token_s, migrations = 0.0, 0
         decision = inputs = prefill_inputs = None
         if choices:
@@ -235,28 +237,28 @@ class RequestMetrics:
                 migrations = sum(choice.migrations for choice in choices)
         if info[2] is not None:
             info = (*info[:2], info[2][:CLIENT_ID_CHARACTERS])
-        self._metrics.recent.add(
-            (
-                info,
-                self._model.name,
-                outcome,
-                self._received_s,
-                now_s,
-                self.prepared_s,
-                self._sent_s,
-                self._first_token_s,
-                last_token_s,
-                self._prompt_tokens,
-                self._overlap_blocks,
-                self._prompt_blocks,
-                usage,
-                decision,
-                self.prefilled,
-                migrations,
-                inputs,
-                prefill_inputs,
-            )
+        ended = EndedRequest(
+            info=info,
+            model=self._model.name,
+            outcome=outcome,
+            received_s=self._received_s,
+            ended_s=now_s,
+            prepared_s=self.prepared_s,
+            sent_s=self._sent_s,
+            first_token_s=self._first_token_s,
+            last_token_s=last_token_s,
+            prompt_tokens=self._prompt_tokens,
+            overlap_blocks=self._overlap_blocks,
+            prompt_blocks=self._prompt_blocks,
+            usage=usage,
+            decision=decision,
+            prefilled=self.prefilled,
+            migrations=migrations,
+            inputs=inputs,
+            prefill_inputs=prefill_inputs,
         )
+        self._metrics.recent.add(ended)
+        return ended
 
     def _count_output(self, output: RequestOutput) -> None:
         usage, choices, detokenize_s = output

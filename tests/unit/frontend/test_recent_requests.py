@@ -20,7 +20,7 @@ from dynamo.protocols.status import RequestRecord
 UUID = "01234567-89ab-4cde-8f01-{:012x}"
 
 
-def request(number: int, ended_s: float = 0.0, model: str = "m", **more: Any) -> tuple[Any, ...]:
+def request(number: int, ended_s: float = 0.0, model: str = "m", **more: Any) -> EndedRequest:
     info = ("chat_completions", UUID.format(number), None)
     return EndedRequest(info, model, "ok", 1.0, ended_s or float(number), **more)
 
@@ -94,7 +94,7 @@ def test_the_stages_of_a_prefill_worker() -> None:
         "first_token_s": 7.0,
         "last_token_s": 9.0,
     }
-    record = EndedRequest(*request(1, 10.0, **times, prefilled=done)).record()
+    record = request(1, 10.0, **times, prefilled=done).record()
     assert (record.prefill_worker, record.overlap_blocks, record.prompt_blocks) == ("9", 3, 5)
     stages = (record.prepare_s, record.queue_s, record.prefill_s, record.decode_s)
     assert stages == (1.0, 2.0, 3.0, 2.0) and record.duration_s == 9.0

@@ -102,7 +102,7 @@ class TrafficWindows:
         """Return the figures of every model now. O(recent requests + requests in progress)."""
         now_s, tokens = self._clock(), self._open_tokens()
         ended: dict[str, list[EndedRequest]] = {}
-        for one in map(EndedRequest._make, reversed(self._recent.records)):
+        for one in reversed(self._recent.records):
             if now_s - one.ended_s > _RECENT_S:
                 break
             ended.setdefault(one.model, []).append(one)
