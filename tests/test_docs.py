@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dynamo"
@@ -20,56 +19,79 @@ MODULES = {path.stem for path in PACKAGE.glob("*.py")}
 LINE_WIDTH = 100
 COMMANDS_WIDTH = 150  # a command in a code block stays in one line, to be copied
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
 
 def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pages
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" in target:
-            continue
-        path, _, fragment = target.partition("#")
-        other = (page.parent / path).resolve() if path else page
-        assert other.exists(), target
-        if fragment:
-            headings = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE)
-            assert fragment in map(anchor, headings), target
+def place(page: Path, what: object) -> str:
+    return f"{page.relative_to(ROOT)}: {what}"
 
 
-@pages
-def test_modules_exist(page: Path) -> None:
-    """Modules as `router/picker` or `dynamo.router.picker`, files as `router/picker.py`."""
-    text = page.read_text()
+def leads_somewhere(page: Path, target: str) -> bool:
+    path, _, fragment = target.partition("#")
+    other = (page.parent / path).resolve() if path else page
+    if not other.exists() or not fragment:
+        return other.exists()
+    return fragment in map(anchor, re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE))
+
+
+def test_links_lead_somewhere() -> None:
+    broken = [
+        place(page, target)
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if "://" not in target and not leads_somewhere(page, target)
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def unknown_modules(text: str) -> Iterator[str]:
+    """Yield the names of modules in ``text`` that do not exist.
+
+    As `router/picker` or `dynamo.router.picker`; files as `router/picker.py`.
+    """
     for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)/?(?:\.[a-z]+)?`", text):
-        if name.split("/")[0] in PACKAGES:
-            path = PACKAGE / name
-            assert path.is_dir() or any(path.parent.glob(f"{path.name}.*")), name
+        path = PACKAGE / name
+        known = path.is_dir() or any(path.parent.glob(f"{path.name}.*"))
+        if name.split("/")[0] in PACKAGES and not known:
+            yield name
     for name in re.findall(r"`dynamo((?:\.[a-z_]+)+)[.A-Za-z_]*`", text):
         first, *rest = name[1:].split(".")
         path = PACKAGE / first
-        assert first in PACKAGES | MODULES, name
-        if path.is_dir() and rest and first not in ("llm", "runtime"):  # names, not modules
-            assert any(path.glob(f"{rest[0]}*")), name
+        names = first in ("llm", "runtime") or not path.is_dir() or not rest  # not modules
+        if first not in PACKAGES | MODULES or not (names or any(path.glob(f"{rest[0]}*"))):
+            yield name
 
 
-@pages
-def test_files_exist(page: Path) -> None:
+def test_modules_exist() -> None:
+    missing = [place(page, name) for page in PAGES for name in unknown_modules(page.read_text())]
+    assert not missing, "\n".join(missing)
+
+
+def test_files_exist() -> None:
     folders = "benchmarks|tests|examples|scripts|statefiles"
-    for name in re.findall(rf"(?<![\w/])(?:{folders})/[\w/.-]*\w", page.read_text()):
-        assert (ROOT / name).exists(), name
+    missing = [
+        place(page, name)
+        for page in PAGES
+        for name in re.findall(rf"(?<![\w/])(?:{folders})/[\w/.-]*\w", page.read_text())
+        if not (ROOT / name).exists()
+    ]
+    assert not missing, "\n".join(missing)
 
 
-@pages
-def test_lines_are_short(page: Path) -> None:
-    """Prose ends at column 100; tables, long links and code blocks may be wider."""
+def long_lines(page: Path) -> Iterator[int]:
+    """Yield the numbers of lines that are too long; tables, long links and code may be wider."""
     code = False
     for number, line in enumerate(page.read_text().splitlines(), 1):
         code = code != line.lstrip().startswith("```")
         limit = COMMANDS_WIDTH if code else LINE_WIDTH
         if "|" in line or line.startswith("#") or " " not in line.strip(" -*"):
             continue
-        assert len(line) <= limit, f"line {number} has {len(line)} characters"
+        if len(line) > limit:
+            yield number
+
+
+def test_lines_are_short() -> None:
+    wide = [place(page, number) for page in PAGES for number in long_lines(page)]
+    assert not wide, f"lines of more than {LINE_WIDTH} characters:\n" + "\n".join(wide)
