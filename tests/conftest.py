@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
 import signal
+import socket
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +29,27 @@ if len(tempfile.gettempdir()) > LONGEST_TEMPORARY_DIRECTORY and os.access("/tmp"
     tempfile.tempdir = None
 
 # A busy machine is slow; no test of hypothesis is about time.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", settings.get_profile("random"), derandomize=True)
 settings.register_profile(
-    "long", settings.get_profile("suite"), max_examples=1000, stateful_step_count=100
+    "long", settings.get_profile("random"), max_examples=1000, stateful_step_count=100
 )
 settings.load_profile("suite")
+
+_CLONE_NEWNET = 0x40000000
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each worker of pytest-xdist a network of its own, if root, and a short directory."""
+    if not hasattr(config, "workerinput"):
+        return
+    # Its default, "popen-gw0", would make the paths of sockets too long.
+    config.option.basetemp = config.option.basetemp.replace("popen-gw", "")
+    if ctypes.CDLL(None).unshare(_CLONE_NEWNET) == 0:
+        with socket.socket() as control:
+            fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
 
 
 @pytest.fixture

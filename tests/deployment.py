@@ -26,7 +26,9 @@ START_TIMEOUT_S = 30.0
 # The kernel gives ports from here on to connections and to sockets bound to port 0: to any process
 # between the choice of a port and its use.
 EPHEMERAL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-PORTS = range(10_000, max(EPHEMERAL, 30_000))
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+PORTS = range(10_000, max(EPHEMERAL, 30_000))[WORKER::WORKERS]
 _port_numbers = itertools.count(secrets.randbelow(len(PORTS)))  # other test processes have others
 
 

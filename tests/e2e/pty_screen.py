@@ -28,6 +28,8 @@ class PtyScreen:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         self.before: list[Any] = termios.tcgetattr(slave)
+        # These would override the size of the terminal.
+        env = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             command, env={**env, "TERM": "xterm"}, stdin=slave, stdout=slave, stderr=slave
         )
