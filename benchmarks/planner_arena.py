@@ -44,8 +44,7 @@ from dynamo.planner.capacity.interpolation import (
     write_profile,
 )
 from dynamo.simulation.compare import ORACLE, Baseline, fixed_runs, run_policy
-from dynamo.simulation.patterns import generate, parse_pattern, warp
-from dynamo.simulation.request import ReplayRequest, from_trace
+from dynamo.simulation.request import ReplayRequest, from_trace, generate, parse_pattern, warp
 from dynamo.simulation.result import ReplayResult
 from dynamo.simulation.service_model import ReplaySetup, ServiceModel
 

@@ -26,9 +26,8 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.mocker.timing import Transfer
 from dynamo.planner.policies.factory import named_policy
 from dynamo.simulation.cluster import ReplayCluster
-from dynamo.simulation.patterns import generate, sine
-from dynamo.simulation.request import ReplayRequest
-from dynamo.simulation.scaling import ReplayPlanner
+from dynamo.simulation.request import ReplayRequest, generate, sine
+from dynamo.simulation.result import ReplayPlanner
 from dynamo.simulation.service_model import ReplaySetup, RooflineTime, ServiceModel, VirtualClock
 
 LOW, HIGH, PERIOD_S, DURATION_S, ISL, OSL = 5, 20, 150, 600, 3000, 150

@@ -1,10 +1,6 @@
-"""A connection that measures: it sends a request and times the server-sent events it receives.
+"""The client of a load generator: a connection that times events, and what its answers say.
 
 It parses only what a load generator needs, so that the client costs far less than the server.
-
-Parser of server-sent events (WHATWG): any line end, comments, data on several lines.
-
-Reads the answer of an OpenAI endpoint into an Outcome; an invalid one becomes an error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Write a trace in the Mooncake format while requests end, and sort it by arrival at the end.
+"""Recording of a deployment's requests: the client of ``GET /v1/record``, and the trace file.
 
 The file holds whole lines at any time, so it can be read after a crash; a torn last line, which a
 full disk or a power cut may leave, is skipped by :func:`dynamo.bench.trace.read_trace`.
-
-The client of ``GET /v1/record``: passes each record to a trace file, until it is stopped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The formats of traces, a line at a time: Mooncake's JSONL and Azure's CSV.
 
-A reader turns the lines of one file into requests. Those of conversations are in
-:mod:`dynamo.bench.trace`. What a format does not have stays out: without block ids
-``hash_ids`` is empty, and the prompt shares nothing.
+A reader turns the lines of one file into requests. What a format does not have stays out: without
+block ids ``hash_ids`` is empty, and the prompt shares nothing.
 """
 
 from __future__ import annotations

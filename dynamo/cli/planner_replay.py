@@ -13,8 +13,14 @@ from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.simulation.compare import Comparison, compare, draw_comparison, require_matplotlib
-from dynamo.simulation.patterns import generate, parse_pattern, speed_up, warp
-from dynamo.simulation.request import ReplayRequest, from_trace
+from dynamo.simulation.request import (
+    ReplayRequest,
+    from_trace,
+    generate,
+    parse_pattern,
+    speed_up,
+    warp,
+)
 from dynamo.simulation.result import ReplayResult
 from dynamo.simulation.service_model import ReplaySetup, service_model
 from dynamo.simulation.settings import ReplaySettings

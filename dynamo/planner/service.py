@@ -22,15 +22,13 @@ from dynamo.planner.live.local_connector import LocalConnector, gpu_capacity, op
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.live.model_state import Pools
 from dynamo.planner.live.sources import LiveSources
-from dynamo.planner.observation import Observation, Pull
-from dynamo.planner.policies.base import ScalingDecision
+from dynamo.planner.policies.base import Observation, Pull, ScalingDecision
 from dynamo.planner.policies.factory import make_policy
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
 from dynamo.planner.reports.explain import StateFile, serve_explain, serve_pause
 from dynamo.planner.reports.metrics import PlannerMetrics
 from dynamo.planner.reports.tensorboard import TensorboardLog, default_log_dir
-from dynamo.planner.sharing.gpu_sharing import GpuSharing
-from dynamo.planner.sharing.zero import OnDemandRegistry
+from dynamo.planner.sharing.gpu_sharing import GpuSharing, OnDemandRegistry
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file
 from dynamo.runtime.process.os_process import StopSignals

@@ -1,9 +1,7 @@
-"""Measures one point of a profile through a frontend that serves one worker.
+"""The worker that is profiled: started in a deployment of its own, and measured point by point.
 
 Output is counted by the frontend's own metrics: the planner reads the same ones, and a stream does
 not show every token (one that ends inside a character has no text).
-
-One worker of a graph behind a frontend of its own, in its own namespace and state directory.
 """
 
 from __future__ import annotations

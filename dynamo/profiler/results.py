@@ -1,11 +1,7 @@
-"""What a profile measured, and the thresholds that follow. Pure.
-
-Which points a profile measures, from the limits of the engine. Pure.
+"""The points of a profile: which are measured, the thresholds that follow, and their plots.
 
 Prefill points are prompt lengths. Decode points are pairs of context length and KV usage, turned
 into a number of requests that decode at the same time.
-
-Plots of a profile. Needs matplotlib, of the extra ``planner``.
 """
 
 from __future__ import annotations

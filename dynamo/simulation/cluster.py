@@ -1,10 +1,8 @@
-"""The request path of a replay: routing, batches, the prefill queue and conversations.
+"""The simulated deployment: its workers and GPUs, and the path of a request through it.
 
 A request goes to the ready worker with the lowest cost (see ``BatchWorker.cost``) and stays there;
 without a ready worker it waits for one. In disaggregated serving it first passes the prefill queue,
 first come first served, and its KV transfer; then the cheapest decode worker gets it.
-
-The workers of a replay: how they start, serve, drain and exit, and the GPUs that they hold.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dynamo.planner.connector import DRAINING, READY, STARTING
-from dynamo.planner.observation import Pool, Pull
-from dynamo.planner.policies.base import DECODE, PREFILL
+from dynamo.planner.policies.base import DECODE, PREFILL, Pool, Pull
 from dynamo.serve.gpus.gpus import fits
 from dynamo.simulation.batch_worker import BatchWorker
 from dynamo.simulation.request import ReplayRequest, RequestState, TrafficCounters

@@ -1,14 +1,8 @@
-"""Replay several policies on one trace, and score them against fixed deployments and the oracle.
+"""Comparison of policies with fixed deployments and with an oracle: runs, score, plot.
 
-The oracle: worker schedules made with knowledge of all arrivals and of the start-up delay.
-
-It estimates the work that arrives in each window and covers it at several utilisations: a curve
-from lavish to tight. The curve is near-minimal, not a proven minimum; longer windows, and more
-workers for the minutes in which targets are missed, give the same one.
-
-A plot of a comparison: load, workers and attainment over time. Needs matplotlib.
-
-Run one policy on one trace in virtual time.
+The oracle knows all arrivals. It estimates the work that arrives in each window and covers it at
+several utilisations: a curve from lavish to tight. The curve is near-minimal, not a proven minimum;
+longer windows, and more workers for the minutes in which targets are missed, give the same one.
 """
 
 from __future__ import annotations
@@ -23,13 +17,20 @@ from typing import Any
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.connector import DRAINING, READY, STARTING
-from dynamo.planner.observation import Observation
-from dynamo.planner.policies.base import DECODE, PREFILL, Policy, PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Policy,
+    PoolDecision,
+    ScalingDecision,
+)
 from dynamo.planner.policies.factory import named_policy
 from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.request import ReplayRequest
 from dynamo.simulation.result import (
     Point,
+    ReplayPlanner,
     ReplayResult,
     Sample,
     frontier,
@@ -37,7 +38,6 @@ from dynamo.simulation.result import (
     score,
     summarize,
 )
-from dynamo.simulation.scaling import ReplayPlanner
 from dynamo.simulation.service_model import ReplaySetup, VirtualClock
 
 ORACLE = "oracle"

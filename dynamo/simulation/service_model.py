@@ -1,9 +1,4 @@
-"""How fast a simulated worker computes, and how much it holds: presets and their sources.
-
-The simulated deployment: its service model, limits, delays and targets.
-
-Virtual time: callbacks in the order of their due times.
-"""
+"""The setup of a simulation: the speed of a worker, limits, delays, targets, and virtual time."""
 
 from __future__ import annotations
 

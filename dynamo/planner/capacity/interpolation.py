@@ -1,9 +1,4 @@
-"""Capacity of one worker, interpolated between the points of a profile.
-
-Libraries of the extra ``planner``: imported when they are needed, with an error that says how
-to get them.
-
-The files of a profile: two npz archives of Dynamo's format.
+"""Capacity of a worker that was profiled: its two files in Dynamo's format, and interpolation.
 
 | file | array | unit |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Capacity of prefill and decode workers without a profile: learned. Pure.
+"""Capacity of a worker: its interface, and how it is learned without a profile. Pure.
 
 Two lines, each through the last intervals:
 
@@ -7,8 +7,6 @@ Two lines, each through the last intervals:
 
 A line needs a positive slope; until there is one, the capacity is unknown. The slope is the median
 of the slopes between all pairs (Theil-Sen), so a few odd intervals do not bend it.
-
-What the SLA policy asks of a capacity model, whether it was profiled or learned. Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dynamo.planner.observation import Observation, Pool, Pull
+from dynamo.planner.policies.base import Observation, Pool, Pull
 
 MIN_POINTS = 5
 _WINDOW = 50

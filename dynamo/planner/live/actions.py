@@ -19,7 +19,7 @@ from dynamo.planner.connector import (
     ScaledWorker,
 )
 from dynamo.planner.live.model_state import InFlight, gpus_per_worker, pool_of
-from dynamo.planner.observation import Pool
+from dynamo.planner.policies.base import Pool
 from dynamo.serve.gpus.gpus import fits
 
 log = logging.getLogger(__name__)

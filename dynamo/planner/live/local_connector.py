@@ -1,11 +1,7 @@
-"""The connector to a running ``dynamo serve``: statefile, circus watchers, leases.
+"""The running ``dynamo serve`` that the planner scales: its workers, its GPUs, and changes to them.
 
 GPUs are reserved before a watcher exists and freed after its processes have exited, so that
 :func:`dynamo.operations.reconcile.reconcile` can repair what a crash leaves at any step.
-
-How many GPUs of a deployment its scaled services may hold together, and which are free.
-
-What the planner counts as workers of a service, and which one it removes next. Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The live loop: pull metrics, let each model's policy decide, change its workers.
-
-Observers of the planner's loop: metrics, tensorboard, the file of decisions.
-"""
+"""The live loop: pulls metrics, asks policies, changes workers, and reports to observers."""
 
 from __future__ import annotations
 
@@ -18,11 +15,9 @@ from dynamo.planner.connector import Connector, ScaledService
 from dynamo.planner.live.actions import WorkerAction, WorkerActions
 from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel, left_out, models_of
 from dynamo.planner.live.sources import MetricSources
-from dynamo.planner.observation import Observation, Pull
-from dynamo.planner.policies.base import Policy, ScalingDecision
+from dynamo.planner.policies.base import Observation, Policy, Pull, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
-from dynamo.planner.sharing.gpu_sharing import GpuSharing
-from dynamo.planner.sharing.zero import cold_decision, is_on_demand
+from dynamo.planner.sharing.gpu_sharing import GpuSharing, cold_decision, is_on_demand
 from dynamo.runtime.process.tasks import Tasks
 
 _EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time

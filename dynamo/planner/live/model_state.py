@@ -1,7 +1,4 @@
-"""One model in the live loop: its policy, the current interval, its changes in flight. No I/O.
-
-The services of one model, and its pools as a policy sees them. Pure.
-"""
+"""One model in the live loop: its services and pools, its policy, its changes in flight."""
 
 from __future__ import annotations
 
@@ -15,8 +12,17 @@ from typing import TypeAlias
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING, ScaledService
-from dynamo.planner.observation import Observation, Pool, Pull, Traffic
-from dynamo.planner.policies.base import DECODE, PREFILL, Policy, PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Policy,
+    Pool,
+    PoolDecision,
+    Pull,
+    ScalingDecision,
+    Traffic,
+)
 from dynamo.planner.reports.decisions import DecisionRecord
 
 Pools = Mapping[str, Pool]

@@ -1,7 +1,4 @@
-"""The metrics of a running deployment: its event plane, and its frontends' pages.
-
-The load of workers and the length of prefill queues, from the event plane.
-"""
+"""The metrics of a running deployment: its event plane, and the pages of its frontends."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.planner.connector import READY, ScaledService
 from dynamo.planner.live.model_state import ScaledModel
 from dynamo.planner.live.traffic import FrontendPages, TrafficCounter
-from dynamo.planner.observation import Pull, Traffic, WorkerLoad
+from dynamo.planner.policies.base import Pull, Traffic, WorkerLoad
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import MODEL_CARDS

@@ -1,7 +1,4 @@
-"""The requests of an interval, from the counters on the frontends' pages of metrics. No I/O.
-
-The frontends of a deployment, and their pages of metrics.
-"""
+"""The frontends of a deployment: their pages of metrics, and the traffic of an interval."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from dynamo.config.modules import settings_groups
 from dynamo.errors import StatefileError
 from dynamo.http.client import ResponseError, get
 from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX
-from dynamo.planner.observation import Traffic
+from dynamo.planner.policies.base import Traffic
 from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.state.process_table import environment, same_process
 from dynamo.serve.state.statefile import Statefile

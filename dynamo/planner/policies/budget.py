@@ -1,9 +1,7 @@
-"""Limits that every policy keeps: GPUs of the budget, minimum and maximum of a pool. Pure.
+"""Limits of scaling: GPU budget, minimum and maximum of a pool, pace of actions. Pure.
 
 Two bounds count. What a deployment may have in the end is ``max_gpus``; what can be added now is
 what no worker holds, those that drain included.
-
-How often workers may change, and how long they take to start. Pure.
 """
 
 from __future__ import annotations
@@ -13,8 +11,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dynamo.planner.observation import Observation, Pool
-from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Pool,
+    PoolDecision,
+    ScalingDecision,
+)
 from dynamo.serve.gpus.gpus import fits
 
 _PER_HOUR = 24.0

@@ -18,8 +18,14 @@ from dataclasses import dataclass
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import read_capacity
-from dynamo.planner.observation import Observation, Pool
-from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Pool,
+    PoolDecision,
+    ScalingDecision,
+)
 from dynamo.planner.policies.budget import (
     ActionLimit,
     StartUpTime,
@@ -29,8 +35,13 @@ from dynamo.planner.policies.budget import (
     kept,
 )
 from dynamo.planner.policies.kalman import RateForecast
-from dynamo.planner.policies.load_meter import LoadMeter
-from dynamo.planner.policies.sizing import MeanLimits, WorkerLoadModel, backlog, mean_limits
+from dynamo.planner.policies.sizing import (
+    LoadMeter,
+    MeanLimits,
+    WorkerLoadModel,
+    backlog,
+    mean_limits,
+)
 
 _REACTION_S = 5.0
 _INTERVALS = 3

@@ -1,28 +1,192 @@
-"""Construct a policy by its name: ``load``, ``fixed:4``, ``hpa:12``, ``my_module:my_policy``."""
+"""Policies by their names (``load``, ``fixed:4``, ``hpa:12``, ``my_module:my_policy``). Pure.
+
+``fixed`` and ``hpa`` exist to compare others with. ``hpa`` is the rule of Kubernetes' HPA v2 and
+KEDA: every 15 s it divides the running and waiting requests per replica by a target. Sources: the
+algorithm in Kubernetes' documentation of the horizontal pod autoscaler, and its default behaviour.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Collection
 from typing import cast
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
-from dynamo.planner.policies.base import Policy
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Policy,
+    Pool,
+    PoolDecision,
+    ScalingDecision,
+)
+from dynamo.planner.policies.budget import Workers, affordable, clamp
 from dynamo.planner.policies.combined import CombinedPolicy
-from dynamo.planner.policies.hpa import FixedPolicy, HpaPolicy
 from dynamo.planner.policies.load import LoadPolicy
 from dynamo.planner.policies.sla import SlaPolicy
 
 Factory = Callable[[PlannerSettings, bool], Policy]
 """Makes a policy; the second argument is True in disaggregated serving."""
-
 POLICIES: dict[str, Factory] = {
     "load": lambda settings, prefill: LoadPolicy(settings),
     "sla": SlaPolicy,
     "load+sla": CombinedPolicy,
 }
 """Policies without an argument. Those of --mode must be here."""
+_SYNC_PERIOD_S = 15.0
+_TOLERANCE = 0.1
+_SCALE_DOWN_WINDOW_S = 300.0
+_MAX_ADDED = 4
+"""A sync adds at most as many replicas as there are, or this number if it is larger."""
+_COUNTS = re.compile(r"(?:(\d{1,4})x)?(\d{1,4})")
+
+
+class FixedPolicy:
+    """Keeps ``counts`` workers, within the limits of the pools and the budget.
+
+    ``counts`` is ``N`` decode workers, or ``PxD`` prefill and decode workers; a plain ``N`` in
+    disaggregated serving is N of both.
+    """
+
+    blocking = False
+
+    def __init__(self, settings: PlannerSettings, prefill: bool, counts: str) -> None:
+        match = _COUNTS.fullmatch(counts)
+        if match is None or (match[1] and not prefill):
+            form = "PxD, such as fixed:2x2" if prefill else "N, such as fixed:4"
+            raise ConfigError(f"policy fixed:{counts}: write fixed:{form}")
+        decode = int(match[2])
+        self.name = f"fixed:{counts}"
+        self.interval_s = settings.adjustment_interval_s
+        self._workers = Workers(int(match[1] or decode) if prefill else 0, decode)
+
+    def decide(self, seen: Observation) -> ScalingDecision:
+        """Return the fixed counts."""
+        wanted = affordable(clamp(self._workers, seen), seen)
+        pools = [self._pool(DECODE, wanted.decode, self._workers.decode)]
+        if seen.prefill is not None:
+            pools.insert(0, self._pool(PREFILL, wanted.prefill, self._workers.prefill))
+        return ScalingDecision(pools=tuple(pools))
+
+    def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
+        """Nothing depends on it."""
+
+    @staticmethod
+    def _pool(name: str, wanted: int, fixed: int) -> PoolDecision:
+        rule = f"fixed at {fixed} workers"
+        if wanted != fixed:
+            rule += f", but the limits allow {wanted}"
+        return PoolDecision(pool=name, wanted=wanted, rule=rule)
+
+
+class HpaPolicy:
+    """Keeps running and waiting requests per replica at ``target``.
+
+    Starting workers are pods that are not ready: they count as replicas without requests when the
+    load asks for more, and not at all when it asks for fewer. In disaggregated serving the requests
+    of the prefill pool are those without a first token.
+    """
+
+    interval_s = _SYNC_PERIOD_S
+    blocking = False
+
+    def __init__(self, settings: PlannerSettings, prefill: bool, target: str) -> None:
+        del settings, prefill
+        try:
+            self._target = float(target)
+        except ValueError:
+            self._target = math.nan
+        if not 0 < self._target < math.inf:
+            raise ConfigError(
+                f"policy hpa:{target}: write the requests per worker as a number above 0, such as "
+                "hpa:12"
+            )
+        self.name = f"hpa:{target}"
+        self._scale_down = {DECODE: _ScaleDownWindow(), PREFILL: _ScaleDownWindow()}
+
+    def decide(self, seen: Observation) -> ScalingDecision:
+        """Return the replicas of both pools, by their requests at the end of the interval."""
+        reports = seen.pulls[-1].decode if seen.pulls else ()
+        requests = float(sum(worker.running + worker.waiting for worker in reports))
+        decode = self._pool(DECODE, seen.decode, requests, len(reports), seen.now_s)
+        prefill = None
+        if seen.prefill is not None:
+            queued = float(seen.traffic.queued)
+            reported = seen.prefill.ready if seen.traffic.known else 0
+            prefill = self._pool(PREFILL, seen.prefill, queued, reported, seen.now_s)
+        wanted = Workers(prefill.wanted if prefill else 0, decode.wanted)
+        limited = affordable(clamp(wanted, seen), seen)
+        pools = [_limited(decode, limited.decode)]
+        if prefill is not None:
+            pools.insert(0, _limited(prefill, limited.prefill))
+        return ScalingDecision(pools=tuple(pools))
+
+    def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
+        """Nothing depends on it: the next observation has the replicas."""
+
+    def _pool(
+        self, name: str, pool: Pool, requests: float, reported: int, now_s: float
+    ) -> PoolDecision:
+        reported = min(reported, pool.ready)  # others drain: pods that end are no replicas
+        if not reported:
+            return PoolDecision(pool=name, wanted=pool.workers, rule="no ready worker reported")
+        now = self._recommended(pool, requests, reported)
+        stable = self._scale_down[name].highest(now_s, now, pool.workers)
+        wanted = max(now, min(pool.workers, stable))
+        wanted = min(wanted, max(2 * pool.workers, pool.workers + _MAX_ADDED))
+        rule = f"{requests:g} requests on {reported} ready workers, target {self._target:g}"
+        if wanted > now:
+            rule += f", but {stable} were recommended within {_SCALE_DOWN_WINDOW_S:g} s"
+        inputs = {"requests": requests, "recommended": float(now)}
+        return PoolDecision(pool=name, wanted=wanted, rule=rule, inputs=inputs)
+
+    def _recommended(self, pool: Pool, requests: float, reported: int) -> int:
+        up = requests > self._target * reported
+        # The documented damping: a pod that is not ready or has no metrics has no requests when
+        # the load asks for more; one that has no metrics has the target when it asks for fewer.
+        replicas = pool.workers if up else pool.ready
+        if not up:
+            requests += self._target * (replicas - reported)
+        ratio = requests / (self._target * replicas)
+        if abs(ratio - 1) <= _TOLERANCE or (ratio > 1) != up:
+            return pool.workers
+        return max(1, math.ceil(requests / self._target))
+
+
+class _ScaleDownWindow:
+    """Recommendations of the last 300 s; the highest of them bounds a scale-down."""
+
+    def __init__(self) -> None:
+        self._recommended: deque[tuple[float, int]] = deque()
+
+    def highest(self, now_s: float, replicas: int, current: int) -> int:
+        """Add the recommendation of now; return the highest one in the window.
+
+        The first call takes the ``current`` replicas as recommended, too.
+        """
+        recent = self._recommended
+        if not recent:
+            recent.append((now_s, current))
+        while recent and recent[0][0] <= now_s - _SCALE_DOWN_WINDOW_S:
+            recent.popleft()
+        # Later and not lower: the earlier one can no longer be the highest.
+        while recent and recent[-1][1] <= replicas:
+            recent.pop()
+        recent.append((now_s, replicas))
+        return recent[0][1]
+
+
+def _limited(made: PoolDecision, workers: int) -> PoolDecision:
+    if workers == made.wanted:
+        return made
+    rule = f"{made.rule}; {made.wanted} wanted, the limits allow {workers}"
+    return PoolDecision(pool=made.pool, wanted=workers, rule=rule, inputs=made.inputs)
+
 
 _WITH_ARGUMENT: dict[str, Callable[[PlannerSettings, bool, str], Policy]] = {
     "fixed": FixedPolicy,

@@ -1,6 +1,6 @@
-"""A Kalman filter for a level with a trend that fades, with the noise chosen by likelihood. Pure.
+"""Forecasts of a rate: a Kalman filter of level and trend, and what followed similar moments. Pure.
 
-The model, in units of the noise of an observation:
+The model of the filter, in units of the noise of an observation:
 
     value  = level + noise
     level' = level + damping * slope + sqrt(q) * noise
@@ -10,8 +10,6 @@ A bank of filters with different ``q``, ``s`` and ``damping`` runs side by side;
 one-step errors are the most likely makes the forecast. Old errors fade, so the choice follows a
 change of the traffic. This is the local linear trend of statsmodels' UnobservedComponents, without
 an optimiser: one value costs some microseconds, and nothing has to converge.
-
-The arrival rate of the next minutes: a trend, and what followed when it looked the same. Pure.
 
 A trend alone does not see a rise before it begins. So the forecast also looks up the moments of the
 past at which the rate was at a similar level and had risen as much, and takes what came after them:

@@ -12,8 +12,15 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.observation import Observation, Pool, WorkerLoad
-from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Pool,
+    PoolDecision,
+    ScalingDecision,
+    WorkerLoad,
+)
 from dynamo.planner.policies.budget import free_gpus
 from dynamo.serve.gpus.gpus import fits
 

@@ -1,12 +1,8 @@
 """The SLA policy: size the pools for the predicted traffic and the targets. Pure.
 
-The workers that the SLA policy wants in aggregated serving: queueing formulas. Pure.
-
 A profile has prefill and decode apart, and was measured at equal lengths. What a request costs
 under the traffic of now (the spread of lengths and gaps, cached prefixes, the share of both
 phases) is observed; the profile fills in what is not observed yet.
-
-The workers that the SLA policy wants in disaggregated serving: Dynamo's formulas. Pure.
 """
 
 from __future__ import annotations
@@ -25,13 +21,20 @@ from dynamo.planner.capacity.learned import (
     PrefillCapacity,
     WorkerCapacity,
 )
-from dynamo.planner.observation import Observation, Pool, Traffic
-from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Pool,
+    PoolDecision,
+    ScalingDecision,
+    Traffic,
+)
 from dynamo.planner.policies.budget import StartUpTime, Workers, affordable, at_limits, clamp
-from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sizing import (
     Demand,
+    LoadMeter,
     Sized,
     WorkerLoadModel,
     backlog,

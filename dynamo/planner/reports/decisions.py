@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.errors import shorten
-from dynamo.planner.observation import Observation
-from dynamo.planner.policies.base import DECODE, PREFILL, ScalingDecision
+from dynamo.planner.policies.base import DECODE, PREFILL, Observation, ScalingDecision
 from dynamo.runtime.discovery.layout import write_atomic
 
 DECISIONS_FILE = "logs/planner-decisions.jsonl"

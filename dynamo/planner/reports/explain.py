@@ -1,9 +1,4 @@
-"""What ``dynamo planner explain`` shows: the last decisions, and what would be decided now.
-
-The endpoints of a running planner: what it would decide, and its pause.
-
-Writes what a running planner does to ``planner.json``, for ``dynamo ps`` and ``top``.
-"""
+"""What other programs see of a running planner: ``planner.json``, its decisions, its pause."""
 
 from __future__ import annotations
 
@@ -19,10 +14,9 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.live.model_state import ModelState, Pools
-from dynamo.planner.observation import Observation, Pull
-from dynamo.planner.policies.base import ScalingDecision
+from dynamo.planner.policies.base import Observation, Pull, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord
-from dynamo.planner.sharing.zero import is_on_demand
+from dynamo.planner.sharing.gpu_sharing import is_on_demand
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerPause, PlannerState
 from dynamo.protocols.status import PlannedModel, PlannerReport
 from dynamo.runtime import DistributedRuntime

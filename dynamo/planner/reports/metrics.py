@@ -8,8 +8,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.observability.metrics import Gauge, MetricSpec, Registry, gauge
 from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.live.model_state import Pools
-from dynamo.planner.observation import Observation, Pull
-from dynamo.planner.policies.base import DECODE, PREFILL, ScalingDecision
+from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Pull, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord
 
 _PREFIX = "dynamo_planner_"

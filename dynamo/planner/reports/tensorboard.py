@@ -22,8 +22,7 @@ from tensorboardX.summary import Summary, scalar, text
 
 from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.live.model_state import Pools
-from dynamo.planner.observation import Observation, Pull
-from dynamo.planner.policies.base import DECODE, PREFILL, ScalingDecision
+from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Pull, ScalingDecision
 from dynamo.planner.policies.load import kv_load
 from dynamo.planner.reports.decisions import DecisionRecord
 from dynamo.planner.reports.metrics import observed

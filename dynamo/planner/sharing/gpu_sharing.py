@@ -1,31 +1,230 @@
-"""The sharing of GPUs in the live loop: from the models and their demand to changes and limits."""
+"""GPU sharing and scale to zero in the live loop: demand at frontends, and the changes that follow.
+
+The records for frontends are under the planner's lease: they end with the deployment, and a
+restarted planner writes them again.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
+
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.connector import ScaledService
-from dynamo.planner.live.model_state import ModelState, Pools
-from dynamo.planner.observation import Pool
-from dynamo.planner.policies.base import PoolDecision, ScalingDecision
-from dynamo.planner.sharing.sharing import GpuRoom, Sharing, SharingLimits, share
-from dynamo.planner.sharing.zero import (
-    ModelDemand,
-    TurnClock,
-    is_cold,
-    is_on_demand,
-    record_of,
-    shared_model,
-    warm,
+from dynamo.errors import DynamoError
+from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
+from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel
+from dynamo.planner.policies.base import DECODE, Pool, PoolDecision, ScalingDecision
+from dynamo.planner.sharing.sharing import (
+    GpuRoom,
+    SharedModel,
+    SharedService,
+    Sharing,
+    SharingLimits,
+    share,
 )
-from dynamo.protocols.control import OnDemandModel
+from dynamo.protocols import codec
+from dynamo.protocols.control import ON_DEMAND, OnDemandModel
+from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
+from dynamo.runtime import DistributedRuntime
 from dynamo.serve.gpus.gpus import fits
 
 _PATIENCE = 4
 """Minimum residencies after which a waiting model comes before those of higher priority."""
+_COMPONENT = "planner"
+_STALE_S = 3.5  # frontends report every second
+_FRONTENDS = 64
+_decode = codec.decoder(OnDemandState).decode
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _StateReport:
+    at_s: float
+    state: OnDemandState
+
+
+class OnDemandRegistry:
+    """Announces the models of this planner; collects the reports of the frontends.
+
+    ``on_waiting`` is called when the first request of a model waits. ``clock`` is the planner's.
+    """
+
+    def __init__(self, runtime: DistributedRuntime, clock: Callable[[], float]) -> None:
+        self.on_waiting: Callable[[], object] | None = None
+        self._runtime = runtime
+        self._clock = clock
+        self._announced: dict[str, OnDemandModel] = {}
+        self._reports: dict[int, dict[str, _StateReport]] = {}
+
+    async def start(self) -> None:
+        """Receive the reports of present and future frontends."""
+        namespace = self._runtime.settings.namespace
+        await self._runtime.start()
+        self._runtime.subscribe(
+            namespace, _COMPONENT, ON_DEMAND_STATE, self._on_report, None, self._on_frontend
+        )
+
+    def demand(self, model: str) -> ModelDemand:
+        """Return the requests of ``model`` in all frontends that report."""
+        since_s = self._clock() - _STALE_S
+        states = [
+            reports[model].state
+            for reports in self._reports.values()
+            if model in reports and reports[model].at_s > since_s
+        ]
+        if not states:
+            return ModelDemand()
+        return ModelDemand(
+            waiting=sum(state.waiting for state in states),
+            oldest_s=max(state.oldest_s for state in states),
+            idle_s=min(state.idle_s for state in states),
+        )
+
+    async def announce(self, records: Mapping[str, OnDemandModel]) -> None:
+        """Write ``records``, by the names of their services, and delete all others."""
+        for service in self._announced.keys() - records.keys():
+            await self._runtime.discovery.delete(self._key(service))
+            del self._announced[service]
+        for service, record in records.items():
+            if self._announced.get(service) == record:
+                continue
+            try:
+                lease = await self._runtime.granted()
+                value = msgspec.json.encode(record)
+                await self._runtime.discovery.put(self._key(service), value, lease.id)
+            except DynamoError as error:
+                log.warning("%s: its requests cannot wait for a worker: %s", service, error)
+                continue
+            self._announced[service] = record
+            log.info("model %s has workers on demand (service %s)", record.model, service)
+
+    def _key(self, service: str) -> str:
+        settings = self._runtime.settings
+        return f"{ON_DEMAND}{settings.namespace}/{service}/{self._runtime.instance_id:x}"
+
+    def _on_report(self, publisher: int, sequence: int, payload: bytes) -> None:
+        try:
+            state = _decode(payload)
+        except msgspec.MsgspecError as error:
+            log.warning("invalid report of frontend %x: %s", publisher, error)
+            return
+        if publisher not in self._reports and len(self._reports) >= _FRONTENDS:
+            return
+        reports = self._reports.setdefault(publisher, {})
+        if state.model not in {record.model for record in self._announced.values()}:
+            reports.pop(state.model, None)
+            return
+        before = reports.get(state.model)
+        reports[state.model] = _StateReport(self._clock(), state)
+        first = state.waiting and (before is None or not before.state.waiting)
+        if first and self.on_waiting is not None:
+            self.on_waiting()
+
+    def _on_frontend(self, publisher: int, added: bool) -> None:
+        if not added:
+            self._reports.pop(publisher, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDemand:
+    """The requests of a model in all frontends, as the frontends report them.
+
+    ``waiting`` have no worker, the oldest for ``oldest_s``. There were no requests for ``idle_s``;
+    None if no frontend reports.
+    """
+
+    waiting: int = 0
+    oldest_s: float = 0.0
+    idle_s: float | None = None
+
+
+class TurnClock:
+    """Since when the first worker of each model serves."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, float] = {}
+
+    def serving_s(self, model: str, ready: int, now_s: float) -> float:
+        """Return how long ``model`` has had a worker that serves, 0 without one."""
+        if not ready:
+            self._since_s.pop(model, None)
+            return 0.0
+        return now_s - self._since_s.setdefault(model, now_s)
+
+
+def is_on_demand(pools: Mapping[str, Pool]) -> bool:
+    """Whether the planner may remove the last worker that answers: prefill workers serve nothing
+    without it."""
+    return pools[DECODE].minimum == 0
+
+
+def is_cold(pools: Mapping[str, Pool]) -> bool:
+    """Whether the model has no worker, and gets its first one when requests wait."""
+    return is_on_demand(pools) and not pools[DECODE].workers
+
+
+def cold_decision(pools: Mapping[str, Pool]) -> ScalingDecision:
+    """Return what happens to a cold model now: nothing, its policy is not asked."""
+    rule = "no worker and no requests; the first request starts one"
+    return ScalingDecision(
+        pools=tuple(PoolDecision(pool=name, wanted=0, rule=rule) for name in pools)
+    )
+
+
+def warm(pools: Mapping[str, Pool]) -> dict[str, Pool]:
+    """Return the pools as a policy sees them: the last worker is not the policy's to remove."""
+    return {name: replace(pool, minimum=max(1, pool.minimum)) for name, pool in pools.items()}
+
+
+def shared_model(
+    model: ScaledModel,
+    pools: Mapping[str, Pool],
+    demand: ModelDemand,
+    serving_s: float,
+    wanted: Mapping[str, int],
+) -> SharedModel:
+    """Return ``model`` as :func:`~dynamo.planner.sharing.sharing.share` sees it.
+
+    ``wanted`` has the workers that its policy wants, by pool.
+    """
+    services = [_shared(one, pools[one.pool], wanted.get(one.pool)) for one in model.services]
+    return SharedModel(
+        name=model.name,
+        services=services,
+        priority=model.decode.priority,
+        waiting=demand.waiting,
+        oldest_s=demand.oldest_s,
+        idle_s=demand.idle_s,
+        serving_s=serving_s,
+    )
+
+
+def _shared(service: ScaledService, pool: Pool, wanted: int | None) -> SharedService:
+    serving = [one.name for one in service.workers if one.state in (READY, STARTING)][::-1]
+    leaving = [one.name for one in service.workers if one.state == DRAINING]
+    soon = max(0, pool.draining - len(leaving))  # removals that have just begun
+    return SharedService(
+        name=service.name,
+        gpus_per_worker=pool.gpus_per_worker,
+        ready=pool.ready,
+        starting=pool.starting,
+        draining=pool.draining,
+        minimum=pool.minimum,
+        wanted=wanted,
+        assigned=service.assigned,
+        serving=serving[soon:],
+        leaving=[*leaving, *serving[:soon]],
+        unplaced=max(0, pool.workers - len(serving[soon:])),
+    )
+
+
+def record_of(model: ScaledModel, namespace: str) -> OnDemandModel:
+    """Return the record by which frontends list ``model`` and hold its requests."""
+    return OnDemandModel(namespace, model.name)
 
 
 class DemandSource(Protocol):

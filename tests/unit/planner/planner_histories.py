@@ -6,8 +6,16 @@ import math
 from collections.abc import Mapping
 from random import Random
 
-from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
-from dynamo.planner.policies.base import DECODE, PREFILL, ScalingDecision
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Pool,
+    Pull,
+    ScalingDecision,
+    Traffic,
+    WorkerLoad,
+)
 
 __all__ = ["observation", "pools_of", "step"]
 

@@ -16,8 +16,14 @@ from dynamo.planner.connector import (
 )
 from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.live.model_state import Pools, ScaledModel
-from dynamo.planner.observation import Observation, Pull, Traffic, WorkerLoad
-from dynamo.planner.policies.base import PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import (
+    Observation,
+    PoolDecision,
+    Pull,
+    ScalingDecision,
+    Traffic,
+    WorkerLoad,
+)
 from dynamo.planner.reports.decisions import DecisionRecord
 
 

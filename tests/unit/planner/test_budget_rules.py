@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.planner.observation import Observation, Pool, Traffic
+from dynamo.planner.policies.base import Observation, Pool, Traffic
 from dynamo.planner.policies.budget import Workers, affordable, clamp, free_gpus
 from dynamo.planner.sharing.sharing import SharedModel, SharedService, SharingLimits, share
 

@@ -6,10 +6,8 @@ import pytest
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
-from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
-from dynamo.planner.policies.base import Policy
-from dynamo.planner.policies.factory import make_policy, named_policy
-from dynamo.planner.policies.hpa import FixedPolicy
+from dynamo.planner.policies.base import Observation, Policy, Pool, Pull, Traffic, WorkerLoad
+from dynamo.planner.policies.factory import FixedPolicy, make_policy, named_policy
 from dynamo.planner.policies.load import LoadPolicy
 
 SETTINGS = PlannerSettings()

@@ -9,8 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.planner.observation import Observation, Pool, Traffic
-from dynamo.planner.policies.base import PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import Observation, Pool, PoolDecision, ScalingDecision, Traffic
 from dynamo.planner.reports.decisions import DecisionLog, DecisionRecord, PoolChange
 
 SEEN = Observation(

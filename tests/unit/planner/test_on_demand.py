@@ -16,8 +16,12 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.operations.steps.ports import ActionFailed
 from dynamo.planner.live.loop import ScalingLoop
-from dynamo.planner.sharing.gpu_sharing import GpuCapacity, GpuSharing
-from dynamo.planner.sharing.zero import ModelDemand, OnDemandRegistry
+from dynamo.planner.sharing.gpu_sharing import (
+    GpuCapacity,
+    GpuSharing,
+    ModelDemand,
+    OnDemandRegistry,
+)
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel
 from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState

@@ -10,16 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
-from dynamo.planner.policies.base import DECODE, PREFILL
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Pool,
+    Pull,
+    Traffic,
+    WorkerLoad,
+)
 from dynamo.planner.policies.budget import ActionLimit, StartUpTime
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.factory import named_policy
 from dynamo.planner.policies.kalman import RateForecast
-from dynamo.planner.policies.load_meter import LoadMeter
-from dynamo.planner.policies.sizing import MeanLimits, WorkerLoadModel, wait_factor
+from dynamo.planner.policies.sizing import LoadMeter, MeanLimits, WorkerLoadModel, wait_factor
 from dynamo.simulation.compare import simulate
-from dynamo.simulation.patterns import flat, generate, sine
+from dynamo.simulation.request import flat, generate, sine
 from dynamo.simulation.service_model import ReplaySetup
 
 TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)

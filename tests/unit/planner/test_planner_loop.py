@@ -17,8 +17,7 @@ from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.live.actions import WorkerActions
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.policies.factory import make_policy
-from dynamo.planner.sharing.gpu_sharing import GpuCapacity, GpuSharing
-from dynamo.planner.sharing.zero import ModelDemand
+from dynamo.planner.sharing.gpu_sharing import GpuCapacity, GpuSharing, ModelDemand
 from dynamo.protocols.control import OnDemandModel
 
 FAST = PlannerSettings(

@@ -14,8 +14,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dynamo.config.planner import PlannerSettings
 from dynamo.observability.metrics import Registry
 from dynamo.planner.live.actions import WorkerAction
-from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
-from dynamo.planner.policies.base import PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import (
+    Observation,
+    Pool,
+    PoolDecision,
+    Pull,
+    ScalingDecision,
+    Traffic,
+    WorkerLoad,
+)
 from dynamo.planner.reports import tensorboard
 from dynamo.planner.reports.decisions import DecisionRecord
 from dynamo.planner.reports.explain import StateFile

@@ -28,8 +28,15 @@ from dynamo.planner.capacity.learned import (
     Line,
     fit_line,
 )
-from dynamo.planner.observation import Observation, Pool, Pull, Traffic
-from dynamo.planner.policies.base import DECODE, PREFILL, ScalingDecision
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Pool,
+    Pull,
+    ScalingDecision,
+    Traffic,
+)
 from dynamo.planner.policies.sizing import (
     Demand,
     backlog,

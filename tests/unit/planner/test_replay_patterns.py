@@ -9,8 +9,14 @@ import pytest
 
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.errors import ConfigError
-from dynamo.simulation.patterns import generate, parse_pattern, speed_up, warp
-from dynamo.simulation.request import ReplayRequest, from_trace
+from dynamo.simulation.request import (
+    ReplayRequest,
+    from_trace,
+    generate,
+    parse_pattern,
+    speed_up,
+    warp,
+)
 
 
 def counts(requests: list[ReplayRequest], window_s: float) -> list[int]:

@@ -15,8 +15,7 @@ from dynamo.mocker.replies import random_reply
 from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
 from dynamo.mocker.timing import Timing
 from dynamo.simulation.batch_worker import BatchWorker
-from dynamo.simulation.patterns import flat, generate
-from dynamo.simulation.request import BLOCK_TOKENS, ReplayRequest, RequestState
+from dynamo.simulation.request import BLOCK_TOKENS, ReplayRequest, RequestState, flat, generate
 from dynamo.simulation.service_model import ServiceModel, service_model
 
 BLOCK = 64

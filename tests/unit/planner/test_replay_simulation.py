@@ -9,14 +9,19 @@ import pytest
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
-from dynamo.planner.observation import Observation
-from dynamo.planner.policies.base import DECODE, PREFILL, Policy, PoolDecision, ScalingDecision
+from dynamo.planner.policies.base import (
+    DECODE,
+    PREFILL,
+    Observation,
+    Policy,
+    PoolDecision,
+    ScalingDecision,
+)
 from dynamo.planner.policies.factory import named_policy
 from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.compare import compare, run_policy, simulate
-from dynamo.simulation.patterns import flat, generate, parse_pattern
-from dynamo.simulation.request import ReplayRequest
-from dynamo.simulation.scaling import ReplayPlanner
+from dynamo.simulation.request import ReplayRequest, flat, generate, parse_pattern
+from dynamo.simulation.result import ReplayPlanner
 from dynamo.simulation.service_model import ReplaySetup, VirtualClock, service_model
 
 SETTINGS = PlannerSettings(adjustment_interval_s=10.0, ttft_ms=1000.0)

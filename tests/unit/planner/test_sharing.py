@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.planner.live.local_connector import LedgerRoom, capacity_of
-from dynamo.planner.observation import Pool
+from dynamo.planner.policies.base import Pool
+from dynamo.planner.sharing.gpu_sharing import cold_decision
 from dynamo.planner.sharing.sharing import (
     GpuRoom,
     ServiceChange,
@@ -20,7 +21,6 @@ from dynamo.planner.sharing.sharing import (
     SharingLimits,
     share,
 )
-from dynamo.planner.sharing.zero import cold_decision
 from dynamo.serve.state.process_table import ledger_of
 from dynamo.serve.state.statefile import Document
 

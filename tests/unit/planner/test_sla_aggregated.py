@@ -9,14 +9,13 @@ from planner_arena import profile
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import read_capacity, write_profile
-from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
-from dynamo.planner.policies.base import DECODE
+from dynamo.planner.policies.base import DECODE, Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.combined import CombinedPolicy
-from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.predictors import make_predictor
+from dynamo.planner.policies.sizing import LoadMeter
 from dynamo.planner.policies.sla import SlaPolicy
 from dynamo.simulation.compare import simulate
-from dynamo.simulation.patterns import generate, sine
+from dynamo.simulation.request import generate, sine
 from dynamo.simulation.service_model import ReplaySetup, service_model
 
 TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0, load_predictor="kalman")
