@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dynamo.protocols.status import GpuHolder, GpuStatus
+from dynamo.serve.gpus.gpus import names_gpu
 
 _T = TypeVar("_T")
 
@@ -72,7 +73,9 @@ class _Device:
         milliwatts = self._read(nvml.nvmlDeviceGetPowerUsage, gpu)
         limit = self._read(nvml.nvmlDeviceGetEnforcedPowerLimit, gpu)
         uuid = str(self._read(nvml.nvmlDeviceGetUUID, gpu) or "")
-        known = next((one for one in assigned if self._is(one, uuid)), str(self._index))
+        known = next(
+            (one for one in assigned if names_gpu(one, self._index, uuid)), str(self._index)
+        )
         return GpuStatus(
             gpu=known,
             name=str(self._read(nvml.nvmlDeviceGetName, gpu) or ""),
@@ -85,9 +88,6 @@ class _Device:
             workers=assigned.get(known, ()),
             holders=self._holders(leaders),
         )
-
-    def _is(self, gpu: str, uuid: str) -> bool:
-        return gpu == str(self._index) or (gpu.startswith("GPU-") and uuid.startswith(gpu))
 
     def _holders(self, leaders: Mapping[int, str]) -> tuple[GpuHolder, ...]:
         nvml, found = self._nvml, dict[int, int]()

@@ -120,9 +120,8 @@ def crowded_gpus(gpus: Iterable[str], share: float, devices: Sequence[Gpu]) -> d
     found = {}
     for name in gpus:
         for gpu in devices:
-            named = str(gpu.index) == name or (name.startswith("GPU-") and gpu.uuid == name)
             free_bytes = gpu.memory_bytes - gpu.used_bytes
-            if named and gpu.memory_bytes and free_bytes < share * gpu.memory_bytes:
+            if gpu.is_named(name) and gpu.memory_bytes and free_bytes < share * gpu.memory_bytes:
                 found[name] = (
                     f"GPU {name}: {free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB "
                     f"are free, and a worker reserves {share:.0%}"

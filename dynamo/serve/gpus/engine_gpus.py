@@ -54,7 +54,7 @@ def memory_warnings(
     seen: set[int] = set()
     warned: set[str] = set()
     for spec in specs:
-        gpus = [gpu for name in spec.gpus for gpu in _named(name, devices)]
+        gpus = [gpu for name in spec.gpus for gpu in devices if gpu.is_named(name)]
         for gpu in gpus:
             if gpu.index not in seen and gpu.memory_bytes:
                 seen.add(gpu.index)
@@ -63,18 +63,12 @@ def memory_warnings(
         need = needs.get(spec.service)
         if need is None or spec.service in warned:
             continue
-        gpus = [gpu for name in spec.gpus for gpu in _named(name, devices)]
+        gpus = [gpu for name in spec.gpus for gpu in devices if gpu.is_named(name)]
         lines = _shortages(spec, need, [gpu for gpu in gpus if gpu.memory_bytes])
         if lines:
             warned.add(spec.service)
             found.append(lines[0])
     return found
-
-
-def _named(name: str, devices: Sequence[Gpu]) -> list[Gpu]:
-    if name.isdigit():
-        return [gpu for gpu in devices if gpu.index == int(name)]
-    return [gpu for gpu in devices if name.startswith("GPU-") and gpu.uuid.startswith(name)]
 
 
 def _held(gpu: Gpu) -> Iterable[str]:

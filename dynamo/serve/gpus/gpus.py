@@ -21,6 +21,11 @@ def fits(free: float, needed: float) -> bool:
     return needed <= free + _ROUNDING
 
 
+def names_gpu(name: str, index: int, uuid: str) -> bool:
+    """Return whether CUDA means the device of this index and UUID by ``name``."""
+    return name == str(index) or (name.startswith("GPU-") and uuid.startswith(name))
+
+
 @dataclass(frozen=True)
 class GpuProcess:
     """A process that uses a GPU; ``memory_bytes`` is 0 if unknown."""
@@ -43,6 +48,10 @@ class Gpu:
     memory_bytes: int = 0
     used_bytes: int = 0
     processes: tuple[GpuProcess, ...] = ()
+
+    def is_named(self, name: str) -> bool:
+        """Return whether CUDA means this device by ``name``: its index, or how its UUID begins."""
+        return names_gpu(name, self.index, self.uuid)
 
 
 @dataclass(frozen=True, kw_only=True)

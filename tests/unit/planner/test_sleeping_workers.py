@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -234,6 +235,8 @@ def test_crowded_gpus() -> None:
     assert crowded_gpus(["0", "1", "2", "GPU-3"], 0.9, devices) == {
         "1": "GPU 1: 71.0 of 80.0 GiB are free, and a worker reserves 90%"
     }
+    begun = [dataclasses.replace(device(71, 4), uuid="GPU-4a5b-6c7d")]
+    assert list(crowded_gpus(["GPU-4a5b"], 0.9, begun)) == ["GPU-4a5b"]  # as CUDA reads it
 
 
 def others_mark(operation: str) -> dict[str, Any]:
