@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ from serving import Serving
 # A shell starts its background jobs with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Without bytecode, each process of each test would compile all its modules.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The path of a socket has at most 107 bytes, of which pytest needs 60 for the directory of a test.
 LONGEST_TEMPORARY_DIRECTORY = 24
