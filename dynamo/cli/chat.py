@@ -1,7 +1,4 @@
-"""``dynamo chat``: talk to a model of the running deployment in the terminal.
-
-The dialogue of ``dynamo chat`` on a terminal: lines, commands, answers, their figures.
-"""
+"""``dynamo chat``: talk to a model of the running deployment in the terminal, line by line."""
 
 from __future__ import annotations
 

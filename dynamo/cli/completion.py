@@ -1,11 +1,7 @@
-"""``dynamo completion bash|zsh|fish``: a script that completes commands of ``dynamo`` by Tab.
+"""``dynamo completion bash|zsh|fish``, and what can follow on a command line of ``dynamo``.
 
 The script asks the hidden verb ``__complete`` at each Tab, so it needs no update. An answer takes
 less than 0.1 s: nothing here imports more than the options and one YAML file.
-
-What can follow on a command line of ``dynamo``: verbs, options and values. Pure.
-
-The groups of options of each verb of ``dynamo``, for shell completion: no verb is imported.
 
 A test compares the table with what the verbs load.
 """

@@ -1,7 +1,4 @@
-"""``dynamo doctor``: find what disturbs a deployment on this machine, and say what to do.
-
-Which checks `dynamo doctor` makes for a graph, for a running deployment, and without both.
-"""
+"""``dynamo doctor``: choose the checks, run them, say what disturbs a deployment and what to do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Requests of verbs to a running frontend, with errors that name the remedy.
+"""Find the frontend that a verb means, and send it requests, with errors that name the remedy.
 
 They connect to the frontend itself: ``http_proxy`` and its like have no effect.
-
-Find the frontend that a command calls: the one that is named, or the running deployment's.
 """
 
 from __future__ import annotations

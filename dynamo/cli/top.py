@@ -1,7 +1,4 @@
-"""``dynamo top``: GPUs, models, workers, planner and requests, live; keys operate the workers.
-
-A terminal that shows frames of lines and reads keys; it is restored at every exit.
-"""
+"""``dynamo top``: the deployment live on a terminal, with keys that operate the workers."""
 
 from __future__ import annotations
 

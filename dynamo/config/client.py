@@ -1,7 +1,4 @@
-"""Options of commands that call the frontend of a running deployment.
-
-Options of the verbs that ask a running frontend.
-"""
+"""Options of verbs that ask the frontend of a running deployment."""
 
 from __future__ import annotations
 

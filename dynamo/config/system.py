@@ -1,9 +1,4 @@
-"""Options of a process that serves endpoints: its status server and its shutdown.
-
-Options of a worker's health checks of its own endpoints.
-
-Options of OpenTelemetry traces. The SDK reads the other OTEL_* variables itself.
-"""
+"""Options of a process that serves endpoints: status server, shutdown, health checks, traces."""
 
 from __future__ import annotations
 

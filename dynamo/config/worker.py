@@ -1,7 +1,4 @@
-"""Options of workers; those of vLLM workers beside vLLM's own.
-
-Options of a worker in front of another OpenAI-compatible server.
-"""
+"""Options of workers: of all, of vLLM workers beside vLLM's own, of attached servers."""
 
 from __future__ import annotations
 

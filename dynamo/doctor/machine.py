@@ -1,7 +1,4 @@
-"""Checks of limits, shared memory, disks, huge pages and clocks. Pure.
-
-Checks of the driver, the GPUs and the engines. Pure.
-"""
+"""Checks of limits, shared memory, disks and clocks, of the driver, GPUs and engines. Pure."""
 
 from __future__ import annotations
 

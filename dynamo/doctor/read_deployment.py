@@ -1,7 +1,4 @@
-"""Reads the frontends of a graph, and the processes and sockets of a running deployment.
-
-Reads the registered workers and their KV events, and what a graph says about both.
-"""
+"""Read what a deployment has: frontends, processes, sockets, registered workers, their events."""
 
 from __future__ import annotations
 

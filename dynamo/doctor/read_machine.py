@@ -1,7 +1,4 @@
-"""Reads limits, memory, disks and clocks of this machine.
-
-Reads the driver, the GPUs, and the versions of installed engines.
-"""
+"""Read what this machine has: limits, memory, disks, clocks, GPUs, installed engines."""
 
 from __future__ import annotations
 

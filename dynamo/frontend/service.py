@@ -1,7 +1,4 @@
-"""The frontend as a process: connect its parts, listen, drain on a signal, clean up.
-
-The delay of the event loop, which shows whether anything blocks it.
-"""
+"""The frontend as a process: connect its parts, listen, measure the event loop, drain, clean up."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Map method and path to a handler; respond to all other requests.
-
-Routes with a method, and with parameters in their paths: ``DELETE /v1/responses/{id}``.
+"""Map method and path to a handler; read parameters of paths and fields of forms.
 
 The notation is that of an OpenAPI document. A parameter is one segment of the path and has only
 characters that mean the same encoded and decoded, so that the path can be sent on as it is.

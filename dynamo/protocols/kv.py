@@ -1,9 +1,7 @@
-"""KV cache events: the blocks that a worker stored, removed or cleared.
+"""What workers publish: KV cache events (blocks stored, removed, cleared) and their load.
 
 Hashes are columns of raw u64 little-endian bytes, so that one call applies an event of any length
 to the index, without a Python object per block.
-
-Load that workers report to routers, and routers to the planner.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a frontend and a deployment report about themselves: ``/v1/status``, ``/v1/requests``.
+"""What a frontend and a deployment report: ``/v1/status``, ``/v1/requests``, ``/v1/record``.
 
 ``dynamo ps``, ``top``, ``web`` and ``explain`` show these types alone. Ids of workers are in
 hexadecimal, times are seconds, ``*_at_s`` is Unix time. A figure that is not known is None.

@@ -1,7 +1,4 @@
-"""Makes the picker of the mode in the settings.
-
-The summary of a router for the log at its start, and the settings without effect in it.
-"""
+"""Make the picker of the mode in the settings, and the summary of both for the log."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Requests to one endpoint through a router of the kv mode: wait, pick, send, count, free.
-
-Waits in a task for the decision on a request that may be queued.
-"""
+"""Requests to one endpoint through a router of the kv mode: wait, pick, send, count, free."""
 
 from __future__ import annotations
 

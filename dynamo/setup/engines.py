@@ -1,7 +1,4 @@
-"""Which engines are installed, and which of them can serve a model. Pure but for `find_engines`.
-
-What ``dynamo run`` and ``init`` find out about a model and this machine.
-"""
+"""Which engines are installed, what a model is, and which engine can serve it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From a graph file to the plan of a deployment: what needs no running process.
-
-Which GPUs each process of a graph gets, and what the user should know before the start.
-"""
+"""From a graph file to the plan of a deployment, GPUs included: what needs no running process."""
 
 from __future__ import annotations
 

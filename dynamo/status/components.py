@@ -1,7 +1,4 @@
-"""The state of each component of a statefile, as ``dynamo state show`` prints it.
-
-Which deployment a command means.
-"""
+"""The deployment that a command means, and the state of each component of its statefile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The output of a deployment's processes from its log files, which stay after its end.
-
-The last line that a process wrote, and how far it says that loading is. Log files only.
-"""
+"""The log files of a deployment, which stay after its end: lines, and the last one of a process."""
 
 from __future__ import annotations
 

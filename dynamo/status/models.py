@@ -1,9 +1,4 @@
-"""The state of each model of a deployment, from its workers and the frontends. Pure.
-
-What all frontends together count for each model and each worker. Pure.
-
-What was seen of a deployment at one time: the input of what ``ps`` and ``/ui`` show.
-"""
+"""The state of each model from its workers and frontends: what was seen, summed, judged. Pure."""
 
 from __future__ import annotations
 

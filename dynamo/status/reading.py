@@ -1,8 +1,5 @@
-"""Reads the state of a deployment: statefile, discovery store, frontends, GPUs, decisions.
-
-Asks the frontends of a deployment for their figures: ``GET /v1/status``.
-
-Collects the state of a deployment: what ``top``, ``/ui`` and others show.
+"""Read the state of a deployment: statefile, discovery, frontends (``/v1/status``), GPUs,
+decisions.
 """
 
 from __future__ import annotations

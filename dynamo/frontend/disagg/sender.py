@@ -1,7 +1,4 @@
-"""Send queued prompts to prefill workers, each as soon as a worker has a slot for it.
-
-Serve a request without a prefill worker: by choice, because none can take it, or refuse it.
-"""
+"""Send queued prompts to prefill workers as slots become free, or serve them without one."""
 
 from __future__ import annotations
 

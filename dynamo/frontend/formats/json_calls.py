@@ -1,7 +1,4 @@
-"""Tool calls as JSON objects: hermes, llama3_json, mistral, and the array of a forced choice.
-
-One tool call as a JSON object with a name and arguments, read while it arrives.
-"""
+"""Tool calls as JSON objects (hermes, llama3_json, mistral, a forced choice), as they arrive."""
 
 from __future__ import annotations
 

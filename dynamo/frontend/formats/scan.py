@@ -1,8 +1,6 @@
-"""Search in text that arrives in pieces: markers, the end of a JSON value, the steps of a parser.
+"""Read text that arrives in pieces: markers, JSON values, literals, the steps of a parser.
 
 No result depends on how the text is cut: what may be the beginning of a marker is held back.
-
-Values that models write in JSON or Python, as JSON; the types that a schema allows.
 """
 
 from __future__ import annotations

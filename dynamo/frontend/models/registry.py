@@ -1,11 +1,9 @@
-"""The models that the frontend serves, from the model cards in discovery.
+"""The models that the frontend serves, from the model cards of workers and prefill workers.
 
 The first card of a model loads it; when the last worker leaves, the model is no longer listed. It
 stays loaded, so that it is ready as soon as a worker returns, and requests in between get 503
 (retry) instead of 404 (give up). Requests of a model that is started on demand wait (see
 :class:`OnDemandModels`). A model that a reload has removed is forgotten.
-
-The cards of prefill workers, each with the entry of its model.
 """
 
 from __future__ import annotations

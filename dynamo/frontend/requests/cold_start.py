@@ -1,4 +1,4 @@
-"""Requests that wait for the first worker of a model, which the planner starts on demand.
+"""Requests that wait for a worker: the first of a model, or another after a failure.
 
 They wait in order of arrival, whether they have reached the model's router (:class:`HeldDispatch`)
 or not (:class:`HeldExchange`: the body is not parsed). Streams get comments while they wait.

@@ -1,7 +1,4 @@
-"""What the page shows and does: the deployment around this frontend, or this frontend alone.
-
-Samples of the deployment for the open pages: collected in a thread, once for all of them.
-"""
+"""What the page shows and does, sampled once for all open pages: this deployment or frontend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Follow the KV events of a router's workers: apply them to the index, recover after gaps.
-
-Queries workers for missed KV events over the request plane, with retries.
-"""
+"""Follow the KV events of a router's workers: apply them, ask workers for what was missed."""
 
 from __future__ import annotations
 

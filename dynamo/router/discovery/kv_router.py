@@ -1,7 +1,4 @@
-"""The router of the kv mode, connected to workers, their KV events and other replicas.
-
-The timers of a connected router: drop stale load, expire predictions, name silent workers.
-"""
+"""The kv mode connected to workers, KV events and replicas, with the timers that clean up."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A picker connected to the workers of one endpoint, as discovery reports them.
-
-The fields of model cards that a router uses: capacity, ranks, taints, block size.
-
-The load that workers report, followed once a threshold depends on it.
-"""
+"""A picker connected to the workers of one endpoint: their cards, and load where it counts."""
 
 from __future__ import annotations
 

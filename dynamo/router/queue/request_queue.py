@@ -1,4 +1,4 @@
-"""The queue before the workers: requests wait while all workers have enough prefill to do.
+"""The queue before the workers, and its metrics: requests wait while all workers have enough.
 
 It precedes a :class:`KvPicker` and postpones the decision: a request is routed when it reaches the
 head, with the caches and loads of that moment.

@@ -1,7 +1,4 @@
-"""The order of requests that wait for a worker. Pure: time is handed in.
-
-A binary heap from which any item can be removed.
-"""
+"""The order of requests that wait for a worker: a heap from which any can be removed. Pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The number of GPUs that an engine of ours uses, from its parallel sizes.
+"""What an engine of ours needs: GPUs by its parallel sizes, and memory on them. Pure.
 
 ``resources.gpu`` of the graph may repeat the number, but not contradict it.
-
-Warnings about GPU memory before a start: in use by others, or too little for a model. Pure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The graph file: the services, their flags, their number of workers and of GPUs.
+"""The graph file: services, flags, numbers of workers and GPUs; its YAML with lines and columns.
 
 Pure: text in, a checked :class:`Graph` out. Every error names file, line and key.
-
-YAML as plain values, with line and column of every key; duplicate keys are errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reads /proc: parents, sessions, start times and environments of processes.
-
-The processes that change workers now, as the statefile names them.
-"""
+"""Which recorded processes live (/proc), and which of them change workers now."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The circus Arbiter of a deployment: one reaper, no orphans, a stop by stages.
-
-The commands of the circus endpoint that replace processes, one watcher after another.
-"""
+"""The circus Arbiter of a deployment: one reaper, no orphans, stop by stages, rolling commands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The output of the processes: pipes read on the loop, bounded log files, the latest lines.
-
-What the output of a process says about its state: its last line, and the cause of its end.
-"""
+"""The output of the processes: pipes, bounded log files, and what the last lines say."""
 
 from __future__ import annotations
 

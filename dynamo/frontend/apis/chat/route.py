@@ -1,9 +1,8 @@
-"""The generation routes: /v1/chat/completions, /v1/completions, and those of other APIs.
+"""The generation routes: /v1/chat/completions, /v1/completions, and those of other APIs;
+``nvext``.
 
 Body → typed request → model → prompt and token ids → worker → stream, all in one call of the HTTP
 handler; only large bodies are parsed, rendered and tokenized in a thread.
-
-``nvext`` of a request and of its response: where the request would go, or went.
 """
 
 from __future__ import annotations

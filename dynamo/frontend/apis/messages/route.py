@@ -1,7 +1,4 @@
-"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, on chat's own path.
-
-GET /v1/models for clients that send ``anthropic-version``: Anthropic's pages of models.
-"""
+"""Anthropic's Messages API on chat's own path: messages, their count of tokens, pages of models."""
 
 from __future__ import annotations
 

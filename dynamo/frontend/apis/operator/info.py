@@ -1,4 +1,4 @@
-"""The routes that report state: /live, /health, /metrics, /openapi.json, /v1/models.
+"""Routes that report state (/live, /health, /metrics, /openapi.json, /v1/models), and thresholds.
 
 GET and POST /busy_threshold: read and set the load above which a worker is busy.
 

@@ -1,9 +1,7 @@
-"""The answer of another HTTP server, relayed: head and body as the worker sends them.
+"""The answer of another HTTP server, relayed as the worker sends it, and its count of tokens.
 
 A JSON body up to a bound is collected and sent as one response, so that a server which breaks off
 becomes an error with a status. Everything else is streamed as it arrives.
-
-Token counts of a response that is relayed unread: its events, and the ``usage`` at its end.
 
 Nothing is parsed while the bytes pass: a search for the beginnings of events in each part, and one
 search for ``usage`` in the last parts.

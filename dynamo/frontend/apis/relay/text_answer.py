@@ -1,6 +1,4 @@
-"""The answer of a worker that takes the OpenAI body and yields OpenAI chunks (``Text`` models).
-
-OpenAI chunks to the one body that a client gets without ``stream``.
+"""The answer of a worker that yields OpenAI chunks (``Text`` models): as a stream, or as one body.
 
 Deltas of a choice are joined: texts and lists of log probabilities are appended, tool calls are
 merged by their index, and the last value of everything else counts.

@@ -1,9 +1,7 @@
-"""Bodies of POST /v1/responses to chat requests, or to an error that names the field.
+"""Bodies of POST /v1/responses: typed, checked, converted to chat requests.
 
 Everything that a chat of ours serves is served; the rest is refused by its name. docs/apis.md has
 the table.
-
-Requests of OpenAI's Responses API as typed structs.
 
 Free-form members (items, tools, formats) are checked where they are converted.
 """

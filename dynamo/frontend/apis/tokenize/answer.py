@@ -1,6 +1,4 @@
-"""Bodies of /tokenize and /detokenize to their answers. Pure; large bodies belong in a thread.
-
-The bodies of POST /tokenize and POST /detokenize, as vLLM's server has them.
+"""The bodies of /tokenize and /detokenize, as in vLLM's server, and their answers. Pure.
 
 Fields that are not here are refused. Those of type None belong to vLLM's own processors: clients
 may send null.
