@@ -24,6 +24,7 @@ from dynamo.config import environ, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.operations.control import ActionOutcome, BoxControl
+from dynamo.operations.operate import Steps
 from dynamo.protocols.status import WorkerStatus
 from dynamo.runtime.process.paths import state_path
 from dynamo.status.components import chosen_runtime
@@ -315,28 +316,30 @@ class Top:
     def _drain(self) -> None:
         name = self._view.selected
         if name:
-            self._asked = partial(self._act, self._control.drain, name)
+            self._asked = partial(self._act, self._control.actions.drain, name)
             self._say(f"drain {name}: it finishes its requests and exits; y/n", WARN)
 
     def _sleep_or_wake(self) -> None:
         worker = self._selected()
         if worker is not None:
+            actions = self._control.actions
             asleep = worker.state == "asleep"
-            self._act(self._control.wake if asleep else self._control.sleep, worker.name)
+            self._act(actions.wake if asleep else actions.sleep, worker.name)
 
     def _pause_or_resume(self) -> None:
         planner = self._status.planner
         paused = planner is not None and planner.state == "paused"
-        self._act(self._control.resume_planner if paused else self._control.pause_planner)
+        actions = self._control.actions
+        self._act(actions.resume_planner if paused else actions.pause_planner)
 
-    def _act(self, action: Callable[..., str], *names: str) -> None:
+    def _act(self, action: Callable[..., Steps], *names: str) -> None:
         """Begin an action in a thread: it may wait for the arbiter."""
         self._say("…")
-        threading.Thread(target=self._begin, args=(action, *names), daemon=True).start()
+        threading.Thread(target=self._begin, args=(partial(action, *names),), daemon=True).start()
 
-    def _begin(self, action: Callable[..., str], *names: str) -> None:
+    def _begin(self, action: Callable[[], Steps]) -> None:
         try:
-            text, failed = action(*names), False
+            text, failed = self._control.begin(action), False
         except DynamoError as error:
             text, failed = error.message, True
         self._answers.append(ActionOutcome(at_s=time.time(), text=text, failed=failed))

@@ -32,15 +32,15 @@ class ActionOutcome:
 class BoxControl:
     """Operates the deployment in the namespace of ``runtime``; see :class:`BoxActions`.
 
-    A method returns a sentence about what happens now, or raises DynamoError; the rest goes on in a
-    thread of this object, and its end is appended to ``outcomes``. Methods are thread-safe and
-    block for some milliseconds, for at most about 30 s while the arbiter is busy: call them in a
+    :meth:`begin` returns a sentence about what happens now, or raises DynamoError; the rest goes on
+    in a thread of this object, and its end is appended to ``outcomes``. It is thread-safe and
+    blocks for some milliseconds, for at most about 30 s while the arbiter is busy: call it in a
     thread, not on an event loop.
     """
 
     def __init__(self, runtime: RuntimeSettings) -> None:
         self.outcomes: deque[ActionOutcome] = deque(maxlen=_OUTCOMES)
-        self._actions = BoxActions(runtime)
+        self.actions = BoxActions(runtime)
         self._running: set[concurrent.futures.Future[None]] = set()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -49,38 +49,6 @@ class BoxControl:
     def running(self) -> int:
         """The number of actions that are not complete."""
         return len(self._running)
-
-    def restart(self, name: str) -> str:
-        """Replace the processes of a watcher or a service, one after another."""
-        return self._begin(lambda: self._actions.restart(name))
-
-    def drain(self, name: str) -> str:
-        """Let workers finish their requests and exit."""
-        return self._begin(lambda: self._actions.drain(name))
-
-    def sleep(self, name: str) -> str:
-        """Let workers finish their requests and free the memory of their GPUs."""
-        return self._begin(lambda: self._actions.sleep(name))
-
-    def wake(self, name: str) -> str:
-        """Restore the memory of workers that sleep."""
-        return self._begin(lambda: self._actions.wake(name))
-
-    def load(self, model: str) -> str:
-        """Wake or start a worker of a model that has none."""
-        return self._begin(lambda: self._actions.load(model))
-
-    def unload(self, model: str) -> str:
-        """Free the GPUs of a model."""
-        return self._begin(lambda: self._actions.unload(model))
-
-    def pause_planner(self) -> str:
-        """Let the planner observe only."""
-        return self._begin(self._actions.pause_planner)
-
-    def resume_planner(self) -> str:
-        """End the pause."""
-        return self._begin(self._actions.resume_planner)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all actions have ended; return whether they have."""
@@ -95,8 +63,8 @@ class BoxControl:
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
 
-    def _begin(self, action: Callable[[], Steps]) -> str:
-        """Run ``action`` in the thread; return its first sentence."""
+    def begin(self, action: Callable[[], Steps]) -> str:
+        """Run ``action``, one of ``actions``, in the thread; return its first sentence."""
         begun: concurrent.futures.Future[str] = concurrent.futures.Future()
         with self._lock:
             if len(self._running) >= _RUNNING:

@@ -17,12 +17,9 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.operations.steps.access import read_deployment
 from dynamo.operations.steps.engine_controls import RemoteEngines
-from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.live.local_connector import LocalConnector, gpu_capacity, open_connector
-from dynamo.planner.live.loop import ScalingLoop
-from dynamo.planner.live.model_state import Pools
+from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.live.sources import LiveSources
-from dynamo.planner.policies.base import Observation, Pull, ScalingDecision
 from dynamo.planner.policies.factory import make_policy
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
 from dynamo.planner.reports.explain import StateFile, serve_explain, serve_pause
@@ -58,22 +55,13 @@ async def run_planner(settings: PlannerSettings, runtime_settings: RuntimeSettin
         await runtime.close()
 
 
-class DecisionWriter:
+class DecisionWriter(LoopObserver):
     """Writes each finished decision to the file of ``dynamo planner explain``."""
 
     def __init__(self, path: Path) -> None:
         private_dir(path.parent)
         self._log = DecisionLog(path)
         self._failed = False
-
-    def counted(self, model: str, now_s: float, pools: Pools) -> None:
-        """See :class:`LoopObserver`."""
-
-    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
-        """See :class:`LoopObserver`."""
-
-    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
-        """See :class:`LoopObserver`."""
 
     def finished(self, record: DecisionRecord) -> None:
         """See :class:`LoopObserver`."""
@@ -83,12 +71,6 @@ class DecisionWriter:
             if not self._failed:
                 log.error("cannot write %s: %s", self._log.path, error.strerror)
             self._failed = True
-
-    def acted(self, action: WorkerAction) -> None:
-        """See :class:`LoopObserver`."""
-
-    def forgotten(self, model: str) -> None:
-        """See :class:`LoopObserver`."""
 
 
 async def _run(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import jsonschema
@@ -21,6 +22,7 @@ from serving import ROOT, Serving
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.operations.control import BoxControl
+from dynamo.operations.operate import Steps
 from dynamo.status.planner_file import planner_summary, read_planner
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
@@ -83,10 +85,9 @@ class Box:
             command, env=env, capture_output=True, text=True, timeout=60, check=False
         )
 
-    def act(self, action: Callable[..., str], *names: str) -> str:
+    def act(self, action: Callable[..., Steps], *names: str) -> str:
         """Run an action of the control to its end; return its last sentence."""
-        began = action(*names)
-        assert began
+        assert self.control.begin(partial(action, *names))
         assert self.control.wait(30)
         outcome = self.control.outcomes[-1]
         assert not outcome.failed, outcome
@@ -155,7 +156,7 @@ def _restart(box: Box) -> None:
     assert len(after) == 2
     assert before.isdisjoint(after)
     frontend = box.serving.pids("Frontend")
-    assert "restarted" in box.act(box.control.restart, "Frontend")
+    assert "restarted" in box.act(box.control.actions.restart, "Frontend")
     assert box.serving.pids("Frontend") != frontend
 
 
@@ -167,14 +168,14 @@ def _sleep_and_wake(box: Box) -> None:
     assert "GPU 1 is free" in begun
     assert box.states() == {"Worker": "running", "Worker_1": "asleep"}
     with pytest.raises(DynamoError, match=f"sleeps; wake it first with: dynamo wake {name}"):
-        box.control.restart(name)
+        box.control.begin(partial(box.control.actions.restart, name))
     # Its GPU goes to another model: it cannot be woken, and the error says by whom and what to do.
-    assert "loaded" in box.act(box.control.load, "other")
+    assert "loaded" in box.act(box.control.actions.load, "other")
     assert box.states()["Other_1"] == "running"
     with pytest.raises(DynamoError, match=r"GPU 1 is in use by .*Other_1; free it with: dynamo"):
-        box.control.wake("Worker_1")
-    assert "drained" in box.act(box.control.drain, "Other")
-    assert "awake" in box.act(box.control.wake, name)
+        box.control.begin(partial(box.control.actions.wake, "Worker_1"))
+    assert "drained" in box.act(box.control.actions.drain, "Other")
+    assert "awake" in box.act(box.control.actions.wake, name)
     assert box.states() == {"Worker": "running", "Worker_1": "running"}
     assert box.serving.pids("Worker_1") == pids
 
@@ -185,9 +186,9 @@ def _drain_and_load(box: Box) -> None:
     assert done.stdout.endswith("drained; GPU 1 is free\n")
     assert box.states() == {"Worker": "running"}
     with pytest.raises(DynamoError, match="is served or being loaded already"):
-        box.control.load("tiny")
+        box.control.begin(partial(box.control.actions.load, "tiny"))
     with pytest.raises(InvalidArgument, match=r"no model 'x' in namespace .*: other, tiny"):
-        box.control.load("x")
+        box.control.begin(partial(box.control.actions.load, "x"))
     wrong = box.dynamo("drain", "Work")
     assert wrong.returncode == 2
     assert f"Worker ({box.name('Worker')})" in wrong.stderr
@@ -204,11 +205,11 @@ def _unload(box: Box) -> None:
     assert box.planner_state() == "paused"
     explained = json.loads(box.dynamo("planner", "explain", "--json").stdout)
     assert all(model["paused"] for model in explained["models"])
-    assert "unloaded" in box.act(box.control.unload, "tiny")
+    assert "unloaded" in box.act(box.control.actions.unload, "tiny")
     assert box.states() == {"Worker": "asleep"}
-    assert "loaded, ready" in box.act(box.control.load, "tiny")
+    assert "loaded, ready" in box.act(box.control.actions.load, "tiny")
     assert box.states() == {"Worker": "running"}
-    assert "resumed" in box.act(box.control.resume_planner)
+    assert "resumed" in box.act(box.control.actions.resume_planner)
     assert box.planner_state() == "running"
 
 
@@ -292,14 +293,14 @@ def test_a_worker_of_ones_own_is_drained(serving: Serving) -> None:
     control = BoxControl(settings)
     try:
         with pytest.raises(InvalidArgument, match=r"only dynamo restart applies .*are Own"):
-            control.drain("Other")
+            control.begin(partial(control.actions.drain, "Other"))
         with pytest.raises(DynamoError, match="its engine has no sleep mode"):
-            control.sleep("Own")
-        control.drain("Own")
+            control.begin(partial(control.actions.sleep, "Own"))
+        control.begin(partial(control.actions.drain, "Own"))
         assert control.wait(20)
         assert control.outcomes[-1].text.endswith("_Own: drained")
         with pytest.raises(InvalidArgument, match="Own has no process now; try: dynamo reload"):
-            control.drain("Own")
+            control.begin(partial(control.actions.drain, "Own"))
     finally:
         control.close()
     assert serving.document()["components"][f"{serving.namespace}_Own"]["processes"] == []
@@ -338,7 +339,7 @@ def test_a_failed_worker_is_started_again(serving: Serving) -> None:
     settings = RuntimeSettings(namespace=serving.namespace, state_dir=str(serving.state_dir))
     control = BoxControl(settings)
     try:
-        control.restart("Worker")
+        control.begin(partial(control.actions.restart, "Worker"))
         assert control.wait(20)
         assert not control.outcomes[-1].failed
         serving.wait_for_pids("Worker")

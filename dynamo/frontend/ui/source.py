@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -135,22 +136,22 @@ class BoxSource:
 
     def act(self, action: str, name: str) -> str:
         """Do what a button says. Raises DynamoError. Blocks."""
-        control = self._control
+        actions = self._control.actions
         named = {
-            "restart": control.restart,
-            "drain": control.drain,
-            "sleep": control.sleep,
-            "wake": control.wake,
-            "load": control.load,
-            "unload": control.unload,
+            "restart": actions.restart,
+            "drain": actions.drain,
+            "sleep": actions.sleep,
+            "wake": actions.wake,
+            "load": actions.load,
+            "unload": actions.unload,
         }
-        planner = {"pause_planner": control.pause_planner, "resume_planner": control.resume_planner}
+        planner = {"pause_planner": actions.pause_planner, "resume_planner": actions.resume_planner}
         if action in named:
             log.info("%s %s, by the web page", action, shorten(name, 128))
-            return named[action](name)
+            return self._control.begin(partial(named[action], name))
         if action in planner:
             log.info("%s, by the web page", action)
-            return planner[action]()
+            return self._control.begin(planner[action])
         known = ", ".join((*named, *planner))
         raise InvalidArgument(f"unknown action '{shorten(action, 64)}'; there are {known}")
 

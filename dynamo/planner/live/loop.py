@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
@@ -24,8 +23,8 @@ _EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is ne
 log = logging.getLogger(__name__)
 
 
-class LoopObserver(Protocol):
-    """Receives what the loop sees and does."""
+class LoopObserver:
+    """Receives what the loop sees and does; a subclass has the methods that it needs."""
 
     def counted(self, model: str, now_s: float, pools: Pools) -> None:
         """The workers were counted: with every pull, and also while they change."""
@@ -44,43 +43,6 @@ class LoopObserver(Protocol):
 
     def forgotten(self, model: str) -> None:
         """The graph no longer has the model."""
-
-
-class Observers:
-    """Calls several observers, in order."""
-
-    def __init__(self, observers: Iterable[LoopObserver]) -> None:
-        self._all = tuple(observers)
-
-    def counted(self, model: str, now_s: float, pools: Pools) -> None:
-        """See :class:`LoopObserver`."""
-        for observer in self._all:
-            observer.counted(model, now_s, pools)
-
-    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
-        """See :class:`LoopObserver`."""
-        for observer in self._all:
-            observer.pulled(model, pull, pools)
-
-    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
-        """See :class:`LoopObserver`."""
-        for observer in self._all:
-            observer.decided(record, seen, made)
-
-    def finished(self, record: DecisionRecord) -> None:
-        """See :class:`LoopObserver`."""
-        for observer in self._all:
-            observer.finished(record)
-
-    def acted(self, action: WorkerAction) -> None:
-        """See :class:`LoopObserver`."""
-        for observer in self._all:
-            observer.acted(action)
-
-    def forgotten(self, model: str) -> None:
-        """See :class:`LoopObserver`."""
-        for observer in self._all:
-            observer.forgotten(model)
 
 
 @dataclass(slots=True)
@@ -112,11 +74,11 @@ class ScalingLoop:
         self._sources = sources
         self._settings = settings
         self._make_policy = make_policy
-        self._observers = Observers(observers)
+        self._observers = tuple(observers)
         self._clock = clock
         self._sharing = sharing
         self._woken = asyncio.Event()
-        self._actions = WorkerActions(connector, settings, self._observers.acted)
+        self._actions = WorkerActions(connector, settings, self._acted)
         self._models: dict[str, ModelState] = {}
         self._tasks = Tasks("planner")
         self._stopped = asyncio.Event()
@@ -211,7 +173,7 @@ class ScalingLoop:
             return
         self._sources.follow(state.model for state in self._models.values())
         for state in self._models.values():
-            self._observers.counted(state.model.name, self._clock(), self._pools(state.model))
+            self._counted(state.model)
         active = [state for state in self._models.values() if not state.is_paused]
         if any(state.is_new for state in active):
             await self._sources.read_frontends()
@@ -256,7 +218,8 @@ class ScalingLoop:
             state.begin(now_s)
         pull = self._sources.pull(state.model, now_s)
         state.pulls.append(pull)
-        self._observers.pulled(name, pull, self._pools(state.model))
+        for observer in self._observers:
+            observer.pulled(name, pull, self._pools(state.model))
 
     async def _refresh(self) -> bool:
         """Ask the connector for the services; return whether they are known."""
@@ -285,7 +248,8 @@ class ScalingLoop:
             if not self._models[name].is_busy:
                 log.info("model %s has no services any more", name)
                 del self._models[name]
-                self._observers.forgotten(name)
+                for observer in self._observers:
+                    observer.forgotten(name)
         for name, model in models.items():
             state = self._models.get(name)
             if state is None or (state.model.prefill is None) != (model.prefill is None):
@@ -299,6 +263,14 @@ class ScalingLoop:
                 self._models[name] = ModelState(model, policy, needs_traffic)
             else:
                 state.model = model
+
+    def _counted(self, model: ScaledModel) -> None:
+        for observer in self._observers:
+            observer.counted(model.name, self._clock(), self._pools(model))
+
+    def _acted(self, action: WorkerAction) -> None:
+        for observer in self._observers:
+            observer.acted(action)
 
     def _pools(self, model: ScaledModel) -> Pools:
         return {service.pool: self._actions.pool(service) for service in model.services}
@@ -342,12 +314,14 @@ class ScalingLoop:
         if self._settings.no_operation:
             record = record.observed()
         log.info("%s", record.text())
-        self._observers.decided(record, seen, made)
+        for observer in self._observers:
+            observer.decided(record, seen, made)
         if record.changes and not self._settings.no_operation:
             state.apply(self._tasks.spawn(self._apply(state, made, record), name="scale"))
         else:
             state.applied(made, [pool.pool for pool in made.pools if record.changes])
-            self._observers.finished(record)
+            for observer in self._observers:
+                observer.finished(record)
 
     def _record(
         self, state: ModelState, made: ScalingDecision, seen: Observation, mode: str = ""
@@ -371,7 +345,8 @@ class ScalingLoop:
             if outcome.failed or not outcome.postponed:
                 state.changed(bool(outcome.failed), self._clock())
             after = {name: pool.workers for name, pool in self._pools(state.model).items()}
-            self._observers.finished(record.finished(after, self._clock() - started_s, errors))
+            for observer in self._observers:
+                observer.finished(record.finished(after, self._clock() - started_s, errors))
             if self._sharing is not None:
                 self.wake()  # another model may wait for the GPUs that are free now
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import msgspec
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.planner.live.actions import WorkerAction
-from dynamo.planner.live.loop import ScalingLoop
+from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.live.model_state import ModelState, Pools
-from dynamo.planner.policies.base import Observation, Pull, ScalingDecision
+from dynamo.planner.policies.base import Observation, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord
 from dynamo.planner.sharing.gpu_sharing import is_on_demand
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerPause, PlannerState
@@ -30,8 +29,8 @@ EXPLAIN = (PLANNER, "explain")
 log = logging.getLogger(__name__)
 
 
-class StateFile:
-    """A :class:`LoopObserver` that rewrites ``path`` when something has changed."""
+class StateFile(LoopObserver):
+    """Rewrites ``path`` when something has changed."""
 
     def __init__(self, path: Path, settings: PlannerSettings) -> None:
         me = stat(os.getpid())
@@ -74,9 +73,6 @@ class StateFile:
         (self._on_demand.add if is_on_demand(pools) else self._on_demand.discard)(model)
         self.write()
 
-    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
-        """See :class:`LoopObserver`."""
-
     def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
         """See :class:`LoopObserver`."""
         self._models[record.model] = PlannedModel(
@@ -95,9 +91,6 @@ class StateFile:
             text = "; ".join(pool.text() for pool in record.pools)
             self._models[record.model] = msgspec.structs.replace(before, text=text)
             self.write()
-
-    def acted(self, action: WorkerAction) -> None:
-        """See :class:`LoopObserver`."""
 
     def forgotten(self, model: str) -> None:
         """See :class:`LoopObserver`."""

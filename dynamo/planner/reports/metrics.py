@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.observability.metrics import Gauge, MetricSpec, Registry, gauge
-from dynamo.planner.live.actions import WorkerAction
+from dynamo.planner.live.loop import LoopObserver
 from dynamo.planner.live.model_state import Pools
-from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Pull, ScalingDecision
+from dynamo.planner.policies.base import DECODE, PREFILL, Observation, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord
 
 _PREFIX = "dynamo_planner_"
@@ -58,7 +58,7 @@ _THROUGHPUT_STATES = (
 )
 
 
-class PlannerMetrics:
+class PlannerMetrics(LoopObserver):
     """Shows the loop's figures on ``registry``; a figure without a value keeps its last one."""
 
     def __init__(self, registry: Registry, namespace: str, settings: PlannerSettings) -> None:
@@ -77,9 +77,6 @@ class PlannerMetrics:
         gpus = sum(pool.gpus for pool in pools.values())
         self._gauge(model, "gpu_hours").value += hours * gpus
 
-    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
-        """See :class:`LoopObserver`."""
-
     def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
         """See :class:`LoopObserver`."""
         model, settings = record.model, self._settings
@@ -95,12 +92,6 @@ class PlannerMetrics:
         )
         self._state(model, _LOAD_DECISION, _LOAD_STATES, load)
         self._state(model, _THROUGHPUT_DECISION, _THROUGHPUT_STATES, throughput)
-
-    def finished(self, record: DecisionRecord) -> None:
-        """See :class:`LoopObserver`."""
-
-    def acted(self, action: WorkerAction) -> None:
-        """See :class:`LoopObserver`."""
 
     def forgotten(self, model: str) -> None:
         """See :class:`LoopObserver`."""

@@ -21,6 +21,7 @@ from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import Summary, scalar, text
 
 from dynamo.planner.live.actions import WorkerAction
+from dynamo.planner.live.loop import LoopObserver
 from dynamo.planner.live.model_state import Pools
 from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Pull, ScalingDecision
 from dynamo.planner.policies.load import kv_load
@@ -43,7 +44,7 @@ def default_log_dir() -> Path:
     return Path("logs") / time.strftime("%m%d_%H%M%S")
 
 
-class TensorboardLog:
+class TensorboardLog(LoopObserver):
     """A run of tensorboard for each model, in a directory of its name below ``directory``.
 
     The step is the number of seconds since the first planner started there: one that is started
@@ -65,9 +66,6 @@ class TensorboardLog:
         self._closing.set()
         self._thread.join(_CLOSE_S)
 
-    def counted(self, model: str, now_s: float, pools: Pools) -> None:
-        """See :class:`LoopObserver`."""
-
     def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
         """See :class:`LoopObserver`."""
         self._scalars(model, pull_scalars(pull, pools))
@@ -78,15 +76,9 @@ class TensorboardLog:
         if record.changes:
             self._add(record.model, text("decisions", record.text()))
 
-    def finished(self, record: DecisionRecord) -> None:
-        """See :class:`LoopObserver`."""
-
     def acted(self, action: WorkerAction) -> None:
         """See :class:`LoopObserver`."""
         self._add(action.model, text("actions", str(action)))
-
-    def forgotten(self, model: str) -> None:
-        """See :class:`LoopObserver`."""
 
     def _scalars(self, model: str, scalars: Mapping[str, float]) -> None:
         values = [one for name, value in scalars.items() for one in scalar(name, value).value]

@@ -15,6 +15,7 @@ from dynamo.planner.connector import (
     ScaledWorker,
 )
 from dynamo.planner.live.actions import WorkerAction
+from dynamo.planner.live.loop import LoopObserver
 from dynamo.planner.live.model_state import Pools, ScaledModel
 from dynamo.planner.policies.base import (
     Observation,
@@ -164,7 +165,7 @@ class Wanted:
         return replace(self, seen=[], failures=[])
 
 
-class Recorder:
+class Recorder(LoopObserver):
     """Keeps what the loop reports."""
 
     def __init__(self) -> None:
