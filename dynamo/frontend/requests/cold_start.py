@@ -288,7 +288,7 @@ class Refusals(Protocol):
     def leave(self) -> None:
         """An admitted request has ended."""
 
-    def respond_refused(
+    def refuse(
         self, exchange: Exchange, endpoint: str, error: DynamoError, request: tuple[str, str]
     ) -> None:
         """Respond with ``error``; ``request`` is the model, and ``stream`` or ``unary``."""
@@ -344,7 +344,7 @@ class HeldExchange:
         self._registry.leave()
         kind = "stream" if self._streams else "unary"
         request = (self._queue.model, kind)
-        self._registry.respond_refused(self._exchange, self._endpoint, error, request)
+        self._registry.refuse(self._exchange, self._endpoint, error, request)
 
     def comment(self, text: bytes) -> None:
         """Send a comment to a client that asked for a stream; it begins the response."""

@@ -118,7 +118,7 @@ class RequestRegistry:
             self._drained = asyncio.Event()
             await self._drained.wait()
 
-    def refuse(
+    def hold_or_refuse(
         self,
         exchange: Exchange,
         endpoint: str,
@@ -126,10 +126,9 @@ class RequestRegistry:
         model: str,
         request_type: str = "unary",
     ) -> None:
-        """Respond with ``error`` to a request that has not reached its model; count it.
+        """Let a request for a model that is started on demand wait; refuse others with ``error``.
 
-        ``request_type`` is ``stream`` or ``unary``. A request for a model that is started on demand
-        waits instead.
+        ``request_type`` is ``stream`` or ``unary``.
         """
         if self.hold is not None and isinstance(error, NoInstances | ModelNotFound):
             try:
@@ -137,12 +136,15 @@ class RequestRegistry:
                     return
             except Unavailable as full:
                 error = full
-        self.respond_refused(exchange, endpoint, error, (model, request_type))
+        self.refuse(exchange, endpoint, error, (model, request_type))
 
-    def respond_refused(
+    def refuse(
         self, exchange: Exchange, endpoint: str, error: DynamoError, request: tuple[str, str]
     ) -> None:
-        """Respond with ``error`` and count it; ``request`` is the model and ``request_type``."""
+        """Respond with ``error`` to a request that has not reached its model; count it.
+
+        ``request`` is the model and ``request_type``.
+        """
         model, request_type = request
         found = labels(error)
         self.metrics.failures[found.failure_class, found.reason].value += 1

@@ -52,7 +52,7 @@ def reject_early(
         try:
             registry.check()
         except DynamoError as error:
-            registry.refuse(exchange, endpoint, error, "unknown")
+            registry.hold_or_refuse(exchange, endpoint, error, "unknown")
             return True
     if len(exchange.body) > INLINE_BODY_BYTES:
         return False
@@ -88,7 +88,7 @@ def _reject(
         entry.dispatch.check()
     except Overloaded as error:
         kind = "stream" if asked.stream is True else "unary"
-        registry.refuse(exchange, endpoint, error, entry.name, kind)
+        registry.hold_or_refuse(exchange, endpoint, error, entry.name, kind)
         return True
     return False
 

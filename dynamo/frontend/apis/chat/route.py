@@ -214,7 +214,7 @@ class OpenAIRoutes:
         self, exchange: Exchange, api: GenerationApi, error: DynamoError, model: str
     ) -> None:
         """Respond to a request that has not reached a model."""
-        self._registry.refuse(exchange, api.endpoint, error, model)
+        self._registry.hold_or_refuse(exchange, api.endpoint, error, model)
 
     def _dispatch(
         self,

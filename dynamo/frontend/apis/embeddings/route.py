@@ -58,7 +58,7 @@ class EmbeddingRoutes:
             model = asked.model
             entry = models.find(model, _MODEL_TYPE)
         except DynamoError as error:
-            registry.refuse(exchange, _ENDPOINT, error, model)
+            registry.hold_or_refuse(exchange, _ENDPOINT, error, model)
             return
         request = self._begin(exchange, entry)
         if size_bytes > entry.preprocessor.inline_limit_bytes:
@@ -88,7 +88,7 @@ class EmbeddingRoutes:
                 entry = models.find(model, _MODEL_TYPE)
                 await self._send_off_loop(self._begin(exchange, entry), entry, asked)
         except DynamoError as error:
-            registry.refuse(exchange, _ENDPOINT, error, model)
+            registry.hold_or_refuse(exchange, _ENDPOINT, error, model)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # also panics in Rust

@@ -239,7 +239,7 @@ class RelayRoutes:
             label = route_label(match)
             self._check(entry)
         except DynamoError as error:
-            self._registry.refuse(exchange, label, error, "unknown", "unary")
+            self._registry.hold_or_refuse(exchange, label, error, "unknown", "unary")
             return
         asked = RelayedBody(entry.name)
         self._relay(self._begin(exchange, entry, asked, label))
@@ -408,7 +408,7 @@ class RelayRoutes:
         model = "unknown" if asked is None else asked.model
         kind = "stream" if asked is not None and asked.streams else "unary"
         label = _label(path) if known else "unknown"
-        self._registry.refuse(exchange, label, error, model, kind)
+        self._registry.hold_or_refuse(exchange, label, error, model, kind)
 
 
 def _peek(exchange: Exchange, otherwise: Route | None) -> RelayedBody | None:

@@ -52,6 +52,6 @@ class PromptCountRoutes:
                     api.complete(parsed, exchange)
                 prepared = await api.prepare_off_loop(entry.preprocessor, parsed, threads)
         except DynamoError as error:
-            registry.refuse(exchange, api.endpoint, error, model)
+            registry.hold_or_refuse(exchange, api.endpoint, error, model)
             return
         exchange.respond(200, json_bytes(body(prepared.prompt_tokens)))
