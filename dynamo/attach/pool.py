@@ -25,21 +25,8 @@ _HEAD_BYTES = 64 * 1024
 _HEADER_COUNT = 200
 
 
-class ResponseReader(Protocol):
-    """Receives the response of one request; :meth:`complete` is the last call."""
-
-    def head(self, status: int, headers: Headers) -> None:
-        """Status and headers arrived."""
-
-    def body(self, data: bytes) -> None:
-        """A part of the body arrived, never empty."""
-
-    def complete(self, failure: str | None, received: bool) -> None:
-        """The response is complete, or failed; ``received``: at least one byte arrived."""
-
-
 class PooledConnection(HttpClient):
-    """A connection that pushes its response to a ResponseReader, one part of the body per read."""
+    """A connection that pushes its response to a ClientRequest, one part of the body per read."""
 
     def __init__(
         self,
@@ -49,7 +36,7 @@ class PooledConnection(HttpClient):
         super().__init__(0)
         self._on_free = on_free
         self._on_lost = on_lost
-        self._request: ResponseReader | None = None
+        self._request: ClientRequest | None = None
         self._headers: Headers = []
         self._head_bytes = 0
         self._parts: list[bytes] = []
@@ -57,7 +44,7 @@ class PooledConnection(HttpClient):
         self._ended = False
         self._failure: str | None = None
 
-    def send(self, request: ResponseReader, message: bytes) -> None:
+    def send(self, request: ClientRequest, message: bytes) -> None:
         """Send ``message`` for ``request``."""
         self._request = request
         self._received = self._ended = False

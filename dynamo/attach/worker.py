@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import orjson
 
@@ -89,19 +88,6 @@ async def wait_until_ready(
             return None
 
 
-class ServerListener(Protocol):
-    """Receives what the monitor finds."""
-
-    async def server_up(self, description: ServerDescription) -> None:
-        """The server answers again, maybe with other models."""
-
-    async def server_down(self) -> None:
-        """The server does not answer, or is not healthy."""
-
-    def server_load(self, states: list[KvMetrics]) -> None:
-        """The load of its ranks; empty if it does not report it."""
-
-
 class ServerMonitor:
     """Polls the server of ``probe`` every ``interval_s`` until cancelled.
 
@@ -114,7 +100,7 @@ class ServerMonitor:
         self,
         probe: ServerProbe,
         description: ServerDescription,
-        listener: ServerListener,
+        listener: AttachWorker,
         interval_s: float,
         profile_name: str,
     ) -> None:

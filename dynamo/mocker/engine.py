@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo.errors import DynamoError
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
@@ -175,25 +175,6 @@ class TimerFd:
             self._waiter.set_result(None)
 
 
-class EngineHooks(Protocol):
-    """The functions of an engine rank that a responder calls."""
-
-    metrics: MockerMetrics
-    tasks: Tasks
-
-    def abort(self, sequence: Sequence) -> None:
-        """Remove ``sequence`` and free its blocks."""
-
-    def transfer(self, sequence: Sequence) -> None:
-        """Fetch the prompt's blocks from the prefill worker."""
-
-    def transfer_params(self, sequence: Sequence) -> dict[str, Any] | None:
-        """Return what the decode worker needs for the transfer; None from other ranks."""
-
-    def pause(self, sequence: Sequence, paused: bool) -> None:
-        """Pause or resume ``sequence``."""
-
-
 class Responder:
     """Sends the tokens of one sequence; implements ``scheduler.Output``."""
 
@@ -202,7 +183,7 @@ class Responder:
     sequence: Sequence
 
     def __init__(
-        self, stream: ServerStream, engine: EngineHooks, on_done: Callable[[], None]
+        self, stream: ServerStream, engine: EngineRank, on_done: Callable[[], None]
     ) -> None:
         self.stream = stream
         self._engine = engine

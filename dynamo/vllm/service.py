@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -60,21 +60,6 @@ def prompt_rows(given: Any) -> list[list[dict[str, Any]]]:
     ]
 
 
-class ResponseOwner(Protocol):
-    """The functions of the service that a response calls."""
-
-    tasks: Tasks
-
-    def abort(self, response: EngineResponse) -> None:
-        """Stop the request in the engine."""
-
-    def pass_tokens(self, response: EngineResponse) -> None:
-        """Let the engine send plain tokens to the stream of ``response``."""
-
-    def stop_passing(self, response: EngineResponse) -> int:
-        """Get all steps again; return the number of tokens that the stream got directly."""
-
-
 class EngineResponse:
     """Sends the tokens of one request; implements ``OutputSink``.
 
@@ -105,7 +90,7 @@ class EngineResponse:
     def __init__(
         self,
         stream: ServerStream,
-        owner: ResponseOwner,
+        owner: VllmService,
         prompt_tokens: int,
         on_done: Callable[[], None],
     ) -> None:
