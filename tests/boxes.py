@@ -15,7 +15,7 @@ from deployment import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 UNPACKED = ROOT / "build/debian/usr"
-START_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 60.0
 
 
 def binary(name: str) -> str | None:

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/model"
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 90.0
 # The kernel gives ports from here on to connections and to sockets bound to port 0: to any process
 # between the choice of a port and its use.
 EPHEMERAL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

@@ -106,7 +106,7 @@ class Serving:
                 lines.put(line.decode(errors="replace").rstrip("\n"))
         lines.put(None)
 
-    def wait_for(self, pattern: str, timeout_s: float = 25.0) -> str:
+    def wait_for(self, pattern: str, timeout_s: float = 75.0) -> str:
         """Return the next line that contains ``pattern`` (a regular expression)."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -120,7 +120,7 @@ class Serving:
             if re.search(pattern, line):
                 return line
 
-    def wait(self, timeout_s: float = 25.0) -> int:
+    def wait(self, timeout_s: float = 75.0) -> int:
         """Wait for the exit, return its status; ``lines`` then has the complete output."""
         assert self.process is not None
         try:
@@ -134,7 +134,7 @@ class Serving:
             self.lines.append(line)
         return status
 
-    def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 25.0) -> int:
+    def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 75.0) -> int:
         """Stop it with a signal; return the exit status."""
         assert self.process is not None
         self.process.send_signal(signum)
@@ -152,12 +152,12 @@ class Serving:
         entry = self.document()["components"][f"{self.namespace}_{service}"]
         return [process["pid"] for process in entry["processes"]]
 
-    def wait_for_pids(self, service: str, unlike: int = 0, timeout_s: float = 25.0) -> list[int]:
+    def wait_for_pids(self, service: str, unlike: int = 0, timeout_s: float = 75.0) -> list[int]:
         """Wait until ``service`` has processes, none of them ``unlike``; return their pids."""
         self.until(lambda: unlike not in (self.pids(service) or [unlike]), timeout_s)
         return self.pids(service)
 
-    def until(self, condition: Callable[[], Any], timeout_s: float = 25.0) -> None:
+    def until(self, condition: Callable[[], Any], timeout_s: float = 75.0) -> None:
         """Poll ``condition``, for state of other processes that comes without an event."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -185,7 +185,7 @@ class Serving:
                     found.append(process)
         return found
 
-    def wait_until_gone(self, timeout_s: float = 25.0) -> None:
+    def wait_until_gone(self, timeout_s: float = 75.0) -> None:
         """Wait until every process of this deployment has exited."""
         self.until(lambda: not self.survivors(), timeout_s)
 

@@ -38,7 +38,7 @@ class PtyScreen:
         self._lines = [[" "] * COLUMNS for _ in range(ROWS)]
         self._at = (0, 0)
 
-    def wait_for(self, pattern: str, timeout_s: float = 20.0) -> str:
+    def wait_for(self, pattern: str, timeout_s: float = 60.0) -> str:
         """Return the first line on the screen that has ``pattern``, once there is one."""
         deadline = time.monotonic() + timeout_s
         while True:

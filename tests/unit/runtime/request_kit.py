@@ -20,7 +20,7 @@ from dynamo.runtime.requests import (
 )
 from dynamo.runtime.requests.context import Context
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 ENDPOINT = "ns/worker/generate"
 
 
