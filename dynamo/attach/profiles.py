@@ -198,8 +198,6 @@ _OPENAI = Profile(
 PROFILES = {
     profile.name: profile for profile in (_VLLM, _SGLANG, _TRTLLM, _LLAMA_CPP, _OLLAMA, _OPENAI)
 }
-
-
 """Every profile by the name that ``--profile`` takes."""
 
 

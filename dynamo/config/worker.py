@@ -87,8 +87,6 @@ REASONING_ALIASES = {
     "minimax_m2_append_think": "minimax_append_think",
     "openai_gptoss": "gpt_oss",
 }
-
-
 """Other spellings, in flags and in the cards of other workers."""
 
 

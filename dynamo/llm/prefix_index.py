@@ -40,8 +40,6 @@ def compute_block_hash_for_seq(  # noqa: PLR0913 - Dynamo's signature
 
 
 compute_block_hash_for_seq_py = compute_block_hash_for_seq
-
-
 """The older name."""
 
 

@@ -60,8 +60,6 @@ PATTERNS: dict[str, Callable[..., Rate]] = {
     "day": day,
     "flash": flash,
 }
-
-
 """Curves of the rate by name: ``flat:RATE``, the others ``NAME:LOW-HIGH:PERIOD``."""
 
 

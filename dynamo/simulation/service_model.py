@@ -141,8 +141,6 @@ PRESETS: Mapping[str, Callable[[], ServiceModel]] = {
     "mocker": _mocker,
     "qwen3-8b-h100": _qwen3_8b_h100,
 }
-
-
 """Service models by name."""
 
 

@@ -86,10 +86,10 @@ def test_streams_that_outlast_the_drain_go_on_elsewhere(deployment: Deployment) 
     workers = [deployment.mocker(*slow, **short) for _ in range(2)]
     deployment.frontend("--router-mode", "round-robin", "--migration-limit", "3")
     deployment.wait_for_workers(2)
-    with under_load(deployment.port, tokens=100) as load:
+    with under_load(deployment.port, tokens=200) as load:
         deployment.until(lambda: load.answered > 6)
         workers[0].send_signal(signal.SIGTERM)
-        assert workers[0].wait(20) == 0
+        assert workers[0].wait(60) == 0
         enough = load.answered + 8
         deployment.until(lambda: load.answered > enough)
     assert deployment.sample("dynamo_frontend_model_migration_total") > 0

@@ -87,7 +87,8 @@ async def test_a_started_server_ends_with_the_worker(deployment: Deployment) -> 
         stream = open_request(here, body)
         await anext(stream)
         process.send_signal(signal.SIGTERM)
-        assert len([item async for item in stream]) == 20  # drained first
+        pieces = [item async for item in stream]
+        assert b"".join(pieces) == b"data: x\n\n" * 20  # drained first
     assert await asyncio.to_thread(process.wait, 20) == 0
     assert "server: loading the model" in deployment.tail()
 

@@ -31,6 +31,13 @@ def decoder(deployment: Deployment, *flags: str) -> subprocess.Popen[bytes]:
     return deployment.mocker("--disaggregation-mode", "decode", "--block-size", "16", *flags)
 
 
+def prefill_overlap(deployment: Deployment) -> int:
+    """Return the blocks of PROMPT that a prefill worker has cached, as the router counts them."""
+    answer = deployment.request("POST", "/v1/route", {"model": "tiny", "prompt": PROMPT})[2]
+    prefill = json.loads(answer)["prefill"] or {"candidates": []}
+    return max((row["overlap_blocks"] for row in prefill["candidates"]), default=0)
+
+
 def complete(deployment: Deployment, prompt: str = PROMPT, **more: Any) -> tuple[int, Any]:
     """Return status and body of one completion with a seed, so that its tokens are known."""
     body = {
@@ -86,6 +93,7 @@ def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> N
     transfer_ms = apart["usage"]["prompt_tokens"] * 16e6 / 64e9 / 10 * 1e3
     after_ms = timing["ttft_ms"] - timing["prefill_wait_time_ms"] - timing["prefill_time_ms"]
     assert after_ms >= transfer_ms, "the first token waits for the blocks"
+    deployment.until(lambda: prefill_overlap(deployment) > 0, "the prefill router has its events")
     _, again = complete(deployment)
     cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0 and cached % 16 == 0, (

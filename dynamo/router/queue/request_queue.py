@@ -140,8 +140,6 @@ class Timer(Protocol):
 
 
 CallLater = Callable[[float, Callable[[], None]], Timer]
-
-
 """(delay in seconds, callback) to a timer."""
 
 

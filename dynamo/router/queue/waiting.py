@@ -211,7 +211,5 @@ POLICIES: dict[str, Callable[[QueueEntry], float]] = {
     "lcfs": _last_come,
     "wspt": _shortest_work,
 }
-
-
 """Score by policy, the highest first: first come first served, last come first served, weighted
 shortest processing time (weight 1 + boost, uncached tokens as the work)."""

@@ -19,8 +19,6 @@ class KeyEvent(NamedTuple):
 
 
 OnKeyEvent = Callable[[KeyEvent], None]
-
-
 """Called on the loop, synchronously, once per change, in order."""
 
 

@@ -66,8 +66,6 @@ _FIELDS = {
     "active_prefill_tokens_threshold": "prefill_tokens",
     "active_prefill_tokens_threshold_frac": "prefill_batch_share",
 }
-
-
 """Name in a body → field of :class:`Thresholds`."""
 
 
