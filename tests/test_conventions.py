@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib
 import io
 import re
@@ -18,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "dynamo").rglob("*.py"))
@@ -58,9 +61,10 @@ WORDS = {
         "state the rule, or cite Dynamo's page or our docs"
     ),
 }
-ANY_WORD = re.compile("|".join(rf"\b(?:{word})\b" for word in WORDS), re.IGNORECASE)
+ANY_WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
 WORD_RULES = [(re.compile(rf"\b(?:{word})\b", re.IGNORECASE), why) for word, why in WORDS.items()]
 BANNED_IDENTIFIERS = {"knob", "twin", "ticket", "desk", "house", "anew", "tidings"}
+ANY_IDENTIFIER = re.compile("|".join(BANNED_IDENTIFIERS), re.IGNORECASE)
 
 # Ids are printed in hexadecimal; the texts of these modules are Dynamo's.
 DECIMAL_IDS_ALLOWED = {
@@ -83,13 +87,7 @@ MODULES = [module_name(path) for path in SOURCES]
 # They import an engine, which is not a test dependency; tests/engines_real runs them.
 NEEDS_VLLM = {
     f"dynamo.vllm.{name}"
-    for name in (
-        "async_llm",
-        "core",
-        "engine_args",
-        "engine_inputs",
-        "plain_requests",
-    )
+    for name in ("async_llm", "core", "engine_args", "engine_inputs", "plain_requests")
 }
 # Modules with an __all__, besides packages: other programs import them by name.
 PUBLIC_MODULES = {
@@ -108,17 +106,37 @@ IMPORTABLE = [name for name in MODULES if not name.endswith("__main__") and name
 
 
 @functools.cache
+def text(path: Path) -> str:
+    return path.read_text()
+
+
+@functools.cache
 def syntax(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(text(path))
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(syntax(path)))
+
+
+@functools.cache
+def tokens(path: Path) -> list[tokenize.TokenInfo]:
+    return list(tokenize.generate_tokens(io.StringIO(text(path)).readline))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def files_are_read_once() -> Iterator[None]:
+    """Keep what was read for all tests: a million objects, which the collector does not visit."""
+    gc.disable()
+    yield
+    for cached in (text, syntax, nodes, tokens):
+        cached.cache_clear()
+    gc.enable()
 
 
 def place(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
-
-
-def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def report(findings: Iterable[str], rule: str) -> None:
@@ -128,7 +146,7 @@ def report(findings: Iterable[str], rule: str) -> None:
 
 
 def test_files_are_small() -> None:
-    sizes = {path: path.read_text().count("\n") for path in (*SOURCES, *COMPILED)}
+    sizes = {path: text(path).count("\n") for path in (*SOURCES, *COMPILED)}
     report(
         (f"{place(path, 1)}: {lines} lines" for path, lines in sizes.items() if lines > FILE_LINES),
         f"files of more than {FILE_LINES} lines",
@@ -151,8 +169,9 @@ def test_functions_are_small() -> None:
         (
             f"{place(path, function.lineno)} {function.name}"
             for path in SOURCES
-            for function in functions(syntax(path))
-            if (function.end_lineno or 0) - function.lineno >= FUNCTION_LINES
+            for function in nodes(path)
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+            and (function.end_lineno or 0) - function.lineno >= FUNCTION_LINES
         ),
         f"functions of more than {FUNCTION_LINES} lines",
     )
@@ -170,9 +189,10 @@ def test_comments_are_not_fewer() -> None:
     comments = sum(
         token.type == tokenize.COMMENT and not COMMENT_FOR_TOOLS.match(token.string)
         for path in SOURCES
+        if "#" in text(path)
         for token in tokens(path)
     )
-    share = comments / sum(path.read_text().count("\n") for path in SOURCES)
+    share = comments / sum(text(path).count("\n") for path in SOURCES)
     assert share >= COMMENT_SHARE, f"{share:.2%} of the lines have a comment"
 
 
@@ -181,7 +201,7 @@ def test_protocols_are_not_more() -> None:
     protocols = [
         f"{place(path, node.lineno)} {node.name}"
         for path in SOURCES
-        for node in ast.walk(syntax(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
         and any(ast.unparse(base).split("[")[0] == "Protocol" for base in node.bases)
     ]
@@ -217,7 +237,7 @@ def test_only_public_modules_have_all() -> None:
     found = [
         str(path.relative_to(ROOT))
         for path in SOURCES
-        if module_name(path) not in PUBLIC and re.search(r"^__all__\b", path.read_text(), re.M)
+        if module_name(path) not in PUBLIC and re.search(r"^__all__\b", text(path), re.M)
     ]
     assert not found, f"__all__ in modules that are not public: {found}"
 
@@ -237,12 +257,13 @@ def test_class_names_are_unique() -> None:
     """One name, one class: private classes included."""
     classes: dict[str, list[str]] = {}
     for path in SOURCES:
-        for node in ast.walk(syntax(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, []).append(place(path, node.lineno))
-    shared = {name: places for name, places in classes.items() if len(places) > 1}
-    text = "\n".join(f"{name}: {', '.join(places)}" for name, places in sorted(shared.items()))
-    assert not shared, f"class names in use more than once:\n{text}"
+    report(
+        (f"{name}: {', '.join(places)}" for name, places in classes.items() if len(places) > 1),
+        "class names in use more than once",
+    )
 
 
 def test_every_module_imports() -> None:
@@ -262,11 +283,11 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
-def for_types(tree: ast.AST) -> set[ast.AST]:
+def for_types(path: Path) -> set[ast.AST]:
     """Return what is under ``if TYPE_CHECKING``."""
     return {
         inner
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
@@ -282,10 +303,10 @@ def import_graph() -> dict[str, set[str]]:
     for path in SOURCES:
         module = module_name(path)
         package = ".".join(module.split(".")[:2]) + "."
-        types = for_types(syntax(path))
+        types = for_types(path)
         targets = {
             name
-            for node in ast.walk(syntax(path))
+            for node in nodes(path)
             for name in imported(node)
             if node not in types or not name.startswith(package)
         }
@@ -314,7 +335,7 @@ def test_only_config_reads_the_environment() -> None:
         str(path.relative_to(ROOT))
         for path in SOURCES
         if "config" not in path.parts
-        and any(word in path.read_text() for word in ("os.environ", "os.getenv", "getenv("))
+        and any(word in text(path) for word in ("os.environ", "os.getenv", "getenv("))
     ]
     assert not readers, f"read the environment through dynamo.config: {readers}"
 
@@ -325,7 +346,7 @@ def test_only_the_command_line_prints() -> None:
         place(path, node.lineno)
         for path in SOURCES
         if not allowed & set(path.parts) and path.stem != "__main__"
-        for node in ast.walk(syntax(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
     ]
     assert not printers, f"only dynamo.cli prints: {printers}"
@@ -337,7 +358,7 @@ def test_no_orphan_tasks() -> None:
     for path in SOURCES:
         if path.name == "tasks.py":
             continue
-        for node in ast.walk(syntax(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             owner = ast.unparse(node.func.value)
@@ -375,7 +396,7 @@ PLAIN = [
         "docs/**/*.md",
         "*/README.md",
         "*/*/README.md",
-        "README.md",
+        "*.md",
         "examples/*.yaml",
         "scripts/*",
         "circus.ini",
@@ -388,15 +409,10 @@ PLAIN = [
 TEXT_TOKENS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
 
 
-@functools.cache
-def tokens(path: Path) -> list[tokenize.TokenInfo]:
-    return list(tokenize.generate_tokens(io.StringIO(path.read_text()).readline))
-
-
 def lines_of_prose(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number and text of each line that a reader sees as prose."""
     if path.suffix != ".py":
-        yield from enumerate(path.read_text().splitlines(), 1)
+        yield from enumerate(text(path).splitlines(), 1)
         return
     for token in tokens(path):
         if token.type in TEXT_TOKENS:
@@ -408,8 +424,8 @@ def test_words_are_plain() -> None:
         (
             f"{place(path, number)}: '{match.group()}': {why}"
             for path in (*PYTHON, *PLAIN)
+            if ANY_WORD.search(text(path))
             for number, line in lines_of_prose(path)
-            if ANY_WORD.search(line)
             for rule, why in WORD_RULES
             if (match := rule.search(line))
         ),
@@ -422,6 +438,7 @@ def test_identifiers_are_plain() -> None:
         {
             f"{place(path, token.start[0])}: {token.string}"
             for path in PYTHON
+            if ANY_IDENTIFIER.search(text(path))
             for token in tokens(path)
             if token.type == tokenize.NAME
             and BANNED_IDENTIFIERS
@@ -441,9 +458,9 @@ def is_id(node: ast.AST) -> bool:
 
 def decimal_arguments(call: ast.Call) -> Iterator[ast.AST]:
     """Yield the ids that a log call formats with anything but %x."""
-    text, *arguments = call.args or [ast.Constant("")]
-    if isinstance(text, ast.Constant) and isinstance(text.value, str):
-        kinds = [match[1] for match in FORMAT_FIELD.finditer(text.value) if match[1]]
+    template, *arguments = call.args or [ast.Constant("")]
+    if isinstance(template, ast.Constant) and isinstance(template.value, str):
+        kinds = [match[1] for match in FORMAT_FIELD.finditer(template.value) if match[1]]
         pairs = zip(kinds, arguments, strict=False)
         yield from (node for kind, node in pairs if is_id(node) and kind not in "xX")
 
@@ -457,8 +474,8 @@ def decimal_fields(tree: ast.AST) -> Iterator[ast.AST]:
                 yield node.value
 
 
-def decimal_ids(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.walk(tree):
+def decimal_ids(path: Path) -> Iterator[ast.AST]:
+    for node in nodes(path):
         if isinstance(node, ast.Raise) and node.exc:
             yield from decimal_fields(node.exc)
         if not isinstance(node, ast.Call):
@@ -476,7 +493,7 @@ def test_ids_are_printed_in_hexadecimal() -> None:
         f"{place(path, node.lineno)} {ast.unparse(node)}"
         for path in SOURCES
         if str(path.relative_to(ROOT)) not in DECIMAL_IDS_ALLOWED
-        for node in decimal_ids(syntax(path))
+        for node in decimal_ids(path)
         if isinstance(node, ast.expr)
     )
     assert not found, "ids in decimal in a log or error text:\n" + "\n".join(found)

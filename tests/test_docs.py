@@ -80,6 +80,12 @@ def test_files_exist() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_decisions_are_listed_in_their_order() -> None:
+    text = (ROOT / "docs/decisions.md").read_text()
+    listed = re.findall(r"^\| \[.*\]\(#(.*)\) \|$", text, re.MULTILINE)
+    assert listed == [anchor(title) for title in re.findall(r"^## (.*)$", text, re.MULTILINE)]
+
+
 def long_lines(page: Path) -> Iterator[int]:
     """Yield the numbers of lines that are too long; tables, long links and code may be wider."""
     code = False
