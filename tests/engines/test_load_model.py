@@ -27,7 +27,7 @@ def active_prefill(deployment: Deployment) -> int:
 def test_prefill_load_decreases_while_a_prompt_is_computed(
     deployment: Deployment, model: str
 ) -> None:
-    deployment.mocker("--speedup-ratio", "0.5", "--block-size", "16", "--no-enable-prefix-caching")
+    deployment.mocker("--speedup-ratio", "0.2", "--block-size", "16", "--no-enable-prefix-caching")
     deployment.frontend("--router-mode", "kv", "--router-prefill-load-model", model)
     deployment.wait_for_workers(1)
     for number, words in enumerate((10, 100, 300, 50, 200, 20, 400, 150, 30)):
