@@ -35,7 +35,8 @@ def run(serving: Serving, model: Path, name: str, *flags: str) -> None:
     line = serving.wait_for("ready: |stopped", ENGINE_START_S)
     assert f"model: {name}   workers: 1" in line, serving.text()
     lines = stream(port, name)
-    assert len(lines) > 2 and lines[-1].strip() == "data: [DONE]"
+    # A busy machine may read all tokens at once.
+    assert len(lines) > 1 and lines[-1].strip() == "data: [DONE]"
     assert serving.stop(signal.SIGINT, timeout_s=60) == 0
     serving.assert_clean()
 
