@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,6 +15,15 @@ __all__ = ["ALLOWED_STATUSES", "Coverage", "Verdict", "Violation", "check_reques
 
 ALLOWED_STATUSES = (200, 503)
 """Every request of a run is valid, so other statuses are the deployment's fault."""
+
+TWO_LOST = "Two workers died"
+"""How the error of a request begins that two workers did not survive before its first token."""
+
+SILENCE_S = 5.0
+"""A request may be sent to a worker that fell silent this long ago, and lose it."""
+
+WORKER_LOSSES = ("requests cut", "worker stopped")
+"""Faults after which a frontend may take a worker for lost whose life goes on."""
 
 CLOSING_RACE_S = 0.1
 """A request that starts this shortly before a frontend drains may find its connection closed."""
@@ -55,7 +64,8 @@ class Verdict:
 
     ``requests`` reached a frontend, ``refused`` ones found none.
     ``counted`` requests were not cancelled, met no death of a frontend, and had a live worker at
-    every moment; ``succeeded`` of them got their complete answer. ``longest_gap_s`` is the longest
+    every moment; ``succeeded`` of them got their complete answer. ``two_lost`` are not counted
+    either: two workers were lost before their first token. ``longest_gap_s`` is the longest
     time in which a stream of these received nothing.
     """
 
@@ -67,6 +77,7 @@ class Verdict:
     cancelled: int = 0
     frontend_lost: int = 0
     no_worker: int = 0
+    two_lost: int = 0
     tokens: int = 0
     longest_gap_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
@@ -87,6 +98,8 @@ def validate(records: Iterable[Record], lives: Iterable[Life]) -> Verdict:
     workers = Coverage(one for one in lives if one.role == "worker")
     verdict = Verdict()
     seen: set[str] = set()
+    losses = [one.until_s for one in lives if one.role == "worker" and one.until_s is not None]
+    lost: list[Request] = []
     for record in records:
         if isinstance(record, Request):
             if record.id in seen:
@@ -95,9 +108,24 @@ def validate(records: Iterable[Record], lives: Iterable[Life]) -> Verdict:
             alive = any(_outlives(one, record) for one in frontends)
             served = workers.covers(record.started_s, record.ended_s)
             _count(verdict, record, alive, served)
+            if _error(record).startswith(TWO_LOST):
+                lost.append(record)
         elif not isinstance(record, Life):
             verdict.faults[record.kind] += 1
+            if record.kind in WORKER_LOSSES:
+                losses.append(record.at_s)
+    # Faults are recorded when they end, so a request may come before its own.
+    verdict.violations += _check_losses(lost, sorted(losses))
     return verdict
+
+
+def _check_losses(lost: Iterable[Request], losses: Sequence[float]) -> Iterator[Violation]:
+    """Yield the requests that say that they lost two workers, when fewer were lost."""
+    for request in lost:
+        first = bisect_left(losses, request.started_s - SILENCE_S)
+        found = bisect_right(losses, request.ended_s) - first
+        if found < 2:
+            yield Violation(request.id, "no loss", f"{found} workers lost while it waited")
 
 
 def _outlives(frontend: Life, request: Request) -> bool:
@@ -128,6 +156,8 @@ def _count(verdict: Verdict, request: Request, alive: bool, served: bool) -> Non
         verdict.frontend_lost += 1
     elif not served:
         verdict.no_worker += 1
+    elif _error(request).startswith(TWO_LOST):
+        verdict.two_lost += 1
     else:
         verdict.counted += 1
         verdict.succeeded += complete
@@ -250,7 +280,7 @@ def _check_complete(request: Request) -> Iterator[tuple[str, str]]:
 def _is_allowed(request: Request) -> bool:
     """503, or the 500 of a request that lost two workers before its first token."""
     return request.status in ALLOWED_STATUSES or (
-        request.status == 500 and _error(request).startswith("Two workers died")
+        request.status == 500 and _error(request).startswith(TWO_LOST)
     )
 
 
