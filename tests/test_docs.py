@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from dynamo import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dynamo"
 PAGES = sorted(
@@ -84,6 +86,11 @@ def test_decisions_are_listed_in_their_order() -> None:
     text = (ROOT / "docs/decisions.md").read_text()
     listed = re.findall(r"^\| \[.*\]\(#(.*)\) \|$", text, re.MULTILINE)
     assert listed == [anchor(title) for title in re.findall(r"^## (.*)$", text, re.MULTILINE)]
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs/changelog.md").read_text(), re.MULTILINE)
+    assert headings[0] == __version__
 
 
 def long_lines(page: Path) -> Iterator[int]:
