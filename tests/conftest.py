@@ -10,8 +10,9 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from boxes import Etcd, Nats, binary
@@ -41,6 +42,9 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
+# Of these, the ones before wait longer than the ones behind; all other tests come after them.
+PROCESS_TESTS = ("adversity", "several_boxes", "e2e", "engines")
+
 _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP = 1
@@ -55,6 +59,30 @@ def pytest_configure(config: pytest.Config) -> None:
     if ctypes.CDLL(None).unshare(_CLONE_NEWNET) == 0:
         with socket.socket() as control:
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first, so that no worker is left with them at the end."""
+    items.sort(key=_rank)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Replace what UTF-8 cannot encode: a worker of pytest-xdist could not send it."""
+    return _encodable((yield))
+
+
+def _encodable(data: Any) -> Any:
+    if isinstance(data, str):
+        return data.encode(errors="replace").decode()
+    if isinstance(data, dict):
+        return {key: _encodable(value) for key, value in data.items()}
+    return type(data)(map(_encodable, data)) if isinstance(data, list | tuple) else data
+
+
+def _rank(item: pytest.Item) -> int:
+    directory = item.path.parent.name
+    return PROCESS_TESTS.index(directory) if directory in PROCESS_TESTS else len(PROCESS_TESTS)
 
 
 @pytest.fixture
