@@ -6,6 +6,8 @@ label values.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
 from dynamo._fast.histogram import Histogram
@@ -30,6 +32,9 @@ UNKNOWN_MODEL = "unknown_model"
 
 PHASES = ("aggregated", "prefill", "decode")
 """What a request is routed or dispatched for: all of it, or one half of disaggregated serving."""
+
+PREPROCESS = ("", "preprocess")
+"""Phase and stage of a request that has just come."""
 
 C = TypeVar("C", Counter, Gauge, Histogram)
 
@@ -248,11 +253,8 @@ class FrontendMetrics:
         self.route_stage = self.child(_STAGE_SECONDS, "route")
         self.dispatch_stage = self.child(_STAGE_SECONDS, "dispatch")
         self.roundtrip_stage = self.child(_STAGE_SECONDS, "transport_roundtrip")
-        self.preprocessing = self.child(_STAGE_REQUESTS, "", "preprocess")
-        self.routing = {phase: self.child(_STAGE_REQUESTS, phase, "route") for phase in PHASES}
-        self.dispatching = {
-            phase: self.child(_STAGE_REQUESTS, phase, "dispatch") for phase in PHASES
-        }
+        stages = (PREPROCESS, *itertools.product(PHASES, ("route", "dispatch")))
+        self.stages = {stage: self.child(_STAGE_REQUESTS, *stage) for stage in stages}
         self.plane_inflight = self.child(_PLANE_INFLIGHT)
         self.plane_queue = self.child(_PLANE_QUEUE)
         self.plane_send = self.child(_PLANE_SEND)
@@ -287,6 +289,11 @@ class FrontendMetrics:
         if found is None:
             found = self._models[name] = ModelMetrics(self, name)
         return found
+
+    @property
+    def models(self) -> Iterable[ModelMetrics]:
+        """Those of all models that are or were served."""
+        return self._models.values()
 
     def outcomes(self, name: str) -> Outcomes:
         """The outcomes of ``name`` if it is or was served, else of all unknown models together."""

@@ -1,7 +1,7 @@
 """The requests that ended last, for ``/v1/requests``, ``dynamo explain``, ``top`` and ``/ui``.
 
-A request that ends costs one struct of values that exist anyway; a :class:`RequestRecord` is made
-when it is read.
+The figures that a request collected are kept as they are; a :class:`RequestRecord` is made when it
+is read.
 """
 
 from __future__ import annotations
@@ -47,19 +47,28 @@ class Prefilled(NamedTuple):
     done_s: float
 
 
-class EndedRequest(msgspec.Struct, frozen=True, gc=False):
+class RequestInfo(NamedTuple):
+    """The ``endpoint`` label of the counters, the request's id, and the client's own id, if any,
+    which the response echoes."""
+
+    endpoint: str
+    request_id: str
+    echoed_id: str | None
+
+
+class RequestFigures(msgspec.Struct):
     """The figures of one request. Moments are monotonic seconds, 0 if it did not get so far.
 
-    ``info`` is endpoint, id and the id that the client gave. ``sent_s`` is when its (decode) worker
-    was chosen, ``prefilled`` the step of a prefill worker before that; ``inputs`` and
-    ``prefill_inputs`` explain the choices.
+    ``model`` is its name. ``sent_s`` is when its (decode) worker was chosen, ``prefilled`` the step
+    of a prefill worker before that; ``inputs`` and ``prefill_inputs`` explain the choices.
+    ``outcome`` and what follows from the engines' output are set when it ends.
     """
 
-    info: tuple[str, str, str | None]
+    info: RequestInfo
     model: str
-    outcome: str
     received_s: float
-    ended_s: float
+    outcome: str = ""
+    ended_s: float = 0.0
     prepared_s: float = 0.0
     sent_s: float = 0.0
     first_token_s: float = 0.0
@@ -91,10 +100,10 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
         spent = {name: ended_s - begun_s for name, begun_s, ended_s in self.stages()}
         cached = self if prefilled is None else prefilled
         return RequestRecord(
-            request_id=self.info[1],
-            client_id=self.info[2] or "",
+            request_id=self.info.request_id,
+            client_id=self.info.echoed_id or "",
             model=self.model,
-            endpoint=self.info[0],
+            endpoint=self.info.endpoint,
             received_at_s=round(time.time() - (time.monotonic() - self.received_s), 3),
             duration_s=self.ended_s - self.received_s,
             outcome=self.outcome,
@@ -137,16 +146,21 @@ class RecentRequests:
     """
 
     def __init__(self, routed: int = _ROUTED, refused: int = _REFUSED) -> None:
-        self.records: deque[EndedRequest] = deque(maxlen=routed)
-        self.refused: deque[EndedRequest] = deque(maxlen=refused)
+        self.records: deque[RequestFigures] = deque(maxlen=routed)
+        self.refused: deque[RequestFigures] = deque(maxlen=refused)
         self.add = self.records.append  # called for each request: no layer
 
-    def refuse(self, endpoint: str, model: str, outcome: str, exchange: Exchange) -> EndedRequest:
+    def refuse(self, endpoint: str, model: str, outcome: str, exchange: Exchange) -> RequestFigures:
         """Keep a request that has not reached its model; return its record."""
         internal, given = request_id(exchange.headers)
-        info = (endpoint, internal, None if given is None else given[:CLIENT_ID_CHARACTERS])
-        name = shorten(model, CLIENT_ID_CHARACTERS)
-        ended = EndedRequest(info, name, outcome, exchange.received_at, time.monotonic())
+        kept = None if given is None else given[:CLIENT_ID_CHARACTERS]
+        ended = RequestFigures(
+            RequestInfo(endpoint, internal, kept),
+            shorten(model, CLIENT_ID_CHARACTERS),
+            exchange.received_at,
+            outcome,
+            time.monotonic(),
+        )
         self.refused.append(ended)
         return ended
 
@@ -155,34 +169,34 @@ class RecentRequests:
         chosen = (one for one in self.ended() if not model or one.model == model)
         return [one.record() for one in islice(chosen, limit)]
 
-    def ended(self) -> Iterator[EndedRequest]:
+    def ended(self) -> Iterator[RequestFigures]:
         """All of them, the last one that ended first."""
         both = (reversed(self.refused), reversed(self.records))
         return heapq.merge(*both, key=attrgetter("ended_s"), reverse=True)
 
-    def last(self) -> EndedRequest:
+    def last(self) -> RequestFigures:
         """The request that ended last. Raises ModelNotFound (404) without one."""
         for one in self.ended():
             return one
         raise ModelNotFound("No request has ended since the frontend started")
 
-    def find(self, name: str) -> EndedRequest:
+    def find(self, name: str) -> RequestFigures:
         """The request of this id: its own, that of the response, the client's, or the beginning or
         the end of its own: ids of requests in a row differ at the end.
 
         Raises ModelNotFound (404), InvalidArgument if there are several.
         """
         shown = shorten(name, CLIENT_ID_CHARACTERS)
-        found = [one for one in self.ended() if name in (one.info[1], one.info[2])]
+        found = [one for one in self.ended() if name in one.info[1:]]
         if not found:
             part = _SECRET.sub("", _PREFIXES.sub("", name, count=1).lower())
-            found = [one for one in self.ended() if part and _matches(one.info[1], part)]
+            found = [one for one in self.ended() if part and _matches(one.info.request_id, part)]
         if not found:
             raise ModelNotFound(
                 f"No request {shown}: the last {self.records.maxlen} are kept, and one "
                 "that is still running is not among them"
             )
-        if len({one.info[1] for one in found}) > 1:
+        if len({one.info.request_id for one in found}) > 1:
             raise InvalidArgument(
                 f"{len(found)} requests begin or end with {shown}: give more digits"
             )

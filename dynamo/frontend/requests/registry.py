@@ -23,6 +23,7 @@ from dynamo.frontend.requests.errors import (
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request import ActiveRequest, Recorder
+from dynamo.frontend.requests.request_metrics import show_in_progress
 from dynamo.frontend.requests.trace import trace_refused
 from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
@@ -65,6 +66,7 @@ class RequestRegistry:
         self.recordings: list[Recorder] = []
         self.error_shapes: dict[str, ErrorShape] = {}
         self._active: set[ActiveRequest] = set()
+        metrics.registry.before_render.append(self._show_in_progress)
         self._engine_ids: set[str] = set()
         self._duplicates = itertools.count(1)
         self._drained: asyncio.Event | None = None
@@ -225,10 +227,17 @@ class RequestRegistry:
             if one.decision is not None
         )
 
+    def in_flight_by_model(self) -> Counter[str]:
+        """Return the requests that a worker has now. O(requests)."""
+        return Counter(one.model.name for one in self._active if one.metrics.engine_requests)
+
     def fail_all(self, error: DynamoError) -> None:
         """End every request with ``error``: the drain timeout has passed."""
         for request in list(self._active):
             request.fail(error)
+
+    def _show_in_progress(self) -> None:
+        show_in_progress(self.metrics, [request.metrics for request in self._active])
 
     def _sweep(self) -> None:
         assert self._silence_s is not None, "armed only with a timeout"

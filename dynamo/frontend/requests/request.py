@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -38,8 +38,8 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import Prefilled
-from dynamo.frontend.requests.request_metrics import RequestMetrics, RequestOutput
+from dynamo.frontend.requests.recent import Prefilled, RequestInfo
+from dynamo.frontend.requests.request_metrics import RequestMetrics
 from dynamo.frontend.requests.trace import begin_trace, end_trace
 from dynamo.http import NEVER, Exchange, WriteBatch
 from dynamo.observability.tracing import OpenSpan, Tracing
@@ -115,15 +115,6 @@ def _rows(receipt: RouteReceipt) -> list[_Candidate]:
         _Candidate(one.worker, one.dp_rank, one.overlap_blocks, one.cost)
         for one in eligible[:_MOST]
     ]
-
-
-class RequestInfo(NamedTuple):
-    """The ``endpoint`` label of the counters, the request's id, and the client's own id, if any,
-    which the response echoes."""
-
-    endpoint: str
-    request_id: str
-    echoed_id: str | None
 
 
 class Recorder(Protocol):
@@ -230,7 +221,7 @@ class ActiveRequest:
         self.engine_id = shared.add(self)
         kind = "stream" if stream else "unary"
         self.metrics = RequestMetrics(
-            shared.metrics, model, info.endpoint, kind, exchange.received_at
+            info, model.name, exchange.received_at, shared=shared.metrics, of_model=model, kind=kind
         )
 
     @property
@@ -453,13 +444,12 @@ class ActiveRequest:
             if not one.released:
                 one.release()
         try:
-            output = None
             if metrics.accepted and metrics.engine_requests:
                 usage = self.generation.final_usage or self.generation.usage()
-                output = RequestOutput(usage, engine_requests, self.detokenize_s)
-            ended = metrics.ended(failure, output, self.info, engine_requests)
+                metrics.count_output(usage, engine_requests, self.detokenize_s)
+            metrics.ended(failure, engine_requests)
             if self.trace is not None and self.trace.recording:
-                end_trace(self.trace, ended)
+                end_trace(self.trace, metrics)
             for recording in self._shared.recordings:
                 recording.ended(self)
         finally:

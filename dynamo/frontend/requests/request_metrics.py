@@ -1,19 +1,16 @@
-"""Counters and timings of one generation request, from its arrival to its end.
-
-Every gauge that goes up here goes down in :meth:`RequestMetrics.ended`, however the request ends.
-"""
+"""Counters and timings of one generation request, from its arrival to its end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.errors import Labels
-from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, EndedRequest, Prefilled
-from dynamo.observability.metrics import Gauge
+from dynamo.frontend.requests.metrics import PREPROCESS, FrontendMetrics, ModelMetrics
+from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, RequestFigures
 from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision, Picker
 
@@ -31,88 +28,46 @@ class ServedChoice(Protocol):
     prefill_inputs: DecisionInputs | None
 
 
-class RequestOutput(NamedTuple):
-    """The output of a request, complete or partial; ``detokenize_s`` went into its text."""
-
-    usage: Usage
-    choices: Sequence[ServedChoice]
-    detokenize_s: float
-
-
-class RequestMetrics:
-    """Of one request to ``endpoint``; ``kind`` is ``stream`` or ``unary``.
+class RequestMetrics(RequestFigures, kw_only=True):
+    """Count one request to a model, and collect its figures; ``kind`` is ``stream`` or ``unary``.
 
     ``prepared_s`` is set when the engine requests are ready; ``accepted`` once each of them is sent
     or queued; ``prefilled`` if a prefill worker computed the prompt; ``engine_requests`` is those
-    that a worker has received. Times are monotonic seconds.
+    that a worker has received. ``stage`` is a key of the ``stages`` of the frontend's metrics, None
+    from the first token on.
     """
 
-    __slots__ = (
-        "_endpoint",
-        "_first_token_s",
-        "_kind",
-        "_metrics",
-        "_model",
-        "_overlap_blocks",
-        "_phase",
-        "_prompt_blocks",
-        "_prompt_tokens",
-        "_queue_depth",
-        "_received_s",
-        "_sent_s",
-        "_stage",
-        "accepted",
-        "engine_requests",
-        "prefilled",
-        "prepared_s",
-    )
+    shared: FrontendMetrics
+    of_model: ModelMetrics
+    kind: str
+    accepted: bool = False
+    engine_requests: int = 0
+    queue_depth: int = 0
+    phase: str = "aggregated"
+    stage: tuple[str, str] | None = PREPROCESS
 
-    def __init__(
-        self,
-        metrics: FrontendMetrics,
-        model: ModelMetrics,
-        endpoint: str,
-        kind: str,
-        received_s: float,
-    ) -> None:
-        self._metrics = metrics
-        self._model = model
-        self._endpoint = endpoint
-        self._kind = kind
-        self._received_s = received_s
-        self._sent_s = 0.0
-        self._first_token_s = 0.0
-        self._phase = "aggregated"
-        self.engine_requests = 0
-        self._overlap_blocks = 0
-        self._prompt_blocks = 0
-        self._prompt_tokens = 0
-        self._queue_depth = 0
-        self.accepted = False
-        self.prefilled: Prefilled | None = None
-        self.prepared_s = 0.0
+    def __post_init__(self) -> None:
+        """Count its begin."""
+        model = self.of_model
         model.active.value += 1
-        model.started[endpoint, model.name, kind].value += 1
-        self._stage: Gauge | None = metrics.preprocessing
-        metrics.preprocessing.value += 1
+        model.started[self.info.endpoint, self.model, self.kind].value += 1
 
     def routed(self, phase: str) -> None:
-        """Count the request as being routed for ``phase``, one of ``PHASES``."""
-        self._phase = phase
+        """The request is being routed for ``phase``, one of ``PHASES``."""
+        self.phase = phase
         if not self.engine_requests:
-            self._enter(self._metrics.routing[phase])
+            self.stage = phase, "route"
 
     def prefilling(self) -> None:
-        """Count the request as dispatched to a prefill worker."""
+        """A prefill worker has the request."""
         if not self.engine_requests:
-            self._enter(self._metrics.dispatching["prefill"])
+            self.stage = "prefill", "dispatch"
 
     def dispatched(self, prompt_tokens: int) -> None:
         """Every engine request is sent or queued."""
         self.accepted = True
-        self._prompt_tokens = prompt_tokens
-        self._model.queued.value += 1
-        self._model.isl.observe(prompt_tokens)
+        self.prompt_tokens = prompt_tokens
+        self.of_model.isl.observe(prompt_tokens)
 
     def sent(self, decision: Decision, queued: int, chosen_s: float, send_seconds: float) -> bool:
         """Count an engine request that a worker has received; return whether it is the first.
@@ -120,50 +75,42 @@ class RequestMetrics:
         The worker was chosen at ``chosen_s``, with ``queued`` requests left in the queue; writing
         to its connection took ``send_seconds``.
         """
-        metrics = self._metrics
-        metrics.plane_inflight.value += 1
-        metrics.dispatch_stage.observe(send_seconds)
-        metrics.plane_send.observe(send_seconds)
+        shared = self.shared
+        shared.dispatch_stage.observe(send_seconds)
+        shared.plane_send.observe(send_seconds)
         self.engine_requests += 1
-        self._overlap_blocks += decision.overlap_blocks
-        self._prompt_blocks += decision.prompt_blocks
-        if queued > self._queue_depth:
-            self._queue_depth = queued
+        self.overlap_blocks += decision.overlap_blocks
+        self.prompt_blocks += decision.prompt_blocks
+        if queued > self.queue_depth:
+            self.queue_depth = queued
         if self.engine_requests > 1:
             return False
-        self._sent_s = chosen_s
-        metrics.route_stage.observe(chosen_s - self.prepared_s)
-        metrics.plane_queue.observe(chosen_s - self._received_s)
-        self._model.inflight.value += 1
-        if self._stage is not None:
-            self._stage.value -= 1
-        self._stage = metrics.dispatching[self._phase]
-        self._stage.value += 1
+        self.sent_s = chosen_s
+        shared.route_stage.observe(chosen_s - self.prepared_s)
+        shared.plane_queue.observe(chosen_s - self.received_s)
+        if not self.first_token_s:
+            self.stage = self.phase, "dispatch"
         return True
 
-    def first_token(self, now: float) -> None:
+    def first_token(self, now_s: float) -> None:
         """Observe the time to the first token of all engine requests."""
-        if self._first_token_s:
+        if self.first_token_s:
             return
-        self._first_token_s = now
-        metrics, model = self._metrics, self._model
-        model.queued.value -= 1
-        if self._stage is not None:
-            self._stage.value -= 1
-            self._stage = None
-        model.ttft.observe(now - self._received_s)
-        roundtrip_s = now - self._sent_s
-        metrics.roundtrip_stage.observe(roundtrip_s)
-        metrics.plane_roundtrip.observe(roundtrip_s)
+        self.first_token_s = now_s
+        self.stage = None
+        self.of_model.ttft.observe(now_s - self.received_s)
+        roundtrip_s = now_s - self.sent_s
+        self.shared.roundtrip_stage.observe(roundtrip_s)
+        self.shared.plane_roundtrip.observe(roundtrip_s)
 
     def timing(self) -> dict[str, Any]:
         """``nvext.timing``."""
-        received = self._received_s
+        received = self.received_s
         now = time.monotonic()
-        first = self._first_token_s or now
+        first = self.first_token_s or now
         done = self.prefilled
-        begun, ended = self._sent_s, first
-        overlap, blocks = self._overlap_blocks, self._prompt_blocks
+        begun, ended = self.sent_s, first
+        overlap, blocks = self.overlap_blocks, self.prompt_blocks
         if done is not None:
             begun, ended = done.sent_s, done.done_s
             overlap, blocks = done.overlap_blocks, done.prompt_blocks
@@ -174,101 +121,20 @@ class RequestMetrics:
             "ttft_ms": (first - received) * 1e3,
             "total_time_ms": (now - received) * 1e3,
             "kv_hit_rate": overlap / blocks if blocks else 0.0,
-            "router_queue_depth": self._queue_depth,
+            "router_queue_depth": self.queue_depth,
         }
 
-    def ended(
-        self,
-        failure: Labels | None,
-        output: RequestOutput | None,
-        info: tuple[str, str, str | None],
-        choices: Sequence[ServedChoice],
-    ) -> EndedRequest:
-        """Count the end of the request, and its output if an engine was asked for any.
-
-        Return its record.
-
-        ``failure`` is None if it succeeded; then the output is complete. ``info`` and ``choices``,
-        which may never have got a worker, are for the recent requests.
-        """
-        model, metrics = self._model, self._metrics
-        if output is not None:
-            self._count_output(output)
-        if self.prepared_s:
-            metrics.preprocess_stage.observe(self.prepared_s - self._received_s)
-        if self.engine_requests:
-            model.inflight.value -= 1
-            metrics.plane_inflight.value -= self.engine_requests
-        if self.accepted and not self._first_token_s:
-            model.queued.value -= 1
-        if self._stage is not None:
-            self._stage.value -= 1
-            self._stage = None
-        if failure is None:
-            model.requests[self._endpoint, "", model.name, self._kind, "success"].value += 1
-        else:
-            metrics.failures[failure.failure_class, failure.reason].value += 1
-            model.failed(self._endpoint, self._kind, failure.error_type)
-        model.active.value -= 1
-        now_s = time.monotonic()
-        model.duration.observe(now_s - self._received_s)
-        outcome = "ok" if failure is None else failure.error_type
-        usage = None if output is None else output.usage
-        return self._keep(info, outcome, now_s, usage, choices)
-
-    def _keep(
-        self,
-        info: tuple[str, str, str | None],
-        outcome: str,
-        now_s: float,
-        usage: Usage | None,
-        choices: Sequence[ServedChoice],
-    ) -> EndedRequest:
-        """Add the request to the recent ones."""
-        last_token_s, migrations = 0.0, 0
-        decision = inputs = prefill_inputs = None
-        if choices:
-            first = choices[0]
-            inputs, prefill_inputs = first.inputs, first.prefill_inputs
-            decision, migrations = first.decision, first.migrations
-            last_token_s = first.last_token_s
-            if len(choices) > 1:
-                last_token_s = max(choice.last_token_s for choice in choices)
-                migrations = sum(choice.migrations for choice in choices)
-        if info[2] is not None:
-            info = (*info[:2], info[2][:CLIENT_ID_CHARACTERS])
-        ended = EndedRequest(
-            info=info,
-            model=self._model.name,
-            outcome=outcome,
-            received_s=self._received_s,
-            ended_s=now_s,
-            prepared_s=self.prepared_s,
-            sent_s=self._sent_s,
-            first_token_s=self._first_token_s,
-            last_token_s=last_token_s,
-            prompt_tokens=self._prompt_tokens,
-            overlap_blocks=self._overlap_blocks,
-            prompt_blocks=self._prompt_blocks,
-            usage=usage,
-            decision=decision,
-            prefilled=self.prefilled,
-            migrations=migrations,
-            inputs=inputs,
-            prefill_inputs=prefill_inputs,
-        )
-        self._metrics.recent.add(ended)
-        return ended
-
-    def _count_output(self, output: RequestOutput) -> None:
-        usage, choices, detokenize_s = output
-        model, metrics = self._model, self._metrics
+    def count_output(
+        self, usage: Usage, choices: Sequence[ServedChoice], detokenize_s: float
+    ) -> None:
+        """Count the output of the engines, complete or partial; its text took ``detokenize_s``."""
+        self.usage = usage
+        model, shared = self.of_model, self.shared
         tokens = usage.completion_tokens
         model.osl.observe(tokens)
         model.output_tokens.value += tokens
-        metrics.detokenize_ms.observe(detokenize_s * 1e3)
-        metrics.detokenize_tokens.value += tokens
-        metrics.detokenize_us.value += detokenize_s * 1e6
+        shared.detokenize_ms.observe(detokenize_s * 1e3)
+        shared.detokenize_tokens.value += tokens
         cached_tokens = usage.cached_tokens
         if cached_tokens is not None:
             model.cached.observe(cached_tokens)
@@ -279,16 +145,63 @@ class RequestMetrics:
                 cached_tokens = None  # the usage is that of the whole request
             if decision is None or decision.worker_id not in picker.worker_pool.members:
                 continue  # the rows of a removed worker stay removed
-            last = metrics.workers[decision.worker_id, decision.dp_rank, "decode"]
-            last.isl.value = self._prompt_tokens
+            last = shared.workers[decision.worker_id, decision.dp_rank, "decode"]
+            last.isl.value = self.prompt_tokens
             if choice.tokens:
-                last.ttft.value = choice.first_token_s - self._received_s
+                last.ttft.value = choice.first_token_s - self.received_s
             if choice.tokens > 1:
                 last.itl.value = (choice.last_token_s - choice.first_token_s) / (choice.tokens - 1)
 
-    def _enter(self, stage: Gauge) -> None:
-        """Count the request in this stage and no other."""
-        if self._stage is not None:
-            self._stage.value -= 1
-        stage.value += 1
-        self._stage = stage
+    def ended(self, failure: Labels | None, choices: Sequence[ServedChoice]) -> None:
+        """Count the end of the request, and add it to the recent ones.
+
+        ``failure`` is None if it succeeded; then the output is complete. ``choices`` may never have
+        got a worker.
+        """
+        model, shared = self.of_model, self.shared
+        if self.prepared_s:
+            shared.preprocess_stage.observe(self.prepared_s - self.received_s)
+        if failure is None:
+            self.outcome = "ok"
+            model.requests[self.info.endpoint, "", self.model, self.kind, "success"].value += 1
+        else:
+            self.outcome = failure.error_type
+            shared.failures[failure.failure_class, failure.reason].value += 1
+            model.failed(self.info.endpoint, self.kind, failure.error_type)
+        model.active.value -= 1
+        self.ended_s = time.monotonic()
+        model.duration.observe(self.ended_s - self.received_s)
+        if choices:
+            first = choices[0]
+            self.inputs, self.prefill_inputs = first.inputs, first.prefill_inputs
+            self.decision, self.migrations = first.decision, first.migrations
+            self.last_token_s = first.last_token_s
+            if len(choices) > 1:
+                self.last_token_s = max(choice.last_token_s for choice in choices)
+                self.migrations = sum(choice.migrations for choice in choices)
+        echoed_id = self.info.echoed_id
+        if echoed_id is not None:
+            self.info = self.info._replace(echoed_id=echoed_id[:CLIENT_ID_CHARACTERS])
+        shared.recent.add(self)
+
+
+def show_in_progress(shared: FrontendMetrics, requests: Iterable[RequestMetrics]) -> None:
+    """Set the gauges of the requests in progress. O(requests + models), before a scrape.
+
+    A request in progress is the only owner of its stage: nothing is counted up and down.
+    """
+    stages: Counter[tuple[str, str] | None] = Counter()
+    inflight, queued = Counter[str](), Counter[str]()
+    streams = 0
+    for one in requests:
+        stages[one.stage] += 1
+        streams += one.engine_requests
+        inflight[one.model] += one.engine_requests > 0
+        queued[one.model] += one.accepted and not one.first_token_s
+    for stage, gauge in shared.stages.items():
+        gauge.value = stages[stage]
+    for model in shared.models:
+        model.inflight.value = inflight[model.name]
+        model.queued.value = queued[model.name]
+    shared.plane_inflight.value = streams
+    shared.detokenize_us.value = shared.detokenize_ms.total * 1e3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.frontend.requests.recent import EndedRequest
+from dynamo.frontend.requests.recent import RequestFigures
 from dynamo.http import Exchange
 from dynamo.observability.tracing import OpenSpan, PassedTrace, Tracing
 
@@ -18,15 +18,15 @@ def begin_trace(tracing: Tracing | None, exchange: Exchange) -> OpenSpan:
     return tracing.start(_NAME, exchange.headers, exchange.received_at)
 
 
-def end_trace(span: OpenSpan, ended: EndedRequest) -> None:
+def end_trace(span: OpenSpan, ended: RequestFigures) -> None:
     """End the span of a request with its stages and figures."""
     for name, begun_s, ended_s in ended.stages():
         span.child(name, begun_s, ended_s)
     decision, usage, prefilled = ended.decision, ended.usage, ended.prefilled
     attributes: dict[str, str | int | float] = {
         "gen_ai.request.model": ended.model,
-        "dynamo.request_id": ended.info[1],
-        "dynamo.endpoint": ended.info[0],
+        "dynamo.request_id": ended.info.request_id,
+        "dynamo.endpoint": ended.info.endpoint,
         "dynamo.outcome": ended.outcome,
         "dynamo.migrations": ended.migrations,
         "gen_ai.usage.input_tokens": ended.prompt_tokens,
@@ -46,7 +46,7 @@ def end_trace(span: OpenSpan, ended: EndedRequest) -> None:
     span.end(ended.ended_s, attributes, error)
 
 
-def trace_refused(tracing: Tracing, exchange: Exchange, ended: EndedRequest) -> None:
+def trace_refused(tracing: Tracing, exchange: Exchange, ended: RequestFigures) -> None:
     """Export the span of a request that has not reached its model."""
     span = begin_trace(tracing, exchange)
     if span.recording:

@@ -12,7 +12,7 @@ from test_request import Site, ids
 
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, ModelNotFound, Overloaded
 from dynamo.frontend.apis.operator.status import RecentRoutes
-from dynamo.frontend.requests.recent import EndedRequest, Prefilled, RecentRequests
+from dynamo.frontend.requests.recent import Prefilled, RecentRequests, RequestFigures, RequestInfo
 from dynamo.http.routes import Routes
 from dynamo.protocols.engine import CompletionUsage, PromptTokensDetails
 from dynamo.protocols.status import RequestRecord
@@ -20,9 +20,9 @@ from dynamo.protocols.status import RequestRecord
 UUID = "01234567-89ab-4cde-8f01-{:012x}"
 
 
-def request(number: int, ended_s: float = 0.0, model: str = "m", **more: Any) -> EndedRequest:
-    info = ("chat_completions", UUID.format(number), None)
-    return EndedRequest(info, model, "ok", 1.0, ended_s or float(number), **more)
+def request(number: int, ended_s: float = 0.0, model: str = "m", **more: Any) -> RequestFigures:
+    info = RequestInfo("chat_completions", UUID.format(number), None)
+    return RequestFigures(info, model, 1.0, "ok", ended_s or float(number), **more)
 
 
 @pytest.fixture

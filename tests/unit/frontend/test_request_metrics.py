@@ -1,4 +1,4 @@
-"""The stage in which a request is counted, from its arrival to its first token or its end."""
+"""The stage in which a request is counted, from its arrival to its first token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from dynamo.frontend.apis.operator import info
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.request_metrics import RequestMetrics
+from dynamo.frontend.requests.recent import RequestInfo
+from dynamo.frontend.requests.request_metrics import RequestMetrics, show_in_progress
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.router.picker import Decision
@@ -24,10 +25,13 @@ class Page:
 
     def __init__(self) -> None:
         self.registry = Registry()
-        shared = FrontendMetrics(self.registry)
+        self.shared = shared = FrontendMetrics(self.registry)
         self.metrics = RequestMetrics(
-            shared, shared.model("tiny"), "chat_completions", "stream", 0.0
-        )
+            RequestInfo("chat_completions", "1", None), "tiny", 0.0,
+            shared=shared, of_model=shared.model("tiny"), kind="stream",
+        )  # fmt: skip
+        self.in_progress = [self.metrics]
+        self.registry.before_render.append(lambda: show_in_progress(shared, self.in_progress))
 
     @property
     def stages(self) -> dict[str, float]:
@@ -55,8 +59,6 @@ def test_a_request_of_one_worker() -> None:
     assert page.stages == at("dispatch", "aggregated")
     page.metrics.first_token(2.0)
     assert page.stages == {}
-    page.metrics.ended(None, None, ("chat_completions", "1", None), ())
-    assert page.stages == {}
 
 
 def test_a_request_whose_prompt_is_computed_elsewhere() -> None:
@@ -74,19 +76,24 @@ def test_a_request_whose_prompt_is_computed_elsewhere() -> None:
     assert page.stages == {}
 
 
-@pytest.mark.parametrize("steps", range(4))
-def test_a_request_that_ends_early_is_in_no_stage(steps: int) -> None:
+def test_requests_in_progress_are_counted_when_they_are_shown() -> None:
     page = Page()
-    metrics = page.metrics
-    for step in (
-        lambda: metrics.routed("prefill"),
-        metrics.prefilling,
-        lambda: metrics.routed("decode"),
-    )[:steps]:
-        step()  # type: ignore[no-untyped-call]
-    assert len(page.stages) == 1
-    metrics.ended(None, None, ("chat_completions", "1", None), ())
-    assert page.stages == {}
+    model = page.metrics.of_model
+    gauges = (model.inflight, model.queued, page.shared.plane_inflight)
+
+    def shown() -> tuple[float, ...]:
+        page.registry.render()
+        return tuple(gauge.value for gauge in gauges)
+
+    assert shown() == (0, 0, 0)
+    page.metrics.sent(DECISION, 0, 1.0, 0.0)
+    page.metrics.sent(DECISION, 0, 1.0, 0.0)
+    page.metrics.dispatched(8)
+    assert shown() == (1, 1, 2)
+    page.metrics.first_token(2.0)
+    assert shown() == (1, 0, 2)
+    page.in_progress.clear()
+    assert shown() == (0, 0, 0)
 
 
 async def test_the_loop_turns_while_the_metrics_of_many_models_are_rendered(

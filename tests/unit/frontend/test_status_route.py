@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.frontend.apis.operator.status import ModelTraffic, TrafficWindows
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.recent import EndedRequest, RecentRequests
+from dynamo.frontend.requests.recent import RecentRequests, RequestFigures, RequestInfo
 from dynamo.observability.metrics import Registry
 
 
@@ -30,11 +30,11 @@ class Traffic:
         usage: Any = SimpleNamespace(cached_tokens=cached)
         received_s = self.now_s - 1
         self.recent.add(
-            EndedRequest(
-                ("chat", "id", None),
+            RequestFigures(
+                RequestInfo("chat", "id", None),
                 "tiny",
-                "ok",
                 received_s,
+                "ok",
                 self.now_s,
                 first_token_s=received_s + ttft_s,
                 prompt_tokens=100,

@@ -30,9 +30,9 @@ from dynamo.frontend.prompt.images import ImageFetcher
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.recent import Prefilled
+from dynamo.frontend.requests.recent import Prefilled, RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.frontend.requests.request import ActiveRequest, RequestInfo
+from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes
 from dynamo.protocols.codec import Tokens

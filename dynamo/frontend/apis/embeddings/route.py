@@ -16,8 +16,8 @@ from dynamo.frontend.apis.relay.request import EmbeddingRequest, RelayedEngineRe
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
+from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.frontend.requests.request import RequestInfo
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.protocols.codec import Tokens, encode

@@ -21,7 +21,7 @@ from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.metrics import ModelMetrics
-from dynamo.frontend.requests.recent import EndedRequest, RecentRequests
+from dynamo.frontend.requests.recent import RecentRequests, RequestFigures
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
@@ -101,7 +101,7 @@ class TrafficWindows:
     def traffic(self) -> dict[str, ModelTraffic]:
         """Return the figures of every model now. O(recent requests + requests in progress)."""
         now_s, tokens = self._clock(), self._open_tokens()
-        ended: dict[str, list[EndedRequest]] = {}
+        ended: dict[str, list[RequestFigures]] = {}
         for one in reversed(self._recent.records):
             if now_s - one.ended_s > _RECENT_S:
                 break
@@ -140,7 +140,7 @@ class _Window:
         """Keep the counters of one second."""
         self._counts.append(counts)
 
-    def traffic(self, now: _Counts, ended: Sequence[EndedRequest]) -> ModelTraffic:
+    def traffic(self, now: _Counts, ended: Sequence[RequestFigures]) -> ModelTraffic:
         """Return the figures between the oldest counters and ``now``, and those of ``ended``."""
         since = self._counts[0]
         rate_s = now.at_s - since.at_s
@@ -161,7 +161,7 @@ def _quantile(ordered: list[float], share: float) -> float | None:
     return ordered[round(share * (len(ordered) - 1))] if ordered else None
 
 
-def _hit_rate(ended: Sequence[EndedRequest]) -> float | None:
+def _hit_rate(ended: Sequence[RequestFigures]) -> float | None:
     """Return the cached share of the prompts; None if no engine has reported it."""
     prompt_tokens = cached_tokens = 0
     for one in ended:
@@ -245,6 +245,7 @@ class StatusRoutes:
     def status(self) -> FrontendStatus:
         """Return the figures now."""
         traffic = self._windows.traffic()
+        running = self._requests.in_flight_by_model()
         in_flight = self._requests.in_flight_by_worker()
         entries = {entry.name: entry for entry in self._models.entries()}
         cold = {name for name, *_ in self._models.on_demand.listed()} - entries.keys()
@@ -252,7 +253,10 @@ class StatusRoutes:
             draining=self._requests.draining,
             uptime_s=time.monotonic() - self._started_s,
             models=(
-                *(_model(entry, traffic[name], in_flight) for name, entry in entries.items()),
+                *(
+                    _model(entry, traffic[name], running[name], in_flight)
+                    for name, entry in entries.items()
+                ),
                 *(self._cold(name) for name in sorted(cold)),
             ),
             requests=tuple(self._recent.newest(_REQUESTS)),
@@ -265,12 +269,13 @@ class StatusRoutes:
         return ModelFigures(model=name, queued=int(waiting))
 
 
-def _model(entry: ModelEntry, traffic: ModelTraffic, in_flight: Mapping[int, int]) -> ModelFigures:
-    metrics = entry.metrics
+def _model(
+    entry: ModelEntry, traffic: ModelTraffic, running: int, in_flight: Mapping[int, int]
+) -> ModelFigures:
     return ModelFigures(
         model=entry.name,
-        in_flight=int(metrics.inflight.value),
-        queued=int(metrics.cold_start_queue.value) + entry.queued,
+        in_flight=running,
+        queued=int(entry.metrics.cold_start_queue.value) + entry.queued,
         window_s=traffic.rate_s,
         output_tokens_per_s=traffic.output_tokens_per_s,
         requests_per_s=traffic.requests_per_s,

@@ -17,7 +17,8 @@ from dynamo.frontend.apis.relay.http_answer import HttpAnswer
 from dynamo.frontend.requests.engine_request import EngineRequest, Rerouter
 from dynamo.frontend.requests.errors import labels
 from dynamo.frontend.requests.metrics import ModelMetrics
-from dynamo.frontend.requests.request import ActiveRequest, RequestInfo, Shared
+from dynamo.frontend.requests.recent import RequestInfo
+from dynamo.frontend.requests.request import ActiveRequest, Shared
 from dynamo.http import NEVER, Exchange
 from dynamo.protocols.engine import PreprocessedRequest
 

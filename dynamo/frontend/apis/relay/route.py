@@ -45,8 +45,8 @@ from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
+from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.frontend.requests.request import RequestInfo
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, RouteMatch, Routes, is_multipart
 from dynamo.protocols.codec import Tokens, encode
