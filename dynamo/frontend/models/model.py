@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
@@ -22,7 +23,7 @@ from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.prompt.off_loop import in_daemon_thread
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
-from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
 from dynamo.http.routes import RoutePatterns
 from dynamo.protocols.card import ModelCard
@@ -41,9 +42,49 @@ def difference(reason: str) -> str:
     return "checksum of tokenizer, template and config" if reason == "checksum" else reason
 
 
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """What it takes to send a request to the workers of a model.
+
+    ``preprocessor`` is None for a relayed model whose prompts are not tokenized here.
+    """
+
+    name: str
+    card: ModelCard
+    metrics: ModelMetrics
+    client: Client
+    router: ConnectedRouter
+    dispatch: Dispatch
+    prefill: PrefillPool
+    preprocessor: Preprocessor | None
+
+    @property
+    def picker(self) -> Picker:
+        """What chooses its (decode) workers."""
+        return self.router.picker
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and answer together, if card, model or tokenizer state them."""
+        if self.preprocessor is not None:
+            return self.preprocessor.context_length
+        return self.card.context_length or self.card.runtime_config.context_length
+
+    async def close(self) -> None:
+        """Disconnect from the workers."""
+        await self.router.close()
+        self.client.close()
+
+
+@dataclass(frozen=True, eq=False)
+class TokenModel(LoadedModel):
+    """One whose prompts are tokenized here."""
+
+    preprocessor: Preprocessor
+
+
 class ModelEntry:
-    """``client``, ``picker`` and ``dispatch`` are set once ``ready``, and so is ``preprocessor``,
-    except for a model that is ``relayed`` and whose prompts are not tokenized here.
+    """A model that is known, loaded or not; ``loaded`` once it is.
 
     ``workers`` maps keys to cards and may be empty for a while; ``prefill`` holds the cards of the
     prefill workers. ``served``: a request can be answered now, according to the cards. ``types``
@@ -51,11 +92,6 @@ class ModelEntry:
     its routes whose requests do not name the model in the body. ``on_worker`` is called when
     requests can be sent to a new worker. ``problem`` says why it could not be loaded.
     """
-
-    preprocessor: Preprocessor
-    client: Client
-    picker: Picker
-    dispatch: Dispatch
 
     def __init__(
         self, card: ModelCard, metrics: FrontendMetrics, settings: FrontendSettings
@@ -69,7 +105,6 @@ class ModelEntry:
         self.types = frozenset(one.strip() for one in types)
         self.paths: frozenset[str] = frozenset()
         self.patterns = RoutePatterns()
-        self.has_preprocessor = False
         self.metrics = metrics.model(self.name)
         self.prefill = PrefillPool(self.name, metrics)
         # A worker's own limit is that of old versions of Dynamo, whose frontends had none.
@@ -78,14 +113,13 @@ class ModelEntry:
             settings.migration_max_seq_len,
             MigrationMetrics(metrics, self.name),
         )
-        self.ready = False
+        self.loaded: LoadedModel | None = None
         self.served = False
         self.loading = False
         self.problem = ""
         self.on_worker: Callable[[], None] | None = None
         self._all_metrics = metrics
         self._admitted: AdmittedWorkers | None = None
-        self._router: ConnectedRouter | None = None
         self._closed = False
 
     def agrees_with(self, card: ModelCard) -> str:
@@ -136,99 +170,98 @@ class ModelEntry:
         self._update()
         return card
 
-    async def load(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
+    async def load(self, runtime: DistributedRuntime, settings: RouterSettings) -> LoadedModel:
         """Load tokenizer and template in a thread, connect to the workers. Raises DynamoError."""
         card = self.card
         settings = settings.overridden(card.router_config) if card.router_config else settings
         begun = time.monotonic()
         try:
             settings = router_settings(card, settings)
-            await self._load_preprocessor(settings)
-            path = f"{card.namespace}.{card.component}.{card.endpoint}"
-            self.client = await runtime.endpoint(path).client()
-            self._admitted = AdmittedWorkers(self.client)
-            for worker in self.workers.values():
-                self._admitted.admit(worker.instance_id)
-            self._router = await self._start_router(runtime, settings, self._admitted)
-            self._admitted.on_change(self._workers_changed)  # after the picker's own
-            self.picker = self._router.picker
-            self.dispatch = Dispatch(self.picker, self.client, self._router.queue, self._migrations)
-            self.client.on_inhibited(self._router.picker.worker_pool.avoid)
-            self._router.picker.worker_pool.is_silent = self.client.is_silent
-            self._open_prefill(runtime, settings)
-            self.ready = not self._closed
+            preprocessor = await in_daemon_thread(load_preprocessor, card, settings)
+            loaded = await self._connect(runtime, settings, preprocessor)
         finally:
             self.loading = False
         if self._closed:
-            await self.close()
-            return
+            await loaded.close()
+            return loaded
+        self.loaded = loaded
+        self._open_prefill(runtime, settings, loaded.dispatch)
         self._update()
         log.info("model %s is ready after %.2f s", self.name, time.monotonic() - begun)
+        return loaded
 
     async def limit(self, thresholds: Thresholds) -> None:
         """Set the load above which a worker is busy."""
-        if self._router is not None:
-            await self._router.limit(thresholds)
+        if self.loaded is not None:
+            await self.loaded.router.limit(thresholds)
             await self.prefill.limit(thresholds)
 
     async def close(self) -> None:
         """Close router and client."""
         self._closed = True
-        self.ready = self.served = False
+        self.served = False
+        loaded, self.loaded = self.loaded, None
         await self.prefill.close()
-        router, self._router = self._router, None
-        if router is not None:
-            await router.close()
-            self.client.close()
+        if loaded is not None:
+            await loaded.close()
 
     @property
     def queued(self) -> int:
         """Requests that wait for a decode worker or a prefill worker."""
-        router, prefill = self._router, self.prefill.router
-        waiting = len(router.queue) if router is not None and router.queue is not None else 0
-        return waiting + (len(prefill.queue) if prefill is not None else 0)
+        queues = (
+            None if self.loaded is None else self.loaded.dispatch.queue,
+            None if self.prefill.router is None else self.prefill.router.queue,
+        )
+        return sum(len(queue) for queue in queues if queue is not None)
 
-    @property
-    def context_length(self) -> int | None:
-        """Tokens of prompt and answer together, if the card or the model states them."""
-        if self.has_preprocessor:
-            return self.preprocessor.context_length
-        return self.card.context_length or self.card.runtime_config.context_length
-
-    async def _load_preprocessor(self, settings: RouterSettings) -> None:
-        """Load the tokenizer, if prompts need one."""
-        found = await in_daemon_thread(load_preprocessor, self.card, settings)
-        if found is None:
-            return
-        self.preprocessor = found
-        self.has_preprocessor = True
+    async def _connect(
+        self,
+        runtime: DistributedRuntime,
+        settings: RouterSettings,
+        preprocessor: Preprocessor | None,
+    ) -> LoadedModel:
+        card, name = self.card, self.name
+        place = card.namespace, card.component, card.endpoint
+        client = await runtime.endpoint(".".join(place)).client()
+        admitted = self._admitted = AdmittedWorkers(client)
+        for worker in self.workers.values():
+            admitted.admit(worker.instance_id)
+        block_size = settings.kv_cache_block_size or card.kv_cache_block_size
+        routed = RoutedWorkers(*place, block_size, name)
+        router = make_router(runtime, routed, settings, admitted)
+        try:
+            await router.start()
+        except BaseException:
+            client.close()
+            raise
+        admitted.on_change(self._workers_changed)  # after the picker's own
+        pool = router.picker.worker_pool
+        client.on_inhibited(pool.avoid)
+        pool.is_silent = client.is_silent
+        dispatch = Dispatch(router.picker, client, router.queue, self._migrations)
+        parts = name, card, self.metrics, client, router, dispatch, self.prefill
+        if preprocessor is None:
+            return LoadedModel(*parts, preprocessor)
         if not self.relayed:  # those of a relayed model work in threads, and metrics have no lock
-            found.metrics = self._all_metrics
+            preprocessor.metrics = self._all_metrics
+        return TokenModel(*parts, preprocessor)
 
     def _update(self) -> None:
         """Recompute ``served``, ``paths``, ``patterns`` and the model's gauges."""
         if self.relayed and self.workers:
             self.paths = paths_of(self.workers.values())
             self.patterns = patterns_of(self.workers.values())
-        self.served = self.ready and bool(self.workers)
-        if self.ready:
+        self.served = self.loaded is not None and bool(self.workers)
+        if self.loaded is not None:
             self._all_metrics.show_card(self.card, self.served, self._migrations.limit)
 
-    def _open_prefill(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
+    def _open_prefill(
+        self, runtime: DistributedRuntime, settings: RouterSettings, dispatch: Dispatch
+    ) -> None:
         metrics = PrefillMetrics(self._all_metrics, self.name)
         block_size = settings.kv_cache_block_size or self.card.kv_cache_block_size
-        router = PrefillRouter(self.name, block_size, settings, metrics, self.dispatch)
+        router = PrefillRouter(self.name, block_size, settings, metrics, dispatch)
         self.prefill.open(runtime, settings, router)
-
-    async def _start_router(
-        self, runtime: DistributedRuntime, settings: RouterSettings, workers: AdmittedWorkers
-    ) -> ConnectedRouter:
-        card = self.card
-        block_size = settings.kv_cache_block_size or card.kv_cache_block_size
-        routed = RoutedWorkers(card.namespace, card.component, card.endpoint, block_size, self.name)
-        router = make_router(runtime, routed, settings, workers)
-        await router.start()
-        return router
 
     def _workers_changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for worker_id in removed:

@@ -18,7 +18,7 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.models.inputs import INPUTS, missing_route, router_settings
-from dynamo.frontend.models.model import ModelEntry, difference
+from dynamo.frontend.models.model import LoadedModel, ModelEntry, TokenModel, difference
 from dynamo.frontend.models.on_demand import GraphModels, OnDemandModels
 from dynamo.frontend.requests.cold_start import Refusals
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
@@ -164,7 +164,7 @@ class Models:
         for entry in self._entries.values():
             await entry.close()
 
-    def find(self, name: str, model_type: str) -> ModelEntry:
+    def find(self, name: str, model_type: str) -> TokenModel:
         """The model for a request of ``model_type`` (Chat, Completions).
 
         Raises ModelNotFound, or NoInstances if the model is known but has no worker now. Before the
@@ -177,11 +177,12 @@ class Models:
             raise ModelNotFound(f"Model not found: {shorten(name)}")
         if model_type not in entry.types:
             raise missing_route(name, model_type, entry.paths, entry.types)
-        if not entry.served:
+        loaded = entry.loaded
+        if not entry.served or not isinstance(loaded, TokenModel):
             raise NoInstances
-        return entry
+        return loaded
 
-    async def find_loaded(self, name: str, model_type: str) -> ModelEntry:
+    async def find_loaded(self, name: str, model_type: str) -> TokenModel:
         """As :meth:`find`, but wait for a model that is loading, at most 30 s."""
         try:
             return self.find(name, model_type)
@@ -205,6 +206,10 @@ class Models:
     def entries(self) -> list[ModelEntry]:
         """Every known model, served now or not."""
         return list(self._entries.values())
+
+    def loaded_models(self) -> list[LoadedModel]:
+        """Every model that is loaded, served now or not."""
+        return [one.loaded for one in self._entries.values() if one.loaded is not None]
 
     def listed(self) -> list[tuple[str, int, int | None]]:
         """(name, created in seconds, context length in tokens) of every model served now, or
@@ -240,39 +245,37 @@ class Models:
 
     def context_lengths(self) -> list[int | None]:
         """Tokens of prompt and answer together, of every model that is loaded."""
-        return [entry.context_length for entry in self._entries.values() if entry.ready]
+        return [one.context_length for one in self.loaded_models()]
 
     def takes_media(self) -> bool:
         """Whether a loaded model reads images in chat messages, or files in forms."""
         return any(
-            (entry.has_preprocessor and entry.preprocessor.images is not None)
+            (isinstance(entry.loaded, TokenModel) and entry.loaded.preprocessor.images is not None)
             or any(path.startswith(_FILE_PREFIXES) for path in entry.paths)
             for entry in self._entries.values()
-            if entry.ready
+            if entry.loaded is not None
         )
 
     def instances(self) -> list[EndpointRecord]:
         """Every live instance of every model, once: models may share an endpoint."""
         found = {
             (one.namespace, one.component, one.endpoint, one.instance_id): one
-            for entry in self._entries.values()
-            if entry.ready
-            for one in (*entry.client.records(), *entry.prefill.instances())
+            for loaded in self.loaded_models()
+            for one in (*loaded.client.records(), *loaded.prefill.instances())
         }
         return list(found.values())
 
     def outages(self) -> dict[int, Outage]:
         """Why each instance that is out of routing is out, by instance id."""
         found: dict[int, Outage] = {}
-        for entry in self._entries.values():
-            if entry.ready:
-                found |= entry.client.outages() | entry.prefill.outages()
+        for loaded in self.loaded_models():
+            found |= loaded.client.outages() | loaded.prefill.outages()
         return found
 
     def count(self) -> None:
         """Update the counters that the tokenizers keep, before a scrape."""
-        ready = [one for one in self._entries.values() if one.ready and one.has_preprocessor]
-        stats = [one.stats() for one in {each.preprocessor.tokenizer.encoder for each in ready}]
+        models = [one for one in self.loaded_models() if isinstance(one, TokenModel)]
+        stats = [one.stats() for one in {each.preprocessor.tokenizer.encoder for each in models}]
         hits, misses = sum(one.hits for one in stats), sum(one.misses for one in stats)
         self._metrics.tokenizer_cache(hits, misses)
 
@@ -334,7 +337,7 @@ class Models:
         entry.add_worker(key, card)
         self._owners[key] = entry
         log.info("model %s: worker %x joined (%d)", name, card.instance_id, len(entry.workers))
-        if not entry.ready and not entry.loading:
+        if entry.loaded is None and not entry.loading:
             entry.loading = True
             load = self._tasks.spawn(self._load(entry), name=f"load {name}")
             self._loads.add(load)
@@ -392,13 +395,13 @@ class Models:
 
     async def _load(self, entry: ModelEntry) -> None:
         try:
-            await entry.load(self._runtime, self._router)
+            loaded = await entry.load(self._runtime, self._router)
             entry.problem = ""
-            entry.dispatch.report_to(self.saturation)
-            entry.dispatch.hold = partial(self.on_demand.hold_dispatch, entry.name)
+            loaded.dispatch.report_to(self.saturation)
+            loaded.dispatch.hold = partial(self.on_demand.hold_dispatch, entry.name)
             entry.on_worker = partial(self.on_demand.release, entry.name)
             self.on_loaded()
-            if entry.picker.worker_pool.members:
+            if loaded.picker.worker_pool.members:
                 entry.on_worker()
         except DynamoError as error:
             entry.problem = error.message

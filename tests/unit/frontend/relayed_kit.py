@@ -104,7 +104,10 @@ class RelaySite(Site):
             user_data={"routes": [*PATHS, *ROUTES]},
         )
         self.far = SimpleNamespace(
-            **vars(self.entry) | {"dispatch": Dispatch(self, self)},  # type: ignore[arg-type]
+            dispatch=Dispatch(self, self),  # type: ignore[arg-type]
+            picker=self,
+            client=self,
+            prefill=self.entry.prefill,
             name="far",
             card=self.far_card,
             relayed=True,
@@ -113,9 +116,10 @@ class RelaySite(Site):
             types=frozenset(),
             patterns=patterns_of([self.far_card]),
             workers={"7": self.far_card},
-            has_preprocessor=False,
+            preprocessor=None,
             context_length=2048,
         )
+        self.far.loaded = self.far
         self.far.metrics = self.metrics.model("far")
         self.entry.relayed, self.entry.name, self.entry.paths = False, "tiny", frozenset()
         self.entry.patterns, self.entry.types = RoutePatterns(), frozenset(("Chat", "Completions"))

@@ -31,8 +31,9 @@ class Site:
             thresholds=Thresholds(), admission_control=admission_control
         )
         self.entry = SimpleNamespace(
-            name="m", ready=True, served=True, picker=SimpleNamespace(eligibility=self.eligibility)
+            name="m", served=True, picker=SimpleNamespace(eligibility=self.eligibility)
         )
+        self.entry.loaded = self.entry
         self.entry.limit = self.limit
         self.relays = False
         self.tasks = Tasks("test")
@@ -49,6 +50,8 @@ class Site:
 
     def entries(self) -> list[Any]:
         return [self.entry]
+
+    loaded_models = entries
 
     def find(self, name: str, model_type: str) -> Any:
         if name == "bug":

@@ -412,9 +412,10 @@ async def test_a_request_for_the_worker_that_just_left_waits(site: Site) -> None
     asked = asyncio.ensure_future(site.complete("one"))
     assert (await asked).status_code == 200
     entry = site.frontend.models.named("tiny")
-    assert entry is not None
+    assert entry is not None and entry.loaded is not None
+    pool = entry.loaded.picker.worker_pool
     await first.runtime.close()
-    await until(lambda: not entry.picker.worker_pool.members)
+    await until(lambda: not pool.members)
     entry.served = True  # as in the moment in which only its instance is removed
     asked = asyncio.ensure_future(site.complete("two"))
     await site.planner.until(1)

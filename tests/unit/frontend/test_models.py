@@ -335,8 +335,9 @@ async def test_a_server_without_a_tokenizer_is_listed(box: Box) -> None:
     await until(lambda: box.names == ["tiny"])
     entry = box.models.named("tiny")
     assert entry is not None and entry.relayed and box.models.relays
-    assert entry.paths == {"/v1/chat/completions", "/v1/rerank"} and not entry.has_preprocessor
-    assert entry.context_length == 2048
+    assert entry.paths == {"/v1/chat/completions", "/v1/rerank"}
+    assert entry.loaded is not None and entry.loaded.preprocessor is None
+    assert entry.loaded.context_length == 2048
     box.models.count()
     with pytest.raises(ModelNotFound):  # it takes no tokens
         box.models.find("tiny", "Chat")
@@ -377,6 +378,7 @@ async def test_how_its_prompts_are_routed(
     await kv_box.worker(**http_card(**changes))
     await until(lambda: kv_box.names == ["tiny"])
     entry = kv_box.models.named("tiny")
-    assert entry is not None and entry.has_preprocessor is tokenizes
-    assert isinstance(entry.picker, KvPicker)
-    assert (entry.picker.predicted is not None) is predicts
+    assert entry is not None and entry.loaded is not None
+    assert (entry.loaded.preprocessor is not None) is tokenizes
+    assert isinstance(entry.loaded.picker, KvPicker)
+    assert (entry.loaded.picker.predicted is not None) is predicts

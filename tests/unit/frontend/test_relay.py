@@ -410,7 +410,7 @@ async def test_an_image_is_not_taken_for_a_million_tokens(site: RelaySite) -> No
 
 
 async def test_the_tokens_of_the_model_where_it_has_a_tokenizer(site: RelaySite) -> None:
-    site.far.has_preprocessor = True
+    site.far.preprocessor = site.preprocessor
     site.ask(messages=[{"role": "user", "content": "hello"}], unheard_of=1)
     site.relayed[0].head()
     site.relayed[0].sink.on_end()

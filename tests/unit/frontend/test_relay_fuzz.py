@@ -46,7 +46,8 @@ async def finish(site: RelaySite) -> None:
 @pytest.mark.parametrize("model_input", ["Http", "Text"])
 async def test_no_body_is_a_500(model_input: str, caplog: pytest.LogCaptureFixture) -> None:
     site, mutations = RelaySite(model_input), Mutations(3)
-    site.far.has_preprocessor = model_input == "Http"
+    if model_input == "Http":
+        site.far.preprocessor = site.preprocessor
     routes = Routes()
     OpenAIRoutes(site.active, site, site.tasks).install(routes)  # type: ignore[arg-type]
     RelayRoutes(site.active, site, site.tasks).install(routes)  # type: ignore[arg-type]

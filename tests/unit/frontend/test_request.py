@@ -120,6 +120,7 @@ class Site:
             dispatch=Dispatch(self, self),  # type: ignore[arg-type, arg-type]
             prefill=SimpleNamespace(router=None),
         )
+        self.entry.loaded = self.entry
         self.kv_mode = True
         self.saturation = Saturation()
         self.worker_pool = SimpleNamespace(members={7: None}, avoided=set())

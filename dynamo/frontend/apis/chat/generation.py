@@ -82,13 +82,14 @@ def _reject(
     asked: _Named | None,
 ) -> bool:
     entry = None if asked is None else models.named(asked.model)
-    if asked is None or entry is None or not entry.served:
+    loaded = None if entry is None or not entry.served else entry.loaded
+    if asked is None or loaded is None:
         return False
     try:
-        entry.dispatch.check()
+        loaded.dispatch.check()
     except Overloaded as error:
         kind = "stream" if asked.stream is True else "unary"
-        registry.hold_or_refuse(exchange, endpoint, error, entry.name, kind)
+        registry.hold_or_refuse(exchange, endpoint, error, loaded.name, kind)
         return True
     return False
 

@@ -23,7 +23,7 @@ from dynamo.frontend.apis.chat.generation import (
 )
 from dynamo.frontend.apis.chat.headers import ROUTING_HEADERS, request_id, routed
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE
-from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.model import TokenModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.images import ImageFetcher
@@ -128,7 +128,7 @@ class OpenAIRoutes:
         try:
             parsed = api.parse(exchange.body, ignore_unsupported=self._lenient)
             model = parsed.model
-            entry = models.find(model, api.model_type)
+            loaded = models.find(model, api.model_type)
             if api.complete is not None:
                 size_bytes += api.complete(parsed, exchange)
         except DynamoError as error:
@@ -141,17 +141,17 @@ class OpenAIRoutes:
             parsed.nvext = None
         exchange.body = b""
         info = RequestInfo(api.endpoint, *request_id(exchange.headers))
-        request = ActiveRequest(registry, exchange, info, entry.metrics, bool(parsed.stream))
-        preprocessor = entry.preprocessor
+        request = ActiveRequest(registry, exchange, info, loaded.metrics, bool(parsed.stream))
+        preprocessor = loaded.preprocessor
         images = self._images
         if size_bytes > preprocessor.inline_limit_bytes or (
             images is not None and api.model_type == "Chat" and images.wanted(parsed.messages)
         ):
-            later = self._prepare_off_loop(request, entry, api, parsed)
+            later = self._prepare_off_loop(request, loaded, api, parsed)
             self._tasks.spawn(later, name="long prompt")
             return
         try:
-            self._dispatch(request, entry, api, parsed, api.prepare(preprocessor, parsed))
+            self._dispatch(request, loaded, api, parsed, api.prepare(preprocessor, parsed))
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
 
@@ -171,7 +171,7 @@ class OpenAIRoutes:
                     api.parse, exchange.body, ignore_unsupported=self._lenient
                 )
                 model = parsed.model
-                entry = await models.find_loaded(model, api.model_type)
+                loaded = await models.find_loaded(model, api.model_type)
                 exchange.body = b""
                 if exchange.gone:
                     registry.abandoned(exchange, api.endpoint, model, bool(parsed.stream))
@@ -182,8 +182,8 @@ class OpenAIRoutes:
                     parsed.nvext = None
                 info = RequestInfo(api.endpoint, *request_id(exchange.headers))
                 streams = bool(parsed.stream)
-                request = ActiveRequest(registry, exchange, info, entry.metrics, streams)
-                await self._prepare_off_loop(request, entry, api, parsed)
+                request = ActiveRequest(registry, exchange, info, loaded.metrics, streams)
+                await self._prepare_off_loop(request, loaded, api, parsed)
         except DynamoError as error:
             self._refuse(exchange, api, error, model)
         except asyncio.CancelledError:
@@ -195,18 +195,18 @@ class OpenAIRoutes:
             registry.leave()
 
     async def _prepare_off_loop(
-        self, request: ActiveRequest, entry: ModelEntry, api: GenerationApi, parsed: Any
+        self, request: ActiveRequest, loaded: TokenModel, api: GenerationApi, parsed: Any
     ) -> None:
         try:
             threads = self._registry.off_loop
             images = self._images if api.model_type == "Chat" else None
-            if images is not None and entry.preprocessor.images is not None:
+            if images is not None and loaded.preprocessor.images is not None:
                 await images.fetch(parsed.messages)
                 if request.closed:
                     return
-            prepared = await api.prepare_off_loop(entry.preprocessor, parsed, threads)
+            prepared = await api.prepare_off_loop(loaded.preprocessor, parsed, threads)
             if not request.closed:
-                self._dispatch(request, entry, api, parsed, prepared)
+                self._dispatch(request, loaded, api, parsed, prepared)
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
 
@@ -219,19 +219,19 @@ class OpenAIRoutes:
     def _dispatch(
         self,
         request: ActiveRequest,
-        entry: ModelEntry,
+        loaded: TokenModel,
         api: GenerationApi,
         parsed: GenerationRequest,
         prepared: Prepared,
     ) -> None:
         """Choose a worker for every choice, reserve its load, send."""
-        registry, dispatch, info = self._registry, entry.dispatch, request.info
+        registry, dispatch, info = self._registry, loaded.dispatch, request.info
         request.metrics.prepared_s = time.monotonic()
         stream = api.stream if prepared.answer is None else api.parsed_stream
         generation = request.generation = stream(
             parsed,
             prepared,
-            entry.preprocessor.tokenizer,
+            loaded.preprocessor.tokenizer,
             api.id_prefix + info.request_id,
             int(time.time()),
             force_usage=registry.settings.force_usage,
@@ -267,7 +267,7 @@ class OpenAIRoutes:
                 return
         request.dispatched(prompt_tokens)
         if len(engine_requests) > at_once:
-            rest = _send_rest(request, entry, engine_requests[at_once:], at_once)
+            rest = _send_rest(request, loaded, engine_requests[at_once:], at_once)
             self._tasks.spawn(rest, name="many choices")
 
     def _worker_id_field(self, decision: Decision, prefilled: Prefilled | None) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class OpenAIRoutes:
 
 
 async def _send_rest(
-    request: ActiveRequest, entry: ModelEntry, rest: list[EngineRequest], per_turn: int
+    request: ActiveRequest, loaded: TokenModel, rest: list[EngineRequest], per_turn: int
 ) -> None:
     """Send the choices that exceed the time of one loop turn, ``per_turn`` in each turn."""
     try:
@@ -284,6 +284,6 @@ async def _send_rest(
                 await asyncio.sleep(0)
             if request.closed:
                 return
-            entry.dispatch.send(engine_request)
+            loaded.dispatch.send(engine_request)
     except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
         request.crashed(error)

@@ -13,7 +13,7 @@ from dynamo.frontend.apis.chat.headers import request_id, routed
 from dynamo.frontend.apis.embeddings.answer import EmbeddingsAnswer
 from dynamo.frontend.apis.embeddings.prompt import embedding_inputs, joined, parse_embedding
 from dynamo.frontend.apis.relay.request import EmbeddingRequest, RelayedEngineRequest
-from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.model import TokenModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.requests.recent import RequestInfo
@@ -56,16 +56,16 @@ class EmbeddingRoutes:
                 return
             asked = self._parse(exchange.body)
             model = asked.model
-            entry = models.find(model, _MODEL_TYPE)
+            loaded = models.find(model, _MODEL_TYPE)
         except DynamoError as error:
             registry.hold_or_refuse(exchange, _ENDPOINT, error, model)
             return
-        request = self._begin(exchange, entry)
-        if size_bytes > entry.preprocessor.inline_limit_bytes:
-            self._tasks.spawn(self._send_off_loop(request, entry, asked), name="long input")
+        request = self._begin(exchange, loaded)
+        if size_bytes > loaded.preprocessor.inline_limit_bytes:
+            self._tasks.spawn(self._send_off_loop(request, loaded, asked), name="long input")
             return
         try:
-            self._send(request, entry, asked, embedding_inputs(entry.preprocessor, asked))
+            self._send(request, loaded, asked, embedding_inputs(loaded.preprocessor, asked))
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
 
@@ -85,8 +85,8 @@ class EmbeddingRoutes:
                 if exchange.gone:
                     registry.abandoned(exchange, _ENDPOINT, model, False)
                     return
-                entry = models.find(model, _MODEL_TYPE)
-                await self._send_off_loop(self._begin(exchange, entry), entry, asked)
+                loaded = models.find(model, _MODEL_TYPE)
+                await self._send_off_loop(self._begin(exchange, loaded), loaded, asked)
         except DynamoError as error:
             registry.hold_or_refuse(exchange, _ENDPOINT, error, model)
         except asyncio.CancelledError:
@@ -97,27 +97,27 @@ class EmbeddingRoutes:
         finally:
             registry.leave()
 
-    def _begin(self, exchange: Exchange, entry: ModelEntry) -> EmbeddingRequest:
+    def _begin(self, exchange: Exchange, loaded: TokenModel) -> EmbeddingRequest:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
         exchange.body = b""
         info = RequestInfo(_ENDPOINT, *request_id(exchange.headers))
-        return EmbeddingRequest(self._registry, exchange, info, entry.metrics, False)
+        return EmbeddingRequest(self._registry, exchange, info, loaded.metrics, False)
 
     async def _send_off_loop(
-        self, request: EmbeddingRequest, entry: ModelEntry, asked: EmbeddingBody
+        self, request: EmbeddingRequest, loaded: TokenModel, asked: EmbeddingBody
     ) -> None:
         try:
             threads = self._registry.off_loop
-            inputs = await threads.run(embedding_inputs, entry.preprocessor, asked)
+            inputs = await threads.run(embedding_inputs, loaded.preprocessor, asked)
             if not request.closed:
-                self._send(request, entry, asked, inputs)
+                self._send(request, loaded, asked, inputs)
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
 
     def _send(
         self,
         request: EmbeddingRequest,
-        entry: ModelEntry,
+        loaded: TokenModel,
         asked: EmbeddingBody,
         inputs: list[Tokens],
     ) -> None:
@@ -126,19 +126,19 @@ class EmbeddingRoutes:
         ids, as_base64 = joined(inputs), asked.encoding_format == "base64"
         answer = EmbeddingsAnswer(asked.model, len(inputs), len(ids), as_base64)
         request.generation = answer
-        lora = entry.card.lora_name
+        lora = loaded.card.lora_name
         routing = None if lora is None else Routing(lora_name=lora)
         message = PreprocessedEmbeddingRequest(
             model=asked.model,
             token_ids=inputs,
             dimensions=asked.dimensions,
-            mdc_sum=entry.card.checksum or None,
+            mdc_sum=loaded.card.checksum or None,
             routing=routing,
         )
         preprocessed = PreprocessedRequest(
             asked.model, ids, routing=routed(routing, request.exchange.headers)
         )
-        dispatch = entry.dispatch
+        dispatch = loaded.dispatch
         one = RelayedEngineRequest(request, answer, dispatch, preprocessed, encode(message))
         request.engine_requests = [one]
         dispatch.decode(one)

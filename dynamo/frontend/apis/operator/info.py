@@ -86,7 +86,7 @@ class BusyThresholdRoutes:
 
     def _list(self, exchange: Exchange) -> None:
         """List the models that have a threshold."""
-        gates = [(one.name, one.picker.eligibility) for one in self._models.entries() if one.ready]
+        gates = [(one.name, one.picker.eligibility) for one in self._models.loaded_models()]
         rows = [
             _shown(name, eligibility.thresholds, eligibility.admission_control)
             for name, eligibility in gates
@@ -107,13 +107,13 @@ class BusyThresholdRoutes:
         entry = self._models.named(change.model)
         if wrong:
             _refuse(exchange, 400, wrong)
-        elif entry is None or not entry.ready:
+        elif entry is None or entry.loaded is None:
             text = f"Model '{shorten(change.model, _NAME_CHARACTERS)}' not found. "
             _refuse(exchange, 404, text + "Thresholds can only be set for discovered models.")
         else:
             given = {field: getattr(change, name) for name, field in _FIELDS.items()}
             given = {field: value for field, value in given.items() if value is not None}
-            eligibility = entry.picker.eligibility
+            eligibility = entry.loaded.picker.eligibility
             if given:
                 await entry.limit(dataclasses.replace(eligibility.thresholds, **given))
             shown = _shown(change.model, eligibility.thresholds, eligibility.admission_control)

@@ -17,7 +17,7 @@ from dynamo.frontend.apis.chat.headers import routed
 from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, peek, prompt_ids
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
@@ -88,38 +88,38 @@ class ExplainRoutes:
         threads = self._threads
         with threads.hold(len(body)):
             found = await self._relayed(body) if self._models.relays else None
-            entry, request = found or await self._tokenized(body)
+            loaded, request = found or await self._tokenized(body)
         routing = routed(request.routing, headers)
-        queued = entry.dispatch.queue or ()
+        queued = loaded.dispatch.queue or ()
         return msgspec.json.encode(
-            explain_request(entry.picker, entry.prefill.router, request, routing, queued)
+            explain_request(loaded.picker, loaded.prefill.router, request, routing, queued)
         )
 
-    async def _tokenized(self, body: bytes) -> tuple[ModelEntry, PreprocessedRequest]:
+    async def _tokenized(self, body: bytes) -> tuple[LoadedModel, PreprocessedRequest]:
         threads = self._threads
         parsed = await threads.run(_parse, body)
         if isinstance(parsed, ChatCompletionRequest):
-            entry = self._models.find(parsed.model, "Chat")
-            prepared = await entry.preprocessor.chat_off_loop(parsed, threads)
+            loaded = self._models.find(parsed.model, "Chat")
+            prepared = await loaded.preprocessor.chat_off_loop(parsed, threads)
         else:
-            entry = self._models.find(parsed.model, "Completions")
-            prepared = await entry.preprocessor.completion_off_loop(parsed, threads)
-        return entry, prepared.requests[0]
+            loaded = self._models.find(parsed.model, "Completions")
+            prepared = await loaded.preprocessor.completion_off_loop(parsed, threads)
+        return loaded, prepared.requests[0]
 
-    async def _relayed(self, body: bytes) -> tuple[ModelEntry, PreprocessedRequest] | None:
+    async def _relayed(self, body: bytes) -> tuple[LoadedModel, PreprocessedRequest] | None:
         """The same for a relayed model; None for others."""
         threads = self._threads
         asked = await threads.run(peek, body)
         entry = self._models.named(asked.model)
         if entry is None or not entry.relayed:
             return None
-        if not entry.served:
+        loaded = entry.loaded
+        if not entry.served or loaded is None:
             raise NoInstances
-        preprocessor = entry.preprocessor if entry.has_preprocessor else None
         path = CHAT if bytes(asked.messages) else COMPLETIONS
-        most = entry.context_length
-        ids = await threads.run(prompt_ids, preprocessor, path, body, asked, most)
-        return entry, PreprocessedRequest(asked.model, ids)
+        most = loaded.context_length
+        ids = await threads.run(prompt_ids, loaded.preprocessor, path, body, asked, most)
+        return loaded, PreprocessedRequest(asked.model, ids)
 
 
 def _parse(body: bytes) -> ChatCompletionRequest | CompletionRequest:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, shorten
-from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.model import LoadedModel, ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.metrics import ModelMetrics
@@ -283,22 +283,22 @@ def _model(
         ttft_p99_s=traffic.ttft_p99_s,
         hit_rate=traffic.hit_rate,
         idle_s=traffic.idle_s,
-        workers=_workers(entry, in_flight) if entry.ready else (),
+        workers=() if entry.loaded is None else _workers(entry.loaded, in_flight),
     )
 
 
-def _workers(entry: ModelEntry, in_flight: Mapping[int, int]) -> tuple[WorkerFigures, ...]:
-    pool = entry.picker.worker_pool
+def _workers(loaded: LoadedModel, in_flight: Mapping[int, int]) -> tuple[WorkerFigures, ...]:
+    pool = loaded.picker.worker_pool
     found = [
         WorkerFigures(
             worker=f"{worker_id:x}",
             in_flight=in_flight.get(worker_id, 0),
-            kv_use=_kv_use(entry.picker, member),
+            kv_use=_kv_use(loaded.picker, member),
             busy=worker_id in pool.busy or worker_id in pool.avoided,
         )
         for worker_id, member in pool.members.items()
     ]
-    prefill = entry.prefill.router
+    prefill = loaded.prefill.router
     for worker_id in prefill.queue.all_workers if prefill is not None else ():
         running = len(prefill.queue.running_at(worker_id)) if prefill is not None else 0
         found.append(WorkerFigures(worker=f"{worker_id:x}", in_flight=running))

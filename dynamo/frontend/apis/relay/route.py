@@ -41,7 +41,7 @@ from dynamo.frontend.apis.relay.request import (
 )
 from dynamo.frontend.apis.relay.text_answer import TextAnswer
 from dynamo.frontend.models.inputs import TEXT_INPUT, missing_route
-from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.model import LoadedModel, ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
@@ -184,7 +184,7 @@ class _Relay(NamedTuple):
 
     request: RelayedActiveRequest
     answer: RelayedAnswer
-    entry: ModelEntry
+    model: LoadedModel
     asked: RelayedBody
     body: bytes
 
@@ -237,12 +237,12 @@ class RelayRoutes:
         try:
             entry, match = choose_model(found, exchange)
             label = route_label(match)
-            self._check(entry)
+            model = self._ready(entry)
         except DynamoError as error:
             self._registry.hold_or_refuse(exchange, label, error, "unknown", "unary")
             return
         asked = RelayedBody(entry.name)
-        self._relay(self._begin(exchange, entry, asked, label))
+        self._relay(self._begin(exchange, model, asked, label))
 
     def _serve(self, otherwise: Route | None, exchange: Exchange) -> None:
         """Relay the request, or pass it to ``otherwise``, the route of models that take tokens."""
@@ -252,21 +252,20 @@ class RelayRoutes:
         asked = None
         try:
             asked = _peek(exchange, otherwise) or self._only_model(exchange)
-            entry = self._entry(asked, exchange.path, otherwise)
+            model = self._model(asked, exchange.path, otherwise)
         except DynamoError as error:
             self._refuse(exchange, error, asked)
             return
-        if entry is None or asked is None:
+        if model is None or asked is None:
             assert otherwise is not None, "without another route an error was raised"
             otherwise(exchange)
             return
-        self._relay(self._begin(exchange, entry, asked, _label(exchange.path)))
+        self._relay(self._begin(exchange, model, asked, _label(exchange.path)))
 
     def _relay(self, relay: _Relay) -> None:
         """Send the request, in a thread if its prompt is long."""
-        entry = relay.entry
-        limit_bytes = entry.preprocessor.inline_limit_bytes if entry.has_preprocessor else None
-        if limit_bytes is not None and len(relay.body) > limit_bytes:
+        preprocessor = relay.model.preprocessor
+        if preprocessor is not None and len(relay.body) > preprocessor.inline_limit_bytes:
             self._tasks.spawn(self._send_off_loop(relay), name="long prompt")
             return
         try:
@@ -290,10 +289,10 @@ class RelayRoutes:
                         )
                     return
                 asked = asked or self._only_model(exchange)
-                entry = self._entry(asked, exchange.path, otherwise)
-                if entry is not None and asked is not None:
+                model = self._model(asked, exchange.path, otherwise)
+                if model is not None and asked is not None:
                     label = _label(exchange.path)
-                    await self._send_off_loop(self._begin(exchange, entry, asked, label))
+                    await self._send_off_loop(self._begin(exchange, model, asked, label))
                     return
             assert otherwise is not None, "without another route an error was raised"
             otherwise(exchange)
@@ -314,9 +313,9 @@ class RelayRoutes:
             return None
         return RelayedBody(entries[0].name)
 
-    def _entry(
+    def _model(
         self, asked: RelayedBody | None, path: str, otherwise: Route | None
-    ) -> ModelEntry | None:
+    ) -> LoadedModel | None:
         """The relayed model of the request; None if ``otherwise`` serves it, or refuses it.
 
         Raises ModelNotFound, also for a path that the model does not have, Unavailable while
@@ -331,39 +330,39 @@ class RelayRoutes:
             raise ModelNotFound(f"Model not found: {shorten(asked.model)}")
         if path not in entry.paths:
             raise missing_route(entry.name, path, entry.paths, entry.types)
-        self._check(entry)
-        return entry
+        return self._ready(entry)
 
-    def _check(self, entry: ModelEntry) -> None:
+    def _ready(self, entry: ModelEntry) -> LoadedModel:
         self._registry.check()
-        if not entry.served:
+        model = entry.loaded
+        if not entry.served or model is None:
             raise NoInstances
         if self._models.saturation.count:
-            entry.dispatch.check()
+            model.dispatch.check()
+        return model
 
     def _begin(
-        self, exchange: Exchange, entry: ModelEntry, asked: RelayedBody, label: str
+        self, exchange: Exchange, model: LoadedModel, asked: RelayedBody, label: str
     ) -> _Relay:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
-        text = entry.card.model_input == TEXT_INPUT
+        text = model.card.model_input == TEXT_INPUT
         kind = RelayedActiveRequest if text else RelayedHttpRequest
         streams = asked.streams and exchange.path != EMBEDDINGS
         answer: RelayedAnswer = TextAnswer(streams) if text else HttpAnswer()
         body, exchange.body = exchange.body, b""
         info = RequestInfo(label, *request_id(exchange.headers))
-        request = kind(self._registry, exchange, info, entry.metrics, streams)
+        request = kind(self._registry, exchange, info, model.metrics, streams)
         request.generation = answer
-        return _Relay(request, answer, entry, asked, body)
+        return _Relay(request, answer, model, asked, body)
 
     def _prepare(self, relay: _Relay) -> tuple[Tokens, bytes]:
         """The prompt for the router and the message for the worker. Raises InvalidArgument.
 
         Thread-safe. O(bytes).
         """
-        entry, body, exchange = relay.entry, relay.body, relay.request.exchange
+        model, body, exchange = relay.model, relay.body, relay.request.exchange
         path, settings = exchange.path, self._registry.settings
-        preprocessor = entry.preprocessor if entry.has_preprocessor else None
-        if entry.card.model_input == TEXT_INPUT:
+        if model.card.model_input == TEXT_INPUT:
             message = text_message(
                 path,
                 body,
@@ -374,7 +373,7 @@ class RelayRoutes:
             target = path, exchange.query
             head = exchange.method, exchange.headers
             message = http_message(target, head, body, relay.request.engine_id)
-        ids = prompt_ids(preprocessor, path, body, relay.asked, entry.context_length)
+        ids = prompt_ids(model.preprocessor, path, body, relay.asked, model.context_length)
         return ids, message
 
     async def _send_off_loop(self, relay: _Relay) -> None:
@@ -387,14 +386,14 @@ class RelayRoutes:
 
     def _send(self, relay: _Relay, ids: Tokens, message: bytes) -> None:
         """Choose a worker, reserve its load, send."""
-        request, answer, entry, asked, _ = relay
+        request, answer, model, asked, _ = relay
         request.metrics.prepared_s = time.monotonic()
-        lora_name = entry.card.lora_name
+        lora_name = model.card.lora_name
         routing = None if lora_name is None else Routing(lora_name=lora_name)
         preprocessed = PreprocessedRequest(
             asked.model, ids, routing=routed(routing, request.exchange.headers)
         )
-        dispatch = entry.dispatch
+        dispatch = model.dispatch
         one = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
         request.engine_requests = [one]
         dispatch.decode(one)  # not through a prefill worker, which takes tokens

@@ -47,10 +47,10 @@ class PromptCountRoutes:
             with threads.hold(len(exchange.body)):
                 parsed = await threads.run(api.parse, exchange.body, ignore_unsupported=lenient)
                 model = parsed.model
-                entry = await self._models.find_loaded(model, api.model_type)
+                loaded = await self._models.find_loaded(model, api.model_type)
                 if api.complete is not None:
                     api.complete(parsed, exchange)
-                prepared = await api.prepare_off_loop(entry.preprocessor, parsed, threads)
+                prepared = await api.prepare_off_loop(loaded.preprocessor, parsed, threads)
         except DynamoError as error:
             registry.hold_or_refuse(exchange, api.endpoint, error, model)
             return

@@ -16,7 +16,7 @@ from dynamo.frontend.apis.tokenize.answer import (
     parse_tokenize,
     tokenized,
 )
-from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.errors import error_response, explained, with_retry
@@ -60,9 +60,9 @@ class TokenizeRoutes:
             registry.check()
             with registry.off_loop.hold(len(exchange.body)):
                 asked = await self._run(exchange, conversion.parse, exchange.body)
-                entry = await self._entry(asked.model)
-                model = entry.name
-                found = await self._run(exchange, conversion.convert, entry.preprocessor, asked)
+                loaded = await self._loaded(asked.model)
+                model = loaded.name
+                found = await self._run(exchange, conversion.convert, loaded.preprocessor, asked)
             exchange.respond(200, found)
         except DynamoError as error:
             shown = explained(error, model)
@@ -76,7 +76,7 @@ class TokenizeRoutes:
             return await self._registry.off_loop.run(function, *args)
         return function(*args)
 
-    async def _entry(self, name: str | None) -> ModelEntry:
+    async def _loaded(self, name: str | None) -> LoadedModel:
         """The model with a tokenizer called ``name``, by default the only one.
 
         Raises InvalidArgument, ModelNotFound, and NoInstances for one that has not been loaded.
@@ -91,9 +91,9 @@ class TokenizeRoutes:
             raise NoInstances
         if entry is None or entry.relayed:
             raise ModelNotFound(f"Model not found: {shorten(name)}")
-        if not entry.ready:
+        if entry.loaded is None:
             raise NoInstances
-        return entry
+        return entry.loaded
 
     def _only_name(self) -> str:
         entries = self._models.entries()
