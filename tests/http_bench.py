@@ -65,9 +65,12 @@ class Bench:
         self.refused: list[int] = []
         self.answer = True
         self.server = HttpServer(
-            handler or self.handle, HttpLimits(**limits), self.refused.append, AtOnce()
+            handler or self.handle,
+            HttpLimits(**limits),
+            self.refused.append,
+            AtOnce(),
+            is_reserved="/live".__eq__,
         )
-        self.server.is_reserved = "/live".__eq__
         self.transport, self.connection = self.connect()
 
     def connect(self, peer: str = "127.0.0.1") -> tuple[MockTransport, HttpConnection]:

@@ -88,7 +88,7 @@ def from_trace(
     return planned
 
 
-def synthetic(  # noqa: PLR0913 - all but the first by name
+def synthetic(
     count: int,
     *,
     isl: int,

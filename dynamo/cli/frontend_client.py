@@ -78,7 +78,7 @@ def ask(settings: FrontendClientSettings, path: str, kind: type[_T], body: bytes
         raise DynamoError(f"{target.url} is not a Dynamo frontend") from None
 
 
-async def call(  # noqa: PLR0913 - a request has five parts
+async def call(
     target: Target,
     method: str,
     path: str,

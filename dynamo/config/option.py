@@ -48,7 +48,7 @@ def preset(variable: str, value: str) -> None:
     os.environ.setdefault(variable, value)
 
 
-def load(  # noqa: PLR0913 - the last three are optional
+def load(
     prog: str,
     description: str,
     groups: Sequence[type[Any]],

@@ -48,12 +48,11 @@ async def _serve(
     settings: FrontendSettings, router: RouterSettings, runtime_settings: RuntimeSettings
 ) -> None:
     runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
-    frontend = Frontend(runtime, settings, router)
+    frontend = Frontend(runtime, settings, router, on_loaded=freeze_heap)
     undo = frontend.stop_on_signals()
     status = 1
     try:
         await runtime.start()
-        frontend.on_loaded = freeze_heap
         print(f"OpenAI API at {frontend.url(*await frontend.start())}/v1", flush=True)
         await frontend.run_until_stopped()
         status = 0

@@ -49,24 +49,21 @@ def is_reserved(path: str) -> bool:
     return path in _RESERVED_PATHS or path.startswith("/v1/requests/")
 
 
-def guard_operator_routes(routes: Routes, settings: FrontendSettings) -> OperatorGuard | None:
-    """Admit only operators to the routes that change or explain what the router does.
-
-    Returns the guard; None if these routes are disabled.
-    """
-    if settings.disable_admin_api:
-        return None
+def operator_guard(settings: FrontendSettings, own_pages: bool = False) -> OperatorGuard:
+    """Return what tells operators from other clients; ``own_pages`` of this frontend may ask."""
     names = (settings.http_host, *settings.allowed_hosts)
-    guard = OperatorGuard(settings.api_key_file is not None, names)
+    return OperatorGuard(settings.api_key_file is not None, names, own_pages=own_pages)
+
+
+def guard_operator_routes(routes: Routes, guard: OperatorGuard) -> None:
+    """Admit only operators to the routes that change or explain what the router does."""
     for path, methods in _OPERATOR_ROUTES.items():
         routes.wrap(path, methods, guard.before)
-    return guard
 
 
 def guard_ui_routes(routes: Routes, settings: FrontendSettings) -> None:
     """Admit only operators, and pages of this frontend, to what the web page shows and does."""
-    names = (settings.http_host, *settings.allowed_hosts)
-    guard = OperatorGuard(settings.api_key_file is not None, names, own_pages=True)
+    guard = operator_guard(settings, own_pages=True)
     for path, methods in OPERATOR_UI_ROUTES.items():
         routes.wrap(path, methods, guard.before)
 

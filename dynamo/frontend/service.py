@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 
 from dynamo._fast.histogram import Histogram
 from dynamo.config.frontend import FrontendSettings
@@ -21,6 +20,7 @@ from dynamo.frontend.access import (
     guard_operator_routes,
     guard_ui_routes,
     is_reserved,
+    operator_guard,
     show_key_requests,
     warn_if_exposed,
 )
@@ -102,7 +102,11 @@ class Frontend:
     """
 
     def __init__(
-        self, runtime: DistributedRuntime, settings: FrontendSettings, router: RouterSettings
+        self,
+        runtime: DistributedRuntime,
+        settings: FrontendSettings,
+        router: RouterSettings,
+        on_loaded: Callable[[], None] | None = None,
     ) -> None:
         prefill_model(router)  # raises ConfigError now instead of with the first model
         access = frontend_access(settings)
@@ -112,12 +116,19 @@ class Frontend:
         self._tasks = Tasks("frontend")
         metrics = FrontendMetrics(runtime.metrics, settings.metrics_prefix)
         write_batch = WriteBatch()
-        self._requests = RequestRegistry(settings, metrics, write_batch)
-        self._requests.tracing = runtime.tracing
-        self.models = Models(runtime, settings, router, metrics, self._tasks)
+        routes = Routes()
+        self.models = Models(runtime, settings, router, metrics, self._tasks, routes, self._loaded)
+        guard = None if settings.disable_admin_api else operator_guard(settings)
+        self._requests = RequestRegistry(
+            settings,
+            metrics,
+            write_batch,
+            hold=self.models.hold,
+            guard=guard,
+            tracing=runtime.tracing,
+        )
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         self._status = StatusRoutes(self.models, self._requests)
-        routes = Routes()
         openai = OpenAIRoutes(self._requests, self.models, self._tasks)
         openai.install(routes)
         EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
@@ -130,7 +141,7 @@ class Frontend:
         ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
         show_stored_responses(metrics, store)
         relay.install(routes)  # before all these
-        if not settings.disable_admin_api:
+        if guard is not None:
             ExplainRoutes(
                 self.models, self._tasks, self._requests.overload_status, self._requests.off_loop
             ).install(routes)
@@ -140,18 +151,22 @@ class Frontend:
             RecentRoutes(metrics.recent).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics, self._tasks).install(routes)
         self._ui = self._web_page(routes) if settings.serves_ui else None
-        self._requests.guard = guard_operator_routes(routes, settings)
-        self.models.on_demand.again = routes
-        self._requests.hold = partial(self.models.hold, self._requests)
-        self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)
-        self._server.is_reserved = is_reserved
-        self._server.error_bodies = _error_body
+        if guard is not None:
+            guard_operator_routes(routes, guard)
+        self._server = HttpServer(
+            routes,
+            _limits(settings),
+            metrics.refused,
+            write_batch,
+            access,
+            is_reserved=is_reserved,
+            error_bodies=_error_body,
+        )
         if access is not None and access.keys is not None:
             show_key_requests(metrics, access.keys)
         metrics.http_connections.function = lambda: self._server.connections
         self._stop = asyncio.Event()
-        self.on_loaded: Callable[[], None] = _ignore
-        self.models.on_loaded = self._loaded
+        self._on_loaded = on_loaded
 
     def url(self, host: str, port: int) -> str:
         """Return the base URL at the address that :meth:`start` returned."""
@@ -293,7 +308,8 @@ class Frontend:
         if self._settings.body_limit_mb is None:
             limit_bytes = body_limit_bytes(self.models.context_lengths(), self.models.takes_media())
             self._server.limits = dataclasses.replace(self._server.limits, body_bytes=limit_bytes)
-        self.on_loaded()
+        if self._on_loaded is not None:
+            self._on_loaded()
 
     async def close(self) -> None:
         """Close connections, models and timers; the runtime belongs to the caller."""
@@ -322,7 +338,3 @@ def _limits(settings: FrontendSettings) -> HttpLimits:
 def _error_body(path: str, status: int, message: str) -> bytes | None:
     """The error body of the API of ``path``; None for OpenAI's chat and our own routes."""
     return messages_error_body(path, status, message) or responses_error_body(path, status, message)
-
-
-def _ignore() -> None:
-    """The default of ``on_loaded``."""

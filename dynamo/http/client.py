@@ -102,7 +102,7 @@ def request_head(method: str, path: str, authority: str, headers: Iterable[str] 
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-async def get(  # noqa: PLR0913 - the address takes four
+async def get(
     host: str,
     port: int,
     authority: str,

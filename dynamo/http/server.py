@@ -27,6 +27,10 @@ _OTHERS_SHARE = 8  # one of so many connections is for clients at other addresse
 _EXAMINED = 32  # connections examined to find one that can be closed
 
 
+def _never(_: object) -> bool:
+    return False
+
+
 class HttpServer:
     """Passes every request to ``handler``, which responds at once or later through the exchange.
 
@@ -44,9 +48,11 @@ class HttpServer:
         on_refused: Callable[[int], None] | None = None,
         write_batch: WriteBatch | None = None,
         access: Access | None = None,
+        is_reserved: Callable[[str], bool] = _never,
+        error_bodies: ErrorBodies | None = None,
     ) -> None:
-        self.error_bodies: ErrorBodies | None = None
-        self.is_reserved: Callable[[str], bool] = _never
+        self.error_bodies = error_bodies
+        self.is_reserved = is_reserved
         self.limits = limits or HttpLimits()
         self._keys = access.keys if access is not None else None
         check = access.check_key if access is not None and self._keys is not None else None
@@ -337,10 +343,6 @@ class _ClientShares:
         self.remove(chosen)
         chosen.close_waiting()
         return True
-
-
-def _never(_: object) -> bool:
-    return False
 
 
 def _client_of(peer: str | None) -> str:

@@ -32,7 +32,7 @@ class KvRouter:
     effect: blocks are matched by their tokens.
     """
 
-    def __init__(  # noqa: PLR0913 - Dynamo's signature
+    def __init__(
         self,
         endpoint: Endpoint,
         block_size: int,
@@ -167,7 +167,7 @@ class KvRouter:
         routing = _routing(lora_name=lora_name, cache_namespace=cache_namespace)
         return potential_loads(await self._connected(), codec.tokens(token_ids), routing)
 
-    async def get_overlap_scores(  # noqa: PLR0913 - Dynamo's signature
+    async def get_overlap_scores(
         self,
         token_ids: Sequence[int],
         router_config_override: Mapping[str, Any] | None = None,

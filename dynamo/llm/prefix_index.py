@@ -17,7 +17,7 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _HEX_64 = re.compile(r"[0-9a-fA-F]{64}")
 
 
-def compute_block_hash_for_seq(  # noqa: PLR0913 - Dynamo's signature
+def compute_block_hash_for_seq(
     tokens: Sequence[int],
     kv_block_size: int,
     block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,

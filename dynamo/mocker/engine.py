@@ -262,7 +262,7 @@ class EngineRank:
     ``on_load`` the state, at most every 50 ms and once more before the rank becomes ``idle``.
     """
 
-    def __init__(  # noqa: PLR0913 - one parameter for each collaborator
+    def __init__(
         self,
         number: int,
         shape: EngineShape,

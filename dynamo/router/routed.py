@@ -36,7 +36,7 @@ UNSET_OUTPUT: Mapping[str, Any] = {
 """The keys of an item that Dynamo's Python callers expect, and their values if unset."""
 
 
-async def wait_for_decision(  # noqa: PLR0913 - the arguments of Picker.pick, by keyword
+async def wait_for_decision(
     queue: RequestQueue,
     request_id: str,
     tokens: Tokens,

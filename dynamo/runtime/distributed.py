@@ -174,7 +174,7 @@ class DistributedRuntime:
         await self.start()
         return await self._publishers.get((namespace, component, topic))
 
-    def subscribe(  # noqa: PLR0913 - one callback per kind of event
+    def subscribe(
         self,
         namespace: str,
         component: str,

@@ -62,7 +62,7 @@ def free_port(address: FrontendAddress) -> int:
     return 0
 
 
-async def wait_until_ready(  # noqa: PLR0913 - a function for each thing that it waits for
+async def wait_until_ready(
     address: FrontendAddress,
     expected: Callable[[], int],
     is_ours: Callable[[], bool] = lambda: True,

@@ -53,7 +53,7 @@ class GraphReload:
     applied.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of a deployment
+    def __init__(
         self,
         arbiter: SupervisingArbiter,
         factory: WatcherFactory,

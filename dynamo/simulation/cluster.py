@@ -50,7 +50,7 @@ class ReplayPool:
     ``make`` makes the engine of a worker, ``on_ready`` is called when one begins to serve.
     """
 
-    def __init__(  # noqa: PLR0913 - one parameter for each collaborator
+    def __init__(
         self,
         clock: VirtualClock,
         setup: ReplaySetup,

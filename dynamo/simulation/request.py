@@ -83,7 +83,7 @@ def parse_pattern(text: str, option: str) -> Rate:
         ) from None
 
 
-def generate(  # noqa: PLR0913 - all but the first by name
+def generate(
     rate: Rate,
     *,
     duration_s: float,

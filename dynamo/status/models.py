@@ -177,7 +177,7 @@ def _state(workers: Sequence[WorkerStatus], decoded: bool) -> str:
     return next((one for one in _ORDER if one in states), "zero")
 
 
-def _model(  # noqa: PLR0913 - what a row is made of
+def _model(
     name: str,
     workers: Sequence[WorkerStatus],
     state: str,

@@ -77,7 +77,7 @@ class GenerationStream:
     _body_object: str
     _chunks: type[ChoiceChunks]
 
-    def __init__(  # noqa: PLR0913 - what is known of an answer before it begins
+    def __init__(
         self,
         request: GenerationRequest,
         prepared: Prepared,

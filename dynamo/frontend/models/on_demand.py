@@ -128,8 +128,9 @@ class OnDemandModels:
         settings: FrontendSettings,
         metrics: FrontendMetrics,
         tasks: Tasks,
+        again: Callable[[Exchange], None],
     ) -> None:
-        self.again: Callable[[Exchange], None] | None = None
+        self._again = again
         self._runtime = runtime
         self._settings = settings
         self._metrics = metrics
@@ -205,10 +206,10 @@ class OnDemandModels:
     def hold(self, exchange: Exchange, endpoint: str, name: str, registry: Refusals) -> bool:
         """Let a request for ``name`` wait if the planner starts the model. Raises Unavailable."""
         record = self._names.get(name)
-        if record is None or self._stopped or self.again is None or exchange.gone:
+        if record is None or self._stopped or exchange.gone:
             return False
         queue = self._queue(record.model)
-        held = HeldExchange(exchange, endpoint, queue, registry, self.again)
+        held = HeldExchange(exchange, endpoint, queue, registry, self._again)
         bodies = sum(one.held_bytes for one in self._queues.values())
         if bodies and bodies + held.size_bytes > _HELD_LIMIT_BYTES:
             raise Unavailable(

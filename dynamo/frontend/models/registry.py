@@ -109,8 +109,9 @@ class PrefillCards:
 class Models:
     """Watches the cards. :meth:`find` is on the path of every request: one dict look-up.
 
-    ``on_loaded`` is called after each model that was loaded. ``relays``: some model takes whole
-    bodies. ``saturation.count`` is not zero while some model may reject every request.
+    ``again`` handles a request that has waited for its model, from the start. ``on_loaded`` is
+    called after each model that was loaded. ``relays``: some model takes whole bodies.
+    ``saturation.count`` is not zero while some model may reject every request.
     """
 
     def __init__(
@@ -120,11 +121,13 @@ class Models:
         router: RouterSettings,
         metrics: FrontendMetrics,
         tasks: Tasks,
+        again: Callable[[Exchange], None],
+        on_loaded: Callable[[], None],
     ) -> None:
         self.kv_mode = router.mode == "kv"
         self.saturation = Saturation()
         self.relays = False
-        self.on_demand = OnDemandModels(runtime, settings, metrics, tasks)
+        self.on_demand = OnDemandModels(runtime, settings, metrics, tasks, again)
         self._runtime = runtime
         self._settings = settings
         self._prefix = settings.namespace_prefix or ""
@@ -140,7 +143,7 @@ class Models:
         self._prefill = PrefillCards(self._entries, self._reject)
         self._watch: Watch | None = None
         self._forgot = False
-        self.on_loaded: Callable[[], None] = _ignore
+        self._on_loaded = on_loaded
 
     async def start(self) -> None:
         """Watch; the cards that exist have been seen when this returns, not yet loaded."""
@@ -400,7 +403,7 @@ class Models:
             loaded.dispatch.report_to(self.saturation)
             loaded.dispatch.hold = partial(self.on_demand.hold_dispatch, entry.name)
             entry.on_worker = partial(self.on_demand.release, entry.name)
-            self.on_loaded()
+            self._on_loaded()
             if loaded.picker.worker_pool.members:
                 entry.on_worker()
         except DynamoError as error:
@@ -414,7 +417,3 @@ class Models:
     def _reject(self, model: str, reason: str, text: str) -> None:
         log.error("model card rejected (%s): %s", reason, text)
         self._metrics.cards_rejected.labels(model, reason).value += 1
-
-
-def _ignore() -> None:
-    """The default of ``on_loaded``."""

@@ -30,6 +30,9 @@ from dynamo.http.access import OperatorGuard
 from dynamo.observability.tracing import Tracing
 
 _MIB = 1024 * 1024
+Hold = Callable[["RequestRegistry", Exchange, str, DynamoError, str], bool]
+"""``hold(registry, exchange, endpoint, error, model)`` may let a request wait that no model serves
+now."""
 
 
 class RequestRegistry:
@@ -37,8 +40,7 @@ class RequestRegistry:
 
     ``admitted`` counts the requests in progress, those whose large body is still being parsed
     included. The limit on connections bounds it: a connection has one request at a time. While
-    ``draining``, /health says so; new requests are refused once ``refuses`` is set. ``hold`` may
-    let a request wait that no model serves now: (exchange, endpoint, error, model).
+    ``draining``, /health says so; new requests are refused once ``refuses`` is set.
     ``error_shapes`` are those of the endpoints whose errors have a shape of their own, or of their
     paths, which relayed models may serve too. ``guard`` identifies operators; without one no client
     is. ``recordings`` read each request at its end. ``tracing`` exports a span of each.
@@ -49,22 +51,26 @@ class RequestRegistry:
         settings: FrontendSettings,
         metrics: FrontendMetrics,
         write_batch: WriteBatch | None = None,
+        *,
+        hold: Hold | None = None,
+        guard: OperatorGuard | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
         self.overload_status = settings.overload_status
         self.shows_routes = not settings.disable_nvext
-        self.tracing: Tracing | None = None
-        self.guard: OperatorGuard | None = None
+        self.tracing = tracing
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
         self.off_loop = OffLoop()
         self.write_batch = write_batch or WriteBatch()
         self.draining = False
         self.refuses = False
         self.admitted = 0
-        self.hold: Callable[[Exchange, str, DynamoError, str], bool] | None = None
         self.recordings: list[Recorder] = []
         self.error_shapes: dict[str, ErrorShape] = {}
+        self._hold = hold
+        self._guard = guard
         self._active: set[ActiveRequest] = set()
         metrics.registry.before_render.append(self._show_in_progress)
         self._engine_ids: set[str] = set()
@@ -132,9 +138,9 @@ class RequestRegistry:
 
         ``request_type`` is ``stream`` or ``unary``.
         """
-        if self.hold is not None and isinstance(error, NoInstances | ModelNotFound):
+        if self._hold is not None and isinstance(error, NoInstances | ModelNotFound):
             try:
-                if self.hold(exchange, endpoint, error, model):
+                if self._hold(self, exchange, endpoint, error, model):
                     return
             except Unavailable as full:
                 error = full
@@ -185,7 +191,7 @@ class RequestRegistry:
 
     def admits_operator(self, exchange: Exchange) -> bool:
         """Whether the client may see what operators see."""
-        return self.guard is not None and not self.guard.problem(exchange)
+        return self._guard is not None and not self._guard.problem(exchange)
 
     def add(self, request: ActiveRequest) -> str:
         """Admit and register ``request``; return an id for the engine, which no other one has.

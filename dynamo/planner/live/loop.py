@@ -60,7 +60,7 @@ class ScalingLoop:
     makes the policy of a model that appears. ``clock`` is that of ``sources``.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of a planner
+    def __init__(
         self,
         connector: Connector,
         sources: MetricSources,

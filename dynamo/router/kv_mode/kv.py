@@ -69,7 +69,7 @@ class KvPicker:
     slots × log prompt).
     """
 
-    def __init__(  # noqa: PLR0913 - the last four are for tests and replays
+    def __init__(
         self,
         settings: RouterSettings,
         block_size: int,

@@ -201,7 +201,7 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def submit(  # noqa: PLR0913 - the arguments of Picker.pick and the callbacks, by keyword
+    def submit(
         self,
         request_id: str,
         tokens: Tokens,

@@ -48,7 +48,7 @@ class StatusServer:
         self._metrics = metrics
         self._tasks = Tasks("status server")
         self._guard = OperatorGuard(settings.api_key_file is not None, (settings.host,))
-        self._server = HttpServer(self._handle, _LIMITS)
+        self._server = HttpServer(self._handle, _LIMITS, is_reserved=_is_open)
 
     @property
     def url(self) -> str | None:
@@ -67,8 +67,7 @@ class StatusServer:
             return
         if settings.api_key_file is not None:
             access = Access(keys=ApiKeys(settings.api_key_file), is_open=_is_open)
-            self._server = HttpServer(self._handle, _LIMITS, access=access)
-        self._server.is_reserved = _is_open
+            self._server = HttpServer(self._handle, _LIMITS, None, None, access, _is_open)
         self._started = True  # before the first await: endpoints are served concurrently
         try:
             _, self.port = await self._server.bind(settings.host, settings.port, names=())

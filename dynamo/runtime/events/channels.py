@@ -138,7 +138,7 @@ class Subscription:
     warning. ``over`` maps transports to the subscribers to use in place of new ones.
     """
 
-    def __init__(  # noqa: PLR0913 - one callback per kind of event
+    def __init__(
         self,
         discovery: Discovery,
         channel: Channel,

@@ -111,7 +111,7 @@ class RequestClient:
         """Return the number of streams in flight."""
         return sum(len(connection.streams) for connection in self._connections.values())
 
-    def open(  # noqa: PLR0913 - the parts of one request
+    def open(
         self,
         address: str,
         endpoint: str,

@@ -165,7 +165,7 @@ class SupervisingArbiter(RollingArbiter):
 
     _events: WatcherEvents
 
-    def __init__(  # noqa: PLR0913 - four by name
+    def __init__(
         self,
         watchers: list[SupervisedWatcher],
         endpoint: str,

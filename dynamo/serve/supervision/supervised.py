@@ -176,7 +176,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     gpus: Mapping[str, float] = {}
     """Its share of each GPU that is assigned to it, for the processes that start next."""
 
-    def __init__(  # noqa: PLR0913 - all but the command by name
+    def __init__(
         self,
         name: str,
         cmd: str,

@@ -84,6 +84,8 @@ class Box:
             router or RouterSettings(),
             self.metrics,
             self.tasks,
+            again=lambda exchange: None,
+            on_loaded=lambda: None,
         )
 
     async def worker(self, component: str = "backend", **card: Any) -> Worker:

@@ -56,8 +56,13 @@ class Site:
         limits = HttpLimits(sweep_s=0.02, linger_s=0.1)
         self.refused: list[int] = []
         self.ended = asyncio.Event()
-        self.server = HttpServer(self.handle, limits, self.refused.append, access=access)
-        self.server.is_reserved = OPEN.__contains__
+        self.server = HttpServer(
+            self.handle,
+            limits,
+            self.refused.append,
+            access=access,
+            is_reserved=OPEN.__contains__,
+        )
         self.port = 0
 
     def handle(self, exchange: Exchange) -> None:

@@ -78,7 +78,7 @@ class MessagesStream(EventStream):
     """One message. ``_block`` is the type of the open block, ``_index`` its number; ``_text_head``
     is what precedes the text of its deltas, which are most of the events."""
 
-    def __init__(  # noqa: PLR0913 - as its parent
+    def __init__(
         self,
         request: GenerationRequest,
         prepared: Prepared,

@@ -248,7 +248,7 @@ class ResponsesStream(EventStream):
     them.
     """
 
-    def __init__(  # noqa: PLR0913 - as its parent
+    def __init__(
         self,
         request: GenerationRequest,
         prepared: Prepared,

@@ -125,7 +125,7 @@ class ResponseRoutes:
         origin.items = found
         origin.messages = origin.converted(found)
 
-    def _keep(  # noqa: PLR0913 - who and what, from two sides
+    def _keep(
         self,
         owner: str,
         earlier: StoredResponse | None,
