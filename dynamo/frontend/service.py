@@ -129,18 +129,7 @@ class Frontend:
         )
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         self._status = StatusRoutes(self.models, self._requests)
-        openai = OpenAIRoutes(self._requests, self.models, self._tasks)
-        openai.install(routes)
-        EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
-        TokenizeRoutes(self._requests, self.models, self._tasks).install(routes)
-        counts = PromptCountRoutes(self._requests, self.models, self._tasks)
-        if settings.anthropic_api:
-            MessagesRoutes(self._requests, openai, counts).install(routes)
-        relay = RelayRoutes(self._requests, self.models, self._tasks)
-        store = ResponseStore(settings.responses_store_mb * _MIB)
-        ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
-        show_stored_responses(metrics, store)
-        relay.install(routes)  # before all these
+        self._install_models(routes)
         if guard is not None:
             ExplainRoutes(
                 self.models, self._tasks, self._requests.overload_status, self._requests.off_loop
@@ -172,6 +161,22 @@ class Frontend:
         """Return the base URL at the address that :meth:`start` returned."""
         scheme = "http" if self._settings.tls_cert_path is None else "https"
         return f"{scheme}://{bracketed(host)}:{port}"
+
+    def _install_models(self, routes: Routes) -> None:
+        """Add the routes of requests to models."""
+        requests, settings = self._requests, self._settings
+        parts = requests, self.models, self._tasks
+        openai, counts = OpenAIRoutes(*parts), PromptCountRoutes(*parts)
+        openai.install(routes)
+        EmbeddingRoutes(*parts).install(routes)
+        TokenizeRoutes(*parts).install(routes)
+        if settings.anthropic_api:
+            MessagesRoutes(requests, openai, counts).install(routes)
+        relay = RelayRoutes(*parts)
+        store = ResponseStore(settings.responses_store_mb * _MIB)
+        ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
+        show_stored_responses(requests.metrics, store)
+        relay.install(routes)  # before all these
 
     def _web_page(self, routes: Routes) -> UiRoutes:
         box = BoxSource(self._runtime, self._settings.api_key_file is not None)

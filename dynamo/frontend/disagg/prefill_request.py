@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +20,9 @@ from dynamo.protocols.engine import (
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
+if TYPE_CHECKING:
+    from dynamo.frontend.disagg.router import PrefillRouter
+
 DECODE_OVERRIDE: dict[str, Any] = {
     "overlap_score_weight": 0.0,
     "assume_kv_reuse": False,
@@ -27,19 +30,6 @@ DECODE_OVERRIDE: dict[str, Any] = {
 }
 """Routing of the decode phase. The decode worker receives the blocks: its own cache saves nothing,
 the prompt is no prefill load, and no other request shares the blocks that arrive."""
-
-
-class PrefillOwner(Protocol):
-    """Reacts to the end of a prefill request; see :class:`PrefillRouter`."""
-
-    def cancelled(self, prefill: PrefillRequest) -> None:
-        """The client has disconnected, or its request has failed."""
-
-    def computed(self, prefill: PrefillRequest) -> None:
-        """The worker has finished, and ``prefill.output`` is set."""
-
-    def failed(self, prefill: PrefillRequest, error: DynamoError) -> None:
-        """The worker, or the connection to it, failed."""
 
 
 class PrefillRequest:
@@ -65,7 +55,7 @@ class PrefillRequest:
     )
 
     def __init__(
-        self, owner: PrefillOwner, engine_request: EngineRequest, pin: int | None, arrived_s: float
+        self, owner: PrefillRouter, engine_request: EngineRequest, pin: int | None, arrived_s: float
     ) -> None:
         self._owner = owner
         self.engine_request = engine_request

@@ -243,7 +243,7 @@ class ModelEntry:
         if preprocessor is None:
             return LoadedModel(*parts, preprocessor)
         if not self.relayed:  # those of a relayed model work in threads, and metrics have no lock
-            preprocessor.metrics = self._all_metrics
+            preprocessor.metrics = self._all_metrics.prompt
         return TokenModel(*parts, preprocessor)
 
     def _update(self) -> None:

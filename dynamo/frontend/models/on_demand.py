@@ -22,10 +22,10 @@ from dynamo.frontend.requests.cold_start import (
     ColdStartQueue,
     HeldDispatch,
     HeldExchange,
-    Refusals,
 )
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
+from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel, record_decoder
@@ -203,7 +203,7 @@ class OnDemandModels:
         self._created_s.pop(model, None)
         return True
 
-    def hold(self, exchange: Exchange, endpoint: str, name: str, registry: Refusals) -> bool:
+    def hold(self, exchange: Exchange, endpoint: str, name: str, registry: RequestRegistry) -> bool:
         """Let a request for ``name`` wait if the planner starts the model. Raises Unavailable."""
         record = self._names.get(name)
         if record is None or self._stopped or exchange.gone:

@@ -20,8 +20,8 @@ from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.models.inputs import INPUTS, missing_route, router_settings
 from dynamo.frontend.models.model import LoadedModel, ModelEntry, TokenModel, difference
 from dynamo.frontend.models.on_demand import GraphModels, OnDemandModels
-from dynamo.frontend.requests.cold_start import Refusals
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
+from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
@@ -226,7 +226,12 @@ class Models:
         return [*loaded.values(), *others]
 
     def hold(
-        self, registry: Refusals, exchange: Exchange, endpoint: str, error: DynamoError, name: str
+        self,
+        registry: RequestRegistry,
+        exchange: Exchange,
+        endpoint: str,
+        error: DynamoError,
+        name: str,
     ) -> bool:
         """Let a request wait that failed with ``error``, if the first worker of its model ends it.
 

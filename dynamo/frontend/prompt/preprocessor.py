@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -65,8 +65,8 @@ class Prepared(msgspec.Struct, frozen=True):
     images: PromptImages | None = None
 
 
-class PromptMetrics(Protocol):
-    """The histograms of rendering and tokenization; see :class:`FrontendMetrics`."""
+class PromptMetrics(NamedTuple):
+    """The histograms of rendering and tokenization."""
 
     template: Histogram
     tokenize: Histogram

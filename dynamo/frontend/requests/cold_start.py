@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -23,6 +23,9 @@ from dynamo.errors import DynamoError, Unavailable
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.http import NEVER, Exchange
 from dynamo.observability.metrics import Gauge
+
+if TYPE_CHECKING:
+    from dynamo.frontend.requests.registry import RequestRegistry
 
 _COMMENT_EVERY_S = 5.0
 _NO_CACHE = ("cache-control", "no-cache")
@@ -279,24 +282,6 @@ class ColdStartQueue:
             self._on_change(self)
 
 
-class Refusals(Protocol):
-    """Counts and ends requests that have not reached a model; see :class:`RequestRegistry`."""
-
-    def enter(self) -> None:
-        """Admit one more request."""
-
-    def leave(self) -> None:
-        """An admitted request has ended."""
-
-    def refuse(
-        self, exchange: Exchange, endpoint: str, error: DynamoError, request: tuple[str, str]
-    ) -> None:
-        """Respond with ``error``; ``request`` is the model, and ``stream`` or ``unary``."""
-
-    def abandoned(self, exchange: Exchange, endpoint: str, model: str, streams: bool) -> None:
-        """Count a request whose client has disconnected."""
-
-
 class HeldExchange:
     """A request whose body is not parsed yet; ``again`` handles it from the start.
 
@@ -308,7 +293,7 @@ class HeldExchange:
         exchange: Exchange,
         endpoint: str,
         queue: ColdStartQueue,
-        registry: Refusals,
+        registry: RequestRegistry,
         again: Callable[[Exchange], None],
     ) -> None:
         self.size_bytes = len(exchange.body)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dynamo.errors import (
     DynamoError,
@@ -16,19 +16,13 @@ from dynamo.errors import (
     WorkersLost,
 )
 from dynamo.frontend.answer.choice import Choice
-from dynamo.frontend.answer.generation import Answer
-from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.migration import (
     LostWorker,
     Migration,
     MigrationOutcome,
-    Migrations,
     continued,
     without_pin,
 )
-from dynamo.frontend.requests.recent import Prefilled
-from dynamo.frontend.requests.request_metrics import RequestMetrics
-from dynamo.observability.tracing import OpenSpan
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import (
     EngineOutput,
@@ -39,10 +33,14 @@ from dynamo.protocols.engine import (
 )
 from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.explanations.receipt import DecisionInputs
-from dynamo.router.picker import Decision, Picker
+from dynamo.router.picker import Decision
 from dynamo.router.worker_pool import WorkerPool
 from dynamo.runtime.requests import ClientStream
 from dynamo.runtime.requests.stream import REQUEST_ID
+
+if TYPE_CHECKING:
+    from dynamo.frontend.requests.dispatch import Dispatch
+    from dynamo.frontend.requests.request import ActiveRequest
 
 _NEVER = 0.0
 _NO_LENGTH = -1
@@ -53,66 +51,6 @@ class Pending(Protocol):
 
     def cancel(self) -> None:
         """Leave the queue; nothing is reserved or running afterwards. Idempotent."""
-
-
-class Rerouter(Protocol):
-    """Sends an engine request to another worker; see :class:`Dispatch`."""
-
-    picker: Picker
-    tracks_output: bool
-    migrations: Migrations
-
-    def reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
-        """Choose a worker again after ``error`` of one that has not seen the request."""
-
-    def migrate(self, engine_request: EngineRequest, error: DynamoError) -> None:
-        """Continue on another worker after ``error`` of one that may have seen the request."""
-
-    def trial_over(self, engine_request: EngineRequest) -> None:
-        """A request that had lost a worker has a token, or has ended."""
-
-
-class RequestOwner(Protocol):
-    """The active request that an engine request belongs to; see :class:`ActiveRequest`."""
-
-    closed: bool
-    streaming: bool
-    generation: Answer
-    model: ModelMetrics
-    metrics: RequestMetrics
-    last_activity_s: float
-    detokenize_s: float
-    wants_route: bool
-    trace: OpenSpan | None
-
-    def sent(
-        self, engine_request: EngineRequest, decision: Decision, queued: int, chosen_s: float
-    ) -> None:
-        """A worker has the engine request."""
-
-    def engine_started(self) -> float:
-        """A worker computes for the engine request from now on (monotonic seconds, returned)."""
-
-    def engine_stopped(self) -> None:
-        """No worker computes for the engine request now."""
-
-    def prefilled(self, done: Prefilled) -> None:
-        """A prefill worker has computed the prompt."""
-
-    def output_ready(self, size_bytes: int) -> None:
-        """The generation has new output for a streaming client."""
-
-    def engine_request_done(self) -> None:
-        """The engine request has ended without an error."""
-
-    def fail(self, error: DynamoError, by_worker: bool = False) -> None:
-        """End the request with ``error``."""
-
-    def crashed(self, error: BaseException) -> None:
-        """End the request after an unexpected exception."""
-
-    def keep_alive(self, comment: bytes) -> None:
-        """Send an SSE comment, if the answer is a stream."""
 
 
 class EngineRequest:
@@ -165,9 +103,9 @@ class EngineRequest:
 
     def __init__(
         self,
-        request: RequestOwner,
+        request: ActiveRequest,
         index: int,
-        dispatch: Rerouter,
+        dispatch: Dispatch,
         engine_id: str,
         preprocessed: PreprocessedRequest,
     ) -> None:

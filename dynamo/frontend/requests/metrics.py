@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
 from dynamo._fast.histogram import Histogram
+from dynamo.frontend.prompt.preprocessor import PromptMetrics
 from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.observability.metrics import (
     DEFAULT_FRONTEND_PREFIX,
@@ -243,9 +244,11 @@ class FrontendMetrics:
         self.cards_rejected = self.family(_CARDS_REJECTED)
         self.loop_delay = self.child(_LOOP_DELAY)
         self.loop_stalls = self.child(_LOOP_STALLS)
-        self.template = self.child(_TEMPLATE_SECONDS)
-        self.tokenize = self.child(_TOKENIZE_SECONDS)
-        self.tokenize_ms = self.child(_TOKENIZER_LATENCY_MS, "tokenize")
+        self.prompt = PromptMetrics(
+            self.child(_TEMPLATE_SECONDS),
+            self.child(_TOKENIZE_SECONDS),
+            self.child(_TOKENIZER_LATENCY_MS, "tokenize"),
+        )
         self.detokenize_ms = self.child(_TOKENIZER_LATENCY_MS, "detokenize")
         self.detokenize_tokens = self.child(_DETOKENIZE_TOKENS)
         self.detokenize_us = self.child(_DETOKENIZE_US)

@@ -22,7 +22,7 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.request import ActiveRequest, Recorder
+from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.frontend.requests.request_metrics import show_in_progress
 from dynamo.frontend.requests.trace import trace_refused
 from dynamo.http import Exchange, WriteBatch
@@ -67,7 +67,7 @@ class RequestRegistry:
         self.draining = False
         self.refuses = False
         self.admitted = 0
-        self.recordings: list[Recorder] = []
+        self.recordings: list[Callable[[ActiveRequest], None]] = []
         self.error_shapes: dict[str, ErrorShape] = {}
         self._hold = hold
         self._guard = guard

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,7 +28,6 @@ from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import (
-    ErrorShape,
     Labels,
     SlowClient,
     error_response,
@@ -37,15 +36,18 @@ from dynamo.frontend.requests.errors import (
     labels,
     with_retry,
 )
-from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
+from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.recent import Prefilled, RequestInfo
 from dynamo.frontend.requests.request_metrics import RequestMetrics
 from dynamo.frontend.requests.trace import begin_trace, end_trace
-from dynamo.http import NEVER, Exchange, WriteBatch
-from dynamo.observability.tracing import OpenSpan, Tracing
+from dynamo.http import NEVER, Exchange
+from dynamo.observability.tracing import OpenSpan
 from dynamo.protocols.status import RouteReceipt
 from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision
+
+if TYPE_CHECKING:
+    from dynamo.frontend.requests.registry import RequestRegistry
 
 log = logging.getLogger(__name__)
 _NO_CACHE = ("cache-control", "no-cache")
@@ -117,38 +119,6 @@ def _rows(receipt: RouteReceipt) -> list[_Candidate]:
     ]
 
 
-class Recorder(Protocol):
-    """Records requests that end; see :class:`Recording`."""
-
-    def ended(self, request: ActiveRequest, /) -> None:
-        """The request is about to be forgotten."""
-
-
-class Shared(Protocol):
-    """What active requests share; see :class:`RequestRegistry`."""
-
-    metrics: FrontendMetrics
-    write_batch: WriteBatch
-    overload_status: int
-    held_limit_bytes: int
-    shows_routes: bool
-    tracing: Tracing | None
-    recordings: list[Recorder]
-    error_shapes: dict[str, ErrorShape]
-
-    def error_shape(self, endpoint: str, exchange: Exchange) -> ErrorShape:
-        """The shape of the errors of a request."""
-
-    def admits_operator(self, exchange: Exchange) -> bool:
-        """Whether the client may see what operators see."""
-
-    def add(self, request: ActiveRequest) -> str:
-        """Register a request that begins; return its id for the engine."""
-
-    def remove(self, request: ActiveRequest) -> None:
-        """Forget a request that has ended, and its engine id."""
-
-
 class ActiveRequest:
     """``engine_requests`` are set when it is dispatched; ``generation`` renders their outputs.
 
@@ -187,7 +157,7 @@ class ActiveRequest:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: RequestRegistry,
         exchange: Exchange,
         info: RequestInfo,
         model: ModelMetrics,
@@ -450,8 +420,8 @@ class ActiveRequest:
             metrics.ended(failure, engine_requests)
             if self.trace is not None and self.trace.recording:
                 end_trace(self.trace, metrics)
-            for recording in self._shared.recordings:
-                recording.ended(self)
+            for record in self._shared.recordings:
+                record(self)
         finally:
             self.engine_requests = ()  # they refer to the request: a cycle would need the collector
             self._shared.remove(self)

@@ -5,27 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import PREPROCESS, FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, RequestFigures
-from dynamo.router.explanations.receipt import DecisionInputs
-from dynamo.router.picker import Decision, Picker
+from dynamo.router.picker import Decision
 
-
-class ServedChoice(Protocol):
-    """The figures of one engine request; see :class:`EngineRequest`."""
-
-    picker: Picker
-    decision: Decision | None
-    tokens: int
-    first_token_s: float
-    last_token_s: float
-    migrations: int
-    inputs: DecisionInputs | None
-    prefill_inputs: DecisionInputs | None
+if TYPE_CHECKING:
+    from dynamo.frontend.requests.engine_request import EngineRequest
 
 
 class RequestMetrics(RequestFigures, kw_only=True):
@@ -125,7 +114,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
         }
 
     def count_output(
-        self, usage: Usage, choices: Sequence[ServedChoice], detokenize_s: float
+        self, usage: Usage, choices: Sequence[EngineRequest], detokenize_s: float
     ) -> None:
         """Count the output of the engines, complete or partial; its text took ``detokenize_s``."""
         self.usage = usage
@@ -152,7 +141,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
             if choice.tokens > 1:
                 last.itl.value = (choice.last_token_s - choice.first_token_s) / (choice.tokens - 1)
 
-    def ended(self, failure: Labels | None, choices: Sequence[ServedChoice]) -> None:
+    def ended(self, failure: Labels | None, choices: Sequence[EngineRequest]) -> None:
         """Count the end of the request, and add it to the recent ones.
 
         ``failure`` is None if it succeeded; then the output is complete. ``choices`` may never have

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from dynamo.frontend.text.pieces import PieceTable
 from dynamo.frontend.text.tokenizer import Tokenizer
@@ -19,14 +18,9 @@ _MAX_HELD_TOKENS = 16
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
-class Detokenizer(Protocol):
-    """The state of one stream."""
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Add ``ids``, return the characters that are complete now."""
-
-
-def make_detokenizer(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> Detokenizer:
+def make_detokenizer(
+    tokenizer: Tokenizer, skip_special_tokens: bool = True
+) -> TableDetokenizer | PrefixDetokenizer:
     """A detokenizer for one stream: by table where the model allows it."""
     if tokenizer.pieces is not None:
         return TableDetokenizer(tokenizer.pieces, skip_special_tokens)

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import fastokens
 import tokenizers
@@ -55,25 +55,6 @@ class CacheStats(NamedTuple):
     hits: int
     misses: int
     size_bytes: int
-
-
-class Encoder(Protocol):
-    """One way to turn text into ids."""
-
-    name: str
-    inline_limit_bytes: int
-
-    def encode(self, text: str, add_special_tokens: bool) -> Tokens:
-        """Ids of ``text``."""
-
-    def id_to_token(self, token_id: int) -> str | None:
-        """The entry of the vocabulary; None without one."""
-
-    def token_to_id(self, token: str) -> int | None:
-        """The id of an entry; None without one."""
-
-    def stats(self) -> CacheStats:
-        """Counters of the segment cache."""
 
 
 class Tokenizer:
@@ -190,7 +171,7 @@ class _Shared:
         self.reference: tokenizers.Tokenizer | None = None
         fast = _fast_encoder(facts, cache_bytes)
         if fast is not None and self.pieces is not None:
-            self.encoder: Encoder = fast
+            self.encoder: _FastEncoder | _SlowEncoder = fast
             return
         reference = self.reference = reference_tokenizer(content, path)
         parsed = read_tokenizer_file(content, path)
@@ -377,7 +358,7 @@ def _fast_encoder(facts: TokenizerFacts, cache_bytes: int) -> _FastEncoder | Non
     return fast
 
 
-def _eos_ids(directory: ModelDirectory, encoder: Encoder) -> list[int]:
+def _eos_ids(directory: ModelDirectory, encoder: _FastEncoder | _SlowEncoder) -> list[int]:
     found = directory.eos_ids
     name = directory.special_tokens.get("eos_token")
     named = encoder.token_to_id(name) if name is not None else None

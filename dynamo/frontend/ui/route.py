@@ -13,7 +13,7 @@ import msgspec
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError
-from dynamo.frontend.ui.source import StatusSampler, UiSource
+from dynamo.frontend.ui.source import BoxSource, StatusSampler
 from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
@@ -44,7 +44,7 @@ class UiRoutes:
 
     def __init__(
         self,
-        source: UiSource,
+        source: BoxSource,
         own: Callable[[], FrontendStatus],
         tasks: Tasks,
         settings: FrontendSettings,

@@ -7,10 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from asyncinotify import Mask
@@ -49,7 +46,7 @@ class StatusSampler:
     Without a page nothing runs. Collecting blocks, so it runs in a thread.
     """
 
-    def __init__(self, source: UiSource, own: Callable[[], FrontendStatus], tasks: Tasks) -> None:
+    def __init__(self, source: BoxSource, own: Callable[[], FrontendStatus], tasks: Tasks) -> None:
         self.pages = EventStreams(_PAGES)
         self._source = source
         self._own = own
@@ -95,33 +92,8 @@ class StatusSampler:
             await asyncio.sleep(rest_s)
 
 
-class UiSource(Protocol):
-    """What a page shows and does. ``collect`` and ``act`` block.
-
-    ``logs`` is the directory with the logs of ``namespace``.
-    """
-
-    logs: Path
-    namespace: str
-
-    def collect(self, own: FrontendStatus) -> BoxStatus:
-        """Return the state, in which ``own`` are the figures of this frontend."""
-
-    def act(self, action: str, name: str) -> str:
-        """Do what a button says; return what happens now. Raises DynamoError."""
-
-    def outcomes(self) -> Iterator[ActionOutcome]:
-        """Yield how earlier actions ended, each once."""
-
-    def close(self) -> None:
-        """Leave actions that are not complete as they are."""
-
-    def watch(self, on_change: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call ``on_change`` after changes while the context lasts."""
-
-
 class BoxSource:
-    """The deployment in the namespace of ``runtime``: a :class:`UiSource`."""
+    """The deployment in the namespace of ``runtime``. ``collect`` and ``act`` block."""
 
     def __init__(self, runtime: DistributedRuntime, has_keys: bool) -> None:
         settings = runtime.settings

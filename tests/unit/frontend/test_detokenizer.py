@@ -16,7 +16,6 @@ from tokenizer_kit import write_llama_like, write_metaspace
 from tokenizers import Tokenizer as Reference
 
 from dynamo.frontend.text.detokenizer import (
-    Detokenizer,
     PrefixDetokenizer,
     TableDetokenizer,
     make_detokenizer,
@@ -59,7 +58,9 @@ def fallback_ids(draw: st.DrawFn, reference: Reference) -> list[int]:
     return [each for part in draw(st.lists(parts, max_size=16)) for each in part]
 
 
-def stream(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[str]:
+def stream(
+    detokenizer: TableDetokenizer | PrefixDetokenizer, ids: list[int], sizes: list[int]
+) -> list[str]:
     texts, start, turn = [], 0, 0
     while start < len(ids):
         size = sizes[turn % len(sizes)]

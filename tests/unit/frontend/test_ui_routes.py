@@ -45,7 +45,8 @@ class Page:
         self.ended: list[ActionOutcome] = []
         self.pressed: list[tuple[str, str]] = []
         self.tasks = Tasks("test")
-        self.routes = UiRoutes(self, FrontendStatus, self.tasks, self.settings)
+        source: Any = self
+        self.routes = UiRoutes(source, FrontendStatus, self.tasks, self.settings)
         table = Routes()
         self.routes.install(table)
         guard_ui_routes(table, self.settings)

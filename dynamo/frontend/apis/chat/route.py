@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo.errors import DynamoError, NoInstances
 from dynamo.frontend.apis.chat.generation import (
@@ -48,14 +48,6 @@ _PREFILL, _DECODE = "prefill", "decode"
 _QUERY = "query_instance_id"
 
 
-class _Target(Protocol):
-    @property
-    def worker_id(self) -> int: ...
-
-    @property
-    def dp_rank(self) -> int: ...
-
-
 def location_phase(nvext: NvExt) -> str | None:
     """The phase after ``query_instance_id:``, often ""; None if the request asks for an answer."""
     for annotation in nvext.annotations or ():
@@ -88,7 +80,7 @@ def worker_id_field(decision: Decision, prefilled: Prefilled | None, ranks: bool
     return _ids(_PREFILL, prefilled or decision, ranks) | _ids(_DECODE, decision, ranks)
 
 
-def _ids(phase: str, target: _Target, ranks: bool) -> dict[str, Any]:
+def _ids(phase: str, target: Decision | Prefilled, ranks: bool) -> dict[str, Any]:
     ids = {f"{phase}_worker_id": target.worker_id}
     return {**ids, f"{phase}_dp_rank": target.dp_rank} if ranks else ids
 

@@ -15,9 +15,7 @@ import logging
 import secrets
 import time
 from array import array
-from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol
 from urllib.parse import parse_qs
 
 import msgspec
@@ -27,8 +25,8 @@ from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, Unavailab
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import error_response
-from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.http import NEVER, Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.codec import Tokens
@@ -48,14 +46,6 @@ _NO_TOKEN = 2**32 - 1
 _HASHER = Hasher(TRACE_BLOCK_TOKENS, local=True, chain=True, load=False, clock=time.monotonic)
 
 
-class RecordableRequest(Protocol):
-    """What a recording reads of a request; see :class:`ActiveRequest`."""
-
-    exchange: Exchange
-    model: ModelMetrics
-    engine_requests: Sequence[EngineRequest]
-
-
 class Recording:
     """Writes a line to ``exchange`` for each prompt of a request that ends, of ``model`` if given.
 
@@ -70,7 +60,7 @@ class Recording:
         self._begun_s = time.monotonic()
         self._recorded = self._lost = 0
 
-    def ended(self, request: RecordableRequest) -> None:
+    def ended(self, request: ActiveRequest) -> None:
         """Record ``request``, unless it arrived before the recording began. O(tokens)."""
         name, arrived_s = request.model.name, request.exchange.received_at
         if arrived_s < self._begun_s or self._model not in (None, name):
@@ -167,13 +157,13 @@ class RecordRoutes:
         exchange.deadline = NEVER
         exchange.start(200, _CONTENT_TYPE, [("cache-control", "no-cache")])
         recording = Recording(exchange, model)
-        registry.recordings.append(recording)
+        registry.recordings.append(recording.ended)
         try:
             while True:
                 recording.write_count(registry.admitted)
                 await asyncio.sleep(_COUNT_S)
         finally:
-            registry.recordings.remove(recording)
+            registry.recordings.remove(recording.ended)
 
     def _asked_model(self, query: str) -> str | None:
         """The model to record, None for all. Raises InvalidArgument and ModelNotFound."""

@@ -14,11 +14,13 @@ from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.apis.embeddings.answer import EmbeddingsAnswer
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
-from dynamo.frontend.requests.engine_request import EngineRequest, Rerouter
+from dynamo.frontend.requests.dispatch import Dispatch
+from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import labels
 from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.recent import RequestInfo
-from dynamo.frontend.requests.request import ActiveRequest, Shared
+from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.http import NEVER, Exchange
 from dynamo.protocols.engine import PreprocessedRequest
 
@@ -51,7 +53,7 @@ class RelayedActiveRequest(ActiveRequest):
 
     def __init__(
         self,
-        shared: Shared,
+        shared: RequestRegistry,
         exchange: Exchange,
         info: RequestInfo,
         model: ModelMetrics,
@@ -181,7 +183,7 @@ class RelayedEngineRequest(EngineRequest):
         self,
         request: RelayedActiveRequest,
         answer: RelayedAnswer,
-        dispatch: Rerouter,
+        dispatch: Dispatch,
         preprocessed: PreprocessedRequest,
         message: bytes,
     ) -> None:
