@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,9 @@ from dynamo.config.modules import settings_groups
 from dynamo.config.option import fields_of
 from dynamo.config.parser import Option
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, StatefileError
+from dynamo.serve.state.document import Entry
+from dynamo.serve.state.statefile import Statefile
 from dynamo.status.components import chosen_runtime
 
 DESCRIPTION = "Print a script for your shell: it completes verbs, options, services and files."
@@ -336,20 +337,17 @@ class _Values:
         elif kind == "namespaces":
             yield from sorted(path.stem for path in _state_dir().glob("[!.]*.json"))
         elif kind == "services":
-            components = self._components()
-            services = {str(entry.get("service")) for entry in components.values()}
-            yield from sorted(services | components.keys())
+            entries = self._entries()
+            yield from sorted({entry.service for entry in entries} | {one.name for one in entries})
         elif kind == "models":
-            yield from sorted({*map(_model, self._components().values())} - {""})
+            yield from sorted({*map(_model, self._entries())} - {""})
 
-    def _components(self) -> Mapping[str, Any]:
+    def _entries(self) -> list[Entry]:
         try:
-            namespace = chosen_runtime(self._namespace).namespace
-            document = json.loads((_state_dir() / f"{namespace}.json").read_bytes())
-            components: Mapping[str, Any] = document["components"]
-        except (ConfigError, OSError, ValueError, KeyError):
-            return {}  # nothing runs, or several deployments
-        return components
+            document = Statefile(_state_dir(), chosen_runtime(self._namespace).namespace).read()
+        except (ConfigError, StatefileError):
+            return []  # several deployments, or a damaged statefile
+        return [] if document is None else list(document.components.values())
 
 
 def _state_dir() -> Path:
@@ -357,9 +355,9 @@ def _state_dir() -> Path:
     return Path(given or "~/.dynamo/state").expanduser()
 
 
-def _model(entry: Mapping[str, Any]) -> str:
+def _model(entry: Entry) -> str:
     """Return the name of a worker's model, from its command line."""
-    argv = entry.get("argv") or []
+    argv = entry.argv
     for flag in _MODEL_FLAGS:
         if flag in argv[:-1]:
             name = str(argv[argv.index(flag) + 1])

@@ -18,6 +18,7 @@ from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_u
 from dynamo.http.tls import client_context
 from dynamo.planner.live.traffic import frontends_in
 from dynamo.runtime.process.paths import state_path
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.components import chosen_runtime
 
@@ -46,7 +47,7 @@ def _running(namespace: str | None) -> str | None:
         document = Statefile(state_path(runtime), runtime.namespace).read()
     except StatefileError as error:
         raise ConfigError(f"{error}. Or name the frontend with --url") from None
-    urls = sorted({one.address.url for one in frontends_in(document or {})})
+    urls = sorted({one.address.url for one in frontends_in(document or Document())})
     if len(urls) > 1:
         raise ConfigError(f"several frontends are running; name one with --url: {', '.join(urls)}")
     if not urls and namespace is not None:

@@ -18,8 +18,9 @@ from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.runtime.process.paths import state_dir
 from dynamo.serve.graph.graph import parse_graph, read_text
 from dynamo.serve.graph.overrides import split_overrides
-from dynamo.serve.state.process_table import same_process
-from dynamo.serve.state.statefile import Document, Statefile
+from dynamo.serve.state.document import Document
+from dynamo.serve.state.process_table import runs_here
+from dynamo.serve.state.statefile import Statefile
 from dynamo.status.components import chosen_runtime
 
 DESCRIPTION = "Apply a changed graph to a running deployment, one process after another."
@@ -64,17 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _running(statefile: Statefile) -> Document:
     """Return the statefile of a deployment whose arbiter runs. Raises StatefileError."""
     document = statefile.read()
-    if document is None or not _is_alive(document):
+    if document is None or not runs_here(document.arbiter):
         raise StatefileError(
             f"no deployment runs in namespace {statefile.namespace!r} ({statefile.path}); "
             "start it with dynamo serve, or name another one with --namespace"
         )
     return document
-
-
-def _is_alive(document: Document) -> bool:
-    arbiter = document.get("arbiter") or {}
-    return same_process(int(arbiter.get("pid", 0)), int(arbiter.get("start_ticks", 0)))
 
 
 def _call(document: Document, request: dict[str, Any]) -> Any:
@@ -89,10 +85,10 @@ def _call(document: Document, request: dict[str, Any]) -> Any:
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
     try:
-        socket.connect(document["circus_endpoint"])
+        socket.connect(document.circus_endpoint)
         socket.send(json.dumps(message).encode())
         while not socket.poll(_CHECK_MS):
-            if not _is_alive(document):
+            if not runs_here(document.arbiter):
                 raise StatefileError("the deployment ended before the reload was complete")
         reply = json.loads(socket.recv())
     finally:

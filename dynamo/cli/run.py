@@ -21,7 +21,7 @@ from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.overrides import Override, split_overrides
 from dynamo.serve.readiness import free_port
-from dynamo.serve.state.statefile import Document
+from dynamo.serve.state.document import Document
 from dynamo.setup.engines import choose, find_engines, named_model, probe_gpus, running_ollama
 from dynamo.setup.new_graph import NewGraph
 from dynamo.status.components import main_pid, running_deployment
@@ -131,7 +131,7 @@ def _refuse_second(graph: NewGraph, own: Sequence[str], flags: Sequence[str]) ->
 
 def _free_name(document: Document) -> str:
     """Return a name that no service of a running deployment has."""
-    taken = {str(one.get("service")) for one in document["components"].values()}
+    taken = {entry.service for entry in document.components.values()}
     return next(name for number in count(2) if (name := f"Worker{number}") not in taken)
 
 

@@ -18,10 +18,12 @@ from dynamo.operations.steps.access import open_access
 from dynamo.operations.steps.engine_controls import open_engines
 from dynamo.operations.steps.sleeping import check_sleepers, finish_interrupted
 from dynamo.runtime.process.paths import run_dir, state_path, store_dir, store_path
+from dynamo.serve.state.document import Document
+from dynamo.serve.state.process_table import runs_here
 from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.components import ComponentStatus, StateReport, arbiter_is_alive, chosen_runtime
+from dynamo.status.components import ComponentStatus, StateReport, chosen_runtime
 
 DESCRIPTION = "Show the processes, GPUs and leases of a deployment, or repair its statefile."
 EPILOG = """repair is safe while the deployment and its planner run. It deletes entries without a
@@ -91,10 +93,10 @@ def _repair(statefile: Statefile, runtime: RuntimeSettings, dry_run: bool) -> li
     try:
         document = statefile.read()
     except StatefileError:  # damaged: a running arbiter replaces it, else there is no other use
-        document = {}
+        document = Document()
     if document is None:
         raise _no_statefile(statefile)
-    if not arbiter_is_alive(document):
+    if not runs_here(document.arbiter):
         return _repair_dead(statefile, runtime, dry_run)
     return asyncio.run(_repair_running(runtime, dry_run)) or ["nothing to repair"]
 

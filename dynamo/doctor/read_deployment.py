@@ -30,9 +30,9 @@ from dynamo.serve.gpus.engine_gpus import engine_flags
 from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.graph.service import MODEL_PROGRAMS, Service
 from dynamo.serve.readiness import check_free, free_port
-from dynamo.serve.state.process_table import ProcessStat, snapshot
-from dynamo.serve.state.statefile import Document, Statefile
-from dynamo.status.components import arbiter_is_alive
+from dynamo.serve.state.document import Document
+from dynamo.serve.state.process_table import ProcessStat, runs_here, snapshot
+from dynamo.serve.state.statefile import Statefile
 
 _ANSWER_S = 1.0
 _PAGE_BYTES = 64 << 20
@@ -113,9 +113,7 @@ def _block_sizes(services: Sequence[Service]) -> Iterator[tuple[str, str, int]]:
 def read_workers(store: Path, document: Document) -> list[WorkerFacts]:
     """Return the workers in file discovery, and whether their KV events can be subscribed to."""
     components = {
-        entry["lease"]: name
-        for name, entry in document["components"].items()
-        if entry.get("lease") is not None
+        entry.lease: name for name, entry in document.components.items() if entry.lease is not None
     }
     channels: dict[int, str] = {}
     for stored in _records(store / "v1/event_channels"):
@@ -209,7 +207,7 @@ def find_running(directory: Path, namespace: str) -> Deployed:
     for path in sorted(directory.glob("[!.]*.json")):
         with contextlib.suppress(StatefileError):
             document = Statefile(directory, path.stem).read()
-            if document is not None and arbiter_is_alive(document):
+            if document is not None and runs_here(document.arbiter):
                 wanted = document if path.stem == namespace else wanted
                 roots |= _roots(document)
     processes = {one.pid: one for one in snapshot()} if roots else {}
@@ -218,13 +216,9 @@ def find_running(directory: Path, namespace: str) -> Deployed:
 
 
 def _roots(document: Document) -> dict[int, str]:
-    roots = {
-        process["pid"]: name
-        for name, entry in document["components"].items()
-        for process in entry.get("processes") or ()
-    }
-    arbiter = document["arbiter"]
-    return {arbiter.get("guard_pid", 0): "dynamo serve", arbiter["pid"]: "dynamo serve", **roots}
+    roots = {pid: name for name, entry in document.components.items() for pid in entry.pids}
+    arbiter = document.arbiter
+    return {arbiter.guard_pid: "dynamo serve", arbiter.pid: "dynamo serve", **roots}
 
 
 def _owner(pid: int, processes: Mapping[int, ProcessStat], roots: Mapping[int, str]) -> str:

@@ -18,9 +18,9 @@ from dynamo.operations.steps.ports import (
 )
 from dynamo.operations.steps.sleeping import check_sleepable, finish_wake, sleeper_to_wake
 from dynamo.operations.steps.starting import WorkerStart
-from dynamo.serve.state.entries import Entry, ServiceEntries, read_services, release
+from dynamo.serve.state.document import LOAD, WAKE, Document, Entry
+from dynamo.serve.state.entries import ServiceEntries, read_services, release
 from dynamo.serve.state.process_table import is_reserved
-from dynamo.serve.state.statefile import LOAD, WAKE, Document
 
 _COMMAND_TIMEOUT_S = 30.0
 Worker = tuple[ServiceEntries, Entry]

@@ -31,8 +31,7 @@ from dynamo.operations.steps.sleeping import (
 )
 from dynamo.operations.targets import find_model, find_processes, find_workers, restartable
 from dynamo.protocols.control import PlannerState
-from dynamo.serve.state.process_table import is_reserved
-from dynamo.status.components import arbiter_is_alive
+from dynamo.serve.state.process_table import is_reserved, runs_here
 
 _BUSY_S = 30.0
 _NO_BUDGET = 1 << 31  # the planner's; the GPUs of the deployment limit what a person loads
@@ -59,7 +58,7 @@ class BoxActions:
             )
             names = [one.name for one in found]
             yield f"restarting {_joined(names)}" + (", one after another" if names[1:] else "")
-            circus = CircusEndpoint(document["circus_endpoint"])
+            circus = CircusEndpoint(document.circus_endpoint)
             deadline_s = asyncio.get_running_loop().time() + _BUSY_S
             try:
                 await retried(lambda: circus.roll(names, partial(_is_alive, access)), deadline_s)
@@ -172,7 +171,7 @@ class BoxActions:
         settings = PlannerSettings(max_gpu_budget=_NO_BUDGET)
         async with open_access(self._runtime, settings) as access:
             access.active = self._active
-            if not arbiter_is_alive(access.document()):
+            if not runs_here(access.document().arbiter):
                 raise StatefileError(
                     f"the deployment in namespace {self._runtime.namespace!r} has crashed; see: "
                     "dynamo state repair --dry-run"
@@ -224,7 +223,7 @@ class BoxActions:
 
 def _is_alive(access: LocalAccess) -> bool:
     try:
-        return arbiter_is_alive(access.document())
+        return runs_here(access.document().arbiter)
     except StatefileError:
         return False
 

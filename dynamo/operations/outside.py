@@ -28,7 +28,7 @@ from dynamo.runtime.discovery.layout import BadRecord, decode_lease, lease_path,
 from dynamo.runtime.discovery.leases import ProcessEnd
 from dynamo.runtime.process.os_process import host_id, is_running
 from dynamo.runtime.process.paths import state_path, store_path
-from dynamo.serve.state.entries import read_entries
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.statefile import Statefile
 
 _ID = re.compile(r"[0-9a-f]{1,16}")
@@ -163,4 +163,4 @@ def _recorded(runtime: RuntimeSettings) -> set[int]:
         document = Statefile(state_path(runtime), runtime.namespace).read()
     except StatefileError:
         return set()
-    return {pid for entry in read_entries(document or {"components": {}}) for pid in entry.pids}
+    return {pid for entry in (document or Document()).components.values() for pid in entry.pids}

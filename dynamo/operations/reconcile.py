@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from dynamo.errors import StatefileError
 from dynamo.operations.steps.access import LocalAccess
@@ -19,25 +18,9 @@ from dynamo.operations.steps.ports import (
     retried,
 )
 from dynamo.operations.steps.removal import finish_removal, wait_until_gone
-from dynamo.serve.state.entries import (
-    Entry,
-    ServiceEntries,
-    delete_entry,
-    new_entry,
-    read_services,
-    release,
-)
+from dynamo.serve.state.document import LOAD, RUNNING, SLEEP, WAKE, Document, Entry, Resources
+from dynamo.serve.state.entries import ServiceEntries, delete_entry, read_services, release
 from dynamo.serve.state.process_table import is_reserved, reclaim
-from dynamo.serve.state.statefile import (
-    ASLEEP,
-    LOAD,
-    REPLACING,
-    RESERVED_BY,
-    RUNNING,
-    SLEEP,
-    WAKE,
-    Document,
-)
 
 _COMMAND_TIMEOUT_S = 30.0
 _ARBITER_WRITES_WITHIN_S = 0.5
@@ -61,7 +44,7 @@ async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
     try:
         for service in services.values():
             for entry in service.entries:
-                if _is_changed(access, document, entry):
+                if _is_changed(access, entry):
                     continue
                 status = statuses.get(entry.name)
                 if entry.draining and (status is not None or entry.pids):
@@ -84,9 +67,9 @@ async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
     return found
 
 
-def _is_changed(access: LocalAccess, document: Document, entry: Entry) -> bool:
+def _is_changed(access: LocalAccess, entry: Entry) -> bool:
     """Whether a living process changes the worker now."""
-    replacing = REPLACING in document["components"][entry.name]  # by the arbiter, which lives
+    replacing = entry.replacing is not None  # by the arbiter, which lives
     return replacing or entry.name in access.active or is_reserved(entry, access.active)
 
 
@@ -127,14 +110,14 @@ async def _without_watcher(
     access: LocalAccess, service: ServiceEntries, entry: Entry, dry_run: bool
 ) -> list[str]:
     """Free what the entry of a missing watcher holds, unless its processes are still exiting."""
-    if entry.pids or (entry is service.template and entry.index == 0 and _is_empty(entry)):
+    if entry.pids or (entry.name == service.base and _is_empty(entry)):
         return []
     if entry.name in await access.statuses():
         return []  # a reload has added it since
     if not dry_run:
         access.statefile.update(lambda document: delete_entry(document, entry.name))
     freed = f"; GPU {', '.join(entry.gpus)} is free again" if entry.gpus else ""
-    verb = "emptied" if entry.index == 0 else "deleted"
+    verb = "emptied" if entry.name == service.base else "deleted"
     return [f"{entry.name}: {verb} its entry, which had no watcher{freed}"]
 
 
@@ -150,7 +133,7 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
             await _remove_unstarted(access, entry.name)
         return [f"{entry.name}: removed its watcher, which a planner added and never started"]
     found: list[str] = []
-    operation = (entry.reserved_by or {}).get("operation", LOAD)
+    operation = (entry.reserved_by and entry.reserved_by.operation) or LOAD
     if operation in (SLEEP, WAKE) and entry.pids:
         return [f"{entry.name}: its {operation} was interrupted"] if dry_run else []  # done later
     if entry.reserved_by is not None:
@@ -175,12 +158,12 @@ async def _remove_unstarted(access: LocalAccess, name: str) -> None:
 
 
 def _correct(document: Document, name: str, options: WatcherOptions) -> None:
-    entry: dict[str, Any] | None = document["components"].get(name)
+    entry = document.components.get(name)
     if entry is not None:
-        if RESERVED_BY in entry and entry.get("state") == ASLEEP:
-            entry["state"] = RUNNING  # it was being woken: its GPUs are its own until it is known
+        if entry.reserved_by is not None and entry.asleep:
+            entry.state = RUNNING  # it was being woken: its GPUs are its own until it is known
         release(document, name)
-        entry["resources"] = {"allocated_gpus": list(options.gpus)} if options.gpus else {}
+        entry.resources = Resources(options.gpus)
 
 
 def _without_entry(
@@ -208,11 +191,11 @@ async def _add_entry(
         options = await _options(access, name)
     except NoSuchWatcher:
         return []
-    if service is None or name in access.document()["components"]:
+    if service is None or name in access.document().components:
         return []  # the arbiter has written it since
     if not dry_run:
-        entry = new_entry(service, name, options.argv, options.gpus)
-        access.statefile.update(lambda document: document["components"].setdefault(name, entry))
+        entry = service.new_entry(name, options.argv, options.gpus)
+        access.statefile.update(lambda document: document.components.setdefault(name, entry))
     return [f"{name}: added the entry of a watcher that had none"]
 
 

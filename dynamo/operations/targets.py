@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from dynamo.errors import InvalidArgument
 from dynamo.operations.steps.ports import ActionFailed
-from dynamo.serve.state.entries import Entry, ServiceEntries, read_entries, read_services
+from dynamo.serve.state.document import Document, Entry
+from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.process_table import is_reserved
-from dynamo.serve.state.statefile import Document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ def find_processes(document: Document, name: str, watchers: Collection[str]) -> 
     too. Raises InvalidArgument that lists the names.
     """
     targets = _all_targets(document)
-    namespace = document["namespace"]
+    namespace = document.namespace
     chosen = [one for one in targets if one.name == name]
     chosen = chosen or [one for one in targets if one.service == name]
     chosen = chosen or [one for one in targets if one.name == f"{namespace}_{name}"]
@@ -102,7 +102,7 @@ def find_model(
     if model not in models:
         wrong = f"no model {model!r}" if model else "name a model"
         raise InvalidArgument(
-            f"{wrong} in namespace {document['namespace']!r}: {', '.join(sorted(models)) or 'none'}"
+            f"{wrong} in namespace {document.namespace!r}: {', '.join(sorted(models)) or 'none'}"
         )
     return models[model]
 
@@ -133,10 +133,10 @@ def _all_targets(document: Document) -> list[ActionTarget]:
     return [
         ActionTarget(
             entry=entry,
-            service=str(document["components"][entry.name].get("service", "")),
+            service=entry.service,
             owner=owners.get(entry.name),
         )
-        for entry in read_entries(document)
+        for entry in document.components.values()
     ]
 
 

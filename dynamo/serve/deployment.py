@@ -19,10 +19,10 @@ from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.graph.watchers import DeploymentPlan
 from dynamo.serve.reload import GraphReload, Replan
 from dynamo.serve.startup import StartupReport
+from dynamo.serve.state.document import STOPPED, RecordedProcess, Supervision
 from dynamo.serve.state.leases import Leases
-from dynamo.serve.state.record import RecordedComponent, StatefileWriter, Supervision
+from dynamo.serve.state.record import RecordedComponent, StatefileWriter
 from dynamo.serve.state.rundir import RunDirectory
-from dynamo.serve.state.statefile import STOPPED
 from dynamo.serve.supervision.arbiter import SupervisingArbiter
 from dynamo.serve.supervision.guard import KILL_NOW, STOP_SIGNALS
 from dynamo.serve.supervision.output import Announcer
@@ -145,7 +145,7 @@ class Deployment:
                     self._factory.specs[name],
                     argv=commands.get(name, self._factory.specs[name].argv),
                 ),
-                processes,
+                [RecordedProcess(p.pid, p.start_ticks, dict(p.gpus)) for p in processes],
                 next((leases[p.pid] for p in processes if p.pid in leases), None),
                 watchers[name].supervision if name in watchers else Supervision(STOPPED),
             )

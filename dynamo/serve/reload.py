@@ -23,8 +23,8 @@ from dynamo.serve.graph.changes import (
 )
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.readiness import check_free
+from dynamo.serve.state.document import DRAINING
 from dynamo.serve.state.record import StatefileWriter
-from dynamo.serve.state.statefile import DRAINING
 from dynamo.serve.supervision.arbiter import SupervisingArbiter, error_reply
 from dynamo.serve.supervision.output import Announcer
 from dynamo.serve.supervision.rolling import RollingRestart

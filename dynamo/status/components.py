@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dynamo.config import environ, from_env
 from dynamo.config.runtime import RuntimeSettings, check_namespace
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.runtime.process.os_process import host_id
 from dynamo.runtime.process.paths import state_path
-from dynamo.serve.state.entries import Entry, read_entries
-from dynamo.serve.state.process_table import is_reserved, ledger_of, same_process
+from dynamo.serve.state.document import Document, Entry
+from dynamo.serve.state.process_table import is_reserved, ledger_of, runs_here, same_process
 from dynamo.serve.state.registered import RegisteredWorker
-from dynamo.serve.state.statefile import Document, Statefile
+from dynamo.serve.state.statefile import Statefile
 
 
 def chosen_runtime(namespace: str | None) -> RuntimeSettings:
@@ -49,8 +47,7 @@ def running_deployment(runtime: RuntimeSettings) -> Document | None:
 
 def main_pid(document: Document) -> int:
     """Return the process that a user started: the guard of a running deployment."""
-    arbiter = document["arbiter"]
-    return int(arbiter.get("guard_pid") or arbiter["pid"])
+    return document.arbiter.guard_pid or document.arbiter.pid
 
 
 def _running(directory: Path, namespaces: list[str]) -> Iterator[str]:
@@ -64,7 +61,7 @@ def _read_running(directory: Path, namespace: str) -> Document | None:
         document = Statefile(directory, namespace).read()
     except StatefileError:
         return None
-    return document if document is not None and arbiter_is_alive(document) else None
+    return document if document is not None and runs_here(document.arbiter) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +96,11 @@ class StateReport:
     def of(cls, document: Document, registered: Mapping[int, RegisteredWorker]) -> StateReport:
         """Return the report of ``document``."""
         ledger = ledger_of(document)
-        arbiter = document.get("arbiter")
         return cls(
-            namespace=document["namespace"],
-            arbiter_pid=arbiter.get("pid") if isinstance(arbiter, dict) else None,
-            arbiter_alive=arbiter_is_alive(document),
-            circus_endpoint=document["circus_endpoint"],
+            namespace=document.namespace,
+            arbiter_pid=document.arbiter.pid or None,
+            arbiter_alive=runs_here(document.arbiter),
+            circus_endpoint=document.circus_endpoint,
             gpus={gpu: tuple(ledger.holders((gpu,))) for gpu in ledger.ids},
             components=component_statuses(document, registered),
         )
@@ -114,31 +110,18 @@ def component_statuses(
     document: Document, registered: Mapping[int, RegisteredWorker]
 ) -> tuple[ComponentStatus, ...]:
     """Return the status of each component, in the order of the statefile."""
-    return tuple(
-        _status(entry, document["components"][entry.name], registered)
-        for entry in read_entries(document)
+    return tuple(_status(entry, registered) for entry in document.components.values())
+
+
+def _status(entry: Entry, registered: Mapping[int, RegisteredWorker]) -> ComponentStatus:
+    alive = tuple(
+        one.pid for one in entry.processes if one.pid and same_process(one.pid, one.start_ticks)
     )
-
-
-def arbiter_is_alive(document: Document) -> bool:
-    """Whether the arbiter that writes the statefile runs on this machine."""
-    arbiter = document.get("arbiter")
-    if not isinstance(arbiter, dict) or arbiter.get("host") != host_id():
-        return False
-    pid, ticks = arbiter.get("pid"), arbiter.get("start_ticks")
-    return isinstance(pid, int) and isinstance(ticks, int) and same_process(pid, ticks)
-
-
-def _status(
-    entry: Entry, record: Mapping[str, Any], registered: Mapping[int, RegisteredWorker]
-) -> ComponentStatus:
-    ticks = {one["pid"]: one.get("start_ticks", 0) for one in record.get("processes") or ()}
-    alive = tuple(pid for pid in entry.pids if same_process(pid, ticks[pid]))
     models = [registered[pid].model for pid in alive if pid in registered]
     model = next((one for one in models if one is not None), None)
     return ComponentStatus(
         component=entry.name,
-        service=str(record.get("service", "")),
+        service=entry.service,
         state=_state(entry, alive, model),
         pids=alive,
         dead_pids=tuple(pid for pid in entry.pids if pid not in alive),

@@ -14,9 +14,9 @@ from dynamo.protocols.status import (
     WorkerFigures,
     WorkerStatus,
 )
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import read_services, service_config
 from dynamo.serve.state.registered import RegisteredWorker
-from dynamo.serve.state.statefile import Document
 
 _ORDER = ("ready", "loading", "draining", "asleep", "failed", "stopped")
 """States of workers; the first that a worker has is that of its model."""

@@ -26,11 +26,11 @@ from dynamo.protocols.status import (
 from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
 from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.graph.service import FRONTEND
-from dynamo.serve.state.entries import Entry, argv_flags, read_entries
-from dynamo.serve.state.process_table import environment, ledger_of, owner_lives, stat
+from dynamo.serve.state.document import Document, Entry
+from dynamo.serve.state.entries import argv_flags
+from dynamo.serve.state.process_table import environment, ledger_of, runs_here, same_process
 from dynamo.serve.state.registered import registered_workers
-from dynamo.serve.state.statefile import Document, Statefile
-from dynamo.status.components import arbiter_is_alive
+from dynamo.serve.state.statefile import Statefile
 from dynamo.status.gpus import read_gpus
 from dynamo.status.logs import last_line
 from dynamo.status.models import BoxSighting, FrontendSighting, model_statuses
@@ -83,7 +83,7 @@ def ask_frontends(
 
     ``own`` is the answer of this process, if it is one of them.
     """
-    for entry in read_entries(document):
+    for entry in document.components.values():
         if program_of(entry) == FRONTEND:
             yield _ask(entry, api_key, own if os.getpid() in entry.pids else None)
 
@@ -208,7 +208,7 @@ class BoxReader:
             return self._stopped(error.message)
         if document is None:
             return self._stopped("")
-        if not arbiter_is_alive(document):
+        if not runs_here(document.arbiter):
             return self._stopped(
                 f"an earlier deployment of {namespace!r} ended without clean-up; "
                 f"try: dynamo state repair --namespace {namespace}"
@@ -218,7 +218,7 @@ class BoxReader:
     def _running(
         self, document: Document, api_key: str | None, own: FrontendStatus | None
     ) -> BoxStatus:
-        entries = read_entries(document)
+        entries = document.components.values()
         planner = read_planner(self._run_dir)
         seen = BoxSighting(
             document=document,
@@ -272,7 +272,7 @@ def report(runtime: RuntimeSettings, api_key: str | None = None) -> bytes:
 
 def _is_changed(entry: Entry) -> bool:
     """Whether a living process changes it, this one too."""
-    return entry.reserved_by is not None and owner_lives(entry.reserved_by)
+    return entry.reserved_by is not None and runs_here(entry.reserved_by)
 
 
 def _gpus(document: Document, entries: Iterable[Entry]) -> tuple[GpuStatus, ...]:
@@ -286,20 +286,18 @@ def _gpus(document: Document, entries: Iterable[Entry]) -> tuple[GpuStatus, ...]
 def _started_at_s(document: Document) -> float:
     """Return when the arbiter started, Unix time."""
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    ticks: int = document["arbiter"]["start_ticks"]
-    return time.time() - since_boot_s + ticks / _TICKS_PER_S
+    return time.time() - since_boot_s + document.arbiter.start_ticks / _TICKS_PER_S
 
 
 def _uptimes(document: Document) -> dict[int, float]:
     """Return the recorded processes that live, with their age in seconds."""
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     found: dict[int, float] = {}
-    for entry in document["components"].values():
-        for process in entry.get("processes") or ():
-            pid, ticks = process.get("pid"), process.get("start_ticks")
-            state = stat(pid) if isinstance(pid, int) else None
-            if state is not None and state.start_ticks == ticks and state.state != "Z":
-                found[pid] = max(0.0, since_boot_s - ticks / _TICKS_PER_S)
+    for entry in document.components.values():
+        for process in entry.processes:
+            if process.pid and same_process(process.pid, process.start_ticks):
+                age_s = since_boot_s - process.start_ticks / _TICKS_PER_S
+                found[process.pid] = max(0.0, age_s)
     return found
 
 

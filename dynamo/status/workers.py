@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from dynamo.protocols.status import WorkerFigures, WorkerStatus
 from dynamo.serve.graph.service import FRONTEND, MODEL_PROGRAMS, PLANNER
-from dynamo.serve.state.entries import Entry, ServiceEntries, read_entries, read_services
-from dynamo.serve.state.statefile import ABSENT, DRAIN, GIVEN_UP, LOAD, SLEEP, STOPPED, WATCHER
+from dynamo.serve.state.document import (
+    ABSENT,
+    DRAIN,
+    GIVEN_UP,
+    LOAD,
+    SLEEP,
+    STOPPED,
+    Entry,
+    Supervision,
+)
+from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.status.gpus import vram_by_worker
 from dynamo.status.logs import progress_in
 from dynamo.status.models import BoxSighting, worker_figures
@@ -22,9 +30,8 @@ def worker_statuses(seen: BoxSighting) -> tuple[WorkerStatus, ...]:
     services = read_services(seen.document)
     figures, vram = worker_figures(seen), vram_by_worker(seen.gpus)
     found = []
-    for entry in read_entries(seen.document):
-        record = seen.document["components"][entry.name]
-        process = _Process(seen, entry, record, services)
+    for entry in seen.document.components.values():
+        process = _Process(seen, entry, services)
         if process.exists:
             found.append(process.status(figures, vram.get(entry.name)))
     return tuple(found)
@@ -40,21 +47,16 @@ class _Process:
     """One entry of the statefile with what was seen of its processes."""
 
     def __init__(
-        self,
-        seen: BoxSighting,
-        entry: Entry,
-        record: Mapping[str, Any],
-        services: Mapping[str, ServiceEntries],
+        self, seen: BoxSighting, entry: Entry, services: Mapping[str, ServiceEntries]
     ) -> None:
-        watcher = record.get(WATCHER)
         self.seen = seen
         self.entry = entry
-        self.service_name = str(record.get("service", ""))
+        self.service_name = entry.service
         self.service = services.get(self.service_name)
         self.others = [one for one in services.values() if one.name != self.service_name]
-        self.watcher: Mapping[str, Any] = watcher if isinstance(watcher, Mapping) else {}
-        self.kept = str(self.watcher.get("status", ""))
-        self.last_exit = str(self.watcher.get("last_exit") or "")
+        self.watcher = entry.watcher or Supervision()
+        self.kept = self.watcher.status
+        self.last_exit = self.watcher.last_exit
         self.reserved = entry.name in seen.reserved
         self.alive = tuple(pid for pid in entry.pids if pid in seen.uptimes)
         mine = [seen.registered[pid] for pid in self.alive if pid in seen.registered]
@@ -87,7 +89,7 @@ class _Process:
             gpus=self.entry.gpus,
             vram_bytes=vram,
             progress=progress_in(last) if state == "loading" and self.alive else None,
-            restarts=int(self.watcher.get("restarts") or 0),
+            restarts=self.watcher.restarts,
             last_exit=self.last_exit,
             cause=cause,
             remedy=remedy,
@@ -99,9 +101,9 @@ class _Process:
 
     def _operation(self) -> str:
         """Return the operation of a process that has exited; "" if it goes on without it."""
-        mark = self.entry.reserved_by
-        begun = "" if mark is None else str(mark.get("operation") or LOAD)
-        goes_on = (begun == LOAD and self.watcher) or (begun == DRAIN and self.registered is None)
+        owner = self.entry.reserved_by
+        begun = "" if owner is None else owner.operation or LOAD
+        goes_on = (begun == LOAD and self.kept) or (begun == DRAIN and self.registered is None)
         return "" if goes_on else begun
 
     def _can_sleep(self) -> bool:
@@ -171,7 +173,7 @@ class _Process:
         if state == "failed" and self.alive:
             return "it listens but does not answer", f"dynamo restart {name}"
         if state == "failed":
-            reason = str(self.watcher.get("reason") or "given up")
+            reason = self.watcher.reason or "given up"
             return _joined(reason, self.last_exit, output), f"dynamo restart {name}"
         if state == "draining":
             return "it finishes its requests, then exits", ""

@@ -16,6 +16,7 @@ import psutil
 from deployment import MODEL, free_port
 from serving import ROOT, Serving
 
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.process_table import ledger_of
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
@@ -39,7 +40,7 @@ def held(serving: Serving) -> dict[str, list[str]]:
     """The GPUs of each holder; the statefile is valid, and none is held twice."""
     document = serving.document()
     jsonschema.validate(document, SCHEMA)
-    ledger = ledger_of(document)
+    ledger = ledger_of(Document.of(document))
     total: Counter[str] = Counter()
     for shares in ledger.held.values():
         total.update(shares)

@@ -16,6 +16,7 @@ from typing import Any
 from certificates import Authority, needs_openssl
 from serving import ROOT, Serving
 
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.statefile import Statefile
 
 GRAPH = f"""
@@ -67,8 +68,8 @@ class Ps:
         """Set the state of an entry, as a planner does."""
         statefile = Statefile(self.serving.state_dir, self.serving.namespace)
 
-        def change(document: dict[str, Any]) -> None:
-            document["components"][f"{self.serving.namespace}_{name}"]["state"] = state
+        def change(document: Document) -> None:
+            document.components[f"{self.serving.namespace}_{name}"].state = state
 
         statefile.update(change)
 

@@ -300,7 +300,7 @@ def test_a_drained_worker_is_not_started_again(serving: Serving, signum: int) ->
     script = (
         "import sys, pathlib; from dynamo.serve.state.statefile import Statefile\n"
         "Statefile(pathlib.Path(sys.argv[1]), sys.argv[2]).update(\n"
-        "    lambda doc: doc['components'][sys.argv[3]].update(state='draining'))"
+        "    lambda doc: setattr(doc.components[sys.argv[3]], 'state', 'draining'))"
     )
     words = [sys.executable, "-c", script, str(serving.state_dir), serving.namespace, name]
     subprocess.run(words, check=True, timeout=20)

@@ -13,7 +13,9 @@ import jsonschema
 import psutil
 from circus.client import CircusClient
 from serving import QUICKSTART, ROOT, Serving
+from statefile_entries import rewrite
 
+from dynamo.serve.state.document import Entry
 from dynamo.serve.state.statefile import Statefile
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
@@ -142,7 +144,7 @@ def test_entries_of_the_planner_are_kept(serving: Serving) -> None:
     entry = {**base, "watcher_name": name, "resources": {"allocated_gpus": ["2"]}, "theirs": 1}
     entry["processes"] = []
     statefile = Statefile(serving.state_dir, serving.namespace)
-    statefile.update(lambda document: document["components"].update({name: entry}))
+    statefile.update(lambda document: document.components.update({name: Entry.of(entry)}))
     (old,) = serving.wait_for_pids("W")
     os.kill(old, signal.SIGKILL)  # causes another write
     until(serving, lambda found: found["W"]["processes"] not in ([], base["processes"]))
@@ -167,7 +169,7 @@ def test_the_lease_of_a_worker(serving: Serving) -> None:
     again = until(serving, lambda now: now["W"]["lease"] not in (None, found["W"]["lease"]))
     statefile = Statefile(serving.state_dir, serving.namespace)
     name = f"{serving.namespace}_W"
-    statefile.update(lambda document: document["components"][name].update(state="draining"))
+    statefile.update(lambda document: rewrite(document, name, state="draining"))
     (leases / f"{again['W']['lease']:x}").unlink()
     last = until(serving, lambda now: not now["W"]["processes"])["W"]
     assert (last["lease"], last["state"], last["argv"]) == (None, "running", found["W"]["argv"])

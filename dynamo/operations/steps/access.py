@@ -47,10 +47,11 @@ from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, store_dir
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.gpus.ledger import GpuLedger
-from dynamo.serve.state.entries import Entry, ServiceEntries, read_entries, read_services
-from dynamo.serve.state.process_table import is_reserved, owner_mark
+from dynamo.serve.state.document import Document, Entry
+from dynamo.serve.state.entries import ServiceEntries, read_services
+from dynamo.serve.state.process_table import is_reserved, reservation
 from dynamo.serve.state.registered import RegisteredWorker, registered_workers
-from dynamo.serve.state.statefile import REPLACING, RESERVED_BY, Document, Statefile
+from dynamo.serve.state.statefile import Statefile
 from dynamo.status.logs import last_line
 
 _COMMAND_TIMEOUT_S = 30.0
@@ -207,7 +208,7 @@ class LocalAccess:
 
     def entries(self) -> list[Entry]:
         """Return all entries of the statefile. Raises StatefileError."""
-        return read_entries(self.document())
+        return list(self.document().components.values())
 
     def service(self, document: Document, name: str) -> ServiceEntries:
         """Return a service of the statefile. Raises ActionFailed for one that is not scaled."""
@@ -277,19 +278,19 @@ def reserve(document: Document, name: str, operation: str) -> None:
     Raises ActionFailed as :func:`check_unreserved`.
     """
     check_unreserved(document, name)
-    document["components"][name][RESERVED_BY] = owner_mark(operation)
+    document.components[name].reserved_by = reservation(operation)
 
 
 def check_unreserved(document: Document, name: str) -> None:
     """Raise ActionFailed if a worker is gone, or another living process changes it."""
-    entry = next((one for one in read_entries(document) if one.name == name), None)
+    entry = document.components.get(name)
     if entry is None:
         raise ActionFailed(f"{name}: removed by another command")
-    if is_reserved(entry, ()):
-        mark = entry.reserved_by or {}
-        begun = f" ({mark['operation']})" if "operation" in mark else ""
-        raise ActionFailed(f"{name}: process {mark['pid']} changes it{begun}; wait for its end")
-    if REPLACING in document["components"][name]:
+    owner = entry.reserved_by
+    if owner is not None and is_reserved(entry, ()):
+        begun = f" ({owner.operation})" if owner.operation else ""
+        raise ActionFailed(f"{name}: process {owner.pid} changes it{begun}; wait for its end")
+    if entry.replacing is not None:
         raise ActionFailed(f"{name}: the deployment replaces its process; wait for its end")
 
 
@@ -319,7 +320,7 @@ async def open_access(
         )
     statefile = Statefile(state_dir(runtime), runtime.namespace)
     document = read_deployment(statefile)
-    circus = CircusEndpoint(document["circus_endpoint"])
+    circus = CircusEndpoint(document.circus_endpoint)
     registrations = FileRegistrations(store_dir(runtime), statefile.path)
     try:
         yield LocalAccess(

@@ -21,8 +21,8 @@ from dynamo.operations.steps.ports import (
     retried,
     wait_until,
 )
-from dynamo.serve.state.entries import Entry, ServiceEntries, delete_entry, is_freed, release
-from dynamo.serve.state.statefile import ASLEEP, DRAIN, DRAINING, HOLDS_GPUS, Document
+from dynamo.serve.state.document import DRAIN, DRAINING, Document, Entry
+from dynamo.serve.state.entries import ServiceEntries, delete_entry, is_freed, release
 
 _COMMAND_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ async def wait_until_gone(access: LocalAccess, name: str, graceful_s: float) -> 
 
 async def has_exited(access: LocalAccess, name: str) -> bool:
     """Whether the arbiter has neither the watcher nor a process of it. Raises CircusError."""
-    entry = access.document()["components"].get(name)
-    if isinstance(entry, dict) and entry.get("processes"):
+    entry = access.document().components.get(name)
+    if entry is not None and entry.processes:
         return False
     try:
         return name not in await access.circus.statuses()
@@ -136,10 +136,9 @@ def mark_draining(access: LocalAccess, names: Iterable[str]) -> None:
     def change(document: Document) -> None:
         for name in names:
             reserve(document, name, DRAIN)
-            entry = document["components"][name]
-            if entry.get("state") == ASLEEP:
-                entry[HOLDS_GPUS] = False
-            entry["state"] = DRAINING
+            entry = document.components[name]
+            entry.holds_gpus = entry.holds_gpus and not entry.asleep
+            entry.state = DRAINING
 
     access.statefile.update(change)
 
@@ -156,8 +155,8 @@ async def _decrease(access: LocalAccess, entry: Entry) -> None:
     await retried(lambda: access.circus.decrease(entry.name), limit_s)
 
     async def fewer() -> bool:
-        found = access.document()["components"].get(entry.name) or {}
-        return len(found.get("processes") or ()) < len(entry.pids)
+        found = access.document().components.get(entry.name, Entry())
+        return len(found.processes) < len(entry.pids)
 
     if not await wait_until(fewer, access.registrations, limit_s):
         raise ActionFailed(f"{entry.name}: none of its processes exited in time")

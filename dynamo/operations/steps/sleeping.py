@@ -15,9 +15,9 @@ from dynamo.errors import DynamoError, StatefileError
 from dynamo.operations.steps.access import LocalAccess, check_unreserved, reserve
 from dynamo.operations.steps.ports import ActionFailed, EngineControls
 from dynamo.operations.steps.removal import remove_entry
-from dynamo.serve.state.entries import Entry, ServiceEntries, entry_gpus, read_services
-from dynamo.serve.state.process_table import is_reserved, ledger_of, owner_mark
-from dynamo.serve.state.statefile import ASLEEP, RESERVED_BY, RUNNING, SLEEP, WAKE, Document
+from dynamo.serve.state.document import ASLEEP, RUNNING, SLEEP, WAKE, Document, Entry
+from dynamo.serve.state.entries import ServiceEntries, read_services
+from dynamo.serve.state.process_table import is_reserved, ledger_of, reservation
 
 log = logging.getLogger(__name__)
 
@@ -184,23 +184,23 @@ async def finish_interrupted(access: LocalAccess, engines: EngineControls) -> li
 
 def _interrupted(entry: Entry, active: Collection[str]) -> str:
     """Return the sleep or wake that no living process carries out; "" without one."""
-    operation = (entry.reserved_by or {}).get("operation")
-    ended = entry.pids and not is_reserved(entry, active)
-    return operation if ended and operation in (SLEEP, WAKE) else ""
+    if entry.reserved_by is None or not entry.pids or is_reserved(entry, active):
+        return ""
+    operation = entry.reserved_by.operation
+    return operation if operation in (SLEEP, WAKE) else ""
 
 
 def check_wakeable(document: Document, name: str) -> None:
     """Raise ActionFailed that says why the worker ``name`` cannot be woken now, if so."""
-    entry = document["components"].get(name)
-    if not isinstance(entry, dict) or entry.get("state") != ASLEEP:
+    entry = document.components.get(name)
+    if entry is None or not entry.asleep:
         raise ActionFailed(f"{name}: it does not sleep any more")
     check_unreserved(document, name)
     ledger = ledger_of(document)
     if not ledger.can_hold(name):
-        mine = entry_gpus(entry)
-        holders = ledger.holders(mine, without=name)
+        holders = ledger.holders(entry.gpus, without=name)
         raise ActionFailed(
-            f"{name}: GPU {', '.join(mine)} is in use by {', '.join(holders)}; free it with: "
+            f"{name}: GPU {', '.join(entry.gpus)} is in use by {', '.join(holders)}; free it with: "
             f"dynamo drain {holders[0]} (or, if its engine has a sleep mode: dynamo sleep "
             f"{holders[0]})"
         )
@@ -213,20 +213,19 @@ def _reserve_sleeper(document: Document, name: str) -> None:
 
 
 def _fall_asleep(document: Document, name: str) -> None:
-    entry = document["components"].get(name)
-    if isinstance(entry, dict):
-        entry.update({"state": ASLEEP, RESERVED_BY: owner_mark(SLEEP)})
+    entry = document.components.get(name)
+    if entry is not None:
+        entry.state, entry.reserved_by = ASLEEP, reservation(SLEEP)
 
 
 def _set_state(document: Document, name: str, state: str) -> None:
-    entry = document["components"].get(name)
-    if isinstance(entry, dict):
-        entry["state"] = state
-        entry.pop(RESERVED_BY, None)
+    entry = document.components.get(name)
+    if entry is not None:
+        entry.state, entry.reserved_by = state, None
 
 
 def _correct_state(document: Document, found: Entry, state: str) -> None:
     """Set the state, unless another operation has begun since the entry was ``found``."""
-    entry = document["components"].get(found.name)
-    if isinstance(entry, dict) and entry.get(RESERVED_BY) == found.reserved_by:
+    entry = document.components.get(found.name)
+    if entry is not None and entry.reserved_by == found.reserved_by:
         _set_state(document, found.name, state)

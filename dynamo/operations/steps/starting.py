@@ -26,15 +26,9 @@ from dynamo.operations.steps.removal import remove_entry, wait_until_gone
 from dynamo.operations.steps.sleeping import sleepers_on
 from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.gpus.ledger import GpuLedger
-from dynamo.serve.state.entries import (
-    ServiceEntries,
-    new_entry,
-    next_name,
-    read_services,
-    release,
-)
-from dynamo.serve.state.process_table import ledger_of, owner_mark
-from dynamo.serve.state.statefile import LOAD, RESERVED_BY, Document
+from dynamo.serve.state.document import LOAD, Document
+from dynamo.serve.state.entries import ServiceEntries, next_name, read_services, release
+from dynamo.serve.state.process_table import ledger_of, reservation
 
 _UNDO_TIMEOUT_S = 60.0
 _GPUS = "CUDA_VISIBLE_DEVICES"
@@ -125,8 +119,9 @@ class WorkerStart:
         self._gpus = ()
         if service.gpus and ledger.ids:  # none if the user places the workers
             self._gpus = self._free_gpus(ledger, service.gpus)
-        entry = new_entry(service, self._name, self._argv, self._gpus)
-        document["components"][self._name] = {**entry, RESERVED_BY: owner_mark(LOAD)}
+        entry = service.new_entry(self._name, self._argv, self._gpus)
+        entry.reserved_by = reservation(LOAD)
+        document.components[self._name] = entry
 
     def _free_gpus(self, ledger: GpuLedger, count: float) -> tuple[str, ...]:
         try:
@@ -185,7 +180,7 @@ class WorkerStart:
         return f"; last output: {line}" if line else ""
 
     def _confirm(self, document: Document) -> None:
-        if self._name not in document["components"]:
+        if self._name not in document.components:
             raise ActionFailed("its entry was deleted from the statefile")
         release(document, self._name)
 

@@ -38,10 +38,11 @@ from dynamo.planner.connector import (
 from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.planner.sharing.gpu_sharing import GpuCapacity
 from dynamo.serve.gpus.ledger import GpuLedger
-from dynamo.serve.state.entries import Entry, ServiceEntries, read_services
+from dynamo.serve.state.document import Document, Entry
+from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.process_table import is_reserved, ledger_of
 from dynamo.serve.state.registered import RegisteredWorker
-from dynamo.serve.state.statefile import Document, Statefile
+from dynamo.serve.state.statefile import Statefile
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def newest(service: ServiceEntries, sighting: Sighting, spared: Collection[str])
     One that sleeps comes after all others. Never one that drains already, nor one that is being
     added or ``spared``.
     """
-    for entry in sorted(service.entries, key=lambda one: (one.asleep, -one.index)):
+    by_number = service.entries[::-1]
+    for entry in sorted(by_number, key=lambda one: one.asleep):
         states = {worker.state for worker in _workers(entry, sighting)}
         skipped = entry.name in spared or entry.name in sighting.reserved
         if not skipped and states and DRAINING not in states:

@@ -10,7 +10,6 @@ import ssl
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +22,7 @@ from dynamo.http.client import ResponseError, get
 from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX
 from dynamo.planner.policies.base import Traffic
 from dynamo.serve.graph.frontend_address import FrontendAddress
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.process_table import environment, same_process
 from dynamo.serve.state.statefile import Statefile
 
@@ -83,7 +83,7 @@ class FrontendPages:
         except StatefileError as error:
             log.warning("the frontends are unknown: %s", error)
             document = None
-        known = frontends_in(document or {})
+        known = frontends_in(document or Document())
         frontends = {one.address.url: one for one in known if one.runs}
         async with asyncio.TaskGroup() as group:
             asked = {url: group.create_task(_page(one)) for url, one in frontends.items()}
@@ -107,23 +107,19 @@ class FrontendPages:
         self._missing_since_s, self._reported = since_s, due
 
 
-def frontends_in(document: Mapping[str, Any]) -> Iterator[KnownFrontend]:
+def frontends_in(document: Document) -> Iterator[KnownFrontend]:
     """Yield the frontends of a statefile, as their command lines and variables say."""
-    entries = (one for one in document.get("components", {}).values() if _is_frontend(one))
+    components = document.components.values()
+    entries = (entry for entry in components if entry.argv[1:3] == ("-m", _MODULE))
     for entry in itertools.islice(entries, _FRONTENDS):
-        process = next(iter(entry.get("processes") or ()), None)
-        env = environment(process["pid"]) if process is not None else {}
-        settings = _settings(entry["argv"][3:], env or environ())
+        process = next(iter(entry.processes), None)
+        env = environment(process.pid) if process is not None else {}
+        settings = _settings(list(entry.argv[3:]), env or environ())
         if settings is not None and settings.http_port:
             tls = settings.tls_cert_path is not None
             address = FrontendAddress(settings.http_host, settings.http_port, tls)
-            runs = process is not None and same_process(process["pid"], process["start_ticks"])
+            runs = process is not None and same_process(process.pid, process.start_ticks)
             yield KnownFrontend(address, settings.metrics_prefix, runs)
-
-
-def _is_frontend(entry: object) -> bool:
-    argv = entry.get("argv") if isinstance(entry, dict) else None
-    return isinstance(argv, list) and argv[1:3] == ["-m", _MODULE]
 
 
 def _settings(words: list[str], env: Mapping[str, str]) -> FrontendSettings | None:

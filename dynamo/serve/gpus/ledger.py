@@ -16,26 +16,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from dynamo.serve.gpus.gpus import Allocator, Inventory, fits
-from dynamo.serve.state.entries import Lives, entry_gpus, is_void, service_config, stated_gpus
-from dynamo.serve.state.statefile import (
-    ASLEEP,
-    GIVEN_UP,
-    HOLDS_GPUS,
-    REPLACING,
-    RESERVED_BY,
-    WATCHER,
-    Document,
-)
+from dynamo.serve.state.document import GIVEN_UP, Document, Entry
+from dynamo.serve.state.entries import Lives, is_void, service_config, stated_gpus
 
 
 def gpu_ids(document: Document) -> list[str]:
     """Return the GPUs of the deployment, as text."""
-    resources = document["environment"].get("SYSTEM_RESOURCES")
-    ids = resources.get("gpu_info") if isinstance(resources, Mapping) else None
-    return [str(gpu) for gpu in ids or ()]
+    return [str(gpu) for gpu in document.environment.system_resources.gpu_info]
 
 
 class GpuLedger:
@@ -49,11 +38,9 @@ class GpuLedger:
         self._assigned = {name: dict(shares) for name, shares in _assigned(document)}
         self.held: dict[str, dict[str, float]] = {}
         """The share of each GPU that each holder has, by its name; 1 is a whole one."""
-        for name, entry in document["components"].items():
-            if isinstance(entry, dict):
-                held = _held(entry, self._assigned.get(name, {}), lives)
-                if held:
-                    self.held[name] = held
+        for name, entry in document.components.items():
+            if held := _held(entry, self._assigned.get(name, {}), lives):
+                self.held[name] = held
 
     def amount(self, name: str) -> float:
         """Return how many GPUs ``name`` holds."""
@@ -102,48 +89,35 @@ class GpuLedger:
 
 def _assigned(document: Document) -> Iterator[tuple[str, Mapping[str, float]]]:
     config = service_config(document)
-    for name, entry in document["components"].items():
-        gpus = entry_gpus(entry)
-        if not gpus:
-            continue
-        given = config.get(str(entry.get("service")))
-        args = given.get("ServiceArgs") if isinstance(given, Mapping) else None
-        stated = stated_gpus(entry, args if isinstance(args, Mapping) else {})
-        yield name, dict.fromkeys(gpus, stated if stated and stated < 1 else 1.0)
+    for name, entry in document.components.items():
+        if entry.gpus:
+            given = config.get(entry.service)
+            args = given.get("ServiceArgs") if isinstance(given, Mapping) else None
+            stated = stated_gpus(entry, args if isinstance(args, Mapping) else {})
+            yield name, dict.fromkeys(entry.gpus, stated if stated and stated < 1 else 1.0)
 
 
-def _held(
-    entry: Mapping[str, Any], assigned: Mapping[str, float], lives: Lives
-) -> dict[str, float]:
-    mark = entry.get(RESERVED_BY)
-    if not entry.get(HOLDS_GPUS, True) or (entry.get("state") == ASLEEP and mark is None):
+def _held(entry: Entry, assigned: Mapping[str, float], lives: Lives) -> dict[str, float]:
+    if not entry.holds_gpus or (entry.asleep and entry.reserved_by is None):
         return {}
-    processes = [one for one in entry.get("processes") or () if isinstance(one, Mapping)]
     held: dict[str, float] = defaultdict(float)
-    for process in processes:
-        for gpu, share in _shares(process).items():
+    for process in entry.processes:
+        for gpu, share in process.gpus.items():
             held[gpu] += share
-    replacing = entry.get(REPLACING)
-    reserved = _shares(replacing) if isinstance(replacing, Mapping) else {}
-    for shares in (assigned if _keeps(entry, processes, lives) else {}, reserved):
+    reserved = entry.replacing.gpus if entry.replacing is not None else {}
+    for shares in (assigned if _keeps(entry, lives) else {}, reserved):
         for gpu, share in shares.items():
             held[gpu] = max(held[gpu], share)
     return dict(held)
 
 
-def _keeps(entry: Mapping[str, Any], processes: Collection[object], lives: Lives) -> bool:
+def _keeps(entry: Entry, lives: Lives) -> bool:
     """Whether the watcher has a process, or may start one without asking for its GPUs.
 
     One that was given up asks, also while an operation is to start it again: others may have them.
     """
-    watcher = entry.get(WATCHER)
-    given_up = isinstance(watcher, Mapping) and watcher.get("status") == GIVEN_UP
-    return bool(processes) or not (given_up or is_void(entry, lives))
-
-
-def _shares(row: Mapping[str, Any]) -> dict[str, float]:
-    gpus = row.get("gpus")
-    return {str(gpu): float(share) for gpu, share in gpus.items()} if isinstance(gpus, dict) else {}
+    given_up = entry.watcher is not None and entry.watcher.status == GIVEN_UP
+    return bool(entry.processes) or not (given_up or is_void(entry, lives))
 
 
 def _gpu_order(gpu: str) -> tuple[bool, int]:

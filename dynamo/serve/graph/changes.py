@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from dynamo.serve.graph.service import MODEL_PROGRAMS, PLANNER
 from dynamo.serve.graph.watchers import WatcherSpec, added_env, with_gpus
-from dynamo.serve.state.statefile import ASLEEP, DRAINING
+from dynamo.serve.state.document import ASLEEP, DRAINING
 
 _NOT_COMPARED = ("CUDA_VISIBLE_DEVICES", "DYNAMO_SERVICE_CONFIG")
 """The GPUs that were assigned, and the whole graph, which changes with every service."""

@@ -4,50 +4,44 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dynamo.runtime.process.os_process import host_id
 from dynamo.serve.gpus.ledger import GpuLedger
-from dynamo.serve.state.entries import Entry, delete_entry, is_void
-from dynamo.serve.state.statefile import Document
+from dynamo.serve.state.document import Arbiter, Document, Entry, OperationOwner
+from dynamo.serve.state.entries import delete_entry, is_void
 
 
-def owner_mark(operation: str) -> dict[str, Any]:
-    """Return the record of an operation of this process on a worker, begun now."""
+def reservation(operation: str) -> OperationOwner:
+    """Return the reservation of a worker for an operation of this process, begun now."""
     me = stat(os.getpid())
-    return {
-        "pid": os.getpid(),
-        "start_ticks": me.start_ticks if me else 0,
-        "host": host_id(),
-        "operation": operation,
-        "since": time.time(),
-    }
+    return OperationOwner(
+        pid=os.getpid(),
+        start_ticks=me.start_ticks if me else 0,
+        host=host_id(),
+        operation=operation,
+        since=time.time(),
+    )
 
 
 def is_reserved(entry: Entry, active: Collection[str]) -> bool:
     """Whether a living process changes this worker now; ``active``: those of this one."""
-    mark = entry.reserved_by
-    if mark is None or not owner_lives(mark):
+    owner = entry.reserved_by
+    if owner is None or not runs_here(owner):
         return False
-    return mark.get("pid") != os.getpid() or entry.name in active
+    return owner.pid != os.getpid() or entry.name in active
 
 
-def owner_lives(mark: Mapping[str, Any]) -> bool:
-    """Whether the process of a ``reserved_by`` still runs on this machine."""
-    pid, ticks = mark.get("pid"), mark.get("start_ticks")
-    if mark.get("host") != host_id() or not isinstance(pid, int) or not isinstance(ticks, int):
-        return False
-    return same_process(pid, ticks)
+def runs_here(owner: OperationOwner | Arbiter) -> bool:
+    """Whether the process of a reservation, or an arbiter, still runs on this machine."""
+    return owner.host == host_id() and same_process(owner.pid, owner.start_ticks)
 
 
 def reclaim(document: Document) -> list[str]:
     """Delete the entries of workers whose start was interrupted too early; return their names."""
-    components = document["components"]
-    void = [
-        n for n, one in components.items() if isinstance(one, dict) and is_void(one, owner_lives)
-    ]
+    void = [name for name, entry in document.components.items() if is_void(entry, runs_here)]
     for name in void:
         delete_entry(document, name)
     return void
@@ -55,7 +49,7 @@ def reclaim(document: Document) -> list[str]:
 
 def ledger_of(document: Document, ids: Sequence[str] | None = None) -> GpuLedger:
     """Return the GPU ledger of ``document``; reservations of processes that exited are void."""
-    return GpuLedger(document, owner_lives, ids)
+    return GpuLedger(document, runs_here, ids)
 
 
 class ProcessStat(NamedTuple):

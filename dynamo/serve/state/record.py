@@ -7,12 +7,10 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
 
 from dynamo.errors import ConfigError, StatefileError, Unavailable
 from dynamo.runtime.process.os_process import host_id
@@ -20,54 +18,31 @@ from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.gpus.ledger import GpuLedger
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, with_gpus
-from dynamo.serve.state.process_table import ledger_of, owner_lives, reclaim, stat
-from dynamo.serve.state.statefile import (
+from dynamo.serve.state.document import (
     ABSENT,
     ACTIVE,
     ASLEEP,
     DRAINING,
-    HOLDS_GPUS,
-    REPLACING,
-    RESERVED_BY,
     RUNNING,
     SLEEP,
     WAKE,
-    WATCHER,
+    Arbiter,
     Document,
-    Statefile,
+    Entry,
+    Environment,
+    RecordedProcess,
+    Replacement,
+    Supervision,
+    SystemResources,
 )
+from dynamo.serve.state.process_table import ledger_of, reclaim, runs_here, stat
+from dynamo.serve.state.statefile import Statefile
 
 _AGAIN_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class RecordedProcess(Protocol):
-    """A process as the statefile identifies it."""
-
-    pid: int
-    start_ticks: int
-    gpus: Mapping[str, float]
-
-
-class Supervision(NamedTuple):
-    """What the arbiter does with a watcher; the entry's ``watcher``.
-
-    ``status`` is active, stopped (by a command), given up (then ``reason`` says why) or absent (an
-    entry that only has the command of the next worker). ``restarts`` counts unintended exits,
-    ``last_exit`` describes the latest.
-    """
-
-    status: str = ACTIVE
-    reason: str = ""
-    restarts: int = 0
-    last_exit: str = ""
-
-    def written(self) -> dict[str, Any]:
-        """Return what the statefile has of it, without empty values."""
-        return {key: value for key, value in self._asdict().items() if value}
-
-
-_ACTIVE = Supervision()
+_ACTIVE = Supervision(ACTIVE)
 
 
 @dataclass(frozen=True)
@@ -86,39 +61,32 @@ def document_of(plan: DeploymentPlan) -> Document:
     Holds only the variables that the planner needs: others may be secrets.
     """
     me = stat(os.getpid())
-    return {
-        "namespace": plan.namespace,
-        "circus_endpoint": plan.endpoint,
-        "pubsub_endpoint": plan.pubsub_endpoint,
-        "arbiter": {
-            "pid": os.getpid(),
-            "start_ticks": me.start_ticks if me else 0,
-            "guard_pid": os.getppid(),
-            "host": host_id(),
-        },
-        "components": {spec.name: _component(spec) for spec in (*plan.specs, *plan.templates)},
-        "environment": _environment(plan),
-    }
+    return Document(
+        namespace=plan.namespace,
+        circus_endpoint=plan.endpoint,
+        pubsub_endpoint=plan.pubsub_endpoint,
+        arbiter=Arbiter(
+            pid=os.getpid(),
+            start_ticks=me.start_ticks if me else 0,
+            guard_pid=os.getppid(),
+            host=host_id(),
+        ),
+        components={spec.name: _entry(spec) for spec in (*plan.specs, *plan.templates)},
+        environment=_environment(plan),
+    )
 
 
-def _component(spec: WatcherSpec) -> dict[str, Any]:
-    return {
-        "watcher_name": spec.name,
-        "cmd": shlex.join(spec.argv),
-        "argv": list(spec.argv),
-        "service": spec.service,
-        "resources": _resources(spec),
-        "gpus_per_worker": spec.gpu,
-        "state": "running",
-        "processes": [],
-        "lease": None,
-        WATCHER: Supervision(ACTIVE if spec.starts else ABSENT).written(),
-    }
-
-
-def _resources(spec: WatcherSpec) -> dict[str, Any]:
-    gpus = [int(gpu) if gpu.isdigit() else gpu for gpu in spec.gpus]
-    return {"allocated_gpus": gpus} if gpus else {}
+def _entry(spec: WatcherSpec) -> Entry:
+    """Return the entry of ``spec`` before its first process."""
+    entry = Entry(
+        name=spec.name,
+        service=spec.service,
+        argv=spec.argv,
+        gpus_per_worker=spec.gpu,
+        watcher=Supervision(ACTIVE if spec.starts else ABSENT),
+    )
+    entry.assign(spec.gpus)
+    return entry
 
 
 class StatefileWriter:
@@ -167,8 +135,7 @@ class StatefileWriter:
 
     def states(self) -> dict[str, str]:
         """Return the ``state`` of each component."""
-        entries = self._read()["components"].items()
-        return {name: str(one.get("state")) for name, one in entries if isinstance(one, dict)}
+        return {name: entry.state for name, entry in self._read().components.items()}
 
     def ledger(self, ids: Sequence[str] | None = None) -> GpuLedger:
         """Return the GPU ledger as it is written; ``ids``: of other GPUs than those of the plan."""
@@ -184,8 +151,8 @@ class StatefileWriter:
     def refusal(self, name: str) -> str:
         """Return why the processes of a watcher are not to be replaced now: it drains, or another
         process puts it to sleep or wakes it; else ""."""
-        entry = self._read()["components"].get(name)
-        return _refusal(entry) if isinstance(entry, dict) else ""
+        entry = self._read().components.get(name)
+        return "" if entry is None else _refusal(entry)
 
     async def claim(self, spec: WatcherSpec) -> WatcherSpec:
         """Assign to a watcher without processes the GPUs of ``spec``, or others if they are held.
@@ -279,9 +246,9 @@ class StatefileWriter:
 
         def change(document: Document) -> None:
             apply(document)
-            for name, entry in document["components"].items():
-                if name not in replacing and isinstance(entry, dict):
-                    entry.pop(REPLACING, None)
+            for name, entry in document.components.items():
+                if name not in replacing:
+                    entry.replacing = None
             then(document)
 
         try:
@@ -295,7 +262,7 @@ class StatefileWriter:
             change(document)
             self._statefile.create(document)
         # What another process still adds is deleted when that process has ended.
-        left = gone & document["components"].keys()
+        left = gone & document.components.keys()
         self._written = present | left
         self._taken = left - templates.keys()
 
@@ -309,16 +276,17 @@ class StatefileWriter:
 def _claim(document: Document, spec: WatcherSpec, found: list[WatcherSpec]) -> None:
     ledger = ledger_of(document)
     found[0] = placed = _placed(spec, ledger, beside=False)
-    entry = document["components"].setdefault(spec.name, _component(spec))
-    if entry.get("state") == ASLEEP:
-        entry["state"] = RUNNING  # its next process is awake
-    entry.pop(HOLDS_GPUS, None)
-    given = {"resources": _resources(placed), "gpus_per_worker": placed.gpu}
-    entry.update({**given, WATCHER: Supervision().written()})
+    entry = document.components.setdefault(spec.name, _entry(spec))
+    if entry.asleep:
+        entry.state = RUNNING  # its next process is awake
+    entry.holds_gpus = True
+    entry.assign(placed.gpus)
+    entry.gpus_per_worker = placed.gpu
+    entry.watcher = Supervision(ACTIVE)
 
 
 def _replace(document: Document, spec: WatcherSpec, beside: bool, found: list[WatcherSpec]) -> None:
-    entry = document["components"].setdefault(spec.name, _component(spec))
+    entry = document.components.setdefault(spec.name, _entry(spec))
     if refusal := _refusal(entry):
         raise Unavailable(refusal)
     ledger = ledger_of(document)
@@ -328,17 +296,16 @@ def _replace(document: Document, spec: WatcherSpec, beside: bool, found: list[Wa
     for gpu, share in placed.shares.items():
         before = held.get(gpu, 0.0)
         gpus[gpu] = before + share if beside else max(before, share)
-    entry[REPLACING] = {"since": time.time(), "gpus": gpus}
+    entry.replacing = Replacement(since=time.time(), gpus=gpus)
 
 
-def _refusal(entry: Mapping[str, Any]) -> str:
+def _refusal(entry: Entry) -> str:
     """Return why the processes of an entry are not to be replaced now, else ""."""
-    if entry.get("state") == DRAINING:
+    if entry.draining:
         return "it is being drained and is not started again"
-    mark = entry.get(RESERVED_BY)
-    operation = mark.get("operation") if isinstance(mark, Mapping) else None
-    if operation in (SLEEP, WAKE) and owner_lives(entry[RESERVED_BY]):
-        return f"process {entry[RESERVED_BY]['pid']} changes it ({operation}); wait for its end"
+    owner = entry.reserved_by
+    if owner is not None and owner.operation in (SLEEP, WAKE) and runs_here(owner):
+        return f"process {owner.pid} changes it ({owner.operation}); wait for its end"
     return ""
 
 
@@ -356,71 +323,54 @@ def _placed(spec: WatcherSpec, ledger: GpuLedger, beside: bool) -> WatcherSpec:
     return with_gpus(spec, ledger.assign(spec.name, spec.gpu, without))
 
 
-def _environment(plan: DeploymentPlan) -> dict[str, Any]:
-    return {
-        "DYNAMO_SERVICE_CONFIG": json.dumps(plan.config, ensure_ascii=False, default=str),
-        "SYSTEM_RESOURCES": {"total_gpus": len(plan.gpu_ids), "gpu_info": [*plan.gpu_ids]},
-    }
+def _environment(plan: DeploymentPlan) -> Environment:
+    return Environment(
+        service_config=json.dumps(plan.config, ensure_ascii=False, default=str),
+        system_resources=SystemResources(total_gpus=len(plan.gpu_ids), gpu_info=plan.gpu_ids),
+    )
 
 
 def _apply(
     document: Document,
-    environment: Mapping[str, Any],
+    environment: Environment,
     components: Iterable[RecordedComponent],
     templates: Mapping[str, WatcherSpec],
     gone: Set[str],
 ) -> None:
-    document["environment"].update(environment)
-    entries = document["components"]
+    document.environment.service_config = environment.service_config
+    document.environment.system_resources = environment.system_resources
+    entries = document.components
     present = set()
     for component in components:
         spec = component.spec
         present.add(spec.name)
-        entry = entries.get(spec.name)
-        if not isinstance(entry, dict):
-            entry = entries[spec.name] = _component(spec)
+        entry = entries.setdefault(spec.name, _entry(spec))
         _set_command(entry, spec)
-        if spec.gpus and not _holds(entry, spec.gpus):
-            entry["resources"] = _resources(spec)
-        entry["processes"] = [_process(process) for process in component.processes]
-        entry["lease"] = component.lease
-        entry[WATCHER] = component.supervision.written()
+        if spec.gpus and entry.gpus != spec.gpus:
+            entry.assign(spec.gpus)
+        entry.processes = tuple(component.processes)
+        entry.lease = component.lease
+        entry.watcher = component.supervision
     for name in gone - templates.keys():
-        if _is_taken(entries.get(name)):
-            entries[name].update(processes=[], lease=None)
+        taken = entries.get(name)
+        if taken is not None and _is_taken(taken):
+            taken.processes, taken.lease = (), None
         else:
             entries.pop(name, None)
     reclaim(document)
     for name in templates.keys() - present:
-        entry = entries.get(name)
-        if not isinstance(entry, dict):
-            entry = entries[name] = _component(templates[name])
+        entry = entries.setdefault(name, _entry(templates[name]))
+        entry.clear()
         _set_command(entry, templates[name])
-        entry.update(resources={}, state="running", processes=[], lease=None)
-        entry[WATCHER] = Supervision(ABSENT).written()
-        entry.pop(RESERVED_BY, None)
-        entry.pop(HOLDS_GPUS, None)
+        entry.watcher = Supervision(ABSENT)
 
 
-def _process(process: RecordedProcess) -> dict[str, Any]:
-    gpus = {"gpus": dict(process.gpus)} if process.gpus else {}
-    return {"pid": process.pid, "start_ticks": process.start_ticks, **gpus}
-
-
-def _is_taken(entry: object) -> bool:
+def _is_taken(entry: Entry) -> bool:
     """Whether a process is adding a worker under this name; that process deletes the entry."""
-    if not isinstance(entry, dict) or entry.get("state") == DRAINING:
-        return False
-    return RESERVED_BY in entry and owner_lives(entry[RESERVED_BY])
+    owner = entry.reserved_by
+    return owner is not None and not entry.draining and runs_here(owner)
 
 
-def _set_command(entry: dict[str, Any], spec: WatcherSpec) -> None:
-    entry["cmd"], entry["argv"] = shlex.join(spec.argv), list(spec.argv)
-    entry["gpus_per_worker"] = spec.gpu
-
-
-def _holds(entry: dict[str, Any], gpus: Sequence[str]) -> bool:
-    """Whether ``entry`` has these GPUs; other writers may write numbers or strings."""
-    resources = entry.get("resources")
-    given = resources.get("allocated_gpus") if isinstance(resources, dict) else None
-    return isinstance(given, list) and [str(gpu) for gpu in given] == list(gpus)
+def _set_command(entry: Entry, spec: WatcherSpec) -> None:
+    entry.set_command(spec.argv)
+    entry.gpus_per_worker = spec.gpu

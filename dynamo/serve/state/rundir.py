@@ -12,7 +12,6 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from dynamo.errors import StatefileError
 from dynamo.runtime.discovery.layout import (
@@ -28,7 +27,14 @@ from dynamo.runtime.process.os_process import host_id, is_running
 from dynamo.runtime.process.paths import fallback_dir
 from dynamo.runtime.process.sockets import socket_owner
 from dynamo.runtime.process.stop_order import STOP_STAGE
-from dynamo.serve.state.process_table import ProcessStat, environment, same_process, snapshot
+from dynamo.serve.state.document import Document
+from dynamo.serve.state.process_table import (
+    ProcessStat,
+    environment,
+    runs_here,
+    same_process,
+    snapshot,
+)
 from dynamo.serve.state.statefile import FileLock, Statefile
 
 _END_TIMEOUT_S = 5.0
@@ -186,29 +192,22 @@ def _sockets(root: Path) -> Iterator[Path]:
                     yield path
 
 
-def _left_behind(document: dict[str, Any]) -> list[tuple[str, int, int]]:
+def _left_behind(document: Document) -> list[tuple[str, int, int]]:
     """Return (watcher, pid, start) of a dead deployment. Raises StatefileError if it is alive."""
-    arbiter = document.get("arbiter")
-    if not isinstance(arbiter, dict) or arbiter.get("host") != host_id():
+    arbiter = document.arbiter
+    if arbiter.host != host_id():
         return []  # from before a reboot, another container, or another program
-    pid, ticks = _identity(arbiter)
-    if pid != os.getpid() and same_process(pid, ticks):
+    if arbiter.pid != os.getpid() and runs_here(arbiter):
         raise StatefileError(
-            f"namespace {document['namespace']!r} is served by arbiter {pid}, "
-            f"which has lost its lock; stop it with: kill {pid}"
+            f"namespace {document.namespace!r} is served by arbiter {arbiter.pid}, "
+            f"which has lost its lock; stop it with: kill {arbiter.pid}"
         )
     return [
-        (name, *_identity(process))
-        for name, entry in document["components"].items()
-        if isinstance(entry, dict)
-        for process in entry.get("processes") or ()
-        if isinstance(process, dict)
+        (name, process.pid, process.start_ticks)
+        for name, entry in document.components.items()
+        for process in entry.processes
+        if process.pid > 1
     ]
-
-
-def _identity(record: dict[str, Any]) -> tuple[int, int]:
-    pid, ticks = record.get("pid"), record.get("start_ticks")
-    return (pid, ticks) if isinstance(pid, int) and isinstance(ticks, int) and pid > 1 else (-1, -1)
 
 
 def _end_session(watcher: str, leader: int, ticks: int) -> int:
@@ -233,17 +232,16 @@ def _end_session(watcher: str, leader: int, ticks: int) -> int:
     return len(ended)
 
 
-def _end_escaped(document: dict[str, Any], state_dir: Path) -> int:
+def _end_escaped(document: Document, state_dir: Path) -> int:
     """Kill processes outside the session of their worker; return their number.
 
     They are identified by the variables inherited from the worker, and by a start after that of the
     dead arbiter. Processes of our own session and our ancestors are spared:
     a process of the dead deployment may have started this ``dynamo serve``.
     """
-    arbiter = document.get("arbiter")
-    if not isinstance(arbiter, dict) or arbiter.get("host") != host_id():
+    if document.arbiter.host != host_id():
         return 0
-    since = _identity(arbiter)[1]
+    since = document.arbiter.start_ticks
     deadline = time.monotonic() + _END_TIMEOUT_S
     ended: set[int] = set()
     while since > 0 and time.monotonic() < deadline:
@@ -275,11 +273,11 @@ def _ancestors(processes: Iterable[ProcessStat]) -> set[int]:
     return found
 
 
-def _is_of_deployment(pid: int, document: dict[str, Any], state_dir: Path) -> bool:
+def _is_of_deployment(pid: int, document: Document, state_dir: Path) -> bool:
     env = environment(pid)
     return (
-        env.get("DYN_WATCHER_NAME", "") in document["components"]
-        and env.get("DYN_NAMESPACE") == document["namespace"]
+        env.get("DYN_WATCHER_NAME", "") in document.components
+        and env.get("DYN_NAMESPACE") == document.namespace
         and env.get("DYN_LOCAL_STATE_DIR") == str(state_dir)
     )
 

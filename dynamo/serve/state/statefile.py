@@ -1,4 +1,4 @@
-"""The statefile: the processes, their GPUs and their arbiter. Schema: statefiles/.
+"""Reads and writes the statefile: the processes, their GPUs and their arbiter.
 
 A write is atomic (temporary file, fsync, rename), so readers need no lock and never see a partial
 file. An update reads, changes and writes back while it holds the lock, so no change of another
@@ -14,39 +14,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from dynamo.errors import StatefileError
-
-RUNNING = "running"
-"""``state`` of an entry as long as nothing else is known."""
-
-ASLEEP = "asleep"
-"""``state`` of the entry of a worker whose engine sleeps: others may hold its GPUs."""
-
-DRAINING = "draining"
-"""``state`` of the entry of a worker that is to exit and not to be restarted."""
-
-HOLDS_GPUS = "holds_gpus"
-"""Key of a draining entry, false: its worker slept, and another one may have its GPUs."""
-
-RESERVED_BY = "reserved_by"
-"""Key of an entry whose worker is being changed: the process that does it, and the operation.
-
-One that has exited leaves the record: the operation is to be finished or undone.
-"""
-
-DRAIN, LOAD, SLEEP, WAKE = "drain", "load", "sleep", "wake"
-"""The ``operation`` of a ``reserved_by``: remove, add or start, put to sleep, wake a worker."""
-
-REPLACING = "replacing"
-"""Key of an entry whose processes the arbiter replaces now: since when, and the GPUs it reserved.
-"""
-
-WATCHER = "watcher"
-"""Key of an entry: what the arbiter does with its watcher. Its ``status`` is one of the next."""
-
-ACTIVE, STOPPED, GIVEN_UP, ABSENT = "active", "stopped", "given up", "absent"
+from dynamo.serve.state.document import VERSION, Document
 
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.01
@@ -56,8 +26,6 @@ _PARTS: dict[str, type] = {
     "components": dict,
     "environment": dict,
 }
-
-Document = dict[str, Any]
 
 
 class FileLock:
@@ -142,16 +110,19 @@ class Statefile:
         except OSError as error:
             raise StatefileError(f"cannot read {self.path}: {error.strerror}") from None
         try:
-            document = json.loads(text)
+            written = json.loads(text)
         except ValueError as error:
             raise self._bad(f"is damaged: {error}") from None
-        if not isinstance(document, dict):
+        if not isinstance(written, dict):
             raise self._bad("is not a JSON object")
         for key, kind in _PARTS.items():
-            if not isinstance(document.get(key), kind):
+            if not isinstance(written.get(key), kind):
                 raise self._bad(f"has no {key!r} of type {kind.__name__}")
-        if document["namespace"] != self.namespace:
-            raise self._bad(f"belongs to namespace {document['namespace']!r}")
+        document = Document.of(written)
+        if document.version > VERSION:
+            raise self._bad(f"has version {document.version}; this dynamo reads {VERSION}")
+        if document.namespace != self.namespace:
+            raise self._bad(f"belongs to namespace {document.namespace!r}")
         return document
 
     def create(self, document: Document) -> None:
@@ -197,7 +168,7 @@ class Statefile:
 
     def _write(self, document: Document) -> None:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(document.written(), indent=2, ensure_ascii=False) + "\n"
         try:
             with open(temporary, "wb", opener=_open_private) as file:
                 file.write(text.encode())

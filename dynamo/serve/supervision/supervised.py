@@ -38,8 +38,7 @@ from circus.exc import MessageError
 from circus.watcher import Watcher
 
 from dynamo.serve.graph.watchers import WatcherSpec
-from dynamo.serve.state.record import Supervision
-from dynamo.serve.state.statefile import ACTIVE, GIVEN_UP, STOPPED
+from dynamo.serve.state.document import ACTIVE, GIVEN_UP, STOPPED, Supervision
 from dynamo.serve.supervision.supervised_process import (
     FrontendListener,
     SupervisedProcess,

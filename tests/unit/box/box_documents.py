@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.registered import RegisteredWorker
 from dynamo.status.models import BoxSighting
 
@@ -45,7 +46,7 @@ def seen(found: dict[str, Any], *serving: int, **more: Any) -> BoxSighting:
     pids = [p["pid"] for one in found["components"].values() for p in one["processes"]]
     return BoxSighting(
         **{
-            "document": found,
+            "document": Document.of(found),
             "at_s": 1000.0,
             "uptimes": dict.fromkeys(pids, 5.0),
             "registered": {

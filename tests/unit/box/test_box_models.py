@@ -15,7 +15,7 @@ from dynamo.protocols.status import (
     PlannerReport,
     WorkerFigures,
 )
-from dynamo.serve.state.statefile import ABSENT
+from dynamo.serve.state.document import ABSENT
 from dynamo.status.models import BoxSighting, FrontendSighting, model_statuses
 from dynamo.status.workers import worker_statuses
 

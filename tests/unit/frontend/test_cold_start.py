@@ -27,6 +27,7 @@ from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
 from dynamo.protocols.relay import HTTP_INPUT, ROUTES, HttpResponseHead
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.statefile import Statefile
 
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
@@ -329,14 +330,13 @@ def write_graph(tmp_path: Path, *services: str, lease: int | None = None) -> Non
     argv = ["python", "-m", "dynamo.mocker", "--model-name", "tiny"]
     entry = {"cmd": "", "argv": argv, "processes": [], "lease": lease}
     config: dict[str, Any] = {name: {} for name in services}
-    Statefile(tmp_path, "ns").create(
-        {
-            "namespace": "ns",
-            "circus_endpoint": "ipc:///nowhere",
-            "components": {f"ns_{name}": {**entry, "service": name} for name in services},
-            "environment": {"DYNAMO_SERVICE_CONFIG": json.dumps(config)},
-        }
-    )
+    written = {
+        "namespace": "ns",
+        "circus_endpoint": "ipc:///nowhere",
+        "components": {f"ns_{name}": {**entry, "service": name} for name in services},
+        "environment": {"DYNAMO_SERVICE_CONFIG": json.dumps(config)},
+    }
+    Statefile(tmp_path, "ns").create(Document.of(written))
 
 
 @pytest.mark.parametrize("loaded", [True, False])

@@ -24,6 +24,7 @@ from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.gpus.gpus import Inventory
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, place, plan, plan_added
+from dynamo.serve.state.document import RecordedProcess
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
 from dynamo.serve.state.registered import RegisteredWorker
 from dynamo.serve.state.statefile import Statefile
@@ -62,6 +63,9 @@ class SimulatedProcess:
     draining: bool = False
     asleep: bool = False
     alive: bool = True
+
+    def recorded(self) -> RecordedProcess:
+        return RecordedProcess(self.pid, self.start_ticks, dict(self.gpus))
 
 
 @dataclass(eq=False)
@@ -235,7 +239,10 @@ class SimulatedDeployment:
             (watcher, next((p.lease for p in watcher.processes if p.lease is not None), None))
             for watcher in everything
         ]
-        return [RecordedComponent(w.spec, list(w.processes), lease) for w, lease in leased]
+        return [
+            RecordedComponent(w.spec, [p.recorded() for p in w.processes], lease)
+            for w, lease in leased
+        ]
 
     async def _write_changes(self) -> None:
         while True:

@@ -24,6 +24,7 @@ from dynamo.operations.steps.ports import ActionFailed, CircusBusy, CircusError,
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.live.local_connector import LocalConnector, Sighting, service_now
 from dynamo.planner.service import run_planner
+from dynamo.serve.state.document import RecordedProcess
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.registered import RegisteredWorker
 
@@ -60,7 +61,7 @@ class Fixture:
     def entry(self, name: str) -> Any:
         document = self.world.statefile.read()
         assert document is not None
-        return document["components"].get(f"dynamo_{name}")
+        return document.components.get(f"dynamo_{name}")
 
     async def states(self, service: str) -> list[str]:
         return [one.state for one in (await self.connector.services())[service].workers]
@@ -154,7 +155,7 @@ async def test_what_cannot_be_undone_is_repaired_by_the_next_action(given: Fixtu
     given.world.start = given.world.remove = refuse  # type: ignore[method-assign]
     with pytest.raises(ActionFailed, match="server error"):
         await given.connector.add("W")
-    assert given.entry("W_1")["resources"] == {"allocated_gpus": ["3"]}
+    assert given.entry("W_1").gpus == ("3",)
     given.world.start, given.world.remove = start, remove  # type: ignore[method-assign]
     assert await given.connector.add("P") == "dynamo_P_1"
     assert await given.connector.reconcile() == []
@@ -204,9 +205,9 @@ async def test_the_budget_is_that_of_the_scaled_model(given: Fixture) -> None:
 async def test_starts_overlap_and_share_nothing(given: Fixture) -> None:
     names = await asyncio.gather(*(given.connector.add(name) for name in ("W", "P", "Free")))
     assert names == ["dynamo_W_1", "dynamo_P_1", "dynamo_Free_1"]
-    assert given.entry("W_1")["resources"] == {"allocated_gpus": ["3"]}
-    assert given.entry("P_1")["resources"] == {"allocated_gpus": ["4", "5"]}
-    assert given.entry("Free_1")["resources"] == {}
+    assert given.entry("W_1").gpus == ("3",)
+    assert given.entry("P_1").gpus == ("4", "5")
+    assert given.entry("Free_1").gpus == ()
     with pytest.raises(ActionFailed, match="W_2 needs 1 GPU, 0 of 6 free"):
         await given.connector.add("W")
     with pytest.raises(ActionFailed, match="Other: not a service with workers that register"):
@@ -219,7 +220,7 @@ async def test_a_worker_that_hangs_is_killed_after_its_drain_timeout(given: Fixt
     began_s = now_s()
     assert await given.connector.remove("W") == "dynamo_W"
     assert 20 <= now_s() - began_s < 35  # it drains, then circus stops it
-    assert given.entry("W")["resources"] == {} and not given.world.workers().get(1)
+    assert given.entry("W").gpus == () and not given.world.workers().get(1)
 
 
 @simulated()
@@ -230,7 +231,7 @@ async def test_a_worker_that_dies_while_it_drains_is_not_restarted(given: Fixtur
     assert await given.states("W") == [DRAINING]
     (process,) = given.world.watchers["dynamo_W"].processes
     given.world.kill(process)
-    assert await removing == "dynamo_W" and given.entry("W")["resources"] == {}
+    assert await removing == "dynamo_W" and given.entry("W").gpus == ()
     assert not [one for one in given.world.processes() if one.watcher.spec.service == "W"]
 
 
@@ -343,7 +344,7 @@ def test_a_watcher_whose_process_is_replaced_is_one_worker(tmp_path: Path) -> No
     document = fixture.world.statefile.read()
     assert document is not None
     registered = {7: RegisteredWorker(pid=7, leases=(1,), worker_id=1, model="tiny")}
-    document["components"]["dynamo_W"]["processes"] = [{"pid": 7}, {"pid": 8}]
+    document.components["dynamo_W"].processes = (RecordedProcess(7), RecordedProcess(8))
     sighting = Sighting(statuses={"dynamo_W": "active"}, registered=registered)
 
     def workers() -> list[tuple[str, int | None]]:

@@ -21,6 +21,7 @@ from dynamo.errors import DynamoError
 from dynamo.operations.steps.access import LocalAccess
 from dynamo.operations.steps.ports import ActionFailed
 from dynamo.planner.live.local_connector import LocalConnector
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.process_table import ledger_of
 
@@ -59,7 +60,7 @@ def bookings(document: dict[str, Any]) -> Counter[str]:
     """The halves of each GPU that a valid statefile assigns, within the budget and once only."""
     VALIDATOR.validate(document)
     booked: Counter[str] = Counter()
-    for gpus in ledger_of(document).held.values():
+    for gpus in ledger_of(Document.of(document)).held.values():
         for gpu, share in gpus.items():
             booked[gpu] += round(2 * share)
     assert all(halves <= 2 for halves in booked.values()), booked
@@ -208,7 +209,7 @@ class Fuzz:
             for entry in service.entries:
                 watcher = self.world.watchers.get(entry.name)
                 assert not entry.draining and entry.reserved_by is None
-                assert watcher is not None or (entry.index == 0 and not entry.gpus)
+                assert watcher is not None or (entry is service.template and not entry.gpus)
                 assert entry.gpus == (watcher.spec.gpus if watcher else ())
         for name in SERVICES:
             while (await connector.services())[name].workers:

@@ -19,6 +19,7 @@ from deployment import free_port
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.planner.live.traffic import FrontendPages, frontends_in
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.process_table import stat
 from dynamo.serve.state.statefile import Statefile
 
@@ -31,7 +32,7 @@ def component(*flags: str, module: str = "dynamo.frontend", pid: int | None = No
 
 def found(**components: Any) -> list[tuple[str, str]]:
     document = {"components": components}
-    return [(one.address.url, one.prefix) for one in frontends_in(document)]
+    return [(one.address.url, one.prefix) for one in frontends_in(Document.of(document))]
 
 
 def test_flags_name_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +96,7 @@ def deployed(tmp_path: Path, *ports: int) -> FrontendPages:
 def frontend_pages(tmp_path: Path, components: dict[str, Any]) -> FrontendPages:
     statefile = Statefile(tmp_path, "box")
     document = {"namespace": "box", "circus_endpoint": "x", "environment": {}}
-    statefile.create({**document, "components": components})
+    statefile.create(Document.of({**document, "components": components}))
     return FrontendPages(statefile)
 
 

@@ -21,8 +21,8 @@ from dynamo.planner.sharing.sharing import (
     SharingLimits,
     share,
 )
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.process_table import ledger_of
-from dynamo.serve.state.statefile import Document
 
 LIMITS = SharingLimits(gpus=1, idle_timeout_s=300, yield_idle_s=2, residency_s=30, patience_s=120)
 
@@ -213,7 +213,8 @@ def deployment(*held: tuple[str, float, str], gpus: int = 2, **more: Any) -> Doc
     }
     ids = [str(number) for number in range(gpus)]
     environment = {"SYSTEM_RESOURCES": {"gpu_info": ids}}
-    return {"namespace": "ns", "components": components, "environment": environment}
+    written = {"namespace": "ns", "components": components, "environment": environment}
+    return Document.of(written)
 
 
 def placed(document: Document) -> GpuRoom:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from simulated_deployment import Faults, SimulatedDeployment
+from statefile_entries import rewrite
 from virtual_time import run_virtual
 
 from dynamo.config.planner import PlannerSettings
@@ -23,9 +24,10 @@ from dynamo.operations.steps.removal import finish_removal, mark_draining
 from dynamo.operations.steps.sleeping import check_wakeable, sleep_worker, wake_worker
 from dynamo.planner.live.local_connector import LocalConnector
 from dynamo.serve.gpus.gpus import Gpu
+from dynamo.serve.state.document import Document, OperationOwner
 from dynamo.serve.state.entries import read_services
-from dynamo.serve.state.process_table import ledger_of, owner_mark, stat
-from dynamo.serve.state.statefile import Document, Statefile
+from dynamo.serve.state.process_table import ledger_of, reservation, stat
+from dynamo.serve.state.statefile import Statefile
 
 GRAPH = """
 A: {run: dynamo.vllm, model: a, ServiceArgs: {workers: 1, resources: {gpu: 1}}}
@@ -85,8 +87,8 @@ class Site:
         return self.devices
 
     def states(self) -> dict[str, str]:
-        found = self.access.document()["components"].items()
-        return {name: entry["state"] for name, entry in found if entry["processes"]}
+        found = self.access.document().components.items()
+        return {name: entry.state for name, entry in found if entry.processes}
 
     def held(self) -> dict[str, tuple[str, ...]]:
         held = ledger_of(self.access.document()).held
@@ -185,7 +187,8 @@ def test_a_worker_that_cannot_be_woken_is_removed(run: Any) -> None:
 
 def test_the_state_is_corrected_after_a_crash(run: Any) -> None:
     async def work(site: Site) -> None:
-        lease = site.access.document()["components"]["dynamo_A"]["lease"]
+        lease = site.access.document().components["dynamo_A"].lease
+        assert lease is not None
         site.engines.asleep.add(lease)  # the planner died before it wrote the state
         assert await site.connector.reconcile() == ["dynamo_A: its state is asleep"]
         assert await site.counts("A") == ["asleep"]
@@ -239,18 +242,20 @@ def test_crowded_gpus() -> None:
     assert list(crowded_gpus(["GPU-4a5b"], 0.9, begun)) == ["GPU-4a5b"]  # as CUDA reads it
 
 
-def others_mark(operation: str) -> dict[str, Any]:
-    """The record of another process, which lives."""
+def others_mark(operation: str) -> OperationOwner:
+    """The reservation of another process, which lives."""
     parent = stat(os.getppid())
     assert parent is not None
-    return {**owner_mark(operation), "pid": parent.pid, "start_ticks": parent.start_ticks}
+    theirs = reservation(operation)
+    theirs.pid, theirs.start_ticks = parent.pid, parent.start_ticks
+    return theirs
 
 
 def test_a_wake_during_a_wake_names_the_process(run: Any) -> None:
     async def work(site: Site) -> None:
         await site.connector.remove("A")
-        entry = {"reserved_by": others_mark("wake")}
-        site.access.statefile.update(lambda found: found["components"]["dynamo_A"].update(entry))
+        theirs = others_mark("wake").written()
+        site.access.statefile.update(lambda found: rewrite(found, "dynamo_A", reserved_by=theirs))
         text = rf"^dynamo_A: process {os.getppid()} changes it \(wake\); wait for its end$"
         with pytest.raises(ActionFailed, match=text):
             check_wakeable(site.access.document(), "dynamo_A")
@@ -278,17 +283,17 @@ def test_an_interrupted_operation_is_finished_or_undone(
                     await wake_worker(site.access, site.engines, services["A"], entry)
         assert site.held() == {"dynamo_A": ("0",)}  # it may be awake
         [sentence] = await site.connector.reconcile()
-        record = site.access.document()["components"]["dynamo_A"]
-        assert "reserved_by" not in record
+        record = site.access.document().components["dynamo_A"]
+        assert record.reserved_by is None
         if refuses == operation == "wake":
             assert "undid its wake: dynamo_A: cannot be woken: no memory; it is removed" in sentence
             assert (site.states(), site.held()) == ({}, {})
         elif refuses == operation:
             assert "undid its sleep: dynamo_A: does not sleep: no memory" in sentence
-            assert record["state"] == "running"
+            assert record.state == "running"
         else:
             assert sentence == f"dynamo_A: finished its {operation}"
-            assert record["state"] == ("asleep" if operation == "sleep" else "running")
+            assert record.state == ("asleep" if operation == "sleep" else "running")
             assert site.held() == ({} if operation == "sleep" else {"dynamo_A": ("0",)})
         assert await site.connector.reconcile() == []
 
@@ -314,12 +319,12 @@ def test_of_several_loads_one_starts_a_worker(run: Any) -> None:
 def test_workers_drain_together_or_not_at_all(run: Any) -> None:
     async def work(site: Site) -> None:
         await site.connector.add("A")
-        busy = {"reserved_by": others_mark("sleep")}
-        site.access.statefile.update(lambda found: found["components"]["dynamo_A_1"].update(busy))
+        theirs = others_mark("sleep").written()
+        site.access.statefile.update(lambda found: rewrite(found, "dynamo_A_1", reserved_by=theirs))
         with pytest.raises(ActionFailed, match=r"dynamo_A_1: process \d+ changes it \(sleep\)"):
             mark_draining(site.access, ["dynamo_A", "dynamo_A_1"])
         assert site.states() == {"dynamo_A": "running", "dynamo_A_1": "running"}
-        assert "reserved_by" not in site.access.document()["components"]["dynamo_A"]
+        assert site.access.document().components["dynamo_A"].reserved_by is None
 
     run(work, 2)
 
@@ -339,7 +344,7 @@ def test_a_full_disk_during_an_operation_loses_no_worker(
             do, write = site.engines._do, Statefile._write
 
             def full(statefile: Statefile, document: Document) -> None:
-                if document["components"]["dynamo_A"].get("reserved_by"):
+                if document.components["dynamo_A"].reserved_by:
                     return write(statefile, document)
                 raise StatefileError("No space left on device")
 
@@ -358,7 +363,7 @@ def test_a_full_disk_during_an_operation_loses_no_worker(
         await site.connector.reconcile()
         state = "asleep" if operation == "sleep" else "running"
         assert site.states() == {"dynamo_A": state}
-        assert "reserved_by" not in site.access.document()["components"]["dynamo_A"]
+        assert site.access.document().components["dynamo_A"].reserved_by is None
 
     run(work)
 
@@ -374,8 +379,8 @@ def test_a_removal_that_failed_can_be_finished_by_others(run: Any) -> None:
         site.world.faults.hangs = 1.0  # it never exits
         with pytest.raises(CircusError):
             await finish_removal(site.access, entry, False)
-        record = site.access.document()["components"]["dynamo_A"]
-        assert record["state"] == "draining" and record["processes"]
-        assert "reserved_by" not in record
+        record = site.access.document().components["dynamo_A"]
+        assert record.state == "draining" and record.processes
+        assert record.reserved_by is None
 
     run(work)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dynamo.serve.state.document import Document, Entry
 
 __all__ = ["document"]
 
 
-def document(namespace: str) -> dict[str, Any]:
+def document(namespace: str) -> Document:
     """The smallest statefile of ``namespace`` with one component ``A``."""
     name = f"{namespace}_A"
-    return {
-        "namespace": namespace,
-        "circus_endpoint": "ipc:///nowhere",
-        "components": {name: {"watcher_name": name, "cmd": "sleep 1000", "resources": {}}},
-        "environment": {},
-    }
+    entry = Entry(name=name, argv=("sleep", "1000"))
+    return Document(namespace=namespace, circus_endpoint="ipc:///nowhere", components={name: entry})

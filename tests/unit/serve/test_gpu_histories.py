@@ -32,20 +32,22 @@ from dynamo.serve.graph.watchers import (
     plan_added,
     with_gpus,
 )
-from dynamo.serve.state.entries import new_entry, next_name, read_entries, read_services, release
-from dynamo.serve.state.process_table import is_reserved, ledger_of, owner_mark, reclaim
-from dynamo.serve.state.record import RecordedComponent, StatefileWriter, Supervision
-from dynamo.serve.state.statefile import (
+from dynamo.serve.state.document import (
     ASLEEP,
     DRAIN,
     DRAINING,
     LOAD,
-    RESERVED_BY,
     RUNNING,
     SLEEP,
     Document,
-    Statefile,
+    Entry,
+    RecordedProcess,
+    Supervision,
 )
+from dynamo.serve.state.entries import next_name, read_services, release
+from dynamo.serve.state.process_table import is_reserved, ledger_of, reclaim, reservation
+from dynamo.serve.state.record import RecordedComponent, StatefileWriter
+from dynamo.serve.state.statefile import Statefile
 
 GPUS = ("0", "1", "2", "3")
 GRAPH = """
@@ -126,13 +128,24 @@ class Histories(RuleBasedStateMachine):
     def components(self) -> list[RecordedComponent]:
         everything = [*self.watchers.values(), *(one for one in self.removed if one.processes)]
         return [
-            RecordedComponent(one.spec, list(one.processes), None, Supervision(one.status))
+            RecordedComponent(
+                one.spec,
+                [RecordedProcess(p.pid, p.start_ticks, dict(p.gpus)) for p in one.processes],
+                None,
+                Supervision(one.status),
+            )
             for one in everything
         ]
 
-    def entry(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = (self.statefile.read() or {})["components"].get(name, {})
-        return found
+    def entry(self, name: str) -> Entry | None:
+        return self.document().components.get(name)
+
+    def state(self, name: str) -> str:
+        entry = self.entry(name)
+        return "" if entry is None else entry.state
+
+    def document(self) -> Document:
+        return self.statefile.read() or Document()
 
     def start_watcher(self, name: str) -> None:
         """Start a process if the ledger gives the watcher GPUs; else give it up."""
@@ -154,7 +167,9 @@ class Histories(RuleBasedStateMachine):
 
         def reserved(document: Document) -> None:
             change(document)
-            document["components"][name][RESERVED_BY]["pid"] = pid
+            owner = document.components[name].reserved_by
+            assert owner is not None
+            owner.pid = pid
 
         try:
             self.statefile.update(reserved)
@@ -166,17 +181,17 @@ class Histories(RuleBasedStateMachine):
 
     @rule(service=st.sampled_from(SERVICES))
     def load(self, service: str) -> None:
-        name = next_name(self.statefile.read() or {}, service, self.watchers)
+        name = next_name(self.document(), service, self.watchers)
 
         def change(document: Document) -> None:
             found = read_services(document)[service]
             gpus = ledger_of(document).assign(name, found.gpus)
-            entry = new_entry(found, name, found.template.argv, gpus)
-            document["components"][name] = {**entry, RESERVED_BY: owner_mark(LOAD)}
+            entry = found.new_entry(name, found.template.argv, gpus)
+            entry.reserved_by = reservation(LOAD)
+            document.components[name] = entry
 
         def add() -> None:
-            document = self.statefile.read() or {}
-            gpus = ",".join(document["components"][name]["resources"]["allocated_gpus"])
+            gpus = ",".join(self.document().components[name].gpus)
             base = self.plan.specs[0].argv
             env = {"CUDA_VISIBLE_DEVICES": gpus}
             spec = plan_added(name, base, env, (*self.plan.specs, *self.plan.templates))
@@ -194,7 +209,7 @@ class Histories(RuleBasedStateMachine):
         names = sorted(name for name, one in self.watchers.items() if one.status in ended)
         if not names or self.watchers[name := data.draw(st.sampled_from(names))].processes:
             return
-        if self.entry(name).get("state") == RUNNING:
+        if self.state(name) == RUNNING:
             start = partial(self.start_watcher, name)
             confirm = partial(self.statefile.update, partial(release, name=name))
             self.begin(name, partial(reserve, name=name, operation=LOAD), start, confirm)
@@ -202,14 +217,15 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def put_to_sleep(self, data: st.DataObject) -> None:
         name, process = self.worker(data)
-        if process is None or process.asleep or self.entry(name).get("state") != RUNNING:
+        if process is None or process.asleep or self.state(name) != RUNNING:
             return
 
         def fall_asleep(document: Document) -> None:
-            mark = document["components"].get(name, {}).get(RESERVED_BY)
+            entry = document.components.get(name, Entry())
+            owner = entry.reserved_by
             _fall_asleep(document, name)
-            if mark is not None:  # of the process of this operation, not of this one
-                document["components"][name][RESERVED_BY] = mark
+            if owner is not None:  # of the process of this operation, not of this one
+                entry.reserved_by = owner
 
         self.begin(
             name,
@@ -233,10 +249,9 @@ class Histories(RuleBasedStateMachine):
 
         def change(document: Document) -> None:
             reserve(document, name, DRAIN)
-            entry = document["components"][name]
-            if entry["state"] == ASLEEP:
-                entry["holds_gpus"] = False
-            entry["state"] = DRAINING
+            entry = document.components[name]
+            entry.holds_gpus = not entry.asleep
+            entry.state = DRAINING
 
         if process is not None and self.entry(name):
             self.begin(name, change, lambda: self.exits(name))
@@ -276,7 +291,7 @@ class Histories(RuleBasedStateMachine):
     def restart(self, data: st.DataObject) -> None:
         """Beside the old process if there are GPUs, else after its exit."""
         name, old = self.worker(data)
-        if old is None or name in self.restarting or self.entry(name).get("state") != RUNNING:
+        if old is None or name in self.restarting or self.state(name) != RUNNING:
             return
         watcher, spec = self.watchers[name], self.watchers[name].spec
         refusal = self.writer.refusal(name)
@@ -326,7 +341,7 @@ class Histories(RuleBasedStateMachine):
         """Finish or undo what processes that have exited began, as reconcile does."""
         self.write()
         self.statefile.update(reclaim)
-        for entry in read_entries(self.statefile.read() or {}):
+        for entry in self.document().components.values():
             if entry.reserved_by is None or is_reserved(entry, ()):
                 continue
             watcher = self.watchers.get(entry.name)
@@ -375,7 +390,7 @@ class Histories(RuleBasedStateMachine):
             self.removed.append(watcher)
 
     def ledger(self) -> Mapping[str, Mapping[str, float]]:
-        return ledger_of(self.statefile.read() or {}).held
+        return ledger_of(self.document()).held
 
     @invariant()
     def no_gpu_is_held_twice(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.state.document import Document
 
 GONE, HERE = {"pid": 1}, {"pid": 2}
 
@@ -33,7 +34,7 @@ def ledger(total: int = 4, **entries: Any) -> GpuLedger:
         "environment": {"SYSTEM_RESOURCES": {"gpu_info": [*map(str, range(total))]}},
         "components": entries,
     }
-    return GpuLedger(document, lambda mark: mark == HERE)
+    return GpuLedger(Document.of(document), lambda owner: owner.pid == HERE["pid"])
 
 
 def test_sums_of_fractions_fit() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from statefile_entries import rewrite
 
 from dynamo.errors import StatefileError
 from dynamo.runtime.process.tasks import Tasks
@@ -18,9 +19,10 @@ from dynamo.serve.gpus.gpus import Inventory
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, place, plan
 from dynamo.serve.reload import GraphReload
-from dynamo.serve.state.process_table import ledger_of, owner_mark
+from dynamo.serve.state.document import Document, Entry, RecordedProcess
+from dynamo.serve.state.process_table import ledger_of, reservation
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
-from dynamo.serve.state.statefile import Document, FileLock, Statefile
+from dynamo.serve.state.statefile import FileLock, Statefile
 from dynamo.serve.supervision.rolling import RollingRestart
 
 GRAPH = "A: {run: dynamo.mocker, ServiceArgs: {workers: 3, resources: {gpu: 1}}}"
@@ -84,17 +86,24 @@ class World:
         self.writer.write(self.components())
 
     def components(self) -> list[RecordedComponent]:
-        return [
-            RecordedComponent(self.specs[one.name], list(one.processes.values()), None)
+        processes = {
+            one.name: [
+                RecordedProcess(p.pid, p.start_ticks, dict(p.gpus)) for p in one.processes.values()
+            ]
             for one in self.watchers
+        }
+        return [
+            RecordedComponent(self.specs[name], found, None) for name, found in processes.items()
         ]
 
-    def entry(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = (self.statefile.read() or {})["components"][name]
-        return found
+    def document(self) -> Document:
+        return self.statefile.read() or Document()
+
+    def entry(self, name: str) -> Entry:
+        return self.document().components[name]
 
     def change(self, name: str, **values: object) -> None:
-        self.statefile.update(lambda found: found["components"][name].update(values))
+        self.statefile.update(lambda found: rewrite(found, name, **values))
 
     def get_watcher(self, name: str) -> Watcher:
         return {one.name.lower(): one for one in self.watchers}[name]
@@ -137,7 +146,7 @@ def world(tmp_path: Path) -> World:
 
 def test_a_restart_leaves_out_what_other_operations_change(world: World) -> None:
     world.change("dynamo_A_1", state="draining")
-    world.change("dynamo_A_2", reserved_by=owner_mark("wake"))
+    world.change("dynamo_A_2", reserved_by=reservation("wake").written())
     problem = asyncio.run(world.rolling().restart(cast(Any, world.watchers), False))
     assert world.done == ["replace dynamo_A"]
     drains, wakes = problem.split("; ", 1)
@@ -156,7 +165,7 @@ def test_a_worker_that_falls_asleep_or_wakes_is_not_replaced(
     world: World, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if it begins after the first look: its new process would have no GPU."""
-    world.change("dynamo_A", reserved_by=owner_mark(operation))
+    world.change("dynamo_A", reserved_by=reservation(operation).written())
     spec, name = world.specs["dynamo_A"], "dynamo_A"
 
     async def roll() -> str:
@@ -174,7 +183,7 @@ def test_a_worker_that_falls_asleep_or_wakes_is_not_replaced(
 
     text = asyncio.run(roll())
     assert (text == "done") if operation == "load" else ("changes it" in text)
-    assert "replacing" not in world.entry(name)
+    assert world.entry(name).replacing is None
 
 
 @pytest.mark.parametrize("way", ["replaced", "removed"])
@@ -201,17 +210,17 @@ def test_a_process_of_a_worker_that_slept_and_drains_holds_its_gpu(world: World)
     world.change("dynamo_A", state="draining", holds_gpus=False, processes=[])
     world.get_watcher("dynamo_a").processes.clear()
     asyncio.run(world.writer.claim(world.specs["dynamo_A"]))
-    assert ledger_of(world.statefile.read() or {}).held["dynamo_A"] == {"0": 1.0}
+    assert ledger_of(world.document()).held["dynamo_A"] == {"0": 1.0}
 
 
 def test_a_worker_that_was_given_up_and_is_loaded_again_asks_for_its_gpu(world: World) -> None:
     """Others have it by now; the operation that starts it has not checked that."""
     spec = world.specs["dynamo_A"]
-    given_up = {"watcher": {"status": "given up"}, "reserved_by": owner_mark("load")}
+    given_up = {"watcher": {"status": "given up"}, "reserved_by": reservation("load").written()}
     world.change("dynamo_A", processes=[], **given_up)
     world.watchers.remove(world.get_watcher("dynamo_a"))
     world.change("dynamo_A_1", resources={"allocated_gpus": [0]}, processes=[])
-    assert ledger_of(world.statefile.read() or {}).holders(["0"]) == ["dynamo_A_1"]
+    assert ledger_of(world.document()).holders(["0"]) == ["dynamo_A_1"]
     assert not world.writer.holds(spec)
 
 
@@ -221,7 +230,7 @@ def test_a_claim_of_a_whole_gpu_is_one_at_once(world: World) -> None:
     world.get_watcher("dynamo_a").processes.clear()
     asyncio.run(world.writer.claim(world.specs["dynamo_A"]))
     world.change("dynamo_A_1", resources={}, processes=[])
-    assert ledger_of(world.statefile.read() or {}).held["dynamo_A"] == {"0": 1.0}
+    assert ledger_of(world.document()).held["dynamo_A"] == {"0": 1.0}
 
 
 def test_a_statefile_that_cannot_be_written_is_not_replaced(
@@ -240,7 +249,7 @@ def test_a_statefile_that_cannot_be_written_is_not_replaced(
     monkeypatch.setattr(Statefile, "_write", full_once)
     with pytest.raises(StatefileError, match="No space left"):
         world.writer.write(world.components())
-    assert world.entry("dynamo_A")["state"] == "asleep"
+    assert world.entry("dynamo_A").state == "asleep"
 
 
 def test_a_failed_write_and_a_kept_entry_are_tried_again(
@@ -248,7 +257,7 @@ def test_a_failed_write_and_a_kept_entry_are_tried_again(
 ) -> None:
     """No further event comes: neither from the disk, nor from the process of the operation."""
     monkeypatch.setattr("dynamo.serve.state.record._AGAIN_S", 0.01)
-    world.change("dynamo_A_2", reserved_by=owner_mark("sleep"))
+    world.change("dynamo_A_2", reserved_by=reservation("sleep").written())
     world.vanish("dynamo_A_2")
     world.statefile.lock_path.unlink()
     world.statefile.lock_path.mkdir()
@@ -264,10 +273,9 @@ def test_a_failed_write_and_a_kept_entry_are_tried_again(
         world.writer.changed()
         await until(lambda: world.writer._failed)
         world.statefile.lock_path.rmdir()
-        await until(lambda: not world.entry("dynamo_A_2")["processes"])
+        await until(lambda: not world.entry("dynamo_A_2").processes)
         world.change("dynamo_A_2", reserved_by=None)
-        world.statefile.update(lambda found: found["components"]["dynamo_A_2"].pop("reserved_by"))
-        await until(lambda: "dynamo_A_2" not in (world.statefile.read() or {})["components"])
+        await until(lambda: "dynamo_A_2" not in world.document().components)
         await tasks.close()
 
     asyncio.run(main())
@@ -299,6 +307,6 @@ def test_a_cancelled_write_is_awaited(world: World, monkeypatch: pytest.MonkeyPa
             await task
         assert not world.writer._writing.locked()
         await world.writer.replaced("dynamo_A")
-        assert "replacing" not in world.entry("dynamo_A")
+        assert world.entry("dynamo_A").replacing is None
 
     asyncio.run(main())

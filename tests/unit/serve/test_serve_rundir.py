@@ -16,6 +16,7 @@ from dynamo.errors import StatefileError
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.layout import encode_stored, ensure_directories, key_path, lease_path
 from dynamo.runtime.process.os_process import host_id, start_ticks
+from dynamo.serve.state.document import Arbiter, Document, RecordedProcess
 from dynamo.serve.state.process_table import stat
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.state.statefile import Statefile
@@ -45,8 +46,8 @@ def dead_pid() -> int:
 def crashed(home: RunDirectory, pid: int, ticks: int, host: str | None = None) -> None:
     """The statefile of a deployment whose arbiter is dead and whose worker was ``pid``."""
     made = document("ns")
-    made["arbiter"] = {"pid": dead_pid(), "start_ticks": 1, "host": host or host_id()}
-    made["components"]["ns_A"]["processes"] = [{"pid": pid, "start_ticks": ticks}]
+    made.arbiter = Arbiter(pid=dead_pid(), start_ticks=1, host=host or host_id())
+    made.components["ns_A"].processes = (RecordedProcess(pid, ticks),)
     home.statefile.create(made)
 
 
@@ -89,7 +90,7 @@ def test_other_processes_are_spared(home: RunDirectory, case: str) -> None:
             crashed(home, stranger.pid, ticks, host="another")
         else:
             made = document("ns")
-            made["components"]["ns_A"]["processes"] = [{"pid": stranger.pid, "start_ticks": ticks}]
+            made.components["ns_A"].processes = (RecordedProcess(stranger.pid, ticks),)
             home.statefile.create(made)
         assert home.reconcile()
         assert stranger.poll() is None
@@ -113,7 +114,7 @@ def test_a_process_in_another_session(
 ) -> None:
     """A grandchild without a record is identified by the environment of its worker."""
     made = document("ns")
-    made["arbiter"] = {"pid": dead_pid(), "start_ticks": since, "host": host_id()}
+    made.arbiter = Arbiter(pid=dead_pid(), start_ticks=since or 0, host=host_id())
     home.statefile.create(made)
     inherited = {
         "DYN_WATCHER_NAME": "ns_A",
@@ -133,9 +134,9 @@ def test_a_process_in_another_session(
 )
 def test_an_invalid_record_kills_nothing(home: RunDirectory, processes: object) -> None:
     made = document("ns")
-    made["arbiter"] = {"pid": dead_pid(), "start_ticks": 1, "host": host_id()}
-    made["components"] = {"ns_A": {"processes": processes}, "ns_B": 3}
-    home.statefile.create(made)
+    made.arbiter = Arbiter(pid=dead_pid(), start_ticks=1, host=host_id())
+    components = {"ns_A": {"processes": processes}, "ns_B": 3}
+    home.statefile.create(Document.of({**made.written(), "components": components}))
     (told,) = home.reconcile()
     assert "killed 0" in told
 
@@ -144,7 +145,7 @@ def test_a_living_arbiter_without_its_lock_is_an_error(home: RunDirectory) -> No
     with sleeper() as arbiter:
         made = document("ns")
         ticks = start_ticks(arbiter.pid)
-        made["arbiter"] = {"pid": arbiter.pid, "start_ticks": ticks, "host": host_id()}
+        made.arbiter = Arbiter(pid=arbiter.pid, start_ticks=ticks or 0, host=host_id())
         home.statefile.create(made)
         with pytest.raises(StatefileError, match=f"arbiter {arbiter.pid}"):
             home.reconcile()

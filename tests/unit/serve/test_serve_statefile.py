@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from dynamo.errors import StatefileError
 from dynamo.serve.gpus.gpus import Inventory
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.watchers import DeploymentPlan, place, plan
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.record import document_of
 from dynamo.serve.state.statefile import FileLock, Statefile
 
@@ -55,7 +57,7 @@ def statefile(tmp_path: Path) -> Statefile:
 
 
 def test_the_code_follows_the_schema() -> None:
-    document = document_of(make_plan())
+    document = document_of(make_plan()).written()
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(document, SCHEMA)
     assert list(document["components"]) == ["ns_Frontend", "ns_Worker", "ns_Worker_1"]
@@ -68,8 +70,24 @@ def test_the_code_follows_the_schema() -> None:
 
 def test_no_environment_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVE_TEST_SECRET", "hunter3")
-    text = json.dumps(document_of(make_plan()))
+    text = json.dumps(document_of(make_plan()).written())
     assert "hunter2" not in text and "hunter3" not in text and "API_KEY" not in text
+
+
+def with_defaults(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON object of a statefile with what our writer adds to those of others."""
+    resources = {"total_gpus": 0, "gpu_info": []}
+    document["environment"].setdefault("SYSTEM_RESOURCES", resources)
+    for entry in document["components"].values():
+        entry.setdefault("argv", shlex.split(entry["cmd"]))
+        defaults: dict[str, Any] = {
+            "state": "running",
+            "processes": [],
+            "lease": None,
+            "resources": {},
+        }
+        entry |= {**defaults, **entry}
+    return {"version": 1, **document}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
@@ -77,12 +95,16 @@ def test_examples_are_valid_and_readable(path: Path, tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     jsonschema.validate(document, SCHEMA)
     (tmp_path / "dynamo.json").write_bytes(path.read_bytes())
-    assert Statefile(tmp_path, "dynamo").read() == document
+    found = Statefile(tmp_path, "dynamo").read()
+    assert found is not None
+    written = found.written()
+    jsonschema.validate(written, SCHEMA)
+    assert written == with_defaults(document)
     assert path.name in (DIRECTORY / "README.md").read_text()
 
 
 def test_the_schema_rejects_what_the_reader_rejects(statefile: Statefile) -> None:
-    good = document_of(make_plan())
+    good = document_of(make_plan()).written()
     for key in ("namespace", "circus_endpoint", "components", "environment"):
         bad = {name: value for name, value in good.items() if name != key}
         statefile.path.write_text(json.dumps(bad))
@@ -95,22 +117,36 @@ def test_round_trip_and_modes(statefile: Statefile) -> None:
     assert statefile.read() is None
     statefile.create(document_of(make_plan()))
     assert statefile.path.stat().st_mode & 0o777 == 0o600
-    statefile.update(lambda doc: doc["components"].pop("ns_Worker_1"))
+    statefile.update(lambda doc: doc.components.pop("ns_Worker_1"))
     found = statefile.read()
-    assert found is not None and list(found["components"]) == ["ns_Frontend", "ns_Worker"]
+    assert found is not None and list(found.components) == ["ns_Frontend", "ns_Worker"]
     statefile.remove()
     statefile.remove()
     assert not list(statefile.path.parent.iterdir())
 
 
 def test_unknown_keys_are_kept(statefile: Statefile) -> None:
-    document = {**document_of(make_plan()), "theirs": {"a": [1]}}
-    document["components"]["ns_Worker"]["lease"] = 7
-    statefile.create(document)
-    statefile.update(lambda doc: doc["components"]["ns_Worker"].update(state="draining"))
+    """At every depth, and values of other types, too."""
+    document = {**document_of(make_plan()).written(), "theirs": {"a": [1]}}
+    entry = document["components"]["ns_Worker"]
+    entry |= {"theirs": 1, "lease": "7", "processes": [{"pid": 8, "start_ticks": 1, "theirs": 2}]}
+    entry["reserved_by"] = {"pid": 8, "start_ticks": 1, "host": "h", "theirs": 3}
+    document["arbiter"]["theirs"] = document["environment"]["THEIRS"] = 4
+    statefile.path.write_text(json.dumps(document))
+    statefile.update(lambda doc: setattr(doc.components["ns_Worker"], "state", "draining"))
+    entry["state"] = "draining"
+    assert json.loads(statefile.path.read_text()) == document
+
+
+def test_a_statefile_without_version_has_version_1(statefile: Statefile) -> None:
+    document = document_of(make_plan()).written()
+    assert document.pop("version") == 1
+    statefile.path.write_text(json.dumps(document))
     found = statefile.read()
-    assert found is not None and found["theirs"] == {"a": [1]}
-    assert found["components"]["ns_Worker"]["lease"] == 7
+    assert found is not None and found.version == 1
+    statefile.path.write_text(json.dumps({**document, "version": 2}))
+    with pytest.raises(StatefileError, match="has version 2; this dynamo reads 1"):
+        statefile.read()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"namespace": "ns"}', "\0\0\0"])
@@ -124,7 +160,7 @@ def test_a_damaged_or_foreign_file_is_an_error(statefile: Statefile, text: str) 
 
 
 def test_another_namespace_is_an_error(statefile: Statefile) -> None:
-    statefile.path.write_text(json.dumps({**document_of(make_plan()), "namespace": "other"}))
+    statefile.path.write_text(json.dumps(document("other").written()))
     with pytest.raises(StatefileError, match="belongs to namespace 'other'"):
         statefile.read()
 
@@ -133,8 +169,8 @@ def test_a_failed_change_writes_nothing(statefile: Statefile) -> None:
     statefile.create(document_of(make_plan()))
     before = statefile.path.read_bytes()
 
-    def fail(document: dict[str, Any]) -> None:
-        document.clear()
+    def fail(document: Document) -> None:
+        document.components.clear()
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -151,8 +187,8 @@ def test_a_directory_that_is_not_writable_is_an_error(tmp_path: Path) -> None:
 
 
 def add_one(directory: Path, times: int) -> None:
-    def change(document: dict[str, Any]) -> None:
-        document["count"] = document.get("count", 0) + 1
+    def change(document: Document) -> None:
+        document.unknown["count"] = document.unknown.get("count", 0) + 1
 
     for _ in range(times):
         Statefile(directory, "ns").update(change)
@@ -173,7 +209,7 @@ def test_no_update_is_lost(statefile: Statefile) -> None:
         process.join()
         assert process.exitcode == 0
     found = statefile.read()
-    assert found is not None and found["count"] == 120 and readings > 0
+    assert found is not None and found.unknown["count"] == 120 and readings > 0
 
 
 def test_a_lock_is_freed_by_the_kernel(tmp_path: Path) -> None:

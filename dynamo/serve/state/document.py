@@ -1,0 +1,280 @@
+"""The contents of a statefile, with names: deployment, entries, processes. Pure.
+
+The schema is in statefiles/. Each record keeps the keys that it does not have, and values that are
+not of its types, and writes them back: they are of a later version or of another writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self, get_args, get_origin
+
+import msgspec
+
+VERSION = 1
+"""The version of the format; a statefile without a version has this one."""
+
+RUNNING = "running"
+"""``state`` of an entry as long as nothing else is known."""
+
+ASLEEP = "asleep"
+"""``state`` of the entry of a worker whose engine sleeps: others may hold its GPUs."""
+
+DRAINING = "draining"
+"""``state`` of the entry of a worker that is to exit and not to be restarted."""
+
+DRAIN, LOAD, SLEEP, WAKE = "drain", "load", "sleep", "wake"
+"""The ``operation`` of a reservation: remove, add or start, put to sleep, wake a worker."""
+
+ACTIVE, STOPPED, GIVEN_UP, ABSENT = "active", "stopped", "given up", "absent"
+"""The ``status`` of a supervision."""
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """A JSON object of the statefile; ``unknown`` are its other keys.
+
+    ``always`` names the fields that are written with their default values, too.
+    """
+
+    always: ClassVar[frozenset[str]] = frozenset()
+    unknown: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> Self:
+        """Return the record that is ``written``."""
+        record = cls()
+        fields = _fields(cls)
+        for key, value in written.items():
+            try:
+                setattr(record, fields[key].name, _read(fields[key].type, value))
+            except (KeyError, msgspec.ValidationError):
+                record.unknown[key] = value
+        return record
+
+    def written(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        found = {}
+        for key, field in _fields(type(self)).items():
+            value = getattr(self, field.name)
+            always = field.name in self.always and key not in self.unknown
+            if always or value != _default(field):
+                found[key] = _builtins(value)
+        return {**self.unknown, **found}
+
+
+@functools.cache
+def _fields(kind: type[Record]) -> dict[str, msgspec.structs.FieldInfo]:
+    fields = msgspec.structs.fields(kind)
+    return {field.encode_name: field for field in fields if field.name != "unknown"}
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    factory = field.default_factory
+    return field.default if factory is msgspec.NODEFAULT else factory()
+
+
+def _read(kind: Any, value: object) -> object:
+    """Return ``value`` as ``kind``. Raises msgspec.ValidationError."""
+    # msgspec itself would drop the unknown keys of a record within a record.
+    record = next((one for one in (kind, *get_args(kind)) if _is_record(one)), None)
+    if record is None or value is None:
+        return msgspec.convert(value, kind)
+    if get_origin(kind) is tuple:
+        return tuple(record.of(row) for row in msgspec.convert(value, list[dict[str, Any]]))
+    return record.of(msgspec.convert(value, dict[str, Any]))
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Record)
+
+
+def _builtins(value: object) -> object:
+    if isinstance(value, Record):
+        return value.written()
+    if isinstance(value, tuple):
+        return [_builtins(one) for one in value]
+    return value
+
+
+class RecordedProcess(Record):
+    """A process of an entry; ``gpus`` has the share of each GPU that it uses."""
+
+    pid: int = 0
+    start_ticks: int = 0
+    gpus: dict[str, float] = {}
+    always = frozenset({"pid", "start_ticks"})
+
+
+class Supervision(Record):
+    """What the arbiter does with a watcher; the entry's ``watcher``.
+
+    ``status`` is active, stopped (by a command), given up (then ``reason`` says why) or absent (an
+    entry that only has the command of the next worker). ``restarts`` counts unintended exits,
+    ``last_exit`` describes the latest.
+    """
+
+    status: str = ""
+    reason: str = ""
+    restarts: int = 0
+    last_exit: str = ""
+
+
+class OperationOwner(Record):
+    """An ``operation`` on a worker, begun at ``since`` (Unix time), and the process that does it.
+
+    One that has exited leaves the record: the operation is to be finished or undone.
+    """
+
+    pid: int = 0
+    start_ticks: int = 0
+    host: str = ""
+    operation: str = ""
+    since: float = 0.0
+
+
+class Replacement(Record):
+    """The arbiter replaces the processes of an entry: since when, and the GPUs it reserved."""
+
+    since: float = 0.0
+    gpus: dict[str, float] = {}
+    always = frozenset({"since", "gpus"})
+
+
+class Resources(Record):
+    """The GPUs of an entry. Compare them as text: one writer writes numbers, another strings."""
+
+    allocated_gpus: tuple[str | int, ...] = ()
+
+
+class Entry(Record):
+    """The entry of one watcher.
+
+    ``cmd`` is the command of an entry that was written without ``argv``. ``gpus_per_worker`` is
+    None if the graph says it. ``holds_gpus`` is false for a draining worker that slept: another
+    one may have its GPUs.
+    """
+
+    name: str = msgspec.field(name="watcher_name", default="")
+    cmd: str = ""
+    argv: tuple[str, ...] = ()
+    service: str = ""
+    resources: Resources = msgspec.field(default_factory=Resources)
+    gpus_per_worker: float | None = None
+    state: str = RUNNING
+    processes: tuple[RecordedProcess, ...] = ()
+    lease: int | None = None
+    watcher: Supervision | None = None
+    holds_gpus: bool = True
+    reserved_by: OperationOwner | None = None
+    replacing: Replacement | None = None
+    always = frozenset({"name", "cmd", "argv", "resources", "state", "processes", "lease"})
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> Self:
+        """Return the entry that is ``written``."""
+        entry = super().of(written)
+        if entry.argv:
+            entry.cmd = ""
+        else:
+            with contextlib.suppress(ValueError):  # an open quote
+                entry.argv = tuple(shlex.split(entry.cmd))
+        return entry
+
+    def written(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {**super().written(), "cmd": self.cmd or shlex.join(self.argv)}
+
+    def set_command(self, argv: Sequence[str]) -> None:
+        """Set the command of the next process."""
+        self.argv, self.cmd = tuple(argv), ""
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The GPUs that are assigned to it."""
+        return tuple(str(gpu) for gpu in self.resources.allocated_gpus)
+
+    def assign(self, gpus: Iterable[str]) -> None:
+        """Assign ``gpus`` to it and no others; indices as numbers, as the arbiter writes them."""
+        numbers = (int(gpu) if gpu.isdigit() else gpu for gpu in gpus)
+        self.resources = Resources(allocated_gpus=tuple(numbers))
+
+    @property
+    def draining(self) -> bool:
+        """Whether its worker is to exit and not to be restarted."""
+        return self.state == DRAINING
+
+    @property
+    def asleep(self) -> bool:
+        """Whether its engine sleeps."""
+        return self.state == ASLEEP
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Its processes, those that have just exited included."""
+        return tuple(process.pid for process in self.processes if process.pid)
+
+    def clear(self) -> None:
+        """Leave the command of the next worker alone."""
+        self.resources, self.state, self.processes, self.lease = Resources(), RUNNING, (), None
+        self.reserved_by, self.holds_gpus = None, True
+
+
+class Arbiter(Record):
+    """The process that writes the statefile, and its guard, which a person started."""
+
+    pid: int = 0
+    start_ticks: int = 0
+    guard_pid: int = 0
+    host: str = ""
+
+
+class SystemResources(Record):
+    """The GPUs of the deployment."""
+
+    total_gpus: int = 0
+    gpu_info: tuple[str | int, ...] = ()
+    always = frozenset({"total_gpus", "gpu_info"})
+
+
+class Environment(Record):
+    """The graph as a JSON string, without the services' ``envs``, and the GPUs."""
+
+    service_config: str = msgspec.field(name="DYNAMO_SERVICE_CONFIG", default="")
+    system_resources: SystemResources = msgspec.field(
+        name="SYSTEM_RESOURCES", default_factory=SystemResources
+    )
+    always = frozenset({"system_resources"})
+
+
+class Document(Record):
+    """A statefile; ``components`` are its entries by the name of the watcher."""
+
+    version: int = VERSION
+    namespace: str = ""
+    circus_endpoint: str = ""
+    pubsub_endpoint: str = ""
+    arbiter: Arbiter = msgspec.field(default_factory=Arbiter)
+    components: dict[str, Entry] = {}
+    environment: Environment = msgspec.field(default_factory=Environment)
+    always = frozenset({"version", "namespace", "circus_endpoint", "components", "environment"})
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> Self:
+        """Return the document that is ``written``."""
+        rest = {key: value for key, value in written.items() if key != "components"}
+        document = super().of(rest)
+        for name, entry in written.get("components", {}).items():
+            if isinstance(entry, dict):
+                document.components[name] = Entry.of({**entry, "watcher_name": name})
+            else:
+                document.unknown.setdefault("components", {})[name] = entry
+        return document
+
+    def written(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        components = {name: entry.written() for name, entry in self.components.items()}
+        unknown = self.unknown.get("components", {})
+        return {**super().written(), "components": unknown | components}
