@@ -16,7 +16,7 @@ from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
 from dynamo.protocols.openai import ModelList
-from dynamo.router.explanations.explain import Explanation, table
+from dynamo.router.explanation import Explanation, table
 
 DESCRIPTION = """Show which worker a prompt would go to. Nothing is sent to a worker."""
 EPILOG = """examples:

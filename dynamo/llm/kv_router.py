@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
+from dynamo._fast.radix import RadixTree
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.llm.router_config import KvRouterConfig, LoadThresholdConfig
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.protocols.kv import STORAGE_TIERS
 from dynamo.protocols.openai import RoutingConstraints
-from dynamo.router.explanations.api_views import events_of, overlap_scores, potential_loads
+from dynamo.router.explanation import overlap_scores, potential_loads
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.routed import UNSET_OUTPUT, RoutedEndpoint
 from dynamo.runtime import DistributedRuntime, Endpoint
@@ -165,7 +168,9 @@ class KvRouter:
     ) -> list[dict[str, int]]:
         """Return the load of each worker with the prompt added."""
         routing = _routing(lora_name=lora_name, cache_namespace=cache_namespace)
-        return potential_loads(await self._connected(), codec.tokens(token_ids), routing)
+        picker = await self._connected()
+        inputs = picker.weigh(codec.tokens(token_ids), routing).inputs
+        return potential_loads(inputs, picker.worker_pool, picker.active)
 
     async def get_overlap_scores(
         self,
@@ -178,12 +183,13 @@ class KvRouter:
     ) -> dict[str, Any]:
         """Return the blocks of the prompt that each worker has cached."""
         routing = _routing(lora_name=lora_name, cache_namespace=cache_namespace)
-        return overlap_scores(await self._connected(), codec.tokens(token_ids), routing)
+        picker = await self._connected()
+        return overlap_scores(picker.weigh(codec.tokens(token_ids), routing), picker.worker_pool)
 
     async def dump_events(self) -> str:
         """Return the prefix index as a JSON list of events that rebuild it."""
         index = (await self._connected()).index
-        return "[]" if index is None else events_of(index)
+        return "[]" if index is None else _events_of(index)
 
     async def mark_prefill_complete(self, request_id: str) -> None:
         """End the prefill load of a request at its first token. DynamoError: unknown request."""
@@ -225,6 +231,24 @@ class _Items:
     async def aclose(self) -> None:
         """Kill the request unless it has ended. Idempotent."""
         await self._items.aclose()
+
+
+def _events_of(index: RadixTree) -> str:
+    """Return a JSON list of events that rebuild ``index`` when applied in order."""
+    events = []
+    for number, (worker, rank, parent, blocks, local, tier) in enumerate(index.dump_tiers()):
+        pairs = zip(blocks, local, strict=True)
+        chain = [{"block_hash": block, "tokens_hash": tokens} for block, tokens in pairs]
+        stored = {"stored": {"parent_hash": parent, "blocks": chain}}
+        events.append(
+            {
+                "worker_id": worker,
+                "storage_tier": STORAGE_TIERS[tier],
+                "residency_domain": "worker",
+                "event": {"event_id": number, "data": stored, "dp_rank": rank},
+            }
+        )
+    return json.dumps(events)
 
 
 def _routing(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from random import Random
 from typing import Any
 
@@ -20,8 +20,9 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import pinned_worker
-from dynamo.router.explanations.explain import Explanation
-from dynamo.router.explanations.receipt import (
+from dynamo.router.explanation import Explanation
+from dynamo.router.picker import Attempt, Decision
+from dynamo.router.receipt import (
     MAX_CANDIDATES,
     CaptureLimit,
     DecisionInputs,
@@ -29,7 +30,6 @@ from dynamo.router.explanations.receipt import (
     InflightInputs,
     constraints_of,
 )
-from dynamo.router.picker import Decision
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 Choice = Callable[[Tokens], int]
@@ -62,7 +62,6 @@ class InflightPicker:
         self._random = random or Random()
         self._direct = mode == "direct"
         self._mode = mode
-        self._decided: tuple[array[int], int, float] | None = None
         self._captures = CaptureLimit()
         self._choose: Choice = getattr(self, MODES[mode])
         self._next = 0
@@ -77,6 +76,7 @@ class InflightPicker:
         *,
         routing: Routing | None = None,
         override: Mapping[str, Any] | None = None,
+        attempt: Attempt | None = None,
     ) -> Decision:
         """See :meth:`dynamo.router.picker.Picker.pick`; ``tokens`` and ``override`` are ignored."""
         if self._direct and (routing is None or pinned_worker(routing) is None):
@@ -84,39 +84,21 @@ class InflightPicker:
         if request_id is not None and request_id in self._slot_of:
             raise InvalidArgument(f"Request {request_id} already exists")
         now_s = self._clock()
-        slots = self.eligibility.slots(routing, now_s)
+        slots = self.eligibility.slots(attempt.limit(routing) if attempt else routing, now_s)
         slot = self._choose(slots)
         owner = self.worker_pool.owners[slot]
-        if request_id is not None:
-            self._slot_of[request_id] = slot
-            self._inflight[slot] += 1
-            if self.eligibility.follows_load:
-                self._prompt_tokens[request_id] = len(tokens)
-                self._prefill[slot] += len(tokens)
-                self.eligibility.load_added(owner[0])
-            if routing is not None and routing.session_id is not None:
-                self.eligibility.bind_session(routing.session_id, *owner, now_s)
-            self._decided = slots, slot, now_s
-        return Decision(*owner)
-
-    def inputs(
-        self, routing: Routing | None, failed: Collection[int] = (), wanted: bool = False
-    ) -> DecisionInputs | None:
-        """See :meth:`dynamo.router.picker.Picker.inputs`."""
-        if self._decided is None:
-            return None
-        (slots, slot, now_s), pool = self._decided, self.worker_pool
-        if not self._captures.left and not wanted and not self._captures.renew(now_s):
-            return DecisionTotals(self._mode, "none", pool.owners[slot], len(slots))
-        self._captures.left -= not wanted
-        constraints = None
-        if routing is not None or failed or slots is not pool.candidates:
-            session = self.eligibility.sessions is not None
-            constraints = constraints_of(routing, pool, slots, session, failed)
-        inflight = self._inflight[:]
-        inflight[slot] -= 1  # this request, which is booked by now
-        found = InflightInputs(self._mode, pool.owners, slots, slot, inflight, constraints)
-        return found if len(pool.owners) <= MAX_CANDIDATES else found.narrowed(wanted)
+        if request_id is None:
+            return Decision(*owner)
+        inputs = self._inputs(slots, slot, routing, attempt or Attempt(), now_s)
+        self._slot_of[request_id] = slot
+        self._inflight[slot] += 1
+        if self.eligibility.follows_load:
+            self._prompt_tokens[request_id] = len(tokens)
+            self._prefill[slot] += len(tokens)
+            self.eligibility.load_added(owner[0])
+        if routing is not None and routing.session_id is not None:
+            self.eligibility.bind_session(routing.session_id, *owner, now_s)
+        return Decision(*owner, inputs=inputs)
 
     def explain(
         self,
@@ -158,6 +140,27 @@ class InflightPicker:
             self.free(request_id)
         self.eligibility.forget(worker_id)
         self.worker_pool.remove(worker_id)
+
+    def _inputs(
+        self,
+        slots: array[int],
+        slot: int,
+        routing: Routing | None,
+        attempt: Attempt,
+        now_s: float,
+    ) -> DecisionInputs:
+        """Copy what the choice of ``slot`` among ``slots`` weighed, within the limit."""
+        pool = self.worker_pool
+        if not self._captures.admits(now_s, attempt.wanted):
+            return DecisionTotals(self._mode, "none", pool.owners[slot], len(slots))
+        constraints = None
+        if routing is not None or attempt.failed or slots is not pool.candidates:
+            session = self.eligibility.sessions is not None
+            constraints = constraints_of(routing, pool, session, attempt.failed)
+        inputs = InflightInputs(
+            self._mode, "none", pool.owners, slots, slot, constraints, self._inflight[:]
+        )
+        return inputs if len(pool.owners) <= MAX_CANDIDATES else inputs.narrowed(attempt.wanted)
 
     def _prefilled(self, request_id: str, slot: int | None) -> None:
         """Subtract the request's prompt, unless done already; the load of ``slot`` has dropped."""

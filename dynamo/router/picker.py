@@ -5,23 +5,47 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sized
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from dynamo.observability.metrics import Counter
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.explanations.explain import Explanation
-from dynamo.router.explanations.receipt import DecisionInputs
+from dynamo.router.explanation import Explanation
+from dynamo.router.receipt import DecisionInputs
 from dynamo.router.worker_pool import WorkerPool
 
 
-class Decision(NamedTuple):
-    """The chosen rank. It has ``overlap_blocks`` of the ``prompt_blocks`` full blocks cached."""
+class Decision(msgspec.Struct, gc=False, frozen=True):
+    """The chosen rank. It has ``overlap_blocks`` of the ``prompt_blocks`` full blocks cached.
+
+    ``inputs`` is what was weighed, for a receipt; None of a decision that books nothing.
+    """
 
     worker_id: int
     dp_rank: int
     overlap_blocks: int = 0
     prompt_blocks: int = 0
+    inputs: DecisionInputs | None = None
+
+
+class Attempt(NamedTuple):
+    """What one attempt to place a request adds to the constraints of its client.
+
+    It may go ``among`` these workers only (None: any); others ``failed`` with it before. Its
+    receipt is ``wanted``: of pools above 64 ranks it has the cheapest, not the chosen one alone.
+    """
+
+    among: Collection[int] | None = None
+    failed: Collection[int] = ()
+    wanted: bool = False
+
+    def limit(self, routing: Routing | None) -> Routing | None:
+        """Return ``routing`` with ``among`` as its allow-list."""
+        if self.among is None:
+            return routing
+        return msgspec.structs.replace(routing or Routing(), allowed_worker_ids=list(self.among))
 
 
 class Picker(Protocol):
@@ -45,20 +69,11 @@ class Picker(Protocol):
         *,
         routing: Routing | None = None,
         override: Mapping[str, Any] | None = None,
+        attempt: Attempt | None = None,
     ) -> Decision:
         """Choose a worker and book the load under ``request_id`` (None: book nothing).
 
         Raises NoInstances, Overloaded, or InvalidArgument for a mistake in the request.
-        """
-        ...
-
-    def inputs(
-        self, routing: Routing | None, failed: Collection[int] = (), wanted: bool = False
-    ) -> DecisionInputs | None:
-        """Return a copy of what the last :meth:`pick` that booked weighed, for a receipt.
-
-        Call it right after that pick, with its ``routing`` and the workers that ``failed`` with the
-        request before. Of pools above 64 ranks it has only the chosen one, unless ``wanted``.
         """
         ...
 

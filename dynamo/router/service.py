@@ -11,7 +11,7 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
-from dynamo.router.explanations.api_views import overlap_scores
+from dynamo.router.explanation import overlap_scores
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.runtime import Context, DistributedRuntime
 
@@ -61,10 +61,11 @@ class RouterService:
 
     async def get_overlap_scores(self, request: Any) -> AsyncIterator[dict[str, Any]]:
         """The cached blocks of the prompt by worker."""
-        yield overlap_scores(self._picker, _parse(request)[0])
+        picker = self._picker
+        yield overlap_scores(picker.weigh(_parse(request)[0]), picker.worker_pool)
 
     async def explain(self, request: Any) -> AsyncIterator[Any]:
-        """The candidates' table; see :class:`dynamo.router.explanations.explain.Explanation`."""
+        """The candidates' table; see :class:`dynamo.router.explanation.Explanation`."""
         tokens, override = _parse(request)
         queued = self._routed.queue or ()
         yield self._picker.explain(tokens, override=override, queued=queued)

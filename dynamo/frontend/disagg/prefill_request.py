@@ -142,14 +142,14 @@ def after_prefill(request: PreprocessedRequest, output: EngineOutput) -> Preproc
     return msgspec.structs.replace(request, prefill_result=result, router_config_override=override)
 
 
-def prefill_routing(routing: Routing | None, allowed: list[int] | None = None) -> Routing | None:
+def prefill_routing(routing: Routing | None) -> Routing | None:
     """``routing`` for the router of the prefill workers.
 
     ``prefill_worker_id`` and ``prefill_dp_rank`` become its pin. The allow-list and the other pins
     name decode workers and are dropped. Taints, session and cache names apply to both.
     """
     if routing is None:
-        return None if allowed is None else Routing(allowed_worker_ids=allowed)
+        return None
     return msgspec.structs.replace(
         routing,
         backend_instance_id=routing.prefill_worker_id,
@@ -157,5 +157,5 @@ def prefill_routing(routing: Routing | None, allowed: list[int] | None = None) -
         decode_worker_id=None,
         prefill_worker_id=None,
         prefill_dp_rank=None,
-        allowed_worker_ids=allowed,
+        allowed_worker_ids=None,
     )

@@ -20,7 +20,7 @@ from dynamo.frontend.disagg.prefill_request import PrefillRequest, prefill_routi
 from dynamo.frontend.requests.dispatch import Dispatch, avoid_while_full
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import Routing
-from dynamo.router.picker import Decision, Picker
+from dynamo.router.picker import Attempt, Decision, Picker
 from dynamo.router.queue.prefill import NextPrefill, PrefillQueue
 from dynamo.runtime import Client
 
@@ -194,16 +194,16 @@ class PrefillWorkers:
             raise NoInstances("no prefill worker is registered")
         prefill.decision = None
         preprocessed, routing = request.preprocessed, request.routing
+        among = allowed if prefill.pin is None else None
         decision = picker.pick(
             prefill.id,
             preprocessed.token_ids,
-            routing=prefill_routing(routing, allowed if prefill.pin is None else None),
+            routing=prefill_routing(routing),
             override=preprocessed.router_config_override,
+            attempt=Attempt(among, wanted=request.request.wants_route),
         )
         prefill.picker, prefill.decision = picker, decision
-        request.prefill_inputs = picker.inputs(
-            prefill_routing(routing), wanted=request.request.wants_route
-        )
+        request.prefill_inputs = decision.inputs
         payload = encode(to_prefill(preprocessed, routing, decision))
         try:
             prefill.stream = client.open(decision.worker_id, payload, prefill, request.headers())

@@ -25,7 +25,7 @@ from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.migration import Migration, Migrations
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.picker import Decision, Picker
+from dynamo.router.picker import Attempt, Decision, Picker
 from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
 from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import Client
@@ -132,27 +132,33 @@ class Dispatch:
 
     def _decode(self, engine_request: EngineRequest) -> None:
         preprocessed, queue = engine_request.preprocessed, self.queue
-        routing = engine_request.routing
+        request = engine_request.request
+        attempt = None
         if engine_request.tried:
-            routing = self._untried(engine_request)
+            untried = self._untried(engine_request)
+            attempt = Attempt(untried, engine_request.tried, request.wants_route)
         else:
             if queue is not None or preprocessed.prefill_result is not None:
                 phase = "aggregated" if preprocessed.prefill_result is None else "decode"
-                engine_request.request.metrics.routed(phase)
+                request.metrics.routed(phase)
+            if request.wants_route:
+                attempt = Attempt(wanted=True)
         if queue is None:
             decision = self.picker.pick(
                 engine_request.id,
                 preprocessed.token_ids,
-                routing=routing,
+                routing=engine_request.routing,
                 override=preprocessed.router_config_override,
+                attempt=attempt,
             )
             self._open(engine_request, decision, 0)
             return
         found = queue.submit(
             engine_request.id,
             preprocessed.token_ids,
-            routing=routing,
+            routing=engine_request.routing,
             override=preprocessed.router_config_override,
+            attempt=attempt,
             on_decision=partial(self._dequeued, queue, engine_request),
             on_error=partial(self._fail, engine_request),
         )
@@ -305,9 +311,7 @@ class Dispatch:
         engine_request.pending = None
         engine_request.decision = decision
         preprocessed, routing = engine_request.preprocessed, engine_request.routing
-        engine_request.inputs = self.picker.inputs(
-            routing, engine_request.tried, engine_request.request.wants_route
-        )
+        engine_request.inputs = decision.inputs
         # The worker gets the decision in its request.
         preprocessed.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
         if decision.dp_rank or (routing is not None and routing.dp_rank):
@@ -325,15 +329,15 @@ class Dispatch:
             return
         engine_request.request.sent(engine_request, decision, queued, chosen_s)
 
-    def _untried(self, engine_request: EngineRequest) -> Routing:
-        routing = engine_request.routing or Routing()
-        allowed = routing.allowed_worker_ids
+    def _untried(self, engine_request: EngineRequest) -> list[int]:
+        routing = engine_request.routing
+        allowed = None if routing is None else routing.allowed_worker_ids
         allowed = list(self.picker.worker_pool.members) if allowed is None else allowed
         untried = [worker_id for worker_id in allowed if worker_id not in engine_request.tried]
         if engine_request.lost:
             on_trial = self._trials.workers
             untried = [one for one in untried if one not in on_trial] or untried
-        return msgspec.structs.replace(routing, allowed_worker_ids=untried)
+        return untried
 
 
 def avoid_while_full(picker: Picker, worker_id: int) -> None:

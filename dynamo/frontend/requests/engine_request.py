@@ -32,8 +32,8 @@ from dynamo.protocols.engine import (
     decode_output,
 )
 from dynamo.router.eligibility.filters import pinned_worker
-from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision
+from dynamo.router.receipt import DecisionInputs
 from dynamo.router.worker_pool import WorkerPool
 from dynamo.runtime.requests import ClientStream
 from dynamo.runtime.requests.stream import REQUEST_ID

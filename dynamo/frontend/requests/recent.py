@@ -22,8 +22,8 @@ from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.apis.chat.headers import request_id
 from dynamo.http import Exchange
 from dynamo.protocols.status import RequestRecord, RouteReceipt
-from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision
+from dynamo.router.receipt import DecisionInputs
 
 _ROUTED = 1000
 _REFUSED = 200

@@ -43,8 +43,8 @@ from dynamo.frontend.requests.trace import begin_trace, end_trace
 from dynamo.http import NEVER, Exchange
 from dynamo.observability.tracing import OpenSpan
 from dynamo.protocols.status import RouteReceipt
-from dynamo.router.explanations.receipt import DecisionInputs
 from dynamo.router.picker import Decision
+from dynamo.router.receipt import DecisionInputs
 
 if TYPE_CHECKING:
     from dynamo.frontend.requests.registry import RequestRegistry

@@ -97,21 +97,6 @@ class CachedBlocks:
         """Blocks of the prompt in the shared cache."""
         return sum(end - begin for begin, end in self.shared_ranges)
 
-    def best_overlap(self, weights: Weights, slots: array[int]) -> float:
-        """The most effective blocks that one of the slots has. O(slots)."""
-        return max((self.effective(weights, slot) for slot in slots), default=0.0)
-
-    def copy(self) -> CachedBlocks:
-        """A copy of the columns, without the index."""
-        made = CachedBlocks(None, self.shares)
-        made.device = self.device[:]
-        made.host = None if self.host is None else self.host[:]
-        made.disk = None if self.disk is None else self.disk[:]
-        made.shared = None if self.shared is None else self.shared[:]
-        made.shared_ranges = self.shared_ranges
-        made.tiered = self.tiered
-        return made
-
     def _match_lower(self, index: RadixTree, hashes: array[int], tiers: int) -> None:
         """Extend each slot's prefix tier by tier: a block counts only behind all before it."""
         reached = self.device

@@ -177,6 +177,11 @@ def add_requests(
         costs[place] += weight * load(slot)[2]
 
 
+def duplicate_price(params: CostParams, best_overlap: float, prompt_blocks: int) -> float:
+    """The price of each duplicated block, in blocks of prefill."""
+    return params.duplicate_cost * best_overlap / max(prompt_blocks, 1)
+
+
 def formula(
     worker_id: int, scale: float, cost: float, found: CostBreakdown, cached_blocks: float
 ) -> str:

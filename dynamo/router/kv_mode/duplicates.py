@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple
 
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.kv_mode.cost import CostParams
+from dynamo.router.kv_mode.cost import CostParams, duplicate_price
 from dynamo.router.kv_mode.prompt import HashedPrompt
 
 _LOSS_PER_PRICE = 0.25
@@ -143,8 +143,3 @@ class CopyPolicy:
 
     def _has_room(self) -> bool:
         return len(self._in_progress) < _MAX_COPIES_IN_PROGRESS
-
-
-def duplicate_price(params: CostParams, best_overlap: float, prompt_blocks: int) -> float:
-    """The price of each duplicated block, in blocks of prefill."""
-    return params.duplicate_cost * best_overlap / max(prompt_blocks, 1)

@@ -10,7 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sized
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import choose, costs
@@ -28,17 +28,8 @@ from dynamo.router.caches.predicted import (
 )
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import apply_preferred_taints
-from dynamo.router.explanations.decision_log import log as decision_log
-from dynamo.router.explanations.decision_log import log_candidates, log_selected
-from dynamo.router.explanations.explain import DecisionSnapshot, Explanation, explain
-from dynamo.router.explanations.receipt import (
-    MAX_CANDIDATES,
-    CaptureLimit,
-    DecisionInputs,
-    DecisionTotals,
-    KvInputs,
-    constraints_of,
-)
+from dynamo.router.explanation import Explanation, Weighed, explanation, log_decision
+from dynamo.router.explanation import log as decision_log
 from dynamo.router.kv_mode.cost import (
     CostParams,
     add_requests,
@@ -51,12 +42,18 @@ from dynamo.router.kv_mode.prompt import HashedPrompt, Hasher
 from dynamo.router.load.active import ActiveLoad, Reservation
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
-from dynamo.router.picker import Decision
+from dynamo.router.picker import Attempt, Decision
+from dynamo.router.receipt import (
+    MAX_CANDIDATES,
+    CaptureLimit,
+    Constraints,
+    DecisionInputs,
+    DecisionTotals,
+    KvInputs,
+    constraints_of,
+)
 from dynamo.router.sync.loads import LocalRequests
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
-
-_Decided: TypeAlias = "tuple[CostParams, array[int], int, HashedPrompt, CopyOffer | None]"
-"""The last decision: parameters, eligible slots, the chosen one, the prompt, a copy of blocks."""
 
 
 class KvPicker:
@@ -112,8 +109,6 @@ class KvPicker:
         self.reused_tokens = Counter() if metrics is None else metrics.reused
         self._uniform = (random or Random()).random
         self._clock = clock
-        self._decided: _Decided | None = None
-        self._chosen_cost = 0.0
         self._captures = CaptureLimit()
         self.recovering: Collection[int] = ()
         self._predicts_all = predicted is not None
@@ -130,58 +125,57 @@ class KvPicker:
         *,
         routing: Routing | None = None,
         override: Mapping[str, Any] | None = None,
+        attempt: Attempt | None = None,
     ) -> Decision:
         """See :meth:`dynamo.router.picker.Picker.pick`."""
         now_s = self._clock()
         params = overridden(self._params, override) if override else self._params
+        limited = routing if attempt is None else attempt.limit(routing)
         # The common request has no constraints and all workers are eligible: skip the filter.
-        slots = self.worker_pool.all_eligible if routing is None else None
+        slots = self.worker_pool.all_eligible if limited is None else None
         if slots is None:
-            slots = self.eligibility.slots(routing, now_s)
+            slots = self.eligibility.slots(limited, now_s)
         prompt, offer = self._weigh(tokens, routing, params, slots, now_s)
-        slot = self._choose(slots, params, routing)
+        place = self._choose(slots, params, routing)
+        slot = slots[place]
         worker_id, dp_rank = self.worker_pool.owners[slot]
-        overlap_blocks = self._cached_blocks.device[slot]
-        decision = Decision(worker_id, dp_rank, overlap_blocks, prompt.blocks)
         if decision_log.isEnabledFor(logging.INFO):
-            snapshot = self._snapshot(prompt, params, slots, offer)._replace(chosen=slot)
-            self._log(request_id, decision, snapshot)
+            weighed = self._capture(params, slots, slot, prompt, offer)
+            worker_type = "decode" if self._metrics is None else self._metrics.worker_type
+            log_decision(weighed, self.active, request_id, worker_type)
+        inputs: DecisionInputs | None = None
         if request_id is not None:
+            if self._captures.admits(now_s, attempt is not None and attempt.wanted):
+                constraints = None
+                if limited is not None or slots is not self.worker_pool.candidates:
+                    failed = () if attempt is None else attempt.failed
+                    session = self.eligibility.sessions is not None
+                    constraints = constraints_of(routing, self.worker_pool, session, failed)
+                inputs = self._capture(params, slots, slot, prompt, offer, constraints)
+                if len(inputs.owners) > MAX_CANDIDATES:
+                    inputs = inputs.narrowed(attempt is not None and attempt.wanted)
+            else:
+                owner, cost = (worker_id, dp_rank), self._costs[place]
+                inputs = DecisionTotals("kv", self._index_state, owner, len(slots), cost)
             self._book(request_id, slot, prompt, routing, params)
             if offer is not None and self._copies is not None:
                 self._copies.routed(request_id, slot, offer, now_s)
-            self._decided = params, slots, slot, prompt, offer
-        return decision
+        overlap_blocks = self._cached_blocks.device[slot]
+        return Decision(worker_id, dp_rank, overlap_blocks, prompt.blocks, inputs)
 
-    def inputs(
-        self, routing: Routing | None, failed: Collection[int] = (), wanted: bool = False
-    ) -> DecisionInputs | None:
-        """See :meth:`dynamo.router.picker.Picker.inputs`."""
-        # Nothing has run since the decision, so the columns are still its own.
-        decided, captures = self._decided, self._captures
-        if decided is None:
-            return None
-        _, slots, slot, prompt, _ = decided
-        if not captures.left and not wanted and not captures.renew(prompt.begun_s):
-            owner, cost = self.worker_pool.owners[slot], self._chosen_cost
-            return DecisionTotals("kv", self._index_state, owner, len(slots), cost)
-        captures.left -= not wanted
-        found = self._capture(decided, routing, failed)
-        return found if len(found.owners) <= MAX_CANDIDATES else found.narrowed(wanted)
-
-    def snapshot(
+    def weigh(
         self,
         tokens: Tokens,
         routing: Routing | None = None,
         override: Mapping[str, Any] | None = None,
-    ) -> DecisionSnapshot:
+    ) -> Weighed:
         """Return what :meth:`pick` would weigh, over all slots. Books nothing.
 
-        Raises InvalidArgument for a bad ``override`` only; other errors are in the snapshot.
+        Raises InvalidArgument for a bad ``override`` only; other errors are in the result.
         """
         now_s = self._clock()
         params = overridden(self._params, override) if override else self._params
-        slots, chosen, error = array("I"), None, None
+        slots, chosen, error = array("I"), -1, None
         try:
             slots = self.eligibility.slots(routing, now_s)
         except DynamoError as failure:
@@ -189,13 +183,11 @@ class KvPicker:
         prompt, offer = self._weigh(tokens, routing, params, slots, now_s)
         if error is None:
             try:
-                chosen = self._choose(slots, params, routing)
+                chosen = slots[self._choose(slots, params, routing)]
             except DynamoError as failure:
                 error = failure
-        snapshot = self._snapshot(prompt, params, slots, offer)
-        if error is not None:
-            return snapshot._replace(costs={}, error=error)
-        return snapshot._replace(chosen=chosen)
+        inputs, cached = self._capture(params, slots, chosen, prompt, offer), self._cached_blocks
+        return Weighed(inputs, error, cached.shared_ranges if cached.shares else None)
 
     def explain(
         self,
@@ -205,8 +197,8 @@ class KvPicker:
         queued: Sized = (),
     ) -> Explanation:
         """See :meth:`dynamo.router.picker.Picker.explain`."""
-        snapshot = self.snapshot(tokens, routing, override)
-        return explain(snapshot, self.worker_pool, self.active, routing, len(queued))
+        weighed = self.weigh(tokens, routing, override)
+        return explanation(weighed, self.worker_pool, self.active, routing, len(queued))
 
     def predict(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Without KV events, predict that a prompt sent by other means is cached there."""
@@ -348,13 +340,11 @@ class KvPicker:
         return prompt, self._copies.add_prices(params, slots, cached, prompt, self._costs)
 
     def _choose(self, slots: array[int], params: CostParams, routing: Routing | None) -> int:
-        """The chosen one of the weighed ``slots``."""
+        """The place in the weighed ``slots`` of the chosen one."""
         if routing is not None and routing.preferred_taints:
             preferred = routing.preferred_taints
             apply_preferred_taints(self._costs, slots, self.worker_pool, preferred)
-        place = choose(self._costs, len(slots), params.temperature, self._uniform())
-        self._chosen_cost = self._costs[place]
-        return slots[place]
+        return choose(self._costs, len(slots), params.temperature, self._uniform())
 
     def _book(
         self,
@@ -411,24 +401,30 @@ class KvPicker:
         return self.active.load(slot)[0]
 
     def _capture(
-        self, decided: _Decided, routing: Routing | None, failed: Collection[int]
+        self,
+        params: CostParams,
+        slots: array[int],
+        slot: int,
+        prompt: HashedPrompt,
+        offer: CopyOffer | None,
+        constraints: Constraints | None = None,
     ) -> KvInputs:
-        """Copy the columns of the decision."""
-        params, slots, slot, prompt, offer = decided
+        """Copy the columns of the decision that :meth:`_weigh` has prepared."""
         pool, cached = self.worker_pool, self._cached_blocks
-        constraints = None
-        if routing is not None or failed or slots is not pool.candidates:
-            session = self.eligibility.sessions is not None
-            constraints = constraints_of(routing, pool, slots, session, failed)
+        index = self._index_state
+        if self.recovering and not set(self.recovering).isdisjoint(slots):
+            index = "recovering"
         requests: tuple[int, ...] = ()
-        if params.request_weight:  # before this request, which is booked by now
-            requests = tuple(self.active.load(one)[2] - (one == slot) for one in slots)
+        if params.request_weight:
+            requests = tuple(self.active.load(one)[2] for one in slots)
         return KvInputs(
-            self._index_state,
-            params,
+            "kv",
+            index,
             pool.owners,
             slots,
             slot,
+            constraints,
+            params,
             prompt.isl_tokens,
             prompt.best_overlap,
             cached.device.tobytes(),
@@ -438,8 +434,6 @@ class KvPicker:
             cached.lower_columns() if cached.tiered or cached.shared else None,
             requests,
             offer.target if offer is not None and offer.free else None,
-            tuple(self.recovering) if self.recovering else (),
-            constraints,
         )
 
     def _resize(self) -> None:
@@ -452,26 +446,6 @@ class KvPicker:
         self._prefill = array("q", bytes(8 * width))
         self._decode = array("q", bytes(8 * width))
         self._costs = array("d", bytes(8 * width))
-
-    def _snapshot(
-        self,
-        prompt: HashedPrompt,
-        params: CostParams,
-        slots: array[int],
-        offer: CopyOffer | None,
-    ) -> DecisionSnapshot:
-        """Copy the columns of the decision that :meth:`_weigh` has just prepared."""
-        costs = dict(zip(slots, self._costs, strict=False))
-        columns = self._cached_blocks.copy(), self._prefill[:], self._decode[:]
-        free_copy = offer.target if offer is not None and offer.free else None
-        return DecisionSnapshot(prompt, params, slots, *columns, costs, free_copy=free_copy)
-
-    def _log(self, request_id: str | None, decision: Decision, snapshot: DecisionSnapshot) -> None:
-        if decision_log.isEnabledFor(logging.DEBUG):
-            log_candidates(decision, snapshot, self.worker_pool, self.active)
-        if request_id is not None:
-            worker_type = "decode" if self._metrics is None else self._metrics.worker_type
-            log_selected(request_id, decision, snapshot, worker_type)
 
 
 def _ignore(worker_id: int) -> None:

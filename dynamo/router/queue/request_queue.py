@@ -31,7 +31,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.kv_mode.cost import cached_tokens
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
-from dynamo.router.picker import Decision
+from dynamo.router.picker import Attempt, Decision
 from dynamo.router.queue.waiting import POLICY_CLASS, QueueEntry, WaitingQueue, priority_of
 from dynamo.router.worker_pool import Saturation
 
@@ -151,6 +151,7 @@ class QueuedRequest(QueueEntry):
     tokens: Tokens
     routing: Routing | None
     override: Mapping[str, Any] | None
+    attempt: Attempt | None
     on_decision: OnDecision
     on_error: OnError
     _queue: RequestQueue
@@ -208,6 +209,7 @@ class RequestQueue:
         *,
         routing: Routing | None = None,
         override: Mapping[str, Any] | None = None,
+        attempt: Attempt | None = None,
         on_decision: OnDecision,
         on_error: OnError,
     ) -> Decision | QueuedRequest:
@@ -221,8 +223,10 @@ class RequestQueue:
         try:
             if self._closed:
                 raise Unavailable("Service is shutting down")
-            if not self._queue and self._admits(routing):
-                return self.picker.pick(request_id, tokens, routing=routing, override=override)
+            if not self._queue and self._admits(routing, attempt):
+                return self.picker.pick(
+                    request_id, tokens, routing=routing, override=override, attempt=attempt
+                )
             request = QueuedRequest(
                 priority=priority_of(routing),
                 isl_tokens=len(tokens),
@@ -230,6 +234,7 @@ class RequestQueue:
                 tokens=tokens,
                 routing=routing,
                 override=override,
+                attempt=attempt,
                 on_decision=on_decision,
                 on_error=on_error,
                 _queue=self,
@@ -276,12 +281,14 @@ class RequestQueue:
         for request in list(self._requests.values()):
             self._reject(request, Unavailable("Service is shutting down"))
 
-    def _admits(self, routing: Routing | None) -> bool:
+    def _admits(self, routing: Routing | None, attempt: Attempt | None) -> bool:
         """Return whether an eligible slot is below the threshold.
 
         Raises as :meth:`EligibilityFilter.slots`.
         """
         picker = self.picker
+        if attempt is not None:
+            routing = attempt.limit(routing)
         load, threshold = picker.active.load, self._threshold
         owners, members = picker.worker_pool.owners, picker.worker_pool.members
         for slot in picker.eligibility.slots(routing, self._clock()):
@@ -310,11 +317,11 @@ class RequestQueue:
     def _cached_tokens(self, request: QueuedRequest) -> int:
         """Return the prompt tokens that the best eligible worker holds. Raises what the pick
         would."""
-        snapshot = self.picker.snapshot(request.tokens, request.routing, request.override)
-        if snapshot.error is not None:
-            raise snapshot.error
-        weights = snapshot.params.weights
-        return cached_tokens(weights, snapshot.cached_blocks.best_overlap(weights, snapshot.slots))
+        routing = request.attempt.limit(request.routing) if request.attempt else request.routing
+        inputs, error, _ = self.picker.weigh(request.tokens, routing, request.override)
+        if error is not None:
+            raise error
+        return cached_tokens(inputs.params.weights, inputs.best_overlap)
 
     def _drain(self) -> None:
         """Route requests from the head on, a batch in each loop iteration."""
@@ -329,10 +336,14 @@ class RequestQueue:
         """Send or reject the head; return False if it has to wait on."""
         request_id = request.request_id
         try:
-            if not self._admits(request.routing):
+            if not self._admits(request.routing, request.attempt):
                 return False
             decision = self.picker.pick(
-                request_id, request.tokens, routing=request.routing, override=request.override
+                request_id,
+                request.tokens,
+                routing=request.routing,
+                override=request.override,
+                attempt=request.attempt,
             )
         except DynamoError as error:
             if isinstance(error, Overloaded) and self.picker.eligibility.busy.any_at_capacity:

@@ -24,7 +24,7 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.http.routes import RoutePatterns, Routes
 from dynamo.protocols.codec import plain_decode
 from dynamo.protocols.relay import HttpRequest, HttpResponseHead
-from dynamo.router.picker import Decision
+from dynamo.router.picker import Attempt, Decision
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/audio/speech"]
 PATHS += ["/tokenize", "/detokenize"]
@@ -142,15 +142,19 @@ class RelaySite(Site):
     def named(self, name: str) -> Any:
         return {"tiny": self.entry, "far": self.far}.get(name)
 
-    def inputs(self, *_: Any, **__: Any) -> None:
-        """Explain nothing."""
-
     def pick(
-        self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
+        self,
+        request_id: str | None,
+        tokens: Any,
+        *,
+        routing: Any,
+        override: Any = None,
+        attempt: Attempt | None = None,
     ) -> Decision:
-        super().pick(request_id, tokens, routing=routing, override=override)
+        super().pick(request_id, tokens, routing=routing, override=override, attempt=attempt)
         self.tokens.append(tokens)
-        allowed = None if routing is None else routing.allowed_worker_ids
+        limited = routing if attempt is None else attempt.limit(routing)
+        allowed = None if limited is None else limited.allowed_worker_ids
         return Decision((self.workers if allowed is None else allowed)[0], 0, 2, 4)
 
     def open(self, worker_id: int, payload: bytes, sink: Any, headers: Any) -> Any:

@@ -17,7 +17,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
 from dynamo.protocols.kv import KvMetrics
-from dynamo.router.explanations.explain import Explanation, table
+from dynamo.router.explanation import Explanation, table
 from dynamo.router.kv_mode.kv import KvPicker
 
 

@@ -46,7 +46,7 @@ from dynamo.protocols.engine import (
     PreprocessedRequest,
     PromptTokensDetails,
 )
-from dynamo.router.picker import Decision
+from dynamo.router.picker import Attempt, Decision
 from dynamo.router.worker_pool import Saturation
 from dynamo.runtime.process.tasks import Tasks
 
@@ -151,15 +151,18 @@ class Site:
     def is_loading(self, name: str) -> bool:
         return False
 
-    def inputs(self, *_: Any, **__: Any) -> None:
-        """Explain nothing."""
-
     def pick(
-        self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
+        self,
+        request_id: str | None,
+        tokens: Any,
+        *,
+        routing: Any,
+        override: Any = None,
+        attempt: Attempt | None = None,
     ) -> Decision:
         if self.pick_error is not None:
             raise self.pick_error
-        self.routings.append(routing)
+        self.routings.append(routing if attempt is None else attempt.limit(routing))
         if request_id is not None:
             if request_id in self.freed:  # the client uses its id again
                 self.freed.remove(request_id)

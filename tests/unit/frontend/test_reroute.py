@@ -23,7 +23,7 @@ from dynamo.errors import (
 )
 from dynamo.http import NEVER
 from dynamo.router.eligibility.filters import NoneAllowed
-from dynamo.router.picker import Decision
+from dynamo.router.picker import Attempt, Decision
 
 UNSENT = [CannotConnect, ConnectTimeout, UnknownEndpoint, WorkerLeaving]
 MAYBE_SENT = [ConnectionTimeout, Disconnected, EngineShutdown]
@@ -38,13 +38,17 @@ class Fleet(Site):
         self.worker_pool = SimpleNamespace(members=members, avoided=set())
         self.gone: set[int] = set()
 
-    def inputs(self, *_: Any, **__: Any) -> None:
-        """Explain nothing."""
-
     def pick(
-        self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
+        self,
+        request_id: str | None,
+        tokens: Any,
+        *,
+        routing: Any,
+        override: Any = None,
+        attempt: Attempt | None = None,
     ) -> Decision:
-        allowed = None if routing is None else routing.allowed_worker_ids
+        limited = routing if attempt is None else attempt.limit(routing)
+        allowed = None if limited is None else limited.allowed_worker_ids
         found = [one for one in self.worker_pool.members if allowed is None or one in allowed]
         if not found:
             raise NoneAllowed("none is left")

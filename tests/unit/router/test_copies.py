@@ -94,10 +94,10 @@ def test_a_copy_in_progress_counts_as_held_until_its_first_token() -> None:
     workers = box.ask(*range(40))
     maker = next(place for place, worker in enumerate(workers) if worker != 1)
     copied_to = box.picker.worker_pool.members[workers[maker]].slots[0]
-    assert box.picker.snapshot(box.question(99)).cached_blocks.device[copied_to] == 40
-    assert box.picker.snapshot(array("I", range(5000, 5100))).cached_blocks.device[copied_to] == 0
+    assert box.picker.weigh(box.question(99)).inputs.tiers(copied_to).device == 40
+    assert box.picker.weigh(array("I", range(5000, 5100))).inputs.tiers(copied_to).device == 0
     box.picker.mark_prefill_complete(str(maker))
-    assert box.picker.snapshot(box.question(99)).cached_blocks.device[copied_to] == 0
+    assert box.picker.weigh(box.question(99)).inputs.tiers(copied_to).device == 0
 
 
 def test_a_copy_whose_request_ends_or_whose_worker_exits_is_forgotten() -> None:
@@ -112,7 +112,7 @@ def test_a_copy_whose_request_ends_or_whose_worker_exits_is_forgotten() -> None:
             box.picker.remove_worker(workers[maker])
             box.picker.add_worker(9, RuntimeConfig())
             assert box.picker.worker_pool.members[9].slots[0] == slot
-        assert box.picker.snapshot(box.question(99)).cached_blocks.device[slot] == 0
+        assert box.picker.weigh(box.question(99)).inputs.tiers(slot).device == 0
 
 
 def test_losses_decay() -> None:
@@ -126,14 +126,14 @@ def test_losses_decay() -> None:
 def test_a_snapshot_records_nothing_and_its_terms_add_up() -> None:
     box = Box()
     running = 0
-    while (seen := box.picker.snapshot(box.question(99))).free_copy is None:
+    while (seen := box.picker.weigh(box.question(99)).inputs).free_copy is None:
         box.ask(running)
         running += 1
     for _ in range(5):
         assert box.picker.pick(None, box.question(99)).worker_id != 1
     assert seen.chosen == seen.free_copy
-    for slot, cost in seen.costs.items():
-        found = seen.breakdown(slot, 0)
+    for slot, cost in seen.cost_by_slot().items():
+        found = seen.breakdown(slot, seen.load(slot, 0))
         assert cost == pytest.approx(64 * found.prefill_blocks + found.decode_blocks)
     assert box.ask(running, running + 1)[0] != 1
 

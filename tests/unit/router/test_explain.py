@@ -14,7 +14,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.explanations.explain import table
+from dynamo.router.explanation import table
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
 

@@ -7,6 +7,7 @@ from collections import Counter
 from random import Random
 
 import pytest
+from msgspec.structs import astuple
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument, NoInstances
@@ -28,7 +29,7 @@ def picker(mode: str, workers: int = 3) -> InflightPicker:
 def test_round_robin_takes_turns_over_ranks_too() -> None:
     made = picker("round-robin", 2)
     made.add_worker(3, RuntimeConfig(data_parallel_size=2))
-    turns = [made.pick(None, TOKENS)[:2] for _ in range(8)]
+    turns = [astuple(made.pick(None, TOKENS))[:2] for _ in range(8)]
     assert turns == [(1, 0), (2, 0), (3, 0), (3, 1)] * 2
 
 
@@ -76,7 +77,7 @@ def test_common_life(mode: str) -> None:
     made = picker(mode)
     routing = Routing(backend_instance_id=2)
     decision = made.pick("a", TOKENS, routing=routing)
-    assert decision == (2, 0, 0, 0)
+    assert (decision.worker_id, decision.dp_rank, decision.overlap_blocks) == (2, 0, 0)
     with pytest.raises(InvalidArgument, match="already exists"):
         made.pick("a", TOKENS, routing=routing)
     made.mark_prefill_complete("a")

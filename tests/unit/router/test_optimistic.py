@@ -118,7 +118,7 @@ def costs(**settings: Any) -> dict[int, float]:
     prompt = array("I", range(40))
     box.hold(1, prompt[:32])
     box.hold(2, prompt[:16])
-    by_slot = box.picker.snapshot(prompt).costs
+    by_slot = box.picker.weigh(prompt).inputs.cost_by_slot()
     return {
         member.worker_id: by_slot[member.slots[0]]
         for member in box.picker.worker_pool.members.values()
@@ -137,15 +137,15 @@ def test_the_parts_of_a_cost_have_the_price_in_them() -> None:
     box = Box(duplicate_cost=5.0, prefill_load_scale=3.0)
     prompt = array("I", range(40))
     box.hold(1, prompt[:32])
-    seen = box.picker.snapshot(prompt)
-    for slot, cost in seen.costs.items():
-        found = seen.breakdown(slot, 0)
+    seen = box.picker.weigh(prompt).inputs
+    for slot, cost in seen.cost_by_slot().items():
+        found = seen.breakdown(slot, seen.load(slot, 0))
         assert cost == pytest.approx(3 * found.prefill_blocks + found.decode_blocks)
 
 
 def test_uncached_prompts_have_no_price() -> None:
     box = Box(duplicate_cost=5.0)
-    assert set(box.picker.snapshot(array("I", range(40))).costs.values()) == {20.0}
+    assert set(box.picker.weigh(array("I", range(40))).inputs.cost_by_slot().values()) == {20.0}
 
 
 def test_copies_are_avoided_in_a_replay() -> None:

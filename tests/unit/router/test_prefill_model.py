@@ -127,7 +127,7 @@ def test_all_readers_get_the_estimated_load() -> None:
     box.now_s += 0.5005
     slot = box.picker.worker_pool.members[decision.worker_id].slots[0]
     assert 4900 <= box.picker.active.load(slot)[0] <= 5100
-    snapshot = box.picker.snapshot(box.prompt(16))
-    assert snapshot.prefill[slot] == box.picker.active.load(slot)[0]
+    inputs = box.picker.weigh(box.prompt(16)).inputs
+    assert inputs.load(slot, 0).prefill_tokens == box.picker.active.load(slot)[0]
     box.picker.free("long")
     assert box.picker.active.load(slot) == (0, 0, 0)

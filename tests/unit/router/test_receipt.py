@@ -19,14 +19,14 @@ from dynamo.protocols.status import RouteReceipt
 from dynamo.router.factory import make_picker
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.modes import MODES
-from dynamo.router.picker import Picker
+from dynamo.router.picker import Attempt, Picker
 
 
 def decide(
     picker: Picker, routing: Routing | None = None, wanted: bool = False, name: str = "r"
 ) -> RouteReceipt:
-    picker.pick(name, PROMPT, routing=routing)
-    inputs = picker.inputs(routing, wanted=wanted)
+    attempt = Attempt(wanted=True) if wanted else None
+    inputs = picker.pick(name, PROMPT, routing=routing, attempt=attempt).inputs
     assert inputs is not None
     return inputs.receipt()
 
@@ -38,7 +38,7 @@ def load(picker: KvPicker, worker_id: int, tokens: int, name: str = "running") -
 
 def test_the_terms_of_a_decision() -> None:
     picker = make()
-    assert picker.inputs(None) is None
+    assert picker.pick(None, PROMPT).inputs is None
     load(picker, 1, 8)
     found = decide(picker)
     assert (found.mode, found.index, found.reason) == ("kv", "exact", "the cheapest of 3")
@@ -53,8 +53,7 @@ def test_the_terms_of_a_decision() -> None:
 
 def test_it_does_not_change_with_the_load() -> None:
     picker = make()
-    picker.pick("r", PROMPT)
-    inputs = picker.inputs(None)
+    inputs = picker.pick("r", PROMPT).inputs
     assert inputs is not None
     before = inputs.receipt()
     load(picker, 3, 400)
@@ -93,9 +92,8 @@ def test_the_terms_add_up_to_the_cost_that_was_computed(
         f"{row.worker_id:x}": row.cost for row in picker.explain(PROMPT, routing).candidates
     }
     decision = picker.pick("r", PROMPT, routing=routing)
-    inputs = picker.inputs(routing)
-    assert inputs is not None
-    found = inputs.receipt()
+    assert decision.inputs is not None
+    found = decision.inputs.receipt()
     assert {row.worker: row.cost for row in found.candidates} == expected
     for row in found.candidates:
         assert sum(row.terms.values()) == pytest.approx(row.cost)
@@ -153,10 +151,9 @@ def test_other_reasons() -> None:
     found = decide(picker, Routing(required_taints=["a"], preferred_taints={"a": 0.3}))
     assert found.candidates[-1].excluded == "lacks the taints: a"
     assert "taints" in found.candidates[0].terms
-    picker.pick("again", PROMPT, routing=Routing(allowed_worker_ids=[1, 2]))
-    inputs = picker.inputs(Routing(), failed={3})
-    assert inputs is not None
-    assert inputs.receipt().candidates[-1].excluded == "failed with this request before"
+    again = picker.pick("again", PROMPT, attempt=Attempt([1, 2], failed={3}))
+    assert again.inputs is not None
+    assert again.inputs.receipt().candidates[-1].excluded == "failed with this request before"
 
 
 def test_how_far_the_index_can_be_trusted() -> None:
@@ -215,7 +212,7 @@ def test_the_modes_that_weigh_nothing(mode: str) -> None:
 def test_the_inputs_of_at_most_a_hundred_decisions_a_second_are_kept() -> None:
     picker = make()
     picker._clock = lambda: 7.0
-    picker._captures.renew(6.5)
+    picker._captures._renewed_s = 6.5
     for number in range(100):
         assert len(decide(picker, name=str(number)).candidates) == 3
     expected = picker.explain(PROMPT).candidates[0]

@@ -21,7 +21,7 @@ from dynamo.router import metrics
 from dynamo.router.caches import metrics as caches
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.eligibility import eligibility_filter
-from dynamo.router.explanations.api_views import overlap_scores
+from dynamo.router.explanation import overlap_scores
 from dynamo.router.kv_mode.kv import KvPicker
 
 
@@ -148,7 +148,7 @@ async def test_tiers_survive_a_new_router(box: Box, threads: int) -> None:
     assert isinstance(picker, KvPicker)
 
     def row() -> tuple[int, ...]:
-        rows = overlap_scores(picker, PROMPT)["workers"]
+        rows = overlap_scores(picker.weigh(PROMPT), picker.worker_pool)["workers"]
         tiers = ("device_blocks", "host_pinned_blocks", "disk_blocks")
         return tuple(rows[0][tier] for tier in tiers) if rows else ()
 

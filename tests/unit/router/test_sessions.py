@@ -6,6 +6,7 @@ from array import array
 from random import Random
 
 import pytest
+from msgspec.structs import astuple
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import Overloaded
@@ -56,7 +57,8 @@ def test_a_session_keeps_its_rank() -> None:
     made = picker()
     asked = Routing(session_id="s", backend_instance_id=3, dp_rank=1)
     made.pick("first", TOKENS, routing=asked)
-    again = [made.pick(str(i), TOKENS, routing=Routing(session_id="s"))[:2] for i in range(4)]
+    session = Routing(session_id="s")
+    again = [astuple(made.pick(str(i), TOKENS, routing=session))[:2] for i in range(4)]
     assert set(again) == {(3, 1)}
 
 

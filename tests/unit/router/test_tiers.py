@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import astuple
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
@@ -14,8 +15,7 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.caches.indexer import Indexer
-from dynamo.router.explanations.api_views import overlap_scores, potential_loads
-from dynamo.router.explanations.explain import table
+from dynamo.router.explanation import overlap_scores, potential_loads, table
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels
@@ -73,8 +73,8 @@ def test_lower_tiers_continue_behind_the_device() -> None:
     box.store(1, 0, 4, "host_pinned")
     box.store(1, 4, 5, "disk")
     assert box.costs() == {1: 6.5 - 2 - 0.75 * 2 - 0.25 + 6, 2: 6.5 + 6}
-    assert box.picker.pick(None, PROMPT) == (1, 0, 2, 6)
-    (row, _) = overlap_scores(box.picker, PROMPT)["workers"]
+    assert astuple(box.picker.pick(None, PROMPT))[:4] == (1, 0, 2, 6)
+    (row, _) = overlap_scores(box.picker.weigh(PROMPT), box.picker.worker_pool)["workers"]
     assert row == {
         "worker_id": 1,
         "dp_rank": 0,
@@ -93,10 +93,10 @@ def test_a_gap_ends_the_blocks_of_a_tier() -> None:
     box.store(1, 1, 6, "host_pinned")
     box.store(1, 1, 6, "disk")
     box.tell(1, BlocksRemoved(IDS[2:3].tobytes()), "host_pinned")
-    found = box.picker.snapshot(PROMPT).cached_blocks
-    assert found.of(0) == (1, 1, 4, 0)
+    found = box.picker.weigh(PROMPT).inputs
+    assert found.tiers(0) == (1, 1, 4, 0)
     box.tell(1, BlocksRemoved(IDS[0:1].tobytes()), "device")
-    assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (0, 0, 0, 0)
+    assert box.picker.weigh(PROMPT).inputs.tiers(0) == (0, 0, 0, 0)
 
 
 def test_blocks_that_moved_down_still_count_for_less() -> None:
@@ -114,7 +114,7 @@ def test_blocks_offloaded_by_id_alone_are_found() -> None:
     box.store(1, 0, 6)
     box.tell(1, BlocksStored(IDS[:3].tobytes(), b""), "host_pinned")
     box.tell(1, BlocksRemoved(IDS[1:].tobytes()), "device")
-    assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (1, 2, 0, 0)
+    assert box.picker.weigh(PROMPT).inputs.tiers(0) == (1, 2, 0, 0)
 
 
 def test_clearing_the_device_clears_everything() -> None:
@@ -122,9 +122,9 @@ def test_clearing_the_device_clears_everything() -> None:
     for tier in ("device", "host_pinned", "disk"):
         box.store(1, 0, 3, tier)
     box.tell(1, BlocksCleared(), "host_pinned")
-    assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (3, 0, 0, 0)
+    assert box.picker.weigh(PROMPT).inputs.tiers(0) == (3, 0, 0, 0)
     box.tell(1, BlocksCleared(), "device")
-    assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (0, 0, 0, 0)
+    assert box.picker.weigh(PROMPT).inputs.tiers(0) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(("given", "counts"), [("none", False), ("hicache", True)])
@@ -134,7 +134,7 @@ def test_shared_blocks_count_for_every_worker(given: str, counts: bool) -> None:
     box.store(2, 0, 4, "external")
     shared = (0.5 * 2, 0.5 * 4) if counts else (0.0, 0.0)
     assert box.costs() == {1: 12.5 - 2 - shared[0], 2: 12.5 - shared[1]}
-    scores = overlap_scores(box.picker, PROMPT)
+    scores = overlap_scores(box.picker.weigh(PROMPT), box.picker.worker_pool)
     beyond = [row["shared_beyond_device_blocks"] for row in scores["workers"]]
     assert beyond == ([2, 4] if counts else [None, None])
     ranges = [[0, 4]] if counts else []
@@ -167,7 +167,7 @@ def test_a_tier_continues_behind_predicted_blocks() -> None:
     box = Box(1, predicted_ttl_s=60.0)
     box.picker.pick("a", PROMPT[: 3 * BLOCK])
     box.store(1, 0, 5, "host_pinned")
-    assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (3, 2, 0, 0)
+    assert box.picker.weigh(PROMPT).inputs.tiers(0) == (3, 2, 0, 0)
 
 
 def test_shared_blocks_end_with_the_worker_that_reported_them() -> None:
@@ -177,7 +177,10 @@ def test_shared_blocks_end_with_the_worker_that_reported_them() -> None:
     box.indexer.remove(2)
     box.picker.remove_worker(2)
     assert box.costs() == {1: 12.5}
-    assert overlap_scores(box.picker, PROMPT)["shared_cache"]["ranges"] == []
+    assert (
+        overlap_scores(box.picker.weigh(PROMPT), box.picker.worker_pool)["shared_cache"]["ranges"]
+        == []
+    )
 
 
 def test_the_multiplier_of_one_request() -> None:
@@ -196,7 +199,8 @@ def test_only_uncached_tokens_are_booked() -> None:
     box.store(1, 3, 5, "disk")
     box.picker.pick("a", PROMPT)
     assert box.picker.active.load(0) == (13, 6, 1)
-    (load,) = potential_loads(box.picker, PROMPT)
+    inputs = box.picker.weigh(PROMPT).inputs
+    (load,) = potential_loads(inputs, box.picker.worker_pool, box.picker.active)
     assert load["potential_prefill_tokens"] == 13 + 13
 
 

@@ -13,7 +13,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import Overloaded
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.explanations.api_views import potential_loads
+from dynamo.router.explanation import potential_loads
 from dynamo.router.kv_mode.kv import KvPicker
 
 BLOCK = 4
@@ -36,7 +36,8 @@ class Box:
 
     def potential(self) -> tuple[int, int, int]:
         """What worker 1 would have with a cold query of 8 tokens."""
-        row = potential_loads(self.picker, QUERY)[0]
+        inputs = self.picker.weigh(QUERY).inputs
+        row = potential_loads(inputs, self.picker.worker_pool, self.picker.active)[0]
         return (
             row["potential_prefill_tokens"],
             row["potential_decode_blocks"],

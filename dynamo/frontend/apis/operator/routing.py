@@ -26,7 +26,7 @@ from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
-from dynamo.router.explanations.explain import Explanation
+from dynamo.router.explanation import Explanation
 from dynamo.router.picker import Picker
 from dynamo.runtime.process.tasks import Tasks
 

@@ -1,0 +1,330 @@
+"""What the kv mode would weigh for a prompt, as tables, log lines and rows of the public API.
+
+All of it is read from the inputs of the decision. Pure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dynamo.errors import DynamoError
+from dynamo.protocols.engine import Routing
+from dynamo.router.eligibility.filters import exclusion
+from dynamo.router.kv_mode.cost import cached_tokens, formula
+from dynamo.router.load.active import ActiveLoad
+from dynamo.router.receipt import KvInputs
+from dynamo.router.worker_pool import WorkerPool
+
+log = logging.getLogger("dynamo.router.explanations.decision_log")
+"""A log entry costs more than the decision, so these are off by default; ``DYN_LOG`` turns them on
+by this name, which is documented: the chosen worker (INFO), every candidate's cost (DEBUG)."""
+
+
+class Weighed(NamedTuple):
+    """What a decision would weigh now, over all ranks, and the ``error`` if it would fail.
+
+    ``shared_ranges`` are the positions in the prompt of blocks in a shared cache, ends exclusive;
+    None without such a cache.
+    """
+
+    inputs: KvInputs
+    error: DynamoError | None
+    shared_ranges: Sequence[tuple[int, int]] | None
+
+
+class Candidate(msgspec.Struct, kw_only=True):
+    """One rank. The load excludes the prompt, except that ``decode_blocks`` includes it.
+
+    ``overlap_blocks`` are on the device from the start of the prompt; ``host_pinned_blocks`` and
+    then ``disk_blocks`` continue behind them; ``shared_blocks`` are those of the shared cache that
+    the device does not have.
+
+    ``cost`` is None for a rank that may not be chosen; ``excluded`` is the reason.
+    """
+
+    worker_id: int
+    dp_rank: int
+    overlap_blocks: int
+    active_prefill_tokens: int
+    active_decode_blocks: int
+    active_requests: int
+    host_pinned_blocks: int = 0
+    disk_blocks: int = 0
+    shared_blocks: int = 0
+    raw_prefill_blocks: float
+    credit_decay: float = 1.0
+    credit_blocks: float
+    prefill_blocks: float
+    decode_blocks: int
+    request_blocks: float = 0.0
+    cost: float | None = None
+    chosen: bool = False
+    excluded: str = ""
+
+
+class Explanation(msgspec.Struct, kw_only=True):
+    """The candidates, cheapest first, then the excluded ranks; ``error`` if none can be chosen.
+
+    The prompt would be queued with ``queued_requests``. ``prefill`` is the table of the prefill
+    workers if one of them would compute the prompt first; ``stays`` is the reason why the decode
+    worker computes it although prefill workers exist: the prompt is ``short`` or ``cached``, or
+    their ``queue`` is long.
+    """
+
+    isl_tokens: int
+    prompt_blocks: int
+    block_size: int
+    prefill_load_scale: float
+    overlap_score_credit: float
+    host_cache_hit_weight: float = 0.75
+    disk_cache_hit_weight: float = 0.25
+    shared_cache_multiplier: float = 0.0
+    decode_active_request_weight: float = 0.0
+    duplicate_cost: float = 0.0
+    temperature: float
+    candidates: list[Candidate]
+    queued_requests: int = 0
+    error: str = ""
+    stays: str = ""
+    prefill: Explanation | None = None
+
+
+def explanation(
+    weighed: Weighed,
+    worker_pool: WorkerPool,
+    active: ActiveLoad,
+    routing: Routing | None,
+    queued_requests: int = 0,
+) -> Explanation:
+    """Return the rows of what was ``weighed`` just now for a request with ``routing``."""
+    inputs, error = weighed.inputs, weighed.error
+    costs, least = inputs.cost_by_slot(), inputs.least_prefill()
+    rows = []
+    for slot in worker_pool.candidates:
+        worker_id, dp_rank = worker_pool.owners[slot]
+        _, blocks, requests = active.load(slot)
+        load, tiers = inputs.load(slot, requests, least), inputs.tiers(slot)
+        terms, excluded = inputs.breakdown(slot, load), ""
+        if slot not in costs:
+            member = worker_pool.members[worker_id]
+            excluded = exclusion(worker_pool, routing, member, dp_rank) or "bound to another worker"
+        row = Candidate(
+            worker_id=worker_id,
+            dp_rank=dp_rank,
+            overlap_blocks=tiers.device,
+            host_pinned_blocks=tiers.host,
+            disk_blocks=tiers.disk,
+            shared_blocks=tiers.shared,
+            active_prefill_tokens=load.prefill_tokens,
+            active_decode_blocks=blocks,
+            active_requests=requests,
+            raw_prefill_blocks=terms.raw_prefill_blocks,
+            credit_decay=terms.credit_decay,
+            credit_blocks=terms.credit_blocks,
+            prefill_blocks=terms.prefill_blocks,
+            decode_blocks=terms.decode_blocks,
+            request_blocks=terms.request_blocks,
+            cost=costs.get(slot),
+            chosen=slot == inputs.chosen,
+            excluded=excluded,
+        )
+        rows.append(row)
+    rows.sort(key=lambda row: (row.cost is None, row.cost or 0.0, not row.chosen, row.worker_id))
+    params, weights = inputs.params, inputs.params.weights
+    return Explanation(
+        isl_tokens=inputs.isl_tokens,
+        prompt_blocks=inputs.prompt_blocks,
+        block_size=weights.block_size,
+        prefill_load_scale=weights.prefill_scale,
+        overlap_score_credit=weights.credit,
+        host_cache_hit_weight=weights.host,
+        disk_cache_hit_weight=weights.disk,
+        shared_cache_multiplier=weights.shared,
+        decode_active_request_weight=params.request_weight,
+        duplicate_cost=params.duplicate_cost,
+        temperature=params.temperature,
+        candidates=rows,
+        queued_requests=queued_requests,
+        error="" if error is None else error.message,
+    )
+
+
+def log_decision(
+    inputs: KvInputs, active: ActiveLoad, request_id: str | None, worker_type: str
+) -> None:
+    """Log the choice, and at DEBUG before it the cost of every candidate as Dynamo's router guide
+    shows it. Without a request, no choice was made for one."""
+    worker_id, dp_rank = inputs.owners[inputs.chosen]
+    costs, tiers = inputs.cost_by_slot(), inputs.tiers(inputs.chosen)
+    if log.isEnabledFor(logging.DEBUG):
+        scale, least = inputs.params.weights.prefill_scale, inputs.least_prefill()
+        for slot, cost in costs.items():
+            load = inputs.load(slot, active.load(slot)[2], least)
+            terms = inputs.breakdown(slot, load)
+            owner = inputs.owners[slot][0]
+            log.debug(formula(owner, scale, cost, terms, inputs.effective(slot)))
+        best = worker_id, dp_rank, tiers.device, inputs.prompt_blocks
+        log.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *best)
+    if request_id is None:
+        return
+    fields = {
+        "router_mode": "kv",
+        "request_id": request_id,
+        "worker_id": worker_id,
+        "worker_type": worker_type,
+        "dp_rank": dp_rank,
+        "logit": round(costs[inputs.chosen], 3),
+        "overlap_blocks": tiers.device,
+        "host_pinned_blocks": tiers.host,
+        "disk_blocks": tiers.disk,
+    }
+    text = " ".join(f"{name}={value}" for name, value in fields.items())
+    log.info("Selected worker %s", text, extra=fields)
+
+
+def overlap_scores(weighed: Weighed, worker_pool: WorkerPool) -> dict[str, Any]:
+    """Return the leading blocks of the prompt by worker and tier, as the public API does.
+
+    The count of a lower tier includes the higher tiers; ``…_extension_blocks`` does not.
+    """
+    inputs, ranges = weighed.inputs, weighed.shared_ranges
+    workers = []
+    for worker_id, rank, slot in _ranks(worker_pool):
+        tiers = inputs.tiers(slot)
+        workers.append(
+            {
+                "worker_id": worker_id,
+                "dp_rank": rank,
+                "device_blocks": tiers.device,
+                "host_pinned_blocks": tiers.device + tiers.host,
+                "disk_blocks": tiers.device + tiers.host + tiers.disk,
+                "host_pinned_extension_blocks": tiers.host,
+                "disk_extension_blocks": tiers.disk,
+                "shared_beyond_device_blocks": None if ranges is None else tiers.shared,
+            }
+        )
+    return {
+        "block_size": inputs.params.weights.block_size,
+        "num_blocks": inputs.prompt_blocks,
+        "workers": workers,
+        "shared_cache": {
+            "enabled": ranges is not None,
+            "total_hit_blocks": sum(end - begin for begin, end in ranges or ()),
+            "ranges": [list(pair) for pair in ranges or ()],
+            "error": None,
+        },
+    }
+
+
+def potential_loads(
+    inputs: KvInputs, worker_pool: WorkerPool, active: ActiveLoad
+) -> list[dict[str, int]]:
+    """Return the load of each rank with the prompt added, as the public API does."""
+    rows = []
+    for worker_id, rank, slot in _ranks(worker_pool):
+        requests = active.load(slot)[2]
+        load = inputs.load(slot, requests)
+        cached = cached_tokens(inputs.params.weights, inputs.effective(slot))
+        rows.append(
+            {
+                "worker_id": worker_id,
+                "dp_rank": rank,
+                "potential_prefill_tokens": load.prefill_tokens
+                + max(inputs.isl_tokens - cached, 0),
+                "potential_decode_blocks": load.decode_blocks,
+                "active_requests": requests,
+            }
+        )
+    return rows
+
+
+def _ranks(worker_pool: WorkerPool) -> list[tuple[int, int, int]]:
+    return sorted((*worker_pool.owners[slot], slot) for slot in worker_pool.candidates)
+
+
+def table(explanation: Explanation) -> str:
+    """Return the rows as text; columns of lower tiers only where a rank has blocks there.
+
+    With prefill workers, their rows precede those of the decode workers.
+    """
+    found = explanation
+    if found.prefill is not None:
+        return "\n".join(
+            ["prefill workers", *_lines(found.prefill), "decode workers", *_lines(found)]
+        )
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Explanation) -> list[str]:
+    shown = [
+        column for column in _COLUMNS if column.always or any(map(column.of, found.candidates))
+    ]
+    lines = [
+        f"prompt: {found.isl_tokens} tokens, {found.prompt_blocks} full blocks of "
+        f"{found.block_size}; {_formula(found)}",
+        "  " + "".join(f"{column.title:>{column.width}}" for column in shown) + "  note",
+    ]
+    for row in found.candidates:
+        cells = "".join(f"{column.text(row):>{column.width}}" for column in shown)
+        note = ", ".join(filter(None, ["chosen" if row.chosen else "", row.excluded]))
+        lines.append(f"{'->' if row.chosen else '':2}{cells}  {note}")
+    if found.queued_requests:
+        lines.append(f"{found.queued_requests} requests are queued")
+    if found.stays:
+        lines.append(f"no prefill worker: {_STAYS.get(found.stays, found.stays)}")
+    if found.error:
+        lines.append(f"no worker: {found.error}")
+    return lines
+
+
+_STAYS = {
+    "short": "the prompt is short",
+    "cached": "the decode worker has most of it cached",
+    "queue": "too many requests are queued for one",
+}
+
+
+class _Column(NamedTuple):
+    title: str
+    width: int
+    of: Callable[[Candidate], float | None]
+    form: str = "d"
+    always: bool = True
+
+    def text(self, row: Candidate) -> str:
+        value = self.of(row)
+        return "-" if value is None else format(value, self.form)
+
+
+_COLUMNS = (
+    _Column("worker", 20, attrgetter("worker_id"), "x"),
+    _Column("rank", 5, attrgetter("dp_rank")),
+    _Column("overlap", 8, attrgetter("overlap_blocks")),
+    _Column("host", 6, attrgetter("host_pinned_blocks"), always=False),
+    _Column("disk", 6, attrgetter("disk_blocks"), always=False),
+    _Column("shared", 7, attrgetter("shared_blocks"), always=False),
+    _Column("credit", 8, attrgetter("credit_blocks"), ".2f"),
+    _Column("active prefill", 15, attrgetter("active_prefill_tokens")),
+    _Column("active decode", 14, attrgetter("active_decode_blocks")),
+    _Column("requests", 9, attrgetter("active_requests")),
+    _Column("prefill", 9, attrgetter("prefill_blocks"), ".3f"),
+    _Column("decode", 8, attrgetter("decode_blocks")),
+    _Column("cost", 10, attrgetter("cost"), ".3f"),
+)
+
+
+def _formula(found: Explanation) -> str:
+    text = f"cost = {found.prefill_load_scale:g} * prefill blocks + decode blocks"
+    if found.decode_active_request_weight:
+        text += f" + {found.decode_active_request_weight:g} * requests"
+    if found.duplicate_cost:
+        text += (
+            f"; a block that another worker has cached counts as {found.duplicate_cost:g} more, "
+        )
+        text += "times the cached share"
+    return text

@@ -1,0 +1,435 @@
+"""What one decision weighed, copied when it was made, and the receipt that explains it later.
+
+Names, terms and reasons are computed when the receipt is read. A copy costs about two microseconds,
+most of them because a thousand copies evict other data from the CPU's caches. So of each router 100
+decisions a second are copied; of others the total cost is kept. Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from heapq import nsmallest
+from typing import Any, Self, TypeAlias
+
+import msgspec
+
+from dynamo.protocols.engine import Routing
+from dynamo.protocols.status import RouteCandidate, RouteReceipt
+from dynamo.router.eligibility.filters import pinned_worker
+from dynamo.router.kv_mode.cost import (
+    CostBreakdown,
+    CostParams,
+    Load,
+    TierCounts,
+    breakdown,
+    duplicate_price,
+    effective_blocks,
+)
+from dynamo.router.worker_pool import WorkerPool
+
+MAX_CANDIDATES = 64
+"""Candidates of a receipt. The inputs of larger pools are kept for the chosen one alone, or for
+the cheapest where a receipt is asked for."""
+CAPTURES_PER_SECOND = 100
+"""Decisions of a router whose inputs are copied; those that a client asks for are not counted."""
+_SMALL = 1e-6  # blocks
+_TAINTS = 128  # characters
+_NO_SLOT = "no free slot"  # the only other reason: prefill workers take a number of prompts
+
+
+class Constraints(msgspec.Struct, gc=False, frozen=True):
+    """What excluded candidates: fields of the request, workers that were busy or did not answer,
+    and those that had ``failed`` with the request before."""
+
+    pin: int | None = None
+    dp_rank: int | None = None
+    listed: bool = False
+    taints: str = ""
+    prefers: bool = False
+    session: bool = False
+    busy: Collection[int] = ()
+    avoided: Collection[int] = ()
+    failed: Collection[int] = ()
+
+    def excluded(self, worker_id: int, dp_rank: int) -> str:
+        """Return why the rank was not eligible."""
+        if worker_id in self.failed:
+            return "failed with this request before"
+        if self.pin is not None and worker_id != self.pin:
+            return f"pinned to worker {self.pin:x}"
+        if worker_id in self.busy:
+            return "busy"
+        if worker_id in self.avoided:
+            return "does not answer"
+        if self.dp_rank is not None and dp_rank != self.dp_rank:
+            return f"dp_rank {self.dp_rank} was asked for"
+        lists = ["not in the request's allow-list"] if self.listed else []
+        if self.taints:
+            lists.append(f"lacks the taints: {self.taints}")
+        return " or ".join(lists) or ("bound to another worker" if self.session else _NO_SLOT)
+
+
+def constraints_of(
+    routing: Routing | None, worker_pool: WorkerPool, session: bool, failed: Collection[int]
+) -> Constraints:
+    """Return what keeps ranks of ``worker_pool`` from requests with ``routing``.
+
+    ``session``: sessions are bound to workers here.
+    """
+    busy, avoided = frozenset(worker_pool.busy), frozenset(worker_pool.avoided)
+    if routing is None:
+        return Constraints(busy=busy, avoided=avoided, failed=failed)
+    pin = pinned_worker(routing)
+    return Constraints(
+        pin=None if pin is None else pin[1],
+        dp_rank=routing.dp_rank,
+        listed=routing.allowed_worker_ids is not None,
+        taints=", ".join(routing.required_taints or ())[:_TAINTS],
+        prefers=bool(routing.preferred_taints),
+        session=session and routing.session_id is not None,
+        busy=busy,
+        avoided=avoided,
+        failed=failed,
+    )
+
+
+class CaptureLimit:
+    """Limits the copies to ``CAPTURES_PER_SECOND``: the cost of a decision counts at high rates."""
+
+    __slots__ = ("_left", "_renewed_s")
+
+    def __init__(self) -> None:
+        self._left = CAPTURES_PER_SECOND
+        self._renewed_s = 0.0
+
+    def admits(self, now_s: float, wanted: bool) -> bool:
+        """Return whether a decision at ``now_s`` (any clock) may be copied, and count it.
+
+        One that is ``wanted`` always may, and does not count.
+        """
+        if wanted:
+            return True
+        if not self._left:
+            if now_s < self._renewed_s + 1.0:
+                return False
+            self._left, self._renewed_s = CAPTURES_PER_SECOND, now_s
+        self._left -= 1
+        return True
+
+
+class DecisionTotals(msgspec.Struct, gc=False, frozen=True):
+    """What is kept of a decision beyond the limit: the ``owner`` (worker id, rank) of the chosen
+    slot, how many were ``eligible``, and its cost in the kv mode."""
+
+    mode: str
+    index: str
+    owner: tuple[int, int]
+    eligible: int
+    cost: float | None = None
+
+    def receipt(self) -> RouteReceipt:
+        """Return the decision without its reasons."""
+        worker_id, dp_rank = self.owner
+        chosen = RouteCandidate(
+            worker=f"{worker_id:x}", dp_rank=dp_rank, chosen=True, cost=self.cost
+        )
+        return RouteReceipt(
+            mode=self.mode,
+            index=self.index,
+            reason=f"chosen of {self.eligible}; the terms of {CAPTURES_PER_SECOND} decisions a "
+            "second are kept, and these are not among them",
+            candidates=(chosen,),
+            omitted=self.eligible - 1,
+        )
+
+
+class _Narrowed(msgspec.Struct, gc=False, frozen=True, kw_only=True):
+    """How many ranks were ``eligible`` and how many are ``omitted``, if not all are kept."""
+
+    eligible: int = 0
+    omitted: int = 0
+
+
+class RankInputs(_Narrowed, gc=False, frozen=True):
+    """A decision of ``mode``: ``slots`` were eligible, one of them is ``chosen`` (-1: none).
+
+    ``owners`` are indexed by slot. :meth:`candidates` and :meth:`choice` differ by mode.
+    """
+
+    mode: str
+    index: str
+    owners: Sequence[tuple[int, int]]
+    slots: array[int]
+    chosen: int
+    constraints: Constraints | None
+
+    def receipt(self) -> RouteReceipt:
+        """Return the decision with its reasons. O(candidates)."""
+        found = self.candidates()
+        found += self._excluded_ranks()
+        return RouteReceipt(
+            mode=self.mode,
+            index=self.index,
+            reason=self._forced_choice() or self.choice(self.eligible or len(self.slots)),
+            candidates=tuple(found[:MAX_CANDIDATES]),
+            omitted=self.omitted + len(found[MAX_CANDIDATES:]),
+        )
+
+    def candidates(self) -> list[RouteCandidate]:
+        """Return the eligible ranks, the chosen one first."""
+        raise NotImplementedError
+
+    def choice(self, count: int) -> str:
+        """Return the reason of the choice among ``count`` ranks."""
+        raise NotImplementedError
+
+    def _keep(self, places: list[int], **columns: Any) -> Self:
+        """Return the same for the ranks at ``places`` in ``slots``, the chosen one first."""
+        slots = [self.slots[place] for place in places]
+        ranks = sum(worker_id >= 0 for worker_id, _ in self.owners)
+        return msgspec.structs.replace(
+            self,
+            owners=[self.owners[slot] for slot in slots],
+            slots=array("I", range(len(slots))),
+            chosen=0,
+            eligible=len(self.slots),
+            omitted=ranks - len(slots),
+            **columns,
+        )
+
+    def _excluded_ranks(self) -> list[RouteCandidate]:
+        """Return the ranks that were not eligible."""
+        if self.constraints is None:
+            return []
+        eligible = set(self.slots)
+        return [
+            RouteCandidate(
+                worker=f"{worker_id:x}",
+                dp_rank=rank,
+                excluded=self.constraints.excluded(worker_id, rank),
+            )
+            for slot, (worker_id, rank) in enumerate(self.owners)
+            if worker_id >= 0 and slot not in eligible
+        ]
+
+    def _forced_choice(self) -> str:
+        """Return the reason of a decision without an alternative, else ""."""
+        constraints = self.constraints
+        if constraints is not None and constraints.pin is not None:
+            return "the request names this worker"
+        if constraints is not None and constraints.session:
+            others = self._excluded_ranks()
+            if others and all(row.excluded == "bound to another worker" for row in others):
+                return "the session of the request is bound to this worker"
+        if (self.eligible or len(self.slots)) > 1:
+            return ""
+        ranks = sum(worker_id >= 0 for worker_id, _ in self.owners)
+        return "the only worker" if ranks == 1 else f"the only eligible one of {ranks}"
+
+
+class KvInputs(RankInputs, gc=False, frozen=True):
+    """A decision of the kv mode.
+
+    The columns are bytes of arrays, indexed by slot; but ``costs`` are those of ``slots``, in this
+    order. ``device`` and ``lower`` (host, disk, shared; None where unused) are cached blocks,
+    ``prefill`` active prompt tokens, ``decode`` blocks with those of this request. ``requests`` are
+    those running on each of ``slots``, where they matter. ``free_copy`` is the slot that may
+    compute what others have cached without the price of a copy. ``best_overlap`` are the most
+    effective cached blocks of an eligible slot, ``least_tokens`` the least active prefill of one
+    before columns were narrowed.
+    """
+
+    params: CostParams
+    isl_tokens: int
+    best_overlap: float
+    device: bytes
+    prefill: bytes
+    decode: bytes
+    costs: bytes
+    lower: tuple[bytes, bytes, bytes] | None
+    requests: tuple[int, ...]
+    free_copy: int | None
+    least_tokens: int | None = None
+
+    @property
+    def prompt_blocks(self) -> int:
+        """The full blocks of the prompt."""
+        return self.isl_tokens // self.params.weights.block_size
+
+    def cost_by_slot(self) -> dict[int, float]:
+        """Return the cost of each eligible slot; empty if none could be chosen."""
+        if self.chosen < 0:
+            return {}
+        return dict(zip(self.slots, _column("d", self.costs), strict=False))
+
+    def tiers(self, slot: int) -> TierCounts:
+        """Return the cached blocks of a slot."""
+        lower = (_column("I", data)[slot] if data else 0 for data in self.lower or ())
+        return TierCounts(_column("I", self.device)[slot], *lower)
+
+    def effective(self, slot: int) -> float:
+        """Return the blocks that the slot need not compute, lower tiers by their weight."""
+        return effective_blocks(self.params.weights, self.tiers(slot))
+
+    def load(self, slot: int, requests: int, least_tokens: int | None = None) -> Load:
+        """Return the load of a slot with ``requests`` running there."""
+        tokens: int = _column("q", self.prefill)[slot]
+        excess = 0 if least_tokens is None else max(tokens - least_tokens, 0)
+        return Load(tokens, excess, _column("q", self.decode)[slot], requests)
+
+    def least_prefill(self) -> int | None:
+        """Return the least active prefill of the eligible slots; None without any. O(slots)."""
+        if self.least_tokens is not None:
+            return self.least_tokens
+        prefill = _column("q", self.prefill)
+        return min((prefill[slot] for slot in self.slots), default=None)
+
+    def breakdown(self, slot: int, load: Load) -> CostBreakdown:
+        """Return the terms of the cost of a slot, its prefill blocks with the price of copies."""
+        plain = breakdown(self.params, self.isl_tokens, self.tiers(slot), load)
+        return plain._replace(prefill_blocks=plain.prefill_blocks + self._copies(slot))
+
+    def candidates(self) -> list[RouteCandidate]:
+        """See :class:`RankInputs`; the cheapest ones next."""
+        costs, least = _column("d", self.costs), self.least_prefill()
+        rows = [
+            RouteCandidate(
+                worker=f"{self.owners[slot][0]:x}",
+                dp_rank=self.owners[slot][1],
+                chosen=slot == self.chosen,
+                overlap_blocks=self.effective(slot),
+                cost=costs[place],
+                terms=self._terms(place, costs[place], least),
+            )
+            for place, slot in enumerate(self.slots)
+        ]
+        rows.sort(key=lambda row: (not row.chosen, row.cost))
+        return rows
+
+    def choice(self, count: int) -> str:
+        """See :class:`RankInputs`."""
+        costs = list(_column("d", self.costs)[: len(self.slots)])
+        cost, least = costs[self.slots.index(self.chosen)], min(costs)
+        ties = costs.count(least)
+        if cost > least:
+            return f"drawn with temperature {self.params.temperature:g}, not the cheapest"
+        if ties > 1:
+            return f"one of {ties} with the least cost of {count}, chosen at random"
+        reason = f"the cheapest of {count}"
+        if self.constraints is not None and self.constraints.prefers:
+            reason += " with the preferred taints"
+        if self.free_copy == self.chosen:
+            reason += "; another copy of the cached blocks pays off"
+        return reason
+
+    def narrowed(self, wanted: bool) -> KvInputs:
+        """Return the same for the chosen slot alone; ``wanted``: for the cheapest, too.
+
+        O(slots).
+        """
+        places = [self.slots.index(self.chosen)]
+        if wanted:
+            costs = _column("d", self.costs)
+            cheapest = nsmallest(MAX_CANDIDATES, range(len(self.slots)), key=costs.__getitem__)
+            places += [place for place in cheapest if place != places[0]][: MAX_CANDIDATES - 1]
+        slots = [self.slots[place] for place in places]
+        host, disk, shared = self.lower or (b"", b"", b"")
+        return self._keep(
+            places,
+            device=_pick("I", self.device, slots),
+            prefill=_pick("q", self.prefill, slots),
+            decode=_pick("q", self.decode, slots),
+            costs=_pick("d", self.costs, places),
+            lower=(_pick("I", host, slots), _pick("I", disk, slots), _pick("I", shared, slots)),
+            requests=tuple(self.requests[place] for place in places) if self.requests else (),
+            free_copy=slots.index(self.free_copy) if self.free_copy in slots else None,
+            least_tokens=self.least_prefill(),
+        )
+
+    def _terms(self, place: int, cost: float, least_tokens: int | None) -> dict[str, float]:
+        """Return the terms of the cost of ``slots[place]``, which add up to it."""
+        slot = self.slots[place]
+        weights = self.params.weights
+        load = self.load(slot, self.requests[place] if self.requests else 0, least_tokens)
+        parts = breakdown(self.params, self.isl_tokens, self.tiers(slot), load)
+        scale = weights.prefill_scale
+        terms = {
+            "prompt": scale * self.isl_tokens / weights.block_size,
+            "queued_prefill": scale * load.prefill_tokens / weights.block_size,
+            "cached": scale * (parts.prefill_blocks - parts.raw_prefill_blocks),
+            "decode": float(parts.decode_blocks),
+            "requests": parts.request_blocks,
+            "copies": scale * self._copies(slot),
+        }
+        # What is left is the factor of preferred taints.
+        terms["taints"] = cost - sum(terms.values())
+        always = ("prompt", "queued_prefill", "cached", "decode")
+        return {
+            name: value for name, value in terms.items() if name in always or abs(value) > _SMALL
+        }
+
+    def _copies(self, slot: int) -> float:
+        """Return the price of blocks that another candidate has cached, in blocks of prefill."""
+        best = self.best_overlap
+        if not self.params.duplicate_cost or not best:
+            return 0.0
+        lacking = max(best - self.effective(slot), 0.0)
+        if slot == self.free_copy:  # counts as if the slot had the prefix already
+            return -lacking
+        return lacking * duplicate_price(self.params, best, self.prompt_blocks)
+
+
+class InflightInputs(RankInputs, gc=False, frozen=True):
+    """A decision of another mode. ``inflight`` are the requests on each slot before it."""
+
+    inflight: Sequence[int]
+
+    def candidates(self) -> list[RouteCandidate]:
+        """See :class:`RankInputs`."""
+        rows = [
+            RouteCandidate(
+                worker=f"{self.owners[slot][0]:x}",
+                dp_rank=self.owners[slot][1],
+                chosen=slot == self.chosen,
+                terms={"in_flight": self.inflight[slot]},
+            )
+            for slot in self.slots
+        ]
+        rows.sort(key=lambda row: not row.chosen)
+        return rows
+
+    def choice(self, count: int) -> str:
+        """See :class:`RankInputs`."""
+        return f"{_MODES.get(self.mode, self.mode)} {count}"
+
+    def narrowed(self, wanted: bool) -> InflightInputs:
+        """Return the same for the chosen slot alone; ``wanted``: for the first ones, too."""
+        places = [self.slots.index(self.chosen)]
+        if wanted:
+            others = (place for place in range(len(self.slots)) if place != places[0])
+            places += list(others)[: MAX_CANDIDATES - 1]
+        return self._keep(places, inflight=[self.inflight[self.slots[one]] for one in places])
+
+
+DecisionInputs: TypeAlias = DecisionTotals | KvInputs | InflightInputs
+"""What is kept of one decision."""
+
+_MODES = {
+    "round-robin": "the next in turn of",
+    "random": "chosen at random of",
+    "power-of-two": "the less loaded of two, drawn from",
+    "least-loaded": "the least requests in flight of",
+    "device-aware-weighted": "the least requests in flight for its device class of",
+}
+
+
+def _column(kind: str, data: bytes) -> memoryview[Any]:
+    """Return the items of a column."""
+    return memoryview(data).cast(kind)  # type: ignore[call-overload,no-any-return]
+
+
+def _pick(kind: str, data: bytes, places: Sequence[int]) -> bytes:
+    """Return the items of a column at ``places``; nothing of an empty one."""
+    column = _column(kind, data)
+    return array(kind, [column[place] for place in places] if data else []).tobytes()
