@@ -17,9 +17,9 @@ from dynamo.attach.worker import (
     wait_until_ready,
 )
 from dynamo.config import from_env, load
+from dynamo.config.programs import ATTACH, settings_groups
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings, SystemSettings
-from dynamo.config.worker import AttachSettings
 from dynamo.errors import DynamoError
 from dynamo.http.head import allow_open_files
 from dynamo.observability.logs import setup_logging
@@ -29,7 +29,6 @@ from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
 log = logging.getLogger("dynamo.attach")
 _OPEN_FILES = 16_384
 """A connection for each of the 10,000 requests that admission allows at most, and some more."""
-_GROUPS = (RuntimeSettings, AttachSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     75 (EX_TEMPFAIL): the model cannot be downloaded now.
     """
-    runtime, settings = load("python -m dynamo.attach", __doc__, _GROUPS, argv)
+    runtime, settings = load("python -m dynamo.attach", __doc__, settings_groups(ATTACH), argv)
     try:
         logs, system = from_env(LogSettings), from_env(SystemSettings)
         setup_logging("attach", logs.level, logs.jsonl)

@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo.attach.describe import ServedModel, ServerCapacity, ServerDescription
 from dynamo.attach.profiles import model_type_of
-from dynamo.config.worker import AttachSettings
+from dynamo.attach.settings import AttachSettings
 from dynamo.errors import ConfigError
 from dynamo.http.routes import field_span
 from dynamo.llm import unregister_model

@@ -21,8 +21,8 @@ from dynamo.attach.models import ServerCards
 from dynamo.attach.pool import ConnectionPool
 from dynamo.attach.profiles import json_load, prometheus_load
 from dynamo.attach.service import AttachService
+from dynamo.attach.settings import AttachSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.config.worker import AttachSettings
 from dynamo.errors import ConfigError, EngineShutdown
 from dynamo.http.client import Target, parse_url
 from dynamo.llm import KvEventPublisher

@@ -19,9 +19,9 @@ from typing import Any
 
 from dynamo.cli.options import CompletionSettings
 from dynamo.config import environ, from_env, load
-from dynamo.config.modules import settings_groups
 from dynamo.config.option import fields_of
 from dynamo.config.parser import Option
+from dynamo.config.programs import settings_groups
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.serve.state.document import Entry
@@ -148,7 +148,7 @@ def verb_groups(verb: str, subverb: str = "") -> tuple[type[Any], ...]:
     """
     names = _GROUPS.get(f"{verb} {subverb}", _GROUPS.get(verb))
     if names is None:  # the verb runs a module
-        return settings_groups(f"dynamo.{verb}") or ()
+        return settings_groups(f"dynamo.{verb}")
     return tuple(map(_group, names))
 
 
@@ -393,10 +393,10 @@ def _overrides(graph: str, text: str) -> Iterator[str]:
         return
     for name, service in document.items() if isinstance(document, dict) else ():
         if isinstance(service, dict) and "run" in service:
-            groups = settings_groups(service["run"]) if isinstance(service["run"], str) else None
+            groups = settings_groups(service["run"]) if isinstance(service["run"], str) else ()
             keys = [
                 flag[2:]
-                for group in groups or ()
+                for group in groups
                 for field in fields_of(group)
                 for flag in field.metadata["option"].flags[:1]
             ]

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
-
-ENGINES = ("vllm", "sglang", "llama.cpp", "ollama", "mocker")
-"""Names of engines; all but the mocker run real models."""
+from dynamo.config.programs import ENGINES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +236,7 @@ class GraphChoices:
         "Ollama (qwen3:0.6b)",
     )
     engine: str | None = option(
-        None, "--engine", choices=ENGINES, help="default: the best one that is installed"
+        None, "--engine", choices=tuple(ENGINES), help="default: the best one that is installed"
     )
     served_model_name: str | None = option(
         None, "--served-model-name", "--name", metavar="NAME", help="name of the model in the API"

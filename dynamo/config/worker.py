@@ -1,4 +1,4 @@
-"""Options of workers: of all, of vLLM workers beside vLLM's own, of attached servers."""
+"""Options of workers."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ REASONING_PARSERS = (
     "qwen3",
     "step3",
 )
-PROFILES = ("auto", "vllm", "sglang", "trtllm", "llama.cpp", "ollama", "openai")
-"""Choices of ``--profile``; openai is any other server."""
 
 
 def _dashed(names: tuple[str, ...]) -> dict[str, str]:
@@ -169,132 +167,4 @@ class WorkerSettings(EndpointSettings):
         aliases=REASONING_ALIASES,
         metavar="NAME",
         help=f"format of the model's reasoning: {', '.join(REASONING_PARSERS)}",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class VllmSettings:
-    """vllm: adapters, disaggregation, driver; every other flag goes to vLLM"""
-
-    disaggregation_mode: str = option(
-        "agg",
-        "--disaggregation-mode",
-        env="DYN_VLLM_DISAGGREGATION_MODE",
-        choices=("agg", "prefill", "decode"),
-        aliases={"aggregated": "agg"},
-        help="compute prompts and output, prompts alone, or output alone",
-    )
-    serve_tool_call_parser: str | None = option(
-        None,
-        "--tool-call-parser",
-        choices=TOOL_CALL_PARSERS,
-        aliases=TOOL_CALL_ALIASES,
-        metavar="NAME",
-        help="as in vllm serve: the same as --dyn-tool-call-parser",
-    )
-    enable_auto_tool_choice: bool = option(
-        False,
-        "--enable-auto-tool-choice",
-        help="as in vllm serve; without effect: a tool-call parser is enough",
-    )
-    taints: tuple[str, ...] = option(
-        (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"
-    )
-    lora_modules: tuple[str, ...] = option(
-        (),
-        "--lora-modules",
-        repeat=True,
-        several=True,
-        metavar="NAME=DIRECTORY",
-        help="LoRA adapters, each a model with its name in the API; turns --enable-lora on",
-    )
-    use_async_llm: bool = option(
-        False,
-        "--use-async-llm",
-        env="DYN_VLLM_USE_ASYNC_LLM",
-        help="drive vLLM's AsyncLLM instead of its EngineCore; slower, fewer features",
-    )
-    core_addresses: tuple[str, ...] = option(
-        (),
-        env="DYN_VLLM_CORE_ADDRESSES",
-        repeat=True,
-        help="ZMQ addresses 'INPUT OUTPUT' to bind for an EngineCore that another process runs",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttachSettings(EndpointSettings):
-    """attach: the server, its profile, its load"""
-
-    model_path: str | None = option(
-        None,
-        "--model-path",
-        "--model",
-        metavar="MODEL",
-        help="directory with the model's tokenizer.json and config.json, or its id on Hugging "
-        "Face, for routing by exact tokens; default: routing by the text of the prompt",
-    )
-    model_name: str | None = option(
-        None,
-        "--served-model-name",
-        "--model-name",
-        metavar="NAME[=SERVER_NAME],...",
-        help="models to offer: names that the server lists, or name=server_name to rename one; "
-        "one new name is enough if the server has one model; default: every model it lists",
-    )
-    url: str | None = option(
-        None, "--url", metavar="URL", help="running server, e.g. http://127.0.0.1:30000"
-    )
-    command: str | None = option(
-        None,
-        "--exec",
-        metavar="COMMAND",
-        help="start this server and end it with the worker; {port} becomes a free port: "
-        '"llama-server -m x.gguf --port {port}"',
-    )
-    profile: str = option(
-        "auto", "--profile", choices=PROFILES, help="kind of server; auto asks the server"
-    )
-    api_key: str | None = option(
-        None,
-        "--api-key",
-        env="DYN_ATTACH_API_KEY",
-        metavar="KEY",
-        help="key that the server requires; it replaces the client's",
-    )
-    block_size: int | None = option(
-        None,
-        "--block-size",
-        minimum=1,
-        maximum=4096,
-        help="tokens in a KV block; default: the server's, else 64",
-    )
-    kv_events_endpoint: tuple[str, ...] = option(
-        (),
-        "--kv-events-endpoint",
-        metavar="tcp://HOST:PORT",
-        repeat=True,
-        help="ZMQ publisher of the server's KV events, once per data-parallel rank, in order; "
-        "needs --model-path",
-    )
-    poll_interval_s: float = option(
-        1.0,
-        "--poll-interval-secs",
-        minimum=0.05,
-        help="seconds between two reads of the server's health and load",
-    )
-    startup_timeout_s: float = option(
-        1800.0,
-        "--startup-timeout-secs",
-        minimum=1,
-        help="seconds that a server started with --exec may take until it answers",
-    )
-    connect_timeout_s: float = option(
-        5.0, "--connect-timeout-secs", minimum=0.1, help="seconds a connection may take"
-    )
-    response_timeout_s: float = option(
-        600.0,
-        "--response-timeout-secs",
-        minimum=0,
-        help="seconds the server may send nothing within a request; 0: no limit",
     )

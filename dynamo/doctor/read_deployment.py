@@ -18,6 +18,7 @@ import psutil
 from dynamo.config import environ
 from dynamo.config.check import check_options
 from dynamo.config.frontend import FrontendSettings
+from dynamo.config.programs import MODEL_PROGRAMS, memory_share
 from dynamo.config.router import RouterSettings
 from dynamo.doctor.facts import FrontendFacts, ListenerFacts, RouterFacts, WorkerFacts
 from dynamo.errors import ConfigError, StatefileError
@@ -28,7 +29,7 @@ from dynamo.protocols.kv import KV_EVENTS
 from dynamo.runtime.discovery.layout import BadRecord, StoredRecord, decode_stored, names, read_file
 from dynamo.serve.gpus.engine_gpus import engine_flags
 from dynamo.serve.graph.frontend_address import FrontendAddress
-from dynamo.serve.graph.service import MODEL_PROGRAMS, Service
+from dynamo.serve.graph.service import Service
 from dynamo.serve.readiness import check_free, free_port
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.process_table import ProcessStat, runs_here, snapshot
@@ -63,9 +64,9 @@ def graph_needs(
     services: Sequence[Service], frontends: Sequence[FrontendGraph], directory: Path
 ) -> GraphNeeds:
     """Return what the services need, which run in ``directory``."""
-    vllm = [service for service in services if service.program == "dynamo.vllm"]
+    sized = [service for service in services if memory_share(service.program)]
     shards = 1
-    for service in vllm:
+    for service in sized:
         with contextlib.suppress(ConfigError):  # reported by `prepare`
             shards = max(shards, engine_flags(service.all_words, directory).shards)
     return GraphNeeds(
@@ -74,7 +75,7 @@ def graph_needs(
         shards=shards,
         transfers_blocks=any(
             service.options.get("disaggregation-mode", "agg") not in ("agg", "aggregated")
-            for service in vllm
+            for service in sized
         ),
         downloads=any(_downloads(service, directory) for service in services),
     )

@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 
 from dynamo.config import from_env, load
-from dynamo.config.mocker import MockerSettings
+from dynamo.config.programs import settings_groups
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings, SystemSettings
-from dynamo.config.worker import WorkerSettings
 from dynamo.errors import DynamoError
 from dynamo.mocker.arguments import engine_shape, stagger_delay_s, with_extra_arguments
 from dynamo.mocker.worker import MockerWorker, WorkerPlan, make_plan
@@ -22,7 +21,6 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
 
 log = logging.getLogger("dynamo.mocker")
-_GROUPS = (RuntimeSettings, WorkerSettings, MockerSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     75 (EX_TEMPFAIL): the model cannot be downloaded now.
     """
-    runtime, worker, mocker = load("python -m dynamo.mocker", __doc__, _GROUPS, argv)
+    runtime, worker, mocker = load(
+        "python -m dynamo.mocker", __doc__, settings_groups("dynamo.mocker"), argv
+    )
     try:
         logs, system = from_env(LogSettings), from_env(SystemSettings)
         setup_logging("mocker", logs.level, logs.jsonl)

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dynamo.config.mocker import MockerSettings
 from dynamo.config.option import from_env
 from dynamo.config.parser import Option
 from dynamo.errors import ConfigError
 from dynamo.mocker.engine import EngineShape
 from dynamo.mocker.scheduler import Limits
+from dynamo.mocker.settings import MockerSettings
 from dynamo.mocker.timing import KV_BYTES_PER_TOKEN, Timing, Transfer
 
 _BLOCK_SIZES = {"vllm": 64, "sglang": 1, "trtllm": 32}
@@ -90,3 +90,8 @@ def _setting_names() -> dict[str, str]:
             names[name] = field.name
     del names["extra_engine_args"]
     return names
+
+
+def check_settings(settings: MockerSettings) -> None:
+    """Raise ConfigError for settings with which no worker starts."""
+    engine_shape(with_extra_arguments(settings))

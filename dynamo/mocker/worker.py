@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.config.mocker import MockerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
@@ -29,6 +28,7 @@ from dynamo.mocker.replies import (
     rest_of,
     sequence_reply,
 )
+from dynamo.mocker.settings import MockerSettings
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens

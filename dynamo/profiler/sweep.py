@@ -11,6 +11,7 @@ import numpy as np
 
 from dynamo.bench.runner import first_model
 from dynamo.config.bench import ProfileSettings
+from dynamo.config.programs import MODEL_PROGRAMS
 from dynamo.errors import ConfigError
 from dynamo.planner.capacity.interpolation import (
     Curve,
@@ -35,7 +36,7 @@ from dynamo.profiler.results import (
     prefill_lengths,
 )
 from dynamo.serve.graph.graph import Graph
-from dynamo.serve.graph.service import MODEL_PROGRAMS, Service
+from dynamo.serve.graph.service import Service
 
 _ITL_S = 0.03
 """Assumed by the estimate until decoding has been measured."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from shlex import quote
 
 from dynamo.config import environ
+from dynamo.config.programs import PLANNER
 from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.readiness import FrontendHealth, wait_until_ready
@@ -130,7 +131,7 @@ class StartupReport:
 
         Not for long: a planner that only observes, or has other models, never announces them.
         """
-        planned = any(s.program == "dynamo.planner" and s.name in kept for s in self._plan.specs)
+        planned = any(s.program == PLANNER and s.name in kept for s in self._plan.specs)
         overdue = time.monotonic() - self._started_s > _ANNOUNCED_WITHIN_S
         if overdue or not planned or not self._plan.templates:
             return []

@@ -14,26 +14,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from dynamo.config import environ
+from dynamo.config.programs import ATTACH, ENGINES, EngineChoice, engines_for
 from dynamo.errors import ConfigError
 from dynamo.llm.model_source import is_hub_id, local_gguf
 from dynamo.serve.gpus.gpus import Gpu
 
-_INSTALL = {
-    "vllm": "vLLM: pip install 'dynamo-appliance[vllm]' (from a checkout: pip install '.[vllm]')",
-    "sglang": "SGLang: pip install sglang, in this environment or with `sglang` in the PATH",
-    "llama.cpp": "llama.cpp: https://github.com/ggml-org/llama.cpp/releases, with `llama-server` "
-    "in the PATH",
-    "ollama": "Ollama: https://ollama.com/download",
-}
-# The engines that can serve each kind of model, the preferred one first.
-_SUITABLE = {
-    "directory": ("vllm", "sglang", "mocker"),
-    "hub": ("vllm", "sglang", "mocker"),
-    "gguf": ("llama.cpp", "vllm"),
-    "gguf-repository": ("llama.cpp",),
-    "ollama": ("ollama",),
-}
-_AUTOMATIC = ("vllm", "sglang", "llama.cpp", "ollama")
 _KINDS = {
     "directory": "a model directory",
     "hub": "an id on Hugging Face",
@@ -149,7 +134,7 @@ def running_ollama() -> str | None:
 
 @dataclass(frozen=True)
 class InstalledEngine:
-    """An engine of :data:`dynamo.cli.options.ENGINES`, found at ``source``.
+    """An engine of :data:`dynamo.config.programs.ENGINES`, found at ``source``.
 
     ``command`` starts its own server; it is empty for a worker of ours. ``install`` says how to
     install it, "" if it is.
@@ -178,38 +163,32 @@ class NamedModel:
 
 
 def find_engines() -> tuple[InstalledEngine, ...]:
-    """Return the installed engines; vLLM in this environment before one in the PATH."""
-    found = []
-    if _importable("vllm"):
-        found.append(InstalledEngine("vllm", (), "this environment"))
-    elif program := shutil.which("vllm"):
-        found.append(InstalledEngine("vllm", (program, "serve"), program))
-    if _importable("sglang"):
-        command = (sys.executable, "-m", "sglang.launch_server")
-        found.append(InstalledEngine("sglang", command, "this environment"))
-    elif program := shutil.which("sglang"):
-        found.append(InstalledEngine("sglang", (program, "serve"), program))
-    if program := shutil.which("llama-server"):
-        found.append(InstalledEngine("llama.cpp", (program,), program))
-    if program := shutil.which("ollama"):
-        found.append(InstalledEngine("ollama", (program, "serve"), program))
-    found.append(InstalledEngine("mocker", (), "dynamo"))
-    return tuple(found)
+    """Return the installed engines; one in this environment before one in the PATH."""
+    found = (_find(engine) for engine in ENGINES.values())
+    return tuple(engine for engine in found if engine is not None)
+
+
+def _find(engine: EngineChoice) -> InstalledEngine | None:
+    if not engine.package and not engine.command:
+        return InstalledEngine(engine.name, (), "dynamo")
+    if engine.package and _importable(engine.package):
+        command = (sys.executable, "-m", engine.launcher) if engine.launcher else ()
+        return InstalledEngine(engine.name, command, "this environment")
+    if program := shutil.which(engine.command[0]):
+        return InstalledEngine(engine.name, (program, *engine.command[1:]), program)
+    return None
 
 
 def engine_names(model: NamedModel) -> tuple[str, ...]:
     """Return the engines that can serve ``model``, the preferred one first."""
-    return _SUITABLE[model.kind]
+    return tuple(engine.name for engine in engines_for(model.kind))
 
 
 def uninstalled(name: str) -> InstalledEngine:
     """Return an engine that is still to be installed, for a graph."""
-    commands = {
-        "sglang": ("sglang", "serve"),
-        "llama.cpp": ("llama-server",),
-        "ollama": ("ollama", "serve"),
-    }
-    return InstalledEngine(name, commands.get(name, ()), "not installed", _INSTALL[name])
+    engine = ENGINES[name]
+    command = engine.command if engine.program == ATTACH else ()
+    return InstalledEngine(name, command, "not installed", engine.install)
 
 
 def choose_engine(
@@ -219,13 +198,15 @@ def choose_engine(
 
     Raises ConfigError that names what to install.
     """
-    suitable = _SUITABLE[model.kind]
+    suitable = engine_names(model)
     if wanted is not None and wanted not in suitable:
         raise ConfigError(
             f"{wanted} cannot serve {model.source!r}, {_KINDS[model.kind]}; engines for it: "
             f"{', '.join(suitable)}"
         )
-    names = (wanted,) if wanted is not None else [e for e in suitable if e in _AUTOMATIC]
+    names = (
+        (wanted,) if wanted is not None else [name for name in suitable if ENGINES[name].automatic]
+    )
     by_name = {engine.name: engine for engine in installed}
     found = [by_name[name] for name in names if name in by_name]
     usable = [engine for engine in found if _has_tokenizer(model, engine)]
@@ -235,9 +216,9 @@ def choose_engine(
         raise ConfigError(
             f"vLLM needs the tokenizer of {model.source}: copy the original model's tokenizer.json,"
             " tokenizer_config.json and config.json beside it, or install llama.cpp, which reads "
-            f"it from the file ({_INSTALL['llama.cpp']})"
+            f"it from the file ({ENGINES['llama.cpp'].install})"
         )
-    remedies = "".join(f"\n  {_INSTALL[name]}" for name in names if name in _INSTALL)
+    remedies = "".join(f"\n  {ENGINES[n].install}" for n in names if ENGINES[n].install)
     raise ConfigError(
         f"no engine for {model.source!r} ({_KINDS[model.kind]}) is installed; install "
         f"{'it' if len(names) == 1 else 'one of these'}:{remedies}"

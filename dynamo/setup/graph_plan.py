@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dynamo.config import environ, from_env, to_env
+from dynamo.config.programs import memory_share
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
@@ -37,8 +38,6 @@ _SHARED = (
     "DYN_REQUEST_PLANE",
     "DYN_EVENT_PLANE",
 )
-_SHARE = 0.9
-"""vLLM's default for --gpu-memory-utilization; newer versions use 0.92."""
 _SMALLER = ("quantization", "cpu-offload-gb", "cpu-offload-bytes")
 _MODEL_FLAGS = ("model", "model-path")
 
@@ -96,13 +95,13 @@ def _needs(graph: Graph, specs: Sequence[WatcherSpec]) -> Mapping[str, EngineMem
     return {
         service.name: _memory(service, directories[service.name])
         for service in graph.services
-        if service.program == "dynamo.vllm" and service.name in directories
+        if memory_share(service.program) and service.name in directories
     }
 
 
 def _memory(service: Service, directory: Path) -> EngineMemory:
     flags = engine_flags(service.all_words, directory)
-    given = flags.values.get("gpu-memory-utilization", _SHARE)
+    given = flags.values.get("gpu-memory-utilization", memory_share(service.program))
     try:
         share = float(given)
     except (TypeError, ValueError):

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from dynamo.config.programs import ATTACH, ENGINES, FRONTEND
 from dynamo.errors import ConfigError
 from dynamo.setup.engines import InstalledEngine, NamedModel
 
@@ -61,7 +62,7 @@ class NewGraph:
     def document(self) -> dict[str, Any]:
         """Return the graph. Raises ConfigError for flags that the engine cannot get."""
         frontend: dict[str, Any] = {
-            "run": "dynamo.frontend",
+            "run": FRONTEND,
             "http-host": self.host,
             "http-port": self.port,
             "router-mode": "kv",
@@ -88,10 +89,9 @@ class NewGraph:
         return bool(self.engine.command)
 
     def _own_worker(self) -> dict[str, Any]:
-        module = f"dynamo.{self.engine.name}"
-        worker: dict[str, Any] = {"run": module, "model": self.model.source}
-        if self.engine.name == "mocker":
-            worker["reply"] = "echo"
+        engine = ENGINES[self.engine.name]
+        module = engine.program
+        worker: dict[str, Any] = {"run": module, "model": self.model.source, **engine.keys}
         if self.name is not None:
             worker["served-model-name"] = self.name
         if self.gpus > 1:
@@ -107,7 +107,7 @@ class NewGraph:
         return {**worker, **keys}
 
     def _attached_worker(self) -> dict[str, Any]:
-        worker: dict[str, Any] = {"run": "dynamo.attach", "profile": self.engine.name}
+        worker: dict[str, Any] = {"run": ATTACH, "profile": self.engine.name}
         if self.engine_url is not None:
             if self.flags:
                 raise ConfigError(

@@ -14,17 +14,28 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo.config import environ
 from dynamo.config.check import check_options, did_you_mean
-from dynamo.config.modules import passes_unknown, settings_groups, variable_groups
 from dynamo.config.option import fields_of
+from dynamo.config.programs import (
+    ATTACH,
+    MODEL_PROGRAMS,
+    PLANNER,
+    PROGRAMS,
+    Program,
+    settings_groups,
+)
+from dynamo.config.worker import EndpointSettings, WorkerSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.graph.graph import Graph
-from dynamo.serve.graph.service import MODEL_PROGRAMS, PYTHON, Service
+from dynamo.serve.graph.service import PYTHON, Service
 
-_ENGINES = {"dynamo.vllm": ("vllm", "pip install 'dynamo-appliance[vllm]'")}
+if TYPE_CHECKING:
+    from dynamo.config.frontend import FrontendSettings
+    from dynamo.config.router import RouterProcessSettings, RouterSettings
+
 _TOKENIZER_FILES = ("config.json", "tokenizer.json")
 
 
@@ -48,7 +59,7 @@ def override_hint(graph: Graph, flag: str) -> str:
     owners = [
         service.name
         for service in graph.services
-        for group in settings_groups(service.program or "") or ()
+        for group in settings_groups(service.program)
         if any(flag in field.metadata["option"].flags for field in fields_of(group))
     ]
     name = flag.lstrip("-")
@@ -62,10 +73,14 @@ def check_engines(graph: Graph) -> None:
 
 def _missing_engine(service: Service) -> Iterator[str]:
     where = f"{service.origin}: {service.name}"
-    package, remedy = _ENGINES.get(service.program or "", ("", ""))
-    if package and "PYTHONPATH" not in service.envs and not _exists(package):
-        yield f"{where}.run: {service.program} needs {package}, which is not installed: {remedy}"
-    if service.program == "dynamo.attach":
+    program = PROGRAMS.get(service.program or "")
+    package = program.package if program is not None else ""
+    if program is not None and package and not _is_there(service, package):
+        yield (
+            f"{where}.run: {program.module} needs {package}, which is not installed: "
+            f"{program.install}"
+        )
+    if service.program == ATTACH:
         command = service.options.get("exec")
         words = command.split() if isinstance(command, str) else []
         if words and shutil.which(words[0], path={**environ(), **service.envs}.get("PATH")) is None:
@@ -73,16 +88,22 @@ def _missing_engine(service: Service) -> Iterator[str]:
 
 
 def check_engine_flags(graph: Graph, directory: Path) -> None:
-    """Raise ConfigError with the flags that vLLM's own parser refuses, if vLLM is installed.
+    """Raise ConfigError with the flags that an engine's own parser refuses, if it is installed.
 
-    Takes about ten seconds, as long as importing vLLM does.
+    Takes about ten seconds for vLLM, as long as its import.
     """
-    services = {s.name: s for s in graph.services if s.program == "dynamo.vllm"}
-    if not services or not _exists("vllm"):
-        return
+    for program in PROGRAMS.values():
+        services = {s.name: s for s in graph.services if s.program == program.module}
+        if services and program.flags_check and _exists(program.package):
+            _check_engine_flags(program, graph, services, directory)
+
+
+def _check_engine_flags(
+    program: Program, graph: Graph, services: Mapping[str, Service], directory: Path
+) -> None:
     print("checking vLLM's flags (imports vLLM)", file=sys.stderr)
     done = subprocess.run(
-        [sys.executable, "-m", "dynamo.vllm.check"],
+        [sys.executable, "-m", program.flags_check],
         input=json.dumps({name: service.all_words for name, service in services.items()}),
         capture_output=True,
         text=True,
@@ -107,23 +128,22 @@ def _raise(graph: Graph, problems: Sequence[str]) -> None:
 
 def _problems(service: Service, env: Mapping[str, str]) -> list[str]:
     where = f"{service.origin}: {service.name}"
-    program = service.program
     problems = [f"{where}.run: {text}" for text in _missing(service, env)]
-    groups = settings_groups(program) if program is not None else None
-    if program is None or groups is None:
+    program = PROGRAMS.get(service.program or "")
+    if program is None:
         return problems
-    found = check_options((*groups, *variable_groups(program)), service.words, env)
-    if not passes_unknown(program):
+    found = check_options(program.checked_groups(), service.words, env)
+    if not program.flags_check:  # the flags that are not ours go to its engine
         for key, flag in found.unknown:
             subject = f"{_place(service, key)}" + ("" if key == flag else f": --{flag}")
-            hint = did_you_mean(flag, groups)
-            problems.append(f"{subject} is not an option of {program}{hint}")
+            hint = did_you_mean(flag, program.groups())
+            problems.append(f"{subject} is not an option of {program.module}{hint}")
     for problem in found.problems:
         place = f"{_place(service, problem.key)} " if problem.key else f"{where}: "
         problems.append(place + problem.text)
     if not problems and found.settings is not None:
-        settings = {type(group).__name__: group for group in found.settings}
-        problems += [f"{where}: {text}" for text in _refused(service, settings, env)]
+        refused = _refused(service, program, found.settings, env)
+        problems += [f"{where}: {text}" for text in refused]
     return problems
 
 
@@ -151,7 +171,7 @@ def _second_planners(graph: Graph) -> Iterator[str]:
     planners = [
         service
         for service in graph.services
-        if service.program == "dynamo.planner"
+        if service.program == PLANNER
         and service.options.get("no-operation") is not True
         and "--no-operation" not in service.command
     ]
@@ -196,14 +216,17 @@ def _prompt_files(worker: Any, other: Any) -> str:
         return ""  # reported with the service
 
 
-def _worker_settings(service: Service, env: Mapping[str, str]) -> Any:
+def _worker_settings(service: Service, env: Mapping[str, str]) -> WorkerSettings | None:
     """Return the WorkerSettings of ``service``; None for other programs and wrong options."""
-    groups = settings_groups(service.program or "") or ()
-    names = [group.__name__ for group in groups]
-    if "WorkerSettings" not in names:
+    groups = settings_groups(service.program)
+    if WorkerSettings not in groups:
         return None
     settings = check_options(groups, service.words, env).settings
-    return settings[names.index("WorkerSettings")] if settings else None
+    return next((one for one in settings or () if isinstance(one, WorkerSettings)), None)
+
+
+def _is_there(service: Service, package: str) -> bool:
+    return "PYTHONPATH" in service.envs or _exists(package)
 
 
 def _exists(module: str) -> bool:
@@ -214,87 +237,65 @@ def _exists(module: str) -> bool:
 
 
 def _refused(
-    service: Service, settings: Mapping[str, Any], env: Mapping[str, str]
+    service: Service, program: Program, settings: Sequence[Any], env: Mapping[str, str]
 ) -> Iterator[str]:
-    """Find what a program of ours refuses in options that are valid one by one."""
-    for check in (
-        *(_check_frontend, _check_router, _check_router_process),
-        *(_check_mocker, _check_attach, _check_worker),
-    ):
+    """Yield what a program of ours refuses in options that are valid one by one."""
+    for group, given in zip((*program.options, *program.variables), settings, strict=True):
         try:
-            check(service, settings, env)
+            group.check(given)
+            if isinstance(given, EndpointSettings):
+                _check_worker(service, given, env)
         except DynamoError as error:
             yield error.message
 
 
-def _check_frontend(
-    _service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]
-) -> None:
-    """Read the key file and the certificate."""
-    frontend = settings.get("FrontendSettings")
-    if frontend is not None and (frontend.api_key_file or frontend.tls_cert_path):
+def check_frontend(settings: FrontendSettings) -> None:
+    """Read the key file and the certificate. Raises ConfigError."""
+    if settings.api_key_file or settings.tls_cert_path:
         from dynamo.frontend.access import frontend_access
 
-        frontend_access(frontend)
+        frontend_access(settings)
 
 
-def _check_router(_service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]) -> None:
-    router = settings.get("RouterSettings")
-    if router is not None and router.prefill_load_model == "fitted":
+def check_router(settings: RouterSettings) -> None:
+    """Read the file of a fitted load model. Raises ConfigError."""
+    if settings.prefill_load_model == "fitted":
         from dynamo.router.load.prefill_model import prefill_model
 
-        prefill_model(router)
+        prefill_model(settings)
 
 
-def _check_router_process(
-    _service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]
-) -> None:
-    process = settings.get("RouterProcessSettings")
-    if process is None:
-        return
+def check_router_process(settings: RouterProcessSettings) -> None:
+    """Check the endpoint of the workers. Raises ConfigError."""
     from dynamo.runtime.endpoints.component import parse_endpoint
 
-    if process.endpoint is None:
+    if settings.endpoint is None:
         raise ConfigError("endpoint is missing; give that of the workers: dynamo.backend.generate")
-    parse_endpoint(process.endpoint)
+    parse_endpoint(settings.endpoint)
 
 
-def _check_mocker(_service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]) -> None:
-    mocker = settings.get("MockerSettings")
-    if mocker is not None:
-        from dynamo.mocker.arguments import engine_shape, with_extra_arguments
-
-        engine_shape(with_extra_arguments(mocker))
-
-
-def _check_attach(_service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]) -> None:
-    attach = settings.get("AttachSettings")
-    if attach is not None:
-        from dynamo.attach.worker import check_settings
-
-        check_settings(attach)
-
-
-def _check_worker(service: Service, settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    worker = settings.get("WorkerSettings") or settings.get("AttachSettings")
-    if worker is None:
-        return
+def _check_worker(service: Service, worker: EndpointSettings, env: Mapping[str, str]) -> None:
     if worker.endpoint is not None:
         from dynamo.runtime.endpoints.component import parse_endpoint
 
         parse_endpoint(worker.endpoint)
+    if isinstance(worker, WorkerSettings):
+        _check_apis_and_template(service, worker)
+    if worker.model_path is None:
+        if service.program != ATTACH:
+            raise ConfigError("model-path is missing; give a directory or an id on Hugging Face")
+    elif not all((Path(worker.model_path) / name).is_file() for name in _TOKENIZER_FILES):
+        _check_model(worker.model_path, service, env)
+
+
+def _check_apis_and_template(service: Service, worker: WorkerSettings) -> None:
     if "endpoint-types" in service.words or "dyn-endpoint-types" in service.words:
         from dynamo.llm.types import api_types  # takes 0.1 s, and few graphs have the key
 
         api_types(worker.endpoint_types)
-    template = getattr(worker, "custom_jinja_template", None)  # attach has none
+    template = worker.custom_jinja_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"custom-jinja-template {template}: no such file in {Path.cwd()}")
-    if worker.model_path is None:
-        if service.program != "dynamo.attach":
-            raise ConfigError("model-path is missing; give a directory or an id on Hugging Face")
-    elif not all((Path(worker.model_path) / name).is_file() for name in _TOKENIZER_FILES):
-        _check_model(worker.model_path, service, env)
 
 
 def _check_model(source: str, service: Service, env: Mapping[str, str]) -> None:

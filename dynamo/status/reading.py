@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.config import environ
+from dynamo.config.programs import FRONTEND
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.protocols.status import (
@@ -25,7 +26,6 @@ from dynamo.protocols.status import (
 )
 from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
 from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
-from dynamo.serve.graph.service import FRONTEND
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import argv_flags
 from dynamo.serve.state.process_table import environment, ledger_of, runs_here, same_process

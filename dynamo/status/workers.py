@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dynamo.config.programs import FRONTEND, MODEL_PROGRAMS, PLANNER
 from dynamo.protocols.status import WorkerFigures, WorkerStatus
-from dynamo.serve.graph.service import FRONTEND, MODEL_PROGRAMS, PLANNER
 from dynamo.serve.state.document import (
     ABSENT,
     DRAIN,

@@ -14,15 +14,16 @@ from pathlib import Path
 import msgspec
 
 from dynamo.config import load_known
+from dynamo.config.programs import PROGRAMS, settings_groups
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.config.worker import REASONING_ALIASES, REASONING_PARSERS, VllmSettings, WorkerSettings
+from dynamo.config.worker import REASONING_ALIASES, REASONING_PARSERS, WorkerSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
+from dynamo.vllm.settings import VllmSettings
 
 PROG = "python -m dynamo.vllm"
-GROUPS = (RuntimeSettings, WorkerSettings, VllmSettings)
-INSTALL = "vLLM is not installed; install it with: pip install 'dynamo-appliance[vllm]'"
+INSTALL = f"vLLM is not installed; install it with: {PROGRAMS['dynamo.vllm'].install}"
 log = logging.getLogger(__name__)
 _DESCRIPTION = "Serve a model with vLLM behind the router. Flags not listed here are vLLM's own."
 _CONFIG = "adapter_config.json"
@@ -116,7 +117,9 @@ def parse(argv: Sequence[str] | None = None, epilog: str | None = None) -> VllmA
 
     The flags of ``vllm serve`` for its parsers choose ours, too.
     """
-    (runtime, worker, vllm), rest = load_known(PROG, _DESCRIPTION, GROUPS, argv, epilog)
+    (runtime, worker, vllm), rest = load_known(
+        PROG, _DESCRIPTION, settings_groups("dynamo.vllm"), argv, epilog
+    )
     tool = worker.tool_call_parser or vllm.serve_tool_call_parser
     reasoning = worker.reasoning_parser or _reasoning_parser(rest)
     worker = replace(worker, tool_call_parser=tool, reasoning_parser=reasoning)

@@ -31,6 +31,7 @@ from pathlib import Path
 from asyncinotify import Mask
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.config.programs import memory_share
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.operations.steps.circus import CircusEndpoint
@@ -58,9 +59,6 @@ _COMMAND_TIMEOUT_S = 30.0
 _GRACEFUL_TIMEOUT_S = 30.0
 # A renewal only touches the lease file, which causes none of these events.
 _MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
-_VLLM = "dynamo.vllm"
-_SHARE = 0.9
-"""vLLM's default for --gpu-memory-utilization."""
 _SHARE_FLAG = "--gpu-memory-utilization"
 _BYTES_FLAG = "--kv-cache-memory-bytes"
 _GIB = 1 << 30
@@ -104,7 +102,8 @@ async def probe_gpus() -> Sequence[Gpu] | None:
 
 def reserved_share(argv: Sequence[str]) -> float:
     """Return the part of a GPU's memory that the engine of this command reserves; 0 if unknown."""
-    if _VLLM not in argv or any(word.startswith(_BYTES_FLAG) for word in argv):
+    share = max(memory_share(word) for word in argv)
+    if not share or any(word.startswith(_BYTES_FLAG) for word in argv):
         return 0.0
     for word, following in zip(argv, (*argv[1:], ""), strict=True):
         flag, joined, value = word.partition("=")
@@ -113,7 +112,7 @@ def reserved_share(argv: Sequence[str]) -> float:
                 return float(value if joined else following)
             except ValueError:
                 return 0.0  # the engine reports it
-    return _SHARE
+    return share
 
 
 def crowded_gpus(gpus: Iterable[str], share: float, devices: Sequence[Gpu]) -> dict[str, str]:

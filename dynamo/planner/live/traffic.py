@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dynamo.config import environ
 from dynamo.config.check import check_options
 from dynamo.config.frontend import FrontendSettings
-from dynamo.config.modules import settings_groups
+from dynamo.config.programs import FRONTEND, settings_groups
 from dynamo.errors import StatefileError
 from dynamo.http.client import ResponseError, get
 from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX
@@ -46,7 +46,6 @@ _START_TIME = "process_start_time_seconds"
 _PROCESSES = 64
 _ALL = ""
 """In place of the addresses that are missing where no frontend answers."""
-_MODULE = "dynamo.frontend"
 _FRONTENDS = 64
 _PAGE_BYTES = 16 << 20
 _TIMEOUT_S = 2.0
@@ -110,7 +109,7 @@ class FrontendPages:
 def frontends_in(document: Document) -> Iterator[KnownFrontend]:
     """Yield the frontends of a statefile, as their command lines and variables say."""
     components = document.components.values()
-    entries = (entry for entry in components if entry.argv[1:3] == ("-m", _MODULE))
+    entries = (entry for entry in components if entry.argv[1:3] == ("-m", FRONTEND))
     for entry in itertools.islice(entries, _FRONTENDS):
         process = next(iter(entry.processes), None)
         env = environment(process.pid) if process is not None else {}
@@ -123,7 +122,7 @@ def frontends_in(document: Document) -> Iterator[KnownFrontend]:
 
 
 def _settings(words: list[str], env: Mapping[str, str]) -> FrontendSettings | None:
-    found = check_options(settings_groups(_MODULE) or (), {"": words}, env)
+    found = check_options(settings_groups(FRONTEND), {"": words}, env)
     if found.settings is None:
         return None  # it does not start with these options, either
     return next(one for one in found.settings if isinstance(one, FrontendSettings))

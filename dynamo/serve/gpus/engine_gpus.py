@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
+from dynamo.config.programs import memory_share
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.service import Service
 from dynamo.serve.graph.watchers import WatcherSpec
 
-_ENGINES = ("dynamo.vllm",)
 _SHORT = {
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
@@ -192,7 +192,7 @@ def with_engine_gpus(services: Sequence[Service], directory: Path) -> tuple[Serv
 
 
 def _with_gpus(service: Service, directory: Path) -> Service:
-    if service.program not in _ENGINES:
+    if not memory_share(service.program):
         return service
     try:
         flags = engine_flags(

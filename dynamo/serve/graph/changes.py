@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dynamo.serve.graph.service import MODEL_PROGRAMS, PLANNER
+from dynamo.config.programs import MODEL_PROGRAMS, PLANNER
 from dynamo.serve.graph.watchers import WatcherSpec, added_env, with_gpus
 from dynamo.serve.state.document import ASLEEP, DRAINING
 

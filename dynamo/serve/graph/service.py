@@ -7,15 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo.config.programs import FRONTEND
+
 PYTHON = ("python", "python3")
 """Programs that stand for the interpreter of ``dynamo serve``."""
 _MAX_WORKERS = 1024
 SCALING_KEYS = ("min", "max", "priority")
 """Keys of ``ServiceArgs`` that only the planner uses."""
-FRONTEND = "dynamo.frontend"
-PLANNER = "dynamo.planner"
-MODEL_PROGRAMS = ("dynamo.attach", "dynamo.mocker", "dynamo.vllm")
-"""Programs that register a model; the planner scales their services."""
 
 
 def watcher_name(namespace: str, service: str, index: int) -> str:
@@ -171,4 +169,4 @@ class Service:
     @property
     def is_frontend(self) -> bool:
         """Whether this service is the OpenAI frontend."""
-        return self.module == "dynamo.frontend"
+        return self.module == FRONTEND

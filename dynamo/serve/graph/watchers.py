@@ -11,19 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dynamo.config.programs import FRONTEND, MODEL_PROGRAMS, PROGRAMS
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import Allocator, Inventory
 from dynamo.serve.graph.graph import Graph
-from dynamo.serve.graph.service import (
-    FRONTEND,
-    MODEL_PROGRAMS,
-    PLANNER,
-    PYTHON,
-    Service,
-    watcher_name,
-)
+from dynamo.serve.graph.service import PYTHON, Service, watcher_name
 
-_FIRST_TO_STOP = (FRONTEND, PLANNER)
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _PORT = "DYN_SYSTEM_PORT"
 DRAIN_TIMEOUTS = (
@@ -138,7 +131,7 @@ def plan(
                     working_dir=working_dir,
                     graceful_timeout_s=timeout_s,
                     gpu=service.gpu or 0.0,
-                    stop_stage=0 if service.module in _FIRST_TO_STOP else 1,
+                    stop_stage=_stop_stage(service.module),
                     is_frontend=service.is_frontend,
                     options=service.options,
                     index=index,
@@ -146,6 +139,11 @@ def plan(
                 )
             )
     return specs
+
+
+def _stop_stage(module: str | None) -> int:
+    program = PROGRAMS.get(module or "")
+    return 0 if program is not None and program.stops_first else 1
 
 
 def plan_added(
@@ -173,7 +171,7 @@ def plan_added(
         env={**inherited, "DYN_WATCHER_NAME": name, **env},
         gpu=base.gpu if base and shares else float(len(gpus)),
         gpus=gpus,
-        stop_stage=0 if module in _FIRST_TO_STOP else 1,
+        stop_stage=_stop_stage(module),
         is_frontend=module == FRONTEND,
         options=base.options if base and base.argv == tuple(argv) else {},
     )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo.serve.graph.service import MODEL_PROGRAMS, watcher_name
+from dynamo.config.programs import MODEL_PROGRAMS
+from dynamo.serve.graph.service import watcher_name
 from dynamo.serve.state.document import Document, Entry, OperationOwner, Resources
 
 Lives = Callable[[OperationOwner], bool]

@@ -12,8 +12,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
+from dynamo.config.programs import PLANNER
 from dynamo.errors import ConfigError, StatefileError, Unavailable
-from dynamo.serve.graph.service import PLANNER
 from dynamo.serve.graph.watchers import WatcherSpec
 from dynamo.serve.state.record import StatefileWriter
 from dynamo.serve.supervision.output import Announcer

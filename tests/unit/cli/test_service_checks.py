@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 
 from dynamo.cli import run, serve
-from dynamo.config.modules import settings_groups
 from dynamo.config.option import fields_of
+from dynamo.config.programs import PROGRAMS, settings_groups
 from dynamo.errors import ConfigError
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.setup import service_checks
@@ -142,7 +143,8 @@ def test_other_programs_are_not_checked(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(service_checks._ENGINES, "dynamo.mocker", ("no_such_package", "pip x"))
+    program = replace(PROGRAMS["dynamo.mocker"], package="no_such_package", install="pip x")
+    monkeypatch.setitem(PROGRAMS, "dynamo.mocker", program)
     with pytest.raises(ConfigError, match=r"W\.run: dynamo\.mocker needs no_such_package.*pip x"):
         check_engines(parse_graph("W: {run: dynamo.mocker}\n", "g.yaml"))
     text = "W: {run: dynamo.attach, exec: 'no-such-server --port {port}'}\n"
@@ -221,9 +223,7 @@ def test_a_dry_run_reads_the_flags_of_vllm(
     assert "Worker: vLLM: no flag --enforce-eagr" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "module", ["dynamo.frontend", "dynamo.router", "dynamo.mocker", "dynamo.attach", "dynamo.vllm"]
-)
+@pytest.mark.parametrize("module", PROGRAMS)
 def test_the_checked_options_are_those_of_the_program(module: str) -> None:
     """A program that gets another group of options must get it in settings_groups, too."""
     words = [sys.executable, "-m", module, "--help"]
@@ -232,10 +232,22 @@ def test_the_checked_options_are_those_of_the_program(module: str) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("  -")]
     shown = {flag for line in lines for flag in re.findall(r"--[a-z][\w-]*", line.split("   ")[0])}
     groups = settings_groups(module)
-    assert groups is not None
+    assert groups
     options = [field.metadata["option"] for group in groups for field in fields_of(group)]
     known = {flag for option in options for flag in option.flags if flag.startswith("--")}
-    assert {flag for flag in shown if not flag.startswith("--no-")} == known | {"--help"}
+    assert known | {"--help"} <= shown
+    assert all(flag in known for flag in shown - {"--help"} if not flag.startswith("--no-"))
+
+
+def test_the_programs_are_in_the_docs() -> None:
+    lines = ["| `run:` | what it is | scaled by the planner | needs |", "|---|---|---|---|"]
+    for program in PROGRAMS.values():
+        scaled = "yes" if program.registers_model else "no"
+        needs = f"`{program.install}`" if program.install else "nothing"
+        lines.append(f"| `{program.module}` | {program.text} | {scaled} | {needs} |")
+    table = "\n".join(lines)
+    page = (Path(__file__).parents[3] / "docs/serve.md").read_text()
+    assert f"\n{table}\n" in page, f"docs/serve.md should say:\n{table}"
 
 
 def test_one_planner_scales_a_graph(tmp_path: Path) -> None:

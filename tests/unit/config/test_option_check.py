@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dynamo.config.check import OptionProblem, check_options, did_you_mean
-from dynamo.config.mocker import MockerSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import WorkerSettings
+from dynamo.mocker.settings import MockerSettings
 
 GROUPS = (RuntimeSettings, WorkerSettings, MockerSettings)
 

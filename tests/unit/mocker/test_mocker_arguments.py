@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.config.mocker import MockerSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError
 from dynamo.mocker.arguments import engine_shape, stagger_delay_s, with_extra_arguments
+from dynamo.mocker.settings import MockerSettings
 
 
 def test_block_size_follows_the_engine_type() -> None:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.config.mocker import MockerSettings
 from dynamo.errors import InvalidArgument
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.replies import random_reply
 from dynamo.mocker.scheduler import Scheduler, Sequence
+from dynamo.mocker.settings import MockerSettings
 from dynamo.protocols.codec import tokens
 
 B = 4

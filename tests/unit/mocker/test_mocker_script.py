@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from dynamo.config.mocker import MockerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.replies import ReplyScript
+from dynamo.mocker.settings import MockerSettings
 from dynamo.mocker.worker import make_plan
 
 TOKENIZER = Path(__file__).parents[3] / "examples/model/tokenizer.json"

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from dynamo.config.mocker import MockerSettings
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, Overloaded
 from dynamo.frontend.requests.migration import continued
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.engine import EngineRank, EngineShape, MockerMetrics
+from dynamo.mocker.settings import MockerSettings
 from dynamo.mocker.timing import Timing
 from dynamo.mocker.worker import DEFAULT_MAX_TOKENS, MockerService
 from dynamo.observability.metrics import Registry

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo.config.mocker import MockerSettings
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.replies import random_reply
 from dynamo.mocker.scheduler import Scheduler, Sequence
+from dynamo.mocker.settings import MockerSettings
 from dynamo.mocker.timing import Transfer, cached_tokens
 from dynamo.protocols.codec import tokens
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo.config.mocker import MockerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import WorkerUnavailable
 from dynamo.mocker.arguments import engine_shape
+from dynamo.mocker.settings import MockerSettings
 from dynamo.mocker.worker import MockerWorker, WorkerPlan, make_plan
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard

@@ -11,12 +11,13 @@ import pytest
 
 from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.config.worker import VllmSettings, WorkerSettings
+from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.types import ModelType
 from dynamo.vllm.__main__ import main
 from dynamo.vllm.arguments import VllmArguments, check, parse
 from dynamo.vllm.engine import is_tested
+from dynamo.vllm.settings import VllmSettings
 from dynamo.vllm.worker import make_plan
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"

@@ -1,0 +1,89 @@
+"""Options of workers of attached servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.option import option
+from dynamo.config.worker import EndpointSettings
+
+PROFILES = ("auto", "vllm", "sglang", "trtllm", "llama.cpp", "ollama", "openai")
+"""Choices of ``--profile``; openai is any other server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachSettings(EndpointSettings):
+    """attach: the server, its profile, its load"""
+
+    model_path: str | None = option(
+        None,
+        "--model-path",
+        "--model",
+        metavar="MODEL",
+        help="directory with the model's tokenizer.json and config.json, or its id on Hugging "
+        "Face, for routing by exact tokens; default: routing by the text of the prompt",
+    )
+    model_name: str | None = option(
+        None,
+        "--served-model-name",
+        "--model-name",
+        metavar="NAME[=SERVER_NAME],...",
+        help="models to offer: names that the server lists, or name=server_name to rename one; "
+        "one new name is enough if the server has one model; default: every model it lists",
+    )
+    url: str | None = option(
+        None, "--url", metavar="URL", help="running server, e.g. http://127.0.0.1:30000"
+    )
+    command: str | None = option(
+        None,
+        "--exec",
+        metavar="COMMAND",
+        help="start this server and end it with the worker; {port} becomes a free port: "
+        '"llama-server -m x.gguf --port {port}"',
+    )
+    profile: str = option(
+        "auto", "--profile", choices=PROFILES, help="kind of server; auto asks the server"
+    )
+    api_key: str | None = option(
+        None,
+        "--api-key",
+        env="DYN_ATTACH_API_KEY",
+        metavar="KEY",
+        help="key that the server requires; it replaces the client's",
+    )
+    block_size: int | None = option(
+        None,
+        "--block-size",
+        minimum=1,
+        maximum=4096,
+        help="tokens in a KV block; default: the server's, else 64",
+    )
+    kv_events_endpoint: tuple[str, ...] = option(
+        (),
+        "--kv-events-endpoint",
+        metavar="tcp://HOST:PORT",
+        repeat=True,
+        help="ZMQ publisher of the server's KV events, once per data-parallel rank, in order; "
+        "needs --model-path",
+    )
+    poll_interval_s: float = option(
+        1.0,
+        "--poll-interval-secs",
+        minimum=0.05,
+        help="seconds between two reads of the server's health and load",
+    )
+    startup_timeout_s: float = option(
+        1800.0,
+        "--startup-timeout-secs",
+        minimum=1,
+        help="seconds that a server started with --exec may take until it answers",
+    )
+    connect_timeout_s: float = option(
+        5.0, "--connect-timeout-secs", minimum=0.1, help="seconds a connection may take"
+    )
+    response_timeout_s: float = option(
+        600.0,
+        "--response-timeout-secs",
+        minimum=0,
+        help="seconds the server may send nothing within a request; 0: no limit",
+    )

@@ -1,0 +1,58 @@
+"""Options of vLLM workers, beside vLLM's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.option import option
+from dynamo.config.worker import TOOL_CALL_ALIASES, TOOL_CALL_PARSERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings:
+    """vllm: adapters, disaggregation, driver; every other flag goes to vLLM"""
+
+    disaggregation_mode: str = option(
+        "agg",
+        "--disaggregation-mode",
+        env="DYN_VLLM_DISAGGREGATION_MODE",
+        choices=("agg", "prefill", "decode"),
+        aliases={"aggregated": "agg"},
+        help="compute prompts and output, prompts alone, or output alone",
+    )
+    serve_tool_call_parser: str | None = option(
+        None,
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        aliases=TOOL_CALL_ALIASES,
+        metavar="NAME",
+        help="as in vllm serve: the same as --dyn-tool-call-parser",
+    )
+    enable_auto_tool_choice: bool = option(
+        False,
+        "--enable-auto-tool-choice",
+        help="as in vllm serve; without effect: a tool-call parser is enough",
+    )
+    taints: tuple[str, ...] = option(
+        (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"
+    )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "--lora-modules",
+        repeat=True,
+        several=True,
+        metavar="NAME=DIRECTORY",
+        help="LoRA adapters, each a model with its name in the API; turns --enable-lora on",
+    )
+    use_async_llm: bool = option(
+        False,
+        "--use-async-llm",
+        env="DYN_VLLM_USE_ASYNC_LLM",
+        help="drive vLLM's AsyncLLM instead of its EngineCore; slower, fewer features",
+    )
+    core_addresses: tuple[str, ...] = option(
+        (),
+        env="DYN_VLLM_CORE_ADDRESSES",
+        repeat=True,
+        help="ZMQ addresses 'INPUT OUTPUT' to bind for an EngineCore that another process runs",
+    )
