@@ -47,6 +47,7 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.ui.route import UiRoutes
 from dynamo.frontend.ui.source import BoxSource
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
+from dynamo.http.access import OperatorGuard
 from dynamo.http.head import allow_open_files
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Counter
@@ -117,7 +118,16 @@ class Frontend:
         metrics = FrontendMetrics(runtime.metrics, settings.metrics_prefix)
         write_batch = WriteBatch()
         routes = Routes()
-        self.models = Models(runtime, settings, router, metrics, self._tasks, routes, self._loaded)
+        self.models = Models(
+            runtime,
+            settings,
+            router,
+            metrics,
+            self._tasks,
+            again=routes,
+            on_loaded=self._loaded,
+            on_relayed=lambda: self._relay.go_first(routes),
+        )
         guard = None if settings.disable_admin_api else operator_guard(settings)
         self._requests = RequestRegistry(
             settings,
@@ -130,18 +140,10 @@ class Frontend:
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         self._status = StatusRoutes(self.models, self._requests)
         self._install_models(routes)
-        if guard is not None:
-            ExplainRoutes(
-                self.models, self._tasks, self._requests.overload_status, self._requests.off_loop
-            ).install(routes)
-            BusyThresholdRoutes(self.models, self._tasks).install(routes)
-            RecordRoutes(self._requests, self.models, self._tasks).install(routes)
-            self._status.install(routes)
-            RecentRoutes(metrics.recent).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics, self._tasks).install(routes)
         self._ui = self._web_page(routes) if settings.serves_ui else None
         if guard is not None:
-            guard_operator_routes(routes, guard)
+            self._install_operators(routes, guard)
         self._server = HttpServer(
             routes,
             _limits(settings),
@@ -172,11 +174,22 @@ class Frontend:
         TokenizeRoutes(*parts).install(routes)
         if settings.anthropic_api:
             MessagesRoutes(requests, openai, counts).install(routes)
-        relay = RelayRoutes(*parts)
+        relay = self._relay = RelayRoutes(*parts)
         store = ResponseStore(settings.responses_store_mb * _MIB)
         ResponseRoutes(store, relay.has_route, relay.serve_rest).install(routes, openai, counts)
         show_stored_responses(requests.metrics, store)
-        relay.install(routes)  # before all these
+        relay.install(routes)
+
+    def _install_operators(self, routes: Routes, guard: OperatorGuard) -> None:
+        """Add the routes that show or change what the frontend does."""
+        requests, models, tasks = self._requests, self.models, self._tasks
+        explain = ExplainRoutes(models, tasks, requests.overload_status, requests.off_loop)
+        explain.install(routes)
+        BusyThresholdRoutes(models, tasks).install(routes)
+        RecordRoutes(requests, models, tasks).install(routes)
+        self._status.install(routes)
+        RecentRoutes(requests.metrics.recent).install(routes)
+        guard_operator_routes(routes, guard)
 
     def _web_page(self, routes: Routes) -> UiRoutes:
         box = BoxSource(self._runtime, self._settings.api_key_file is not None)

@@ -123,12 +123,6 @@ class Routes:
         self._rest_prefix = prefix
         self._rest = dict.fromkeys(methods, route)
 
-    def wrap_posts(self, prefix: str, wrap: Callable[[Route], Route]) -> None:
-        """Replace the POST routes under ``prefix`` that exist now by the results of ``wrap``."""
-        for path, methods in self._exact.items():
-            if path.startswith(prefix) and "POST" in methods:
-                methods["POST"] = wrap(methods["POST"])
-
     def wrap(self, path: str, methods: Sequence[str], wrap: Callable[[Route], Route]) -> None:
         """Replace the routes of ``path`` for ``methods`` by the results of ``wrap``."""
         routes = self._exact.get(path) or dict(self._prefixes)[path]

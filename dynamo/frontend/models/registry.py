@@ -110,7 +110,8 @@ class Models:
     """Watches the cards. :meth:`find` is on the path of every request: one dict look-up.
 
     ``again`` handles a request that has waited for its model, from the start. ``on_loaded`` is
-    called after each model that was loaded. ``relays``: some model takes whole bodies.
+    called after each model that was loaded. ``relays``: some model takes whole bodies, which
+    ``on_relayed`` reports.
     ``saturation.count`` is not zero while some model may reject every request.
     """
 
@@ -123,6 +124,7 @@ class Models:
         tasks: Tasks,
         again: Callable[[Exchange], None],
         on_loaded: Callable[[], None],
+        on_relayed: Callable[[], None],
     ) -> None:
         self.kv_mode = router.mode == "kv"
         self.saturation = Saturation()
@@ -144,6 +146,7 @@ class Models:
         self._watch: Watch | None = None
         self._forgot = False
         self._on_loaded = on_loaded
+        self._on_relayed = on_relayed
 
     async def start(self) -> None:
         """Watch; the cards that exist have been seen when this returns, not yet loaded."""
@@ -339,6 +342,8 @@ class Models:
         if entry is None:
             entry = self._entries[name] = ModelEntry(card, self._metrics, self._settings)
             self.relays = any(one.relayed for one in self._entries.values())
+            if self.relays:
+                self._on_relayed()
             for alias in (name, *card.model_aliases):
                 self._names.setdefault(alias, entry)
             self._prefill.assign(entry)

@@ -133,6 +133,7 @@ class RelaySite(Site):
         responses.install(routes, openai, counts)
         TokenizeRoutes(*of).install(routes)
         relay.install(routes)
+        relay.go_first(routes)
         self.routes = routes
         self.bench = Bench(handler=routes)
 

@@ -26,7 +26,9 @@ def serve(site: Site) -> None:
     openai = OpenAIRoutes(site.active, models, site.tasks)  # type: ignore[arg-type]
     counts = PromptCountRoutes(site.active, models, site.tasks)  # type: ignore[arg-type]
     MessagesRoutes(site.active, openai, counts).install(routes)
-    RelayRoutes(site.active, models, site.tasks).install(routes)  # type: ignore[arg-type]
+    relay = RelayRoutes(site.active, models, site.tasks)  # type: ignore[arg-type]
+    relay.install(routes)
+    relay.go_first(routes)
     site.bench.server.handler = routes
     site.bench.server.error_bodies = messages_error_body
 

@@ -86,6 +86,7 @@ class Box:
             self.tasks,
             again=lambda exchange: None,
             on_loaded=lambda: None,
+            on_relayed=lambda: None,
         )
 
     async def worker(self, component: str = "backend", **card: Any) -> Worker:

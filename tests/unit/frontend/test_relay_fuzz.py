@@ -50,7 +50,9 @@ async def test_no_body_is_a_500(model_input: str, caplog: pytest.LogCaptureFixtu
         site.far.preprocessor = site.preprocessor
     routes = Routes()
     OpenAIRoutes(site.active, site, site.tasks).install(routes)  # type: ignore[arg-type]
-    RelayRoutes(site.active, site, site.tasks).install(routes)  # type: ignore[arg-type]
+    relay = RelayRoutes(site.active, site, site.tasks)  # type: ignore[arg-type]
+    relay.install(routes)
+    relay.go_first(routes)
     ExplainRoutes(site, site.tasks, 503, site.active.off_loop).install(routes)  # type: ignore[arg-type]
     seen: dict[int, int] = {}
     with caplog.at_level(logging.ERROR):

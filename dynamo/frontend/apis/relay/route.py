@@ -1,9 +1,9 @@
 """The routes of relayed models: their workers take whole HTTP requests, or whole OpenAI bodies.
 
-``RelayRoutes.install`` puts itself in front of the POST routes under /v1/ that exist by then, and
-of /tokenize and /detokenize. It takes GET, POST and DELETE of all paths under /v1/ without a route.
-So one place decides, by the model, how a request is served. While no relayed model is known, this
-costs a request one call.
+``RelayRoutes.install`` takes GET, POST and DELETE of all paths under /v1/ without a route. With the
+first relayed model it puts itself in front of the POST routes under /v1/, of /tokenize and of
+/detokenize. So one place decides, by the model, how a request is served, and a frontend without
+such a model pays nothing for it.
 
 The relayed model of a request whose body names none: GET, DELETE, parameters in the path.
 
@@ -196,12 +196,21 @@ class RelayRoutes:
         self._registry = registry
         self._models = models
         self._tasks = tasks
+        self._posts: Sequence[str] = ()
 
     def install(self, routes: Routes) -> None:
-        """Take the POST routes of models installed so far, and paths of /v1/ without a route."""
-        for prefix in _POSTS:
-            routes.wrap_posts(prefix, self._before)
+        """Take the paths of /v1/ without a route; remember the POST routes installed so far."""
+        rows = routes.paths()
+        self._posts = [
+            path for path, methods in rows if path.startswith(_POSTS) and "POST" in methods
+        ]
         routes.rest(_PREFIX, ("GET", "POST", "DELETE"), self.serve_rest)
+
+    def go_first(self, routes: Routes) -> None:
+        """See the requests of these POST routes first: some model is relayed. Idempotent."""
+        for path in self._posts:
+            routes.wrap(path, ("POST",), self._before)
+        self._posts = ()
 
     def _before(self, route: Route) -> Route:
         models, serve = self._models, self._serve
