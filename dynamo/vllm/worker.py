@@ -236,7 +236,7 @@ class VllmWorker:
             running = group.create_task(self._run_engine())
             # The CPU time of an engine that another process runs says nothing here.
             is_ours = not plan.arguments.vllm.core_addresses
-            stall = StallWatch(self.engine) if is_ours else None
+            stall = StallWatch(self.engine.progress, self.engine.is_sleeping) if is_ours else None
             processes = ProcessWatch(self.endpoint.set_health, stall)
             watch = group.create_task(processes.run())
             self._relay_events()

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from dynamo.errors import DynamoError
 from dynamo.runtime.process.tasks import Tasks
@@ -86,18 +85,11 @@ def _stopped(processes: set[Process]) -> str:
     return f"the engine's process {pids} is stopped"
 
 
-class WatchedEngine(Protocol):
-    """The engine that a :class:`StallWatch` checks."""
-
-    def progress(self) -> tuple[int, int]:
-        """Return the number of requests in the engine, and that of its messages so far."""
-
-    async def is_sleeping(self) -> bool:
-        """Ask the engine a question that it answers between two steps."""
-
-
 class StallWatch:
-    """Decides at each :meth:`check` whether ``engine`` has stopped computing.
+    """Decides at each :meth:`check` whether an engine has stopped computing.
+
+    ``progress`` returns the number of requests in the engine, and that of its messages so far.
+    ``ask`` asks it a question that it answers between two steps.
 
     It has stopped if it holds requests, sends nothing, does not answer a question, and its
     processes use no CPU time in three polls. It has resumed with its next message or answer.
@@ -107,9 +99,12 @@ class StallWatch:
     while they wait for a GPU, which they do by polling. An engine that does neither has stopped.
     """
 
-    def __init__(self, engine: WatchedEngine) -> None:
+    def __init__(
+        self, progress: Callable[[], tuple[int, int]], ask: Callable[[], Awaitable[object]]
+    ) -> None:
         self.problem = ""
-        self._engine = engine
+        self._progress = progress
+        self._ask_engine = ask
         self._tasks = Tasks("stall watch")
         self._question: asyncio.Task[None] | None = None
         self._answers = 0
@@ -119,7 +114,7 @@ class StallWatch:
 
     async def check(self) -> str:
         """Return why the engine counts as stopped, or "". Call it about twice a second."""
-        requests, messages = self._engine.progress()
+        requests, messages = self._progress()
         seen, self._seen = self._seen, (messages, self._answers)
         if self._seen != seen or not (requests or self.problem):
             self.problem = ""
@@ -142,7 +137,7 @@ class StallWatch:
 
     async def _ask(self) -> None:
         try:
-            await self._engine.is_sleeping()
+            await self._ask_engine()
             self._answers += 1
         finally:
             self._question = None

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from circus.arbiter import Arbiter
 from circus.commands.base import Command
@@ -25,20 +25,13 @@ from dynamo.serve.supervision.output import Announcer
 from dynamo.serve.supervision.supervised import SupervisedWatcher
 from dynamo.serve.supervision.supervised_process import SupervisedProcess, describe_exit
 
+if TYPE_CHECKING:
+    from dynamo.serve.deployment import Deployment
+
 _CHECK_DELAY_S = 1.0
 _WATCHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 log = logging.getLogger(__name__)
 RELOAD_GRAPH = "reload_graph"
-
-
-class GraphEvents(Protocol):
-    """Carries out the commands."""
-
-    async def restart(self, watchers: Sequence[SupervisedWatcher], stop_first: bool) -> str:
-        """Replace the processes of ``watchers``; return "" or what failed."""
-
-    async def reload(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply a changed graph; return the reply."""
 
 
 class ReloadGraph(Command):  # type: ignore[misc]
@@ -83,7 +76,7 @@ def error_reply(reason: str) -> dict[str, str]:
 class RollingArbiter(Arbiter):  # type: ignore[misc]
     """An arbiter whose restarts and reloads keep requests served."""
 
-    _events: GraphEvents
+    _events: Deployment
     _tasks: Tasks
 
     @synchronized("arbiter_restart")  # type: ignore[untyped-decorator]
@@ -129,41 +122,8 @@ class RollingArbiter(Arbiter):  # type: ignore[misc]
         return self._tasks.spawn(self._events.reload(request), name="reload the graph")
 
 
-class WatcherEvents(GraphEvents, Protocol):
-    """Receives events of watchers and their processes. All calls come on the event loop."""
-
-    def changed(self) -> None:
-        """A process started or ended, a watcher was added or removed."""
-
-    def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
-        """A watcher failed and is not restarted."""
-
-    def is_draining(self, watcher: SupervisedWatcher) -> bool:
-        """Whether this watcher's process is meant to exit (scale-down)."""
-
-    def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
-        """Whether the process ``pid`` registered a model, or is of a program that need not."""
-
-    async def conflict(self, watcher: SupervisedWatcher) -> str:
-        """Assign free GPUs if it holds none; return "", or which others have them."""
-
-    def last_line(self, name: str) -> str:
-        """Return the last line that the watcher ``name`` wrote, shortened; "" without one."""
-
-    def refusal(self, name: str) -> str:
-        """Return the error with which a program refused to start; "" without one."""
-
-    def quit_requested(self) -> None:
-        """``circusctl quit`` was received."""
-
-    def stopping(self, stage: int) -> None:
-        """The deployment stops; the watchers of ``stage`` are next."""
-
-
 class SupervisingArbiter(RollingArbiter):
     """The arbiter of one deployment, on the running asyncio loop. It handles no signals."""
-
-    _events: WatcherEvents
 
     def __init__(
         self,
@@ -172,7 +132,7 @@ class SupervisingArbiter(RollingArbiter):
         pubsub_endpoint: str,
         *,
         tasks: Tasks,
-        events: WatcherEvents,
+        events: Deployment,
         announcer: Announcer,
         make_watcher: Callable[..., SupervisedWatcher],
     ) -> None:

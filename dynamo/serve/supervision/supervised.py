@@ -30,9 +30,9 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from circus.exc import MessageError
 from circus.watcher import Watcher
@@ -46,6 +46,9 @@ from dynamo.serve.supervision.supervised_process import (
     describe_exit,
     quote_program,
 )
+
+if TYPE_CHECKING:
+    from dynamo.serve.supervision.arbiter import SupervisingArbiter
 
 USAGE_STATUS = 2
 """Exit status of a program that rejects its command line (argparse, getopt)."""
@@ -121,57 +124,10 @@ def _delay_s(count: int) -> float:
     return min(delay_s, _MAX_DELAY_S)
 
 
-class Supervisor(Protocol):
-    """The arbiter, as its watchers use it."""
-
-    killing: bool
-    watchers: Sequence[SupervisedWatcher]
-
-    @property
-    def stopping(self) -> bool:
-        """Whether no process may be started."""
-
-    def changed(self) -> None:
-        """The status of a watcher changed."""
-
-    def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
-        """A process started."""
-
-    def reap_processes(self) -> None:
-        """Reap the exited processes of all watchers."""
-
-    def drained(self, watcher: SupervisedWatcher) -> bool:
-        """Whether the exit of a process is the end of a scale-down; then the watcher is removed."""
-
-    def has_served(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> bool:
-        """Whether the process registered a model, or is of a program that need not."""
-
-    def refusal(self, watcher: SupervisedWatcher) -> str:
-        """Return the error with which its program has refused to start; "" without one."""
-
-    def died(self, watcher: SupervisedWatcher, process: SupervisedProcess, delay_s: float) -> None:
-        """A process exited by itself; its restart follows after ``delay_s``."""
-
-    def respawn_in(self, delay_s: float, watcher: SupervisedWatcher) -> None:
-        """Start the missing processes of ``watcher`` after ``delay_s``."""
-
-    def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
-        """A watcher failed and is not restarted."""
-
-    async def conflict(self, watcher: SupervisedWatcher) -> str:
-        """Assign free GPUs if it holds none; return "", or which others have them."""
-
-    def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
-        """A process did not exit in time."""
-
-    async def roll(self, watchers: Sequence[SupervisedWatcher], stop_first: bool) -> object:
-        """Replace the processes of ``watchers``."""
-
-
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
     """One watcher. ``on_line`` gets its output; ``single_because``: why it has one process only."""
 
-    arbiter: Supervisor
+    arbiter: SupervisingArbiter
     gpus: Mapping[str, float] = {}
     """Its share of each GPU that is assigned to it, for the processes that start next."""
 

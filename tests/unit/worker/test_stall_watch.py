@@ -39,7 +39,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def watch(engine: FakeEngine) -> AsyncIterator[StallWatch]:
-    made = StallWatch(engine)
+    made = StallWatch(engine.progress, engine.is_sleeping)
     yield made
     await made.close()
 
