@@ -27,6 +27,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import apply_handoff
 from dynamo.router.caches.indexer import Indexer
+from dynamo.router.caches.metrics import EventMetrics
 
 WORKERS = 8
 LIVE_BLOCKS = 40_000
@@ -35,7 +36,7 @@ STRETCHES = 400
 _decode = codec.decoder(KvEventBatch).decode
 
 
-class Counts:
+class Counts(EventMetrics):
     """Counts of a run."""
 
     def __init__(self) -> None:

@@ -23,6 +23,7 @@ from dynamo.config.option import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.router.caches.indexer import Indexer
+from dynamo.router.caches.metrics import EventMetrics
 from dynamo.router.factory import make_index, make_predicted
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.modes import InflightPicker
@@ -34,8 +35,11 @@ Row = tuple[str, int, list[Report]]
 """Router, blocks per worker, replays in order of hit rate."""
 
 
-class _NoCounts:
+class _NoCounts(EventMetrics):
     """Counts nothing."""
+
+    def __init__(self) -> None:
+        pass
 
     def applied(self, event_type: str, status: str, count: int = 1) -> None:
         """Ignored."""

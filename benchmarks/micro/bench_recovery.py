@@ -19,13 +19,17 @@ from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksStored, KvEvent, KvQueryAnswer
 from dynamo.router.caches.indexer import Indexer, Recovery
+from dynamo.router.caches.metrics import EventMetrics
 from dynamo.router.discovery import event_feed as recovery
 
 BLOCKS = 200_000
 
 
-class Counts:
+class Counts(EventMetrics):
     """Counts nothing."""
+
+    def __init__(self) -> None:
+        pass
 
     def applied(self, event_type: str, status: str, count: int = 1) -> None:
         """Nothing."""

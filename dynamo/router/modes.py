@@ -151,8 +151,10 @@ class InflightPicker:
     ) -> DecisionInputs:
         """Copy what the choice of ``slot`` among ``slots`` weighed, within the limit."""
         pool = self.worker_pool
-        if not self._captures.admits(now_s, attempt.wanted):
+        captures = self._captures
+        if not (captures.left or attempt.wanted or captures.renew(now_s)):
             return DecisionTotals(self._mode, "none", pool.owners[slot], len(slots))
+        captures.left -= not attempt.wanted
         constraints = None
         if routing is not None or attempt.failed or slots is not pool.candidates:
             session = self.eligibility.sessions is not None

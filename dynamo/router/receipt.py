@@ -95,26 +95,22 @@ def constraints_of(
 
 
 class CaptureLimit:
-    """Limits the copies to ``CAPTURES_PER_SECOND``: the cost of a decision counts at high rates."""
+    """Limits the copies to ``CAPTURES_PER_SECOND``: the cost of a decision counts at high rates.
 
-    __slots__ = ("_left", "_renewed_s")
+    ``left`` is what may be copied before :meth:`renew`.
+    """
+
+    __slots__ = ("_renewed_s", "left")
 
     def __init__(self) -> None:
-        self._left = CAPTURES_PER_SECOND
+        self.left = CAPTURES_PER_SECOND
         self._renewed_s = 0.0
 
-    def admits(self, now_s: float, wanted: bool) -> bool:
-        """Return whether a decision at ``now_s`` (any clock) may be copied, and count it.
-
-        One that is ``wanted`` always may, and does not count.
-        """
-        if wanted:
-            return True
-        if not self._left:
-            if now_s < self._renewed_s + 1.0:
-                return False
-            self._left, self._renewed_s = CAPTURES_PER_SECOND, now_s
-        self._left -= 1
+    def renew(self, now_s: float) -> bool:
+        """Allow more copies if the last second is over at ``now_s`` (any clock); return whether."""
+        if now_s < self._renewed_s + 1.0:
+            return False
+        self.left, self._renewed_s = CAPTURES_PER_SECOND, now_s
         return True
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
+from dynamo._fast.radix import RadixTree
 from dynamo.protocols.card import RuntimeConfig
 
 _NO_OWNER = (-1, -1)
@@ -29,20 +29,8 @@ class Saturation:
         self.count += 1 if saturated else -1
 
 
-class SlotSource(Protocol):
-    """Assigns dense small integers. The prefix index is one, so that its columns fit."""
-
-    def slot(self, worker: int, dp_rank: int) -> int:
-        """The slot of the pair, registered on first use."""
-        ...
-
-    def remove_worker(self, worker: int) -> int:
-        """Free the worker's slots."""
-        ...
-
-
 class DenseSlots:
-    """The slot source of modes without a prefix index."""
+    """Assigns slots where there is no prefix index, whose columns they must fit otherwise."""
 
     def __init__(self) -> None:
         self._slots: dict[tuple[int, int], int] = {}
@@ -83,7 +71,7 @@ class WorkerPool:
     one with a pin.
     """
 
-    def __init__(self, source: SlotSource) -> None:
+    def __init__(self, source: RadixTree | DenseSlots) -> None:
         self._source = source
         self._slots: dict[int, dict[int, int]] = {}
         self.members: dict[int, Member] = {}

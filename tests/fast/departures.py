@@ -19,14 +19,18 @@ from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksCleared, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads
 from dynamo.router.caches.indexer import Indexer
+from dynamo.router.caches.metrics import EventMetrics
 
 TOPIC = "kv-events"
 AT_ONCE = 4
 BURST = 8
 
 
-class Counts:
+class Counts(EventMetrics):
     """Event counts, ignored."""
+
+    def __init__(self) -> None:
+        pass
 
     def applied(self, event_type: str, status: str, count: int = 1) -> None:
         """Ignore it."""

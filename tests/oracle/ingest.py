@@ -11,13 +11,14 @@ from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEventBatch
 from dynamo.router.caches.indexer import Indexer
+from dynamo.router.caches.metrics import EventMetrics
 
 __all__ = ["Alone", "Counts"]
 
 _decode = codec.decoder(KvEventBatch).decode
 
 
-class Counts:
+class Counts(EventMetrics):
     """Counts in a Counter."""
 
     def __init__(self) -> None:

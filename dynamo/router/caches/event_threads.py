@@ -20,7 +20,8 @@ from dynamo._fast.radix import RadixTree
 from dynamo.errors import ConfigError
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEventBatch
-from dynamo.router.caches.indexer import EventCounts, Indexer
+from dynamo.router.caches.indexer import Indexer
+from dynamo.router.caches.metrics import EventMetrics
 from dynamo.runtime.events import EventSubscriber
 from dynamo.runtime.events.zmq import subscribing_socket
 
@@ -47,7 +48,7 @@ class EventThreads:
     for the loop's thread; end with :meth:`close`.
     """
 
-    def __init__(self, index: RadixTree, count: int, topic: str, counts: EventCounts) -> None:
+    def __init__(self, index: RadixTree, count: int, topic: str, counts: EventMetrics) -> None:
         self.ingest = Ingest(index, count, topic)
         self.subscriber: EventSubscriber = _Subscriber(topic, self)
         self._counts = counts
@@ -166,7 +167,7 @@ class EventThreads:
                     log.warning("KV events: %d × %s", new, kind)
 
 
-def apply_handoff(handoff: Handoff, indexer: Indexer, counts: EventCounts) -> None:
+def apply_handoff(handoff: Handoff, indexer: Indexer, counts: EventMetrics) -> None:
     """Apply one handoff of the threads."""
     payload, worker, dp_rank, first = handoff
     if payload is None:

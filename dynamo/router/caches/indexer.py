@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
 from dynamo.protocols.kv import (
@@ -22,6 +22,10 @@ from dynamo.protocols.kv import (
     KvEventBatch,
     KvQueryAnswer,
 )
+
+if TYPE_CHECKING:
+    from dynamo._fast.ingest import Ingest
+    from dynamo.router.caches.metrics import EventMetrics
 
 MAX_EVENT_ID = 1 << 61
 """Streams with larger ids stay on the loop: the threads compute with signed 64-bit ids."""
@@ -48,43 +52,6 @@ class Recovery(NamedTuple):
     start: int | None = None
     end: int | None = None
     retry: bool = False
-
-
-class EventCounts(Protocol):
-    """Counts events and warnings."""
-
-    def applied(self, event_type: str, status: str, count: int = 1) -> None:
-        """Count events that were applied, or failed with ``status``."""
-        ...
-
-    def warning(self, kind: str, count: int = 1) -> None:
-        """Count warnings."""
-        ...
-
-
-class Threads(Protocol):
-    """Threads that apply the events of the streams delegated to them; see
-    :class:`dynamo._fast.ingest.Ingest`."""
-
-    def add(self, worker: int, dp_rank: int, slot: int) -> None:
-        """Register a stream, owned by the loop."""
-        ...
-
-    def delegate(self, worker: int, dp_rank: int, last: int | None) -> bool:
-        """Let the threads apply the events after ``last``; return whether they do."""
-        ...
-
-    def reclaim(self, worker: int, dp_rank: int) -> tuple[int | None, bool] | None:
-        """Return the stream to the loop: (last applied id, whether it received any event)."""
-        ...
-
-    def received_any(self, worker: int, dp_rank: int) -> bool:
-        """Return whether any event of the stream was received."""
-        ...
-
-    def remove(self, worker: int, dp_rank: int) -> None:
-        """Forget the stream."""
-        ...
 
 
 @dataclass(eq=False)
@@ -122,8 +89,8 @@ class Indexer:
         self,
         index: RadixTree,
         on_recovery: Callable[[Recovery], None],
-        counts: EventCounts,
-        threads: Threads | None = None,
+        counts: EventMetrics,
+        threads: Ingest | None = None,
     ) -> None:
         self._index = index
         self._ask = on_recovery

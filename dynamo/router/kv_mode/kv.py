@@ -145,7 +145,10 @@ class KvPicker:
             log_decision(weighed, self.active, request_id, worker_type)
         inputs: DecisionInputs | None = None
         if request_id is not None:
-            if self._captures.admits(now_s, attempt is not None and attempt.wanted):
+            captures = self._captures
+            wanted = attempt is not None and attempt.wanted
+            if captures.left or wanted or captures.renew(now_s):
+                captures.left -= not wanted
                 constraints = None
                 if limited is not None or slots is not self.worker_pool.candidates:
                     failed = () if attempt is None else attempt.failed
@@ -153,7 +156,7 @@ class KvPicker:
                     constraints = constraints_of(routing, self.worker_pool, session, failed)
                 inputs = self._capture(params, slots, slot, prompt, offer, constraints)
                 if len(inputs.owners) > MAX_CANDIDATES:
-                    inputs = inputs.narrowed(attempt is not None and attempt.wanted)
+                    inputs = inputs.narrowed(wanted)
             else:
                 owner, cost = (worker_id, dp_rank), self._costs[place]
                 inputs = DecisionTotals("kv", self._index_state, owner, len(slots), cost)

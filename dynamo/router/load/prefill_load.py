@@ -21,7 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from dynamo._fast.prefill_progress import PrefillProgress
 
@@ -39,6 +39,8 @@ _LEAST_SPREAD = 0.02
 _LEAST_S = 1e-6
 log = logging.getLogger(__name__)
 Row = tuple[float, float, float]
+PrefillModel: TypeAlias = "StaticModel | PrefillFit"
+"""Predicts the seconds of prefills, None where unknown, and may learn from observed ones."""
 
 
 class BusyInterval(NamedTuple):
@@ -51,16 +53,6 @@ class BusyInterval(NamedTuple):
     tokens: int
     attention: float
     seconds: float
-
-
-class PrefillModel(Protocol):
-    """Predicts the duration of prefills, and may learn from observed ones."""
-
-    def predict(self, tokens: int, cached_tokens: int) -> float | None:
-        """Return the seconds to the first token on an idle worker; None: unknown."""
-
-    def observe(self, interval: BusyInterval, now_s: float) -> None:
-        """Learn from an observed interval."""
 
 
 class StaticModel:
@@ -201,7 +193,7 @@ class _SlotPrefills:
 
 
 class PrefillFit:
-    """A :class:`dynamo.router.load.prefill_load.PrefillModel` of one pool of equal workers.
+    """A model of one pool of equal workers, fitted to observed prefills.
 
     Keeps the last 128 intervals; fits again after 8 more, at most once a second (about a
     millisecond). ``terms`` are a, b and c; None until there are enough samples.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import (
@@ -131,15 +131,7 @@ class QueueMetrics:
         self._rejected[_LIMIT if full else _OVERLOADED].value += 1
 
 
-class Timer(Protocol):
-    """A scheduled callback."""
-
-    def cancel(self) -> None:
-        """Prevent the call."""
-        ...
-
-
-CallLater = Callable[[float, Callable[[], None]], Timer]
+CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 """(delay in seconds, callback) to a timer."""
 
 
@@ -192,8 +184,8 @@ class RequestQueue:
         self._metrics.show(self._queue)
         self._clock = clock
         self._call_later = call_later or _on_loop
-        self._drain_timer: Timer | None = None
-        self._tick_timer: Timer | None = None
+        self._drain_timer: asyncio.TimerHandle | None = None
+        self._tick_timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._saturation = Saturation()
         self._was_full = False
@@ -430,5 +422,5 @@ def make_queue(
     return RequestQueue(picker, settings, QueueMetrics(registry, place.model, place.worker_type))
 
 
-def _on_loop(delay_s: float, callback: Callable[[], None]) -> Timer:
+def _on_loop(delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
     return asyncio.get_running_loop().call_later(delay_s, callback)

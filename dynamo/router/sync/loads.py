@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.load.active import Reservation
+
+if TYPE_CHECKING:
+    from dynamo.router.sync.replicas import PickerLoadSink
 
 MAX_BATCH_BYTES = 262_144
 """Approximate size limit of one message: an event plane may reject 1 MiB."""
@@ -92,23 +95,6 @@ class SequenceQuery(msgspec.Struct, tag_field="type", tag="query"):
 SequenceMessage = SequenceBatch | SequenceQuery
 
 
-class LoadSink(Protocol):
-    """Books the load of other replicas, under keys that no local request has."""
-
-    def book(self, key: str, event: SequenceEvent) -> None:
-        """Add the request to the load of its worker, unless the worker is unknown or the request
-        is booked already."""
-        ...
-
-    def prefill_completed(self, key: str) -> None:
-        """Remove the request's prompt from the prefill load."""
-        ...
-
-    def free(self, key: str) -> None:
-        """Remove the request from the load."""
-        ...
-
-
 @dataclass(eq=False)
 class _Replica:
     """One router. ``in_sync``: no batch is missing; ``listed``: the requests that the snapshot in
@@ -128,7 +114,7 @@ class RemoteReplicas:
     each of its messages until its snapshot begins. ``publishers`` are the live processes.
     """
 
-    def __init__(self, sink: LoadSink, request_snapshot: Callable[[int], None]) -> None:
+    def __init__(self, sink: PickerLoadSink, request_snapshot: Callable[[int], None]) -> None:
         self._sink = sink
         self._request_snapshot = request_snapshot
         self.publishers: set[int] = set()

@@ -192,13 +192,14 @@ def _export(registry: Registry, place: RouterLabels, remote: RemoteReplicas) -> 
 
 
 class PickerLoadSink:
-    """Books the load of other replicas at the picker."""
+    """Books the load of other replicas at the picker, under keys that no local request has."""
 
     def __init__(self, picker: KvPicker) -> None:
         self._picker = picker
 
     def book(self, key: str, event: SequenceEvent) -> None:
-        """See :meth:`LoadSink.book`."""
+        """Add the request to the load of its worker, unless the worker is unknown or the request
+        is booked already."""
         picker, data = self._picker, event.data
         assert isinstance(data, AddRequest), "only AddRequest events are booked"
         member = picker.worker_pool.members.get(event.worker_id)
@@ -219,13 +220,13 @@ class PickerLoadSink:
         picker.eligibility.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:
-        """See :meth:`LoadSink.prefill_completed`."""
+        """Remove the request's prompt from the prefill load."""
         reservation = self._picker.active.mark_prefill_complete(key, time.perf_counter())
         if reservation is not None:
             self._picker.eligibility.load_changed(reservation.worker_id)
 
     def free(self, key: str) -> None:
-        """See :meth:`LoadSink.free`."""
+        """Remove the request from the load."""
         picker = self._picker
         reservation = picker.active.free(key)
         if picker.predicted is not None:

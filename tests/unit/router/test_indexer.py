@@ -22,6 +22,7 @@ from dynamo.protocols.kv import (
 )
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches.indexer import Indexer, Recovery
+from dynamo.router.caches.metrics import EventMetrics
 
 
 def column(*values: int) -> bytes:
@@ -40,7 +41,7 @@ def removed(event_id: int, *blocks: int) -> KvEvent:
     return KvEvent(event_id, BlocksRemoved(column(*blocks)))
 
 
-class Counts:
+class Counts(EventMetrics):
     """Counts in a Counter."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from dynamo.router.load.active import ActiveLoad, Reservation
 from dynamo.router.load.prefill_load import BusyInterval, PrefillLoad, StaticModel
 
 
-class Model:
+class Model(StaticModel):
     """Predicts ``expected_s``, and records the observed intervals."""
 
     def __init__(self, expected_s: float | None = 10.0) -> None:

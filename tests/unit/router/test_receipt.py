@@ -212,7 +212,7 @@ def test_the_modes_that_weigh_nothing(mode: str) -> None:
 def test_the_inputs_of_at_most_a_hundred_decisions_a_second_are_kept() -> None:
     picker = make()
     picker._clock = lambda: 7.0
-    picker._captures._renewed_s = 6.5
+    picker._captures.renew(6.5)
     for number in range(100):
         assert len(decide(picker, name=str(number)).candidates) == 3
     expected = picker.explain(PROMPT).candidates[0]

@@ -79,7 +79,7 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+    def later(self, delay_s: float, callback: Callable[[], None]) -> Any:
         self.timers.append(Timer(self.now + delay_s, callback))
         return self.timers[-1]
 

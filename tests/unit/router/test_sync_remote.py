@@ -22,12 +22,12 @@ from dynamo.router.sync.loads import (
     SequenceEvent,
     SequenceMessage,
 )
-from dynamo.router.sync.replicas import decode_message
+from dynamo.router.sync.replicas import PickerLoadSink, decode_message
 
 ROUTER, PUBLISHER, BLOCK = 0xA, 7, 4
 
 
-class RecordingSink:
+class RecordingSink(PickerLoadSink):
     """Booked requests: key → (worker, prompt is computed)."""
 
     def __init__(self) -> None:
