@@ -38,8 +38,7 @@ from dynamo.frontend.apis.responses.route import (
     show_stored_responses,
 )
 from dynamo.frontend.apis.responses.store import ResponseStore
-from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
-from dynamo.frontend.apis.tokenize.route import TokenizeRoutes
+from dynamo.frontend.apis.tokenize.route import PromptCountRoutes, TokenizeRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics

@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo.errors import InvalidArgument, ModelNotFound, shorten
 from dynamo.frontend.answer.generation import Usage
-from dynamo.frontend.apis.chat.headers import request_id
+from dynamo.frontend.requests.headers import request_id
 from dynamo.http import Exchange
 from dynamo.protocols.status import RequestRecord, RouteReceipt
 from dynamo.router.picker import Decision

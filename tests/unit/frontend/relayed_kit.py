@@ -17,8 +17,7 @@ from dynamo.frontend.apis.relay.request import RelayedEngineRequest
 from dynamo.frontend.apis.relay.route import RelayRoutes
 from dynamo.frontend.apis.responses.route import ResponseRoutes
 from dynamo.frontend.apis.responses.store import ResponseStore
-from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
-from dynamo.frontend.apis.tokenize.route import TokenizeRoutes
+from dynamo.frontend.apis.tokenize.route import PromptCountRoutes, TokenizeRoutes
 from dynamo.frontend.models.inputs import paths_of, patterns_of
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.http.routes import RoutePatterns, Routes

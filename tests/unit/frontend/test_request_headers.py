@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.apis.chat.headers import routed
+from dynamo.frontend.requests.headers import routed
 from dynamo.protocols.engine import Routing
 
 

@@ -21,7 +21,6 @@ from dynamo.frontend.apis.chat.generation import (
     reject_early,
     reject_large,
 )
-from dynamo.frontend.apis.chat.headers import ROUTING_HEADERS, request_id, routed
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE
 from dynamo.frontend.models.model import TokenModel
 from dynamo.frontend.models.registry import Models
@@ -30,6 +29,7 @@ from dynamo.frontend.prompt.images import ImageFetcher
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.frontend.requests.headers import ROUTING_HEADERS, request_id, routed
 from dynamo.frontend.requests.recent import Prefilled, RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest

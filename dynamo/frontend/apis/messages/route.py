@@ -13,15 +13,15 @@ import orjson
 from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.answer.events import named_event
 from dynamo.frontend.apis.chat.generation import GenerationApi
-from dynamo.frontend.apis.chat.headers import new_request_id
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.messages.answer import MessagesStream, error_message, error_object
 from dynamo.frontend.apis.messages.prompt import MessagesChatRequest, parse_count, parse_messages
-from dynamo.frontend.apis.tokenize.prompt_count import PromptCountRoutes
+from dynamo.frontend.apis.tokenize.route import PromptCountRoutes
 from dynamo.frontend.prompt.messages import ToolImage
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.requests.errors import ErrorShape
+from dynamo.frontend.requests.headers import new_request_id
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes

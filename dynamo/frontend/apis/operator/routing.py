@@ -13,7 +13,6 @@ from urllib.parse import parse_qs
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, NoInstances
-from dynamo.frontend.apis.chat.headers import routed
 from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, peek, prompt_ids
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
 from dynamo.frontend.disagg.router import PrefillRouter
@@ -22,6 +21,7 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
 from dynamo.frontend.requests.errors import error_response, explained
+from dynamo.frontend.requests.headers import routed
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.engine import PreprocessedRequest, Routing

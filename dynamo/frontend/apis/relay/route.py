@@ -22,7 +22,6 @@ from urllib.parse import parse_qs
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
-from dynamo.frontend.apis.chat.headers import request_id, routed
 from dynamo.frontend.apis.relay.body import (
     CHAT,
     COMPLETIONS,
@@ -45,6 +44,7 @@ from dynamo.frontend.models.model import LoadedModel, ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
+from dynamo.frontend.requests.headers import request_id, routed
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange

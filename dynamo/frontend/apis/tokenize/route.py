@@ -1,32 +1,223 @@
 """POST /tokenize and POST /detokenize, as on vLLM's server: prompts to token ids, and back.
 
 The frontend has the tokenizer, so no worker is asked: a model answers also while its workers sleep.
+Other APIs count the tokens of a prompt here, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
-from dynamo.frontend.apis.tokenize.answer import (
-    detokenized,
-    parse_detokenize,
-    parse_tokenize,
-    tokenized,
-)
+from dynamo.frontend.answer.sse import json_bytes
+from dynamo.frontend.apis.chat.generation import GenerationApi
 from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
+from dynamo.frontend.prompt.bounds import DESERIALIZE, MAX_COUNTED_TOKENS
 from dynamo.frontend.prompt.preprocessor import Preprocessor
+from dynamo.frontend.prompt.validation import check_chat, check_json
 from dynamo.frontend.requests.errors import error_response, explained, with_retry
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
-from dynamo.http.routes import Routes, in_task
+from dynamo.http.routes import Route, Routes, in_task
+from dynamo.protocols.openai import ChatCompletionRequest
 from dynamo.runtime.process.tasks import Tasks
 
 _INLINE_BYTES = 4 << 10
 """Also `tokenizers`, the slower library, takes little time for so much."""
+_TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+class PromptCountRoutes:
+    """Counts the tokens of a prompt as its generation would have them, in a thread.
+
+    The body is that of the generation API.
+    """
+
+    def __init__(self, registry: RequestRegistry, models: Models, tasks: Tasks) -> None:
+        self._registry = registry
+        self._models = models
+        self._tasks = tasks
+
+    def route(self, api: GenerationApi, body: Callable[[int], dict[str, Any]]) -> Route:
+        """The route for prompts of ``api``; ``body`` makes the response of a number of tokens.
+
+        The ``endpoint`` of ``api`` is the label of failures.
+        """
+        if api.errors is not None:
+            self._registry.error_shapes[api.endpoint] = api.errors
+        return in_task(self._tasks, partial(self._serve, api, body))
+
+    async def _serve(
+        self, api: GenerationApi, body: Callable[[int], dict[str, Any]], exchange: Exchange
+    ) -> None:
+        registry, threads = self._registry, self._registry.off_loop
+        lenient = registry.settings.ignore_unsupported_fields
+        model = "unknown"
+        try:
+            registry.check()
+            with threads.hold(len(exchange.body)):
+                parsed = await threads.run(api.parse, exchange.body, ignore_unsupported=lenient)
+                model = parsed.model
+                loaded = await self._models.find_loaded(model, api.model_type)
+                if api.complete is not None:
+                    api.complete(parsed, exchange)
+                prepared = await api.prepare_off_loop(loaded.preprocessor, parsed, threads)
+        except DynamoError as error:
+            registry.hold_or_refuse(exchange, api.endpoint, error, model)
+            return
+        exchange.respond(200, json_bytes(body(prepared.prompt_tokens)))
+
+
+# Fields that are not in these bodies are refused. Those of type None belong to vLLM's own
+# processors: clients may send null.
+class TokenizePrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A text to tokenize. Without ``model``: the only one that is served."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A chat to render and tokenize; the fields are those of a chat completion."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    add_special_tokens: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    return_token_strs: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    media_io_kwargs: None = None
+    mm_processor_kwargs: None = None
+
+
+class TokenizedBody(msgspec.Struct, kw_only=True):
+    """The answer: ``max_model_len`` is null where the model does not state its context."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Token ids to turn into text, special tokens included."""
+
+    tokens: list[_TokenId]
+    model: str | None = None
+
+
+class DetokenizedPrompt(msgspec.Struct):
+    """The answer."""
+
+    prompt: str
+
+
+TokenizeBody = TokenizePrompt | TokenizeChat
+
+
+class _TokenizeShape(msgspec.Struct):
+    """The field that distinguishes a chat from a text."""
+
+    messages: Any = None
+
+
+_shape = msgspec.json.Decoder(_TokenizeShape).decode
+
+
+_prompt = msgspec.json.Decoder(TokenizePrompt).decode
+
+
+_chat = msgspec.json.Decoder(TokenizeChat).decode
+
+
+_detokenize = msgspec.json.Decoder(DetokenizeBody).decode
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def parse_tokenize(body: bytes) -> TokenizeBody:
+    """Decode and check a body of /tokenize. Raises InvalidArgument. O(bytes)."""
+    check_json(body)
+    try:
+        if _shape(body).messages is None:
+            return _prompt(body)
+        found = _chat(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{DESERIALIZE}{error}") from None
+    if found.chat_template is not None:
+        raise InvalidArgument(
+            "Validation: 'chat_template' of a request is not run; leave it out for the model's own "
+            "template, which takes 'chat_template_kwargs'"
+        )
+    check_chat(_request(found))
+    return found
+
+
+def parse_detokenize(body: bytes) -> DetokenizeBody:
+    """Decode and check a body of /detokenize. Raises InvalidArgument. O(bytes)."""
+    check_json(body)
+    try:
+        found = _detokenize(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{DESERIALIZE}{error}") from None
+    if len(found.tokens) > MAX_COUNTED_TOKENS:
+        raise InvalidArgument(
+            f"Validation: 'tokens' takes at most {MAX_COUNTED_TOKENS} ids, got "
+            f"{len(found.tokens)}; send fewer"
+        )
+    return found
+
+
+def tokenized(preprocessor: Preprocessor, asked: TokenizeBody) -> bytes:
+    """The answer of /tokenize, as JSON. Thread-safe. Raises InvalidArgument. O(characters)."""
+    if isinstance(asked, TokenizeChat):
+        found = preprocessor.chat_tokens(_request(asked))
+    else:
+        found = preprocessor.text_tokens(asked.prompt, asked.add_special_tokens)
+    ids = found.tolist()
+    texts = None
+    if asked.return_token_strs:
+        texts = [preprocessor.tokenizer.vocabulary_entry(each) for each in ids]
+    answer = TokenizedBody(
+        count=len(ids), max_model_len=preprocessor.context_length, tokens=ids, token_strs=texts
+    )
+    return _encode(answer)
+
+
+def detokenized(preprocessor: Preprocessor, asked: DetokenizeBody) -> bytes:
+    """The answer of /detokenize; as :func:`tokenized`."""
+    tokenizer = preprocessor.tokenizer
+    largest = max(asked.tokens, default=0)
+    if largest >= tokenizer.vocab_size:
+        raise InvalidArgument(
+            f"Validation: token id {shorten(largest)} in 'tokens' is out of range, the vocabulary "
+            f"has {tokenizer.vocab_size} tokens"
+        )
+    return _encode(DetokenizedPrompt(tokenizer.decode(asked.tokens, skip_special_tokens=False)))
+
+
+def _request(asked: TokenizeChat) -> ChatCompletionRequest:
+    return ChatCompletionRequest(
+        model=asked.model or "",
+        messages=asked.messages,
+        tools=asked.tools,
+        add_special_tokens=asked.add_special_tokens,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+        chat_template_kwargs=asked.chat_template_kwargs,
+    )
 
 
 class _Conversion(NamedTuple):
@@ -37,6 +228,8 @@ class _Conversion(NamedTuple):
 
 
 _TOKENIZE = _Conversion(parse_tokenize, tokenized)
+
+
 _DETOKENIZE = _Conversion(parse_detokenize, detokenized)
 
 
