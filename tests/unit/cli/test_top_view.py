@@ -6,8 +6,9 @@ import time
 
 import msgspec
 import pytest
+from rich.cells import cell_len
 
-from dynamo.cli.text_table import cells, cut
+from dynamo.cli.text_table import cut
 from dynamo.cli.top_view import SORT_ORDERS, TopView, frame, sorted_workers
 from dynamo.protocols.status import (
     BoxStatus,
@@ -164,7 +165,7 @@ def test_long_and_wide_names_leave_room_for_the_state() -> None:
     wide = text(status, width=300).split("\n")
     [head] = [line for line in wide if "MODEL  " in line and "STATE" in line and "QUEUED" in line]
     [row] = [line for line in wide if "ready        1/2" in line]
-    assert cells(row[: row.index("ready")]) == head.index("STATE")
+    assert cell_len(row[: row.index("ready")]) == head.index("STATE")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_long_and_wide_names_leave_room_for_the_state() -> None:
     ],
 )
 def test_text_is_cut_by_its_width_on_a_terminal(shown: str, width: int, left: str) -> None:
-    assert cut(shown, width, "…") == left and cells(left) <= width
+    assert cut(shown, width, "…") == left and cell_len(left) <= width
 
 
 def test_the_selected_worker_is_shown() -> None:
