@@ -27,7 +27,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import apply_handoff
 from dynamo.router.caches.indexer import Indexer
-from dynamo.router.caches.metrics import EventMetrics
+from dynamo.router.discovery.event_feed import EventMetrics
 
 WORKERS = 8
 LIVE_BLOCKS = 40_000

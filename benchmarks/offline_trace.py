@@ -23,11 +23,10 @@ from dynamo.config.option import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.router.caches.indexer import Indexer
-from dynamo.router.caches.metrics import EventMetrics
+from dynamo.router.discovery.event_feed import EventMetrics
 from dynamo.router.factory import make_index, make_predicted
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.modes import InflightPicker
-from dynamo.router.picker import Picker
+from dynamo.router.picker import InflightPicker, Picker
 
 __all__ = ["main", "replay"]
 

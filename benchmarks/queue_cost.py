@@ -20,10 +20,11 @@ from random import Random
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
+from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, RouterLabels
+from dynamo.router.metrics import RouterLabels
 from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue
 
 BLOCK, WORKERS, RUNNING = 16, 16, 128

@@ -70,7 +70,7 @@ ANY_IDENTIFIER = re.compile("|".join(BANNED_IDENTIFIERS), re.IGNORECASE)
 DECIMAL_IDS_ALLOWED = {
     "dynamo/router/explanation.py",
     "dynamo/router/eligibility/filters.py",
-    "dynamo/router/load/active.py",
+    "dynamo/router/active_load.py",
     "dynamo/runtime/endpoints/client.py",
 }
 ID_NAME = re.compile(r"(?:^|_)(?:worker|instance|lease|publisher|router)_id$")

@@ -20,8 +20,9 @@ from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
+from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, RouterLabels
+from dynamo.router.metrics import RouterLabels
 
 BLOCK, TOKENS, WORKERS, INDEXED = 16, 4096, 16, 100_000
 

@@ -14,8 +14,8 @@ from itertools import pairwise
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router.load.active import ActiveLoad
-from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
+from dynamo.router.active_load import ActiveLoad, DecisionMetrics
+from dynamo.router.metrics import RouterLabels, WorkerMetrics
 from dynamo.router.queue.request_queue import QueueMetrics
 from dynamo.router.worker_pool import Member
 

@@ -4,8 +4,7 @@ from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.factory import make_index, make_picker, make_predicted
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.modes import InflightPicker
-from dynamo.router.picker import Decision, Picker
+from dynamo.router.picker import Decision, InflightPicker, Picker
 
 __all__ = [
     "Decision",

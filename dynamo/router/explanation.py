@@ -14,9 +14,9 @@ import msgspec
 
 from dynamo.errors import DynamoError
 from dynamo.protocols.engine import Routing
+from dynamo.router.active_load import ActiveLoad
 from dynamo.router.eligibility.filters import exclusion
 from dynamo.router.kv_mode.cost import cached_tokens, formula
-from dynamo.router.load.active import ActiveLoad
 from dynamo.router.receipt import KvInputs
 from dynamo.router.worker_pool import WorkerPool
 

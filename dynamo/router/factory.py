@@ -6,11 +6,10 @@ from random import Random
 
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
+from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.caches.predicted import PredictedCache, make_predicted_cache
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics
-from dynamo.router.modes import InflightPicker
-from dynamo.router.picker import Picker
+from dynamo.router.picker import InflightPicker, Picker
 
 _KV_ONLY = (
     ("--router-replica-sync", "replica_sync"),

@@ -19,7 +19,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksCleared, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads
 from dynamo.router.caches.indexer import Indexer
-from dynamo.router.caches.metrics import EventMetrics
+from dynamo.router.discovery.event_feed import EventMetrics
 
 TOPIC = "kv-events"
 AT_ONCE = 4

@@ -11,7 +11,7 @@ from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEventBatch
 from dynamo.router.caches.indexer import Indexer
-from dynamo.router.caches.metrics import EventMetrics
+from dynamo.router.discovery.event_feed import EventMetrics
 
 __all__ = ["Alone", "Counts"]
 

@@ -16,7 +16,7 @@ from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.kv import PREFILL_QUEUE
 from dynamo.router.discovery.kv_router import make_router
 from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
-from dynamo.router.eligibility.busy import Thresholds
+from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.endpoints.instances import Outage
 from dynamo.runtime.process.tasks import Tasks

@@ -30,7 +30,7 @@ from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
 from dynamo.router.discovery.kv_router import make_router
 from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
-from dynamo.router.eligibility.busy import Thresholds
+from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.router.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime
 

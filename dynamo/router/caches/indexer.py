@@ -25,7 +25,7 @@ from dynamo.protocols.kv import (
 
 if TYPE_CHECKING:
     from dynamo._fast.ingest import Ingest
-    from dynamo.router.caches.metrics import EventMetrics
+    from dynamo.router.discovery.event_feed import EventMetrics
 
 MAX_EVENT_ID = 1 << 61
 """Streams with larger ids stay on the loop: the threads compute with signed 64-bit ids."""

@@ -12,8 +12,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import DEFAULT_BLOCK_SIZE, BlockSize, RuntimeConfig
 from dynamo.protocols.control import MODEL_CARDS, EndpointRecord, Id, record_decoder
 from dynamo.protocols.kv import KV_METRICS, KvMetrics
-from dynamo.router.eligibility.busy import Thresholds
-from dynamo.router.eligibility.eligibility_filter import export_eligibility
+from dynamo.router.eligibility.eligibility_filter import Thresholds, export_eligibility
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Picker
 from dynamo.router.queue.request_queue import RequestQueue

@@ -20,7 +20,7 @@ from dynamo.observability.metrics import Counter
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.caches.cached_blocks import CachedBlocks
+from dynamo.router.active_load import ActiveLoad, DecisionMetrics, Reservation
 from dynamo.router.caches.predicted import (
     PredictedCache,
     make_optimistic_cache,
@@ -31,18 +31,17 @@ from dynamo.router.eligibility.filters import apply_preferred_taints
 from dynamo.router.explanation import Explanation, Weighed, explanation, log_decision
 from dynamo.router.explanation import log as decision_log
 from dynamo.router.kv_mode.cost import (
+    CopyOffer,
+    CopyPolicy,
     CostParams,
     add_requests,
     cached_tokens,
     cost_params,
     overridden,
 )
-from dynamo.router.kv_mode.duplicates import CopyOffer, CopyPolicy
-from dynamo.router.kv_mode.prompt import HashedPrompt, Hasher
-from dynamo.router.load.active import ActiveLoad, Reservation
-from dynamo.router.load.prefill_model import prefill_model
-from dynamo.router.metrics import DecisionMetrics
+from dynamo.router.kv_mode.prompt import CachedBlocks, HashedPrompt, Hasher
 from dynamo.router.picker import Attempt, Decision
+from dynamo.router.prefill_load import prefill_model
 from dynamo.router.receipt import (
     MAX_CANDIDATES,
     CaptureLimit,
@@ -52,7 +51,7 @@ from dynamo.router.receipt import (
     KvInputs,
     constraints_of,
 )
-from dynamo.router.sync.loads import LocalRequests
+from dynamo.router.replica_loads import LocalRequests
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 

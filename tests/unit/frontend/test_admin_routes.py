@@ -17,7 +17,7 @@ from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
-from dynamo.router.eligibility.busy import Thresholds
+from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.runtime.process.tasks import Tasks
 
 NESTED = b"[" * 100_000

@@ -18,7 +18,7 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.migration import Migrations
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import KvMetrics
-from dynamo.router.eligibility.busy import Thresholds
+from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue

@@ -12,8 +12,12 @@ from dynamo.errors import Overloaded
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvMetrics
-from dynamo.router.eligibility.busy import BusyWatch, Thresholds, is_busy
-from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
+from dynamo.router.eligibility.eligibility_filter import (
+    BusyWatch,
+    EligibilityFilter,
+    Thresholds,
+    is_busy,
+)
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.worker_pool import DenseSlots, Saturation, WorkerPool
 

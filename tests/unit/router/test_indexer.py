@@ -22,7 +22,7 @@ from dynamo.protocols.kv import (
 )
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches.indexer import Indexer, Recovery
-from dynamo.router.caches.metrics import EventMetrics
+from dynamo.router.discovery.event_feed import EventMetrics
 
 
 def column(*values: int) -> bytes:

@@ -19,11 +19,12 @@ from dynamo.errors import InvalidArgument, NoInstances
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
+from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, RouterLabels
-from dynamo.router.sync.loads import AddRequest, LocalRequests, SequenceEvent
-from dynamo.router.sync.replicas import PickerLoadSink
+from dynamo.router.metrics import RouterLabels
+from dynamo.router.replica_loads import AddRequest, LocalRequests, SequenceEvent
+from dynamo.router.replicas import PickerLoadSink
 
 BLOCK = 4
 

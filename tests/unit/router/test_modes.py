@@ -13,7 +13,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument, NoInstances
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.modes import MODES, InflightPicker
+from dynamo.router.picker import MODES, InflightPicker
 
 TOKENS = array("I", [1, 2, 3])
 

@@ -18,7 +18,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index, make_predicted
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.modes import InflightPicker
+from dynamo.router.picker import InflightPicker
 
 BLOCK = 2
 WORKERS = st.integers(1, 4)

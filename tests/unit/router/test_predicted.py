@@ -15,8 +15,8 @@ from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.caches import predicted as predicted_module
-from dynamo.router.caches.metrics import predictions
 from dynamo.router.caches.predicted import PredictedCache
+from dynamo.router.discovery.kv_router import predictions
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.router.load.active import ActiveLoad, Reservation
-from dynamo.router.load.prefill_load import BusyInterval, PrefillLoad, StaticModel
+from dynamo.router.active_load import ActiveLoad, Reservation
+from dynamo.router.prefill_load import BusyInterval, PrefillLoad, StaticModel
 
 
 class Model(StaticModel):

@@ -18,8 +18,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.protocols.status import RouteReceipt
 from dynamo.router.factory import make_picker
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.modes import MODES
-from dynamo.router.picker import Attempt, Picker
+from dynamo.router.picker import MODES, Attempt, Picker
 
 
 def decide(

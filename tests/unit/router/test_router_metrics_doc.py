@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from metric_specs import AnySpec, declared_in
 
+from dynamo.router import active_load as active
 from dynamo.router import metrics
-from dynamo.router.caches import metrics as caches
+from dynamo.router import replicas as sync
+from dynamo.router.discovery import event_feed, kv_router
 from dynamo.router.eligibility import eligibility_filter as eligibility
-from dynamo.router.sync import replicas as sync
 
 PAGE = Path(__file__).parents[3] / "docs/router-metrics.md"
-SPECS = declared_in(metrics, caches, eligibility, sync)
+SPECS = declared_in(metrics, active, event_feed, kv_router, eligibility, sync)
 PREFIXES = (
     "dynamo_component_router",
     "dynamo_component",

@@ -17,8 +17,9 @@ from dynamo.llm import KvEventPublisher
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvQueryAnswer
+from dynamo.router import active_load as active
 from dynamo.router import metrics
-from dynamo.router.caches import metrics as caches
+from dynamo.router.discovery import event_feed, kv_router
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.eligibility import eligibility_filter
 from dynamo.router.explanation import overlap_scores
@@ -35,7 +36,10 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
 
 ROUTER = "dynamo_component_router"
 OVERHEAD = "dynamo_router_overhead"
-SPECS = {spec.name: spec for spec in declared_in(metrics, caches, eligibility_filter)}
+SPECS = {
+    spec.name: spec
+    for spec in declared_in(metrics, active, event_feed, kv_router, eligibility_filter)
+}
 PREDICTED = [name for name in SPECS if re.search("_predicted_|_approximate_", name)]
 
 

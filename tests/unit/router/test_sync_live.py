@@ -14,10 +14,10 @@ from live_kit import BLOCK, PROMPT, Box, Worker, until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.card import RuntimeConfig
+from dynamo.router import replicas as sync
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.sync import replicas as sync
-from dynamo.router.sync.loads import ACTIVE_SEQUENCES
+from dynamo.router.replica_loads import ACTIVE_SEQUENCES
 from dynamo.runtime import DistributedRuntime
 
 Load = tuple[int, int, int]

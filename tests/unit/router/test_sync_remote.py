@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.protocols.codec import encode
+from dynamo.router import replica_loads as sync_local
+from dynamo.router import replica_loads as sync_remote
+from dynamo.router.active_load import Reservation
 from dynamo.router.kv_mode.prompt import HashedPrompt
-from dynamo.router.load.active import Reservation
-from dynamo.router.sync import loads as sync_local
-from dynamo.router.sync import loads as sync_remote
-from dynamo.router.sync.loads import (
+from dynamo.router.replica_loads import (
     AddRequest,
     LocalRequests,
     RemoteReplicas,
@@ -22,7 +22,7 @@ from dynamo.router.sync.loads import (
     SequenceEvent,
     SequenceMessage,
 )
-from dynamo.router.sync.replicas import PickerLoadSink, decode_message
+from dynamo.router.replicas import PickerLoadSink, decode_message
 
 ROUTER, PUBLISHER, BLOCK = 0xA, 7, 4
 

@@ -28,7 +28,7 @@ from dynamo.http.routes import Routes, in_task
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
-from dynamo.router.eligibility.busy import Thresholds
+from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.runtime.endpoints.instances import Outage
 from dynamo.runtime.process.tasks import Tasks
 

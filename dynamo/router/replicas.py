@@ -16,10 +16,10 @@ import msgspec
 
 from dynamo.observability.metrics import Counter, Registry, counter, gauge
 from dynamo.protocols import codec
+from dynamo.router.active_load import Reservation
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.load.active import Reservation
 from dynamo.router.metrics import COMPONENT, RouterLabels
-from dynamo.router.sync.loads import (
+from dynamo.router.replica_loads import (
     ACTIVE_SEQUENCES,
     AddRequest,
     LocalRequests,

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dynamo.router.active_load import Reservation
 from dynamo.router.kv_mode.prompt import HashedPrompt
-from dynamo.router.load.active import Reservation
 
 if TYPE_CHECKING:
-    from dynamo.router.sync.replicas import PickerLoadSink
+    from dynamo.router.replicas import PickerLoadSink
 
 MAX_BATCH_BYTES = 262_144
 """Approximate size limit of one message: an event plane may reject 1 MiB."""

@@ -1,3 +1,0 @@
-"""Router replicas that share their load."""
-
-__all__: list[str] = []
