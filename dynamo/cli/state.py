@@ -10,12 +10,12 @@ import msgspec
 
 from dynamo.cli.options import StateSettings
 from dynamo.config import load
-from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.operations.reconcile import reconcile
 from dynamo.operations.steps.access import open_access
 from dynamo.operations.steps.engine_controls import open_engines
+from dynamo.operations.steps.limits import ActionLimits
 from dynamo.operations.steps.sleeping import check_sleepers, finish_interrupted
 from dynamo.runtime.process.paths import run_dir, state_path, store_dir, store_path
 from dynamo.serve.state.document import Document
@@ -102,7 +102,7 @@ def _repair(statefile: Statefile, runtime: RuntimeSettings, dry_run: bool) -> li
 
 
 async def _repair_running(runtime: RuntimeSettings, dry_run: bool) -> list[str]:
-    async with open_access(runtime, PlannerSettings()) as access:
+    async with open_access(runtime, ActionLimits()) as access:
         found = await reconcile(access, dry_run)
         if not dry_run:
             async with open_engines(runtime) as engines:

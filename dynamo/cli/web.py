@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from dynamo.cli.options import WebSettings
 from dynamo.config import environ, load
 from dynamo.errors import ConfigError, DynamoError, Unavailable
 from dynamo.http.client import ResponseError, cause, parse_url
+from dynamo.http.tls import unverified_context
 from dynamo.protocols.status import BoxStatus
 from dynamo.status.components import chosen_runtime
 from dynamo.status.reading import BoxCollector
@@ -58,7 +58,9 @@ def _check_served(base: str) -> None:
     target = parse_url(base)
     url = f"{base}/ui"
     try:
-        status = asyncio.run(call(target, "GET", "/ui", b"", _TIMEOUT_S, _any_certificate())).status
+        status = asyncio.run(
+            call(target, "GET", "/ui", b"", _TIMEOUT_S, unverified_context())
+        ).status
     except (OSError, UnicodeError, ResponseError) as error:
         raise Unavailable(f"can't reach {url}: {cause(error)}; see: dynamo ps") from None
     if status == 404:
@@ -68,14 +70,6 @@ def _check_served(base: str) -> None:
         )
     if status != 200:
         raise Unavailable(f"{url} answered {status}; see: dynamo ps")
-
-
-def _any_certificate() -> ssl.SSLContext:
-    """Accept any: nothing is sent but the path of the page; the browser checks the certificate."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def _has_display() -> bool:

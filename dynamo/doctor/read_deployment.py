@@ -7,7 +7,6 @@ import contextlib
 import ipaddress
 import re
 import socket
-import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.doctor.facts import FrontendFacts, ListenerFacts, RouterFacts, WorkerFacts
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.http.client import ResponseError, get
+from dynamo.http.tls import unverified_context
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import EventChannelRecord, record_decoder
 from dynamo.protocols.kv import KV_EVENTS
@@ -335,10 +335,7 @@ def _program(pid: int) -> str:
 
 async def _metrics(address: FrontendAddress) -> str | None:
     """Return the metrics page, which needs no key; None without an answer."""
-    tls = None
-    if address.tls:  # the certificate is for other names than this address
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    tls = unverified_context() if address.tls else None
     place = (address.reachable, address.port, address.authority)
     try:
         async with asyncio.timeout(_ANSWER_S):

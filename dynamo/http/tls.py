@@ -142,6 +142,18 @@ def client_context(ca_path: str | None) -> ssl.SSLContext:
         raise ConfigError(f"--tls-ca-cert-path {ca_path}: {error.strerror}") from None
 
 
+@functools.cache
+def unverified_context() -> ssl.SSLContext:
+    """Return the context of a client that trusts every certificate, for requests without a secret.
+
+    A frontend's certificate is for the name that its clients use, not for its local address.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
 def validity(certificate: bytes) -> tuple[datetime, datetime]:
     """The first and last moment at which ``certificate`` (DER) is valid. RFC 5280 4.1.
 

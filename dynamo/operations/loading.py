@@ -7,15 +7,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from dynamo.operations.steps.access import LocalAccess, reserve
-from dynamo.operations.steps.ports import (
-    STOPPED,
-    ActionFailed,
-    CircusBusy,
-    EngineControls,
-    retried,
-    wait_until,
-)
+from dynamo.operations.steps.access import LocalAccess, wait_until
+from dynamo.operations.steps.circus import STOPPED, CircusBusy, retried
+from dynamo.operations.steps.engine_controls import RemoteEngines
+from dynamo.operations.steps.limits import ActionFailed, reserve
 from dynamo.operations.steps.sleeping import check_sleepable, finish_wake, sleeper_to_wake
 from dynamo.operations.steps.starting import WorkerStart
 from dynamo.serve.state.document import LOAD, WAKE, Document, Entry
@@ -42,7 +37,7 @@ class ModelLoad:
     """Prepares a worker for each pool (prefill, decode) of a model that has none. Use it once."""
 
     def __init__(
-        self, access: LocalAccess, engines: EngineControls, services: Collection[ServiceEntries]
+        self, access: LocalAccess, engines: RemoteEngines, services: Collection[ServiceEntries]
     ) -> None:
         self._access = access
         self._engines = engines
@@ -145,14 +140,14 @@ async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None
                 )
         return not pending
 
-    limit_s = access.settings.start_timeout_s
+    limit_s = access.limits.start_timeout_s
     deadline_s = asyncio.get_running_loop().time() + limit_s
     if not await wait_until(served, access.registrations, deadline_s):
         raise ActionFailed(f"{', '.join(names)} did not serve within {limit_s:g} s")
 
 
 async def sleepers_and_others(
-    engines: EngineControls, services: Iterable[ServiceEntries], watchers: Collection[str]
+    engines: RemoteEngines, services: Iterable[ServiceEntries], watchers: Collection[str]
 ) -> tuple[list[Worker], list[Worker]]:
     """Return the workers of ``services`` that are to sleep, one of each, and those to remove."""
     sleepers: list[Worker] = []
@@ -188,7 +183,7 @@ def _entries(access: LocalAccess, names: Iterable[str]) -> list[Entry]:
     return [found[name] for name in names]
 
 
-async def _can_sleep(engines: EngineControls, entry: Entry) -> bool:
+async def _can_sleep(engines: RemoteEngines, entry: Entry) -> bool:
     try:
         await check_sleepable(engines, entry)
     except ActionFailed:

@@ -12,15 +12,14 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from functools import partial
 
-from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, InvalidArgument, StatefileError
 from dynamo.operations.loading import ModelLoad, Worker, sleepers_and_others, wait_until_served
 from dynamo.operations.outside import ask_planner, find_outside
 from dynamo.operations.steps.access import LocalAccess, open_access
-from dynamo.operations.steps.circus import CircusEndpoint
+from dynamo.operations.steps.circus import CircusEndpoint, retried
 from dynamo.operations.steps.engine_controls import open_engines
-from dynamo.operations.steps.ports import ActionFailed, retried
+from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.removal import finish_removal, mark_draining
 from dynamo.operations.steps.sleeping import (
     check_sleepable,
@@ -34,7 +33,6 @@ from dynamo.protocols.control import PlannerState
 from dynamo.serve.state.process_table import is_reserved, runs_here
 
 _BUSY_S = 30.0
-_NO_BUDGET = 1 << 31  # the planner's; the GPUs of the deployment limit what a person loads
 Steps = AsyncIterator[str]
 
 
@@ -168,8 +166,8 @@ class BoxActions:
 
     @contextlib.asynccontextmanager
     async def _open(self) -> AsyncIterator[LocalAccess]:
-        settings = PlannerSettings(max_gpu_budget=_NO_BUDGET)
-        async with open_access(self._runtime, settings) as access:
+        # No budget: the GPUs of the deployment limit what a person loads.
+        async with open_access(self._runtime, ActionLimits()) as access:
             access.active = self._active
             if not runs_here(access.document().arbiter):
                 raise StatefileError(

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 
 from dynamo.errors import StatefileError
 from dynamo.operations.steps.access import LocalAccess
-from dynamo.operations.steps.ports import (
+from dynamo.operations.steps.circus import (
     STOPPED,
-    ActionFailed,
     CircusError,
     NoSuchWatcher,
     WatcherOptions,
     retried,
 )
+from dynamo.operations.steps.limits import ActionFailed
 from dynamo.operations.steps.removal import finish_removal, wait_until_gone
 from dynamo.serve.state.document import LOAD, RUNNING, SLEEP, WAKE, Document, Entry, Resources
 from dynamo.serve.state.entries import ServiceEntries, delete_entry, read_services, release

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from dynamo.errors import InvalidArgument
-from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.limits import ActionFailed
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.process_table import is_reserved

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import socket
-import ssl
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -15,6 +13,7 @@ import msgspec
 
 from dynamo.errors import ConfigError
 from dynamo.http.client import ResponseError, get
+from dynamo.http.tls import unverified_context
 from dynamo.serve.graph.frontend_address import FrontendAddress
 
 _PORTS_TRIED = 50
@@ -102,7 +101,7 @@ async def wait_until_ready(
 async def probe(address: FrontendAddress) -> FrontendHealth | None:
     """Probe the frontend once; None while it does not answer or is not healthy."""
     host, port, authority = address.reachable, address.port, address.authority
-    tls = _unverified() if address.tls else None
+    tls = unverified_context() if address.tls else None
     try:
         async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
             found = await get(host, port, authority, "/health", _RESPONSE_LIMIT_BYTES, tls)
@@ -126,16 +125,3 @@ class _Health(msgspec.Struct):
 
     instances: list[_HealthRow] = []
     models: list[str] = []
-
-
-@functools.cache
-def _unverified() -> ssl.SSLContext:
-    """A context that trusts every certificate.
-
-    The frontend's is for the name that its clients use, not for this address. It is a process of
-    ours, as its listening socket shows, and the probe sends no secret.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context

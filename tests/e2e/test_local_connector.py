@@ -23,7 +23,7 @@ from serving import QUICKSTART, ROOT, Serving, is_running
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.limits import ActionFailed
 from dynamo.planner.connector import DRAINING, READY
 from dynamo.planner.live.local_connector import open_connector
 from dynamo.serve.state.statefile import FileLock

@@ -1,13 +1,7 @@
 """A running deployment, as actions on its workers read it and change it.
 
-What the workers of this machine registered in file discovery, and the end of their leases.
-
-Which GPUs have the free memory that an engine reserves when it starts.
-
 Engines that sleep and programs outside the deployment hold memory of GPUs that are free according
-to the statefile.
-
-The GPU budget of the planner: what workers count in it. Pure.
+to the statefile: :func:`without_room` asks the driver.
 """
 
 from __future__ import annotations
@@ -20,7 +14,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -30,67 +23,26 @@ from pathlib import Path
 
 from asyncinotify import Mask
 
-from dynamo.config.planner import PlannerSettings
-from dynamo.config.programs import memory_share
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.operations.steps.circus import CircusEndpoint
-from dynamo.operations.steps.ports import (
-    ActionFailed,
-    CircusControl,
-    CircusError,
-    NoSuchWatcher,
-    Registrations,
-    retried,
-)
+from dynamo.operations.steps.circus import CircusEndpoint, CircusError, NoSuchWatcher, retried
+from dynamo.operations.steps.limits import ActionFailed, ActionLimits, crowded_gpus
 from dynamo.runtime.discovery.layout import ensure_directories, lease_path
 from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, store_dir
 from dynamo.serve.gpus.gpus import Gpu
-from dynamo.serve.gpus.ledger import GpuLedger
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
-from dynamo.serve.state.process_table import is_reserved, reservation
 from dynamo.serve.state.registered import RegisteredWorker, registered_workers
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.logs import last_line
 
 _COMMAND_TIMEOUT_S = 30.0
 _GRACEFUL_TIMEOUT_S = 30.0
+_RECHECK_S = 1.0  # for what causes no event, such as a watcher that is given up
 # A renewal only touches the lease file, which causes none of these events.
 _MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
-_SHARE_FLAG = "--gpu-memory-utilization"
-_BYTES_FLAG = "--kv-cache-memory-bytes"
-_GIB = 1 << 30
 log = logging.getLogger(__name__)
-
-
-def budget_share(service: ServiceEntries, settings: PlannerSettings) -> float:
-    """Return what a worker counts in the GPU budget: as the options say, else its GPUs, else 1."""
-    given = (
-        settings.prefill_engine_num_gpu if service.is_prefill else settings.decode_engine_num_gpu
-    )
-    return given or service.gpus or 1.0
-
-
-def budget_held(
-    ledger: GpuLedger, services: Collection[ServiceEntries], settings: PlannerSettings
-) -> float:
-    """Return the GPUs of the budget that ``services`` hold now, draining workers included.
-
-    A worker without GPUs counts as what the options say, else as 1.
-    """
-    total = 0.0
-    for service in services:
-        each = budget_share(service, settings)
-        for entry in service.entries:
-            if entry.name in ledger.held:
-                total += ledger.amount(entry.name)
-            elif entry.asleep and entry.reserved_by is None:
-                continue
-            elif entry.pids or entry.reserved_by is not None:
-                total += each * max(1, len(entry.pids))
-    return total
 
 
 async def probe_gpus() -> Sequence[Gpu] | None:
@@ -98,35 +50,6 @@ async def probe_gpus() -> Sequence[Gpu] | None:
     from dynamo.serve.gpus.nvml import probe  # loads the driver's library: only where it is needed
 
     return await asyncio.to_thread(probe)
-
-
-def reserved_share(argv: Sequence[str]) -> float:
-    """Return the part of a GPU's memory that the engine of this command reserves; 0 if unknown."""
-    share = max(memory_share(word) for word in argv)
-    if not share or any(word.startswith(_BYTES_FLAG) for word in argv):
-        return 0.0
-    for word, following in zip(argv, (*argv[1:], ""), strict=True):
-        flag, joined, value = word.partition("=")
-        if flag == _SHARE_FLAG:
-            try:
-                return float(value if joined else following)
-            except ValueError:
-                return 0.0  # the engine reports it
-    return share
-
-
-def crowded_gpus(gpus: Iterable[str], share: float, devices: Sequence[Gpu]) -> dict[str, str]:
-    """Return those of ``gpus`` of which less than ``share`` is free, and what is wrong. Pure."""
-    found = {}
-    for name in gpus:
-        for gpu in devices:
-            free_bytes = gpu.memory_bytes - gpu.used_bytes
-            if gpu.is_named(name) and gpu.memory_bytes and free_bytes < share * gpu.memory_bytes:
-                found[name] = (
-                    f"GPU {name}: {free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB "
-                    f"are free, and a worker reserves {share:.0%}"
-                )
-    return found
 
 
 async def without_room(
@@ -142,9 +65,9 @@ async def without_room(
 
 
 class FileRegistrations:
-    """The :class:`Registrations` of the store ``store``; also reports writes of ``statefile``.
+    """The leases and model cards that ``store`` has of the workers on this machine.
 
-    Close it after use.
+    Writes of ``statefile`` count as changes, too. Close it after use.
     """
 
     def __init__(self, store: Path, statefile: Path) -> None:
@@ -163,7 +86,7 @@ class FileRegistrations:
         self._inotify.close()
 
     def workers(self) -> Mapping[int, RegisteredWorker]:
-        """See :class:`Registrations`."""
+        """Return what is registered now, by the pid of the process that the arbiter started."""
         return registered_workers(self._store)
 
     async def revoke(self, lease_id: int) -> None:
@@ -171,7 +94,7 @@ class FileRegistrations:
         lease_path(self._store, lease_id).unlink(missing_ok=True)
 
     def next_change(self) -> asyncio.Event:
-        """See :class:`Registrations`."""
+        """Return an event that is set at the next change of leases, cards or statefile."""
         return self._change
 
     def _changed(self) -> None:
@@ -183,6 +106,28 @@ class FileRegistrations:
             self._changed()
 
 
+async def wait_until(
+    condition: Callable[[], Awaitable[bool]], registrations: FileRegistrations, deadline_s: float
+) -> bool:
+    """Wait until ``condition()`` holds; False if it does not at ``deadline_s`` on the loop's clock.
+
+    Checks again at each change of the registrations, and every second.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        change = registrations.next_change()  # before the check: a change during it counts
+        if await condition():
+            return True
+        left_s = deadline_s - loop.time()
+        if left_s <= 0:
+            return False
+        try:
+            async with asyncio.timeout(min(left_s, _RECHECK_S)):
+                await change.wait()
+        except TimeoutError:
+            continue
+
+
 @dataclass(kw_only=True)
 class LocalAccess:
     """The parts of a running deployment.
@@ -192,10 +137,10 @@ class LocalAccess:
     returns the GPUs with their free memory, None without a driver.
     """
 
-    settings: PlannerSettings
+    limits: ActionLimits
     statefile: Statefile
-    circus: CircusControl
-    registrations: Registrations
+    circus: CircusEndpoint
+    registrations: FileRegistrations
     logs: Path
     active: set[str] = field(default_factory=set)
     needs_repair: bool = False
@@ -271,28 +216,6 @@ class LocalAccess:
         return last_line(self.logs / f"{name}.log")
 
 
-def reserve(document: Document, name: str, operation: str) -> None:
-    """Begin an ``operation`` of this process on a worker: write its record.
-
-    Raises ActionFailed as :func:`check_unreserved`.
-    """
-    check_unreserved(document, name)
-    document.components[name].reserved_by = reservation(operation)
-
-
-def check_unreserved(document: Document, name: str) -> None:
-    """Raise ActionFailed if a worker is gone, or another living process changes it."""
-    entry = document.components.get(name)
-    if entry is None:
-        raise ActionFailed(f"{name}: removed by another command")
-    owner = entry.reserved_by
-    if owner is not None and is_reserved(entry, ()):
-        begun = f" ({owner.operation})" if owner.operation else ""
-        raise ActionFailed(f"{name}: process {owner.pid} changes it{begun}; wait for its end")
-    if entry.replacing is not None:
-        raise ActionFailed(f"{name}: the deployment replaces its process; wait for its end")
-
-
 def read_deployment(statefile: Statefile) -> Document:
     """Read the statefile of a deployment. Raises StatefileError, also without one."""
     document = statefile.read()
@@ -305,9 +228,7 @@ def read_deployment(statefile: Statefile) -> Document:
 
 
 @contextlib.asynccontextmanager
-async def open_access(
-    runtime: RuntimeSettings, settings: PlannerSettings
-) -> AsyncIterator[LocalAccess]:
+async def open_access(runtime: RuntimeSettings, limits: ActionLimits) -> AsyncIterator[LocalAccess]:
     """Open the deployment of ``runtime``'s namespace for the block.
 
     Raises StatefileError without one, ConfigError if its workers do not register in files.
@@ -323,7 +244,7 @@ async def open_access(
     registrations = FileRegistrations(store_dir(runtime), statefile.path)
     try:
         yield LocalAccess(
-            settings=settings,
+            limits=limits,
             statefile=statefile,
             circus=circus,
             registrations=registrations,

@@ -6,15 +6,21 @@ import asyncio
 import json
 import shlex
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
-from dynamo.operations.steps.ports import CircusBusy, CircusError, NoSuchWatcher, WatcherOptions
+from dynamo.errors import DynamoError
 
+STOPPED, STOPPING = "stopped", "stopping"
+"""Status of a watcher that starts no process: stopped by command, or given up; its processes have
+exited, or not yet."""
+_FIRST_DELAY_S = 0.05
+_LONGEST_DELAY_S = 1.0
 _REPLY_TIMEOUT_S = 10.0
 _CHECK_MS = 1000
 _SOCKET_S = 2.0
@@ -22,10 +28,42 @@ _SOCKET_S = 2.0
 _ROLL = "roll_watchers"  # a command of dynamo.serve.supervision.arbiter, which imports circus
 _BUSY = ("arbiter is already running", "arbiter is restarting")
 _GPUS = "CUDA_VISIBLE_DEVICES"
+T = TypeVar("T")
+
+
+class CircusError(DynamoError):
+    """The arbiter refused a command, or did not answer."""
+
+    code = "circus"
+
+
+class CircusBusy(CircusError):
+    """The arbiter runs another command, or is too busy to answer: the same command may succeed."""
+
+    code = "circus_busy"
+
+
+class NoSuchWatcher(CircusError):
+    """The arbiter has no watcher of this name."""
+
+    code = "no_such_watcher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatcherOptions:
+    """What a watcher runs: its command, its GPUs, how many processes, how long they may drain."""
+
+    argv: tuple[str, ...]
+    gpus: tuple[str, ...] = ()
+    graceful_timeout_s: float = 30.0
+    numprocesses: int = 1
 
 
 class CircusEndpoint:
-    """A :class:`CircusControl` of the arbiter at ``endpoint``. Close it after use."""
+    """The commands of the arbiter at ``endpoint``. Close it after use.
+
+    Each raises CircusError, and sends one message only.
+    """
 
     def __init__(self, endpoint: str, reply_timeout_s: float = _REPLY_TIMEOUT_S) -> None:
         self.endpoint = endpoint
@@ -37,12 +75,12 @@ class CircusEndpoint:
         self._context.destroy(linger=0)
 
     async def statuses(self) -> Mapping[str, str]:
-        """See :class:`CircusControl`."""
+        """Return the status of each watcher, by name. Circus ignores the case of names."""
         found = (await self._call("status")).get("statuses")
         return {str(name): str(status) for name, status in dict(found or {}).items()}
 
     async def options(self, name: str) -> WatcherOptions:
-        """See :class:`CircusControl`."""
+        """Return the options of a watcher."""
         keys = ["cmd", "args", "env", "graceful_timeout", "numprocesses"]
         found = (await self._call("get", name=name, keys=keys))["options"]
         args = found.get("args") or ()
@@ -56,7 +94,7 @@ class CircusEndpoint:
         )
 
     async def add(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """See :class:`CircusControl`."""
+        """Add a watcher, not started; do nothing if there is one of this name."""
         # The command is a list of words: circus would split and format a line.
         program, *args = argv
         try:
@@ -73,19 +111,19 @@ class CircusEndpoint:
                 raise
 
     async def start(self, name: str) -> None:
-        """See :class:`CircusControl`."""
+        """Start the processes of a watcher; do nothing if they run."""
         await self._call("start", name=name, match="simple")
 
     async def signal(self, name: str, signum: int) -> None:
-        """See :class:`CircusControl`."""
+        """Send ``signum`` to the processes of a watcher."""
         await self._call("signal", name=name, signum=int(signum))
 
     async def decrease(self, name: str) -> None:
-        """See :class:`CircusControl`."""
+        """Stop the newest process of a watcher gracefully; it has one less from now on."""
         await self._call("decr", name=name, nb=1)
 
     async def remove(self, name: str) -> None:
-        """See :class:`CircusControl`."""
+        """Remove a watcher; its processes are stopped gracefully, after the reply."""
         await self._call("rm", name=name)
 
     async def roll(self, names: Sequence[str], is_running: Callable[[], bool]) -> None:
@@ -148,6 +186,23 @@ class CircusEndpoint:
                     "deployment brings it back"
                 )
             await asyncio.sleep(_SOCKET_S / 20)
+
+
+async def retried(command: Callable[[], Awaitable[T]], deadline_s: float) -> T:
+    """Return the result of ``command``, repeated while circus is busy.
+
+    Raises CircusBusy at ``deadline_s`` on the loop's clock, and every other CircusError at once.
+    """
+    loop = asyncio.get_running_loop()
+    delay_s = _FIRST_DELAY_S
+    while True:
+        try:
+            return await command()
+        except CircusBusy:
+            if loop.time() + delay_s > deadline_s:
+                raise
+        await asyncio.sleep(delay_s)  # circus sends no event when a command ends
+        delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
 
 
 def _refused(command: str, properties: Mapping[str, Any], reason: str) -> CircusError:

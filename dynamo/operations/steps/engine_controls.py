@@ -35,7 +35,10 @@ async def open_engines(settings: RuntimeSettings) -> AsyncIterator[RemoteEngines
 
 
 class RemoteEngines:
-    """Implements :class:`EngineControls` over ``runtime``. ``drain_s`` bounds the way to sleep."""
+    """The engines of workers that can sleep: keep their process, but free their GPU memory.
+
+    ``drain_s`` bounds the way to sleep.
+    """
 
     def __init__(self, runtime: DistributedRuntime, drain_s: float) -> None:
         self._runtime = runtime

@@ -12,15 +12,9 @@ import signal
 from collections.abc import Iterable
 
 from dynamo.errors import DynamoError, StatefileError
-from dynamo.operations.steps.access import LocalAccess, reserve
-from dynamo.operations.steps.ports import (
-    ActionFailed,
-    CircusBusy,
-    CircusError,
-    NoSuchWatcher,
-    retried,
-    wait_until,
-)
+from dynamo.operations.steps.access import LocalAccess, wait_until
+from dynamo.operations.steps.circus import CircusBusy, CircusError, NoSuchWatcher, retried
+from dynamo.operations.steps.limits import ActionFailed, reserve
 from dynamo.serve.state.document import DRAIN, DRAINING, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, delete_entry, is_freed, release
 

@@ -12,8 +12,9 @@ from collections.abc import Collection
 from functools import partial
 
 from dynamo.errors import DynamoError, StatefileError
-from dynamo.operations.steps.access import LocalAccess, check_unreserved, reserve
-from dynamo.operations.steps.ports import ActionFailed, EngineControls
+from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.steps.engine_controls import RemoteEngines
+from dynamo.operations.steps.limits import ActionFailed, check_unreserved, reserve
 from dynamo.operations.steps.removal import remove_entry
 from dynamo.serve.state.document import ASLEEP, RUNNING, SLEEP, WAKE, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
@@ -43,7 +44,7 @@ def sleepers_on(document: Document, gpus: Collection[str]) -> list[tuple[Service
     ]
 
 
-async def put_to_sleep(access: LocalAccess, engines: EngineControls, entry: Entry) -> bool:
+async def put_to_sleep(access: LocalAccess, engines: RemoteEngines, entry: Entry) -> bool:
     """Let a worker finish its requests and sleep; False if it cannot, and still serves."""
     if entry.lease is None or len(entry.pids) != 1 or not await engines.can_sleep(entry.lease):
         return False
@@ -55,7 +56,7 @@ async def put_to_sleep(access: LocalAccess, engines: EngineControls, entry: Entr
     return True
 
 
-async def sleep_worker(access: LocalAccess, engines: EngineControls, entry: Entry) -> None:
+async def sleep_worker(access: LocalAccess, engines: RemoteEngines, entry: Entry) -> None:
     """Let a worker finish its requests and sleep.
 
     Raises ActionFailed, StatefileError; then it serves as before.
@@ -74,7 +75,7 @@ async def sleep_worker(access: LocalAccess, engines: EngineControls, entry: Entr
             raise ActionFailed(f"{entry.name}: was restarted while it fell asleep")
 
 
-async def _sleep(access: LocalAccess, engines: EngineControls, name: str, lease: int) -> str:
+async def _sleep(access: LocalAccess, engines: RemoteEngines, name: str, lease: int) -> str:
     """Put the engine of a reserved worker to sleep; return its state, which is written."""
     try:
         log.info("%s: putting its engine to sleep", name)
@@ -91,7 +92,7 @@ async def _sleep(access: LocalAccess, engines: EngineControls, name: str, lease:
     return state
 
 
-async def check_sleepable(engines: EngineControls, entry: Entry) -> int:
+async def check_sleepable(engines: RemoteEngines, entry: Entry) -> int:
     """Return the lease of a worker that can sleep. Raises ActionFailed that says why not."""
     if entry.lease is None:
         raise ActionFailed(f"{entry.name}: it does not serve yet, so it cannot sleep")
@@ -108,7 +109,7 @@ async def check_sleepable(engines: EngineControls, entry: Entry) -> int:
 
 
 async def wake_worker(
-    access: LocalAccess, engines: EngineControls, service: ServiceEntries, entry: Entry
+    access: LocalAccess, engines: RemoteEngines, service: ServiceEntries, entry: Entry
 ) -> str:
     """Wake a sleeping worker; return its watcher when it serves.
 
@@ -120,12 +121,12 @@ async def wake_worker(
 
 
 async def finish_wake(
-    access: LocalAccess, engines: EngineControls, service: ServiceEntries, entry: Entry
+    access: LocalAccess, engines: RemoteEngines, service: ServiceEntries, entry: Entry
 ) -> str:
     """Wake a worker that is reserved for it; see :func:`wake_worker`."""
     log.info("%s: waking its engine", entry.name)
     try:
-        await engines.wake(entry.lease or 0, access.settings.start_timeout_s)
+        await engines.wake(entry.lease or 0, access.limits.start_timeout_s)
         access.statefile.update(partial(_set_state, name=entry.name, state=RUNNING))
     except (asyncio.CancelledError, StatefileError):  # check_sleepers finds out if it is awake
         access.needs_repair = True
@@ -140,7 +141,7 @@ async def finish_wake(
     return entry.name
 
 
-async def check_sleepers(access: LocalAccess, engines: EngineControls) -> list[str]:
+async def check_sleepers(access: LocalAccess, engines: RemoteEngines) -> list[str]:
     """Make the statefile agree with the engines; return what was corrected."""
     found = []
     for service in read_services(access.document()).values():
@@ -159,7 +160,7 @@ async def check_sleepers(access: LocalAccess, engines: EngineControls) -> list[s
     return found
 
 
-async def finish_interrupted(access: LocalAccess, engines: EngineControls) -> list[str]:
+async def finish_interrupted(access: LocalAccess, engines: RemoteEngines) -> list[str]:
     """Put to sleep, and wake, what processes that have exited began; return what was done.
 
     An engine goes on with a command whose caller has gone, and the same command again waits for it.

@@ -7,21 +7,9 @@ import logging
 from collections.abc import Collection
 
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.operations.steps.access import (
-    LocalAccess,
-    budget_held,
-    budget_share,
-    reserved_share,
-    without_room,
-)
-from dynamo.operations.steps.ports import (
-    STOPPED,
-    ActionFailed,
-    CircusBusy,
-    CircusError,
-    retried,
-    wait_until,
-)
+from dynamo.operations.steps.access import LocalAccess, wait_until, without_room
+from dynamo.operations.steps.circus import STOPPED, CircusBusy, CircusError, retried
+from dynamo.operations.steps.limits import ActionFailed, budget_held, reserved_share
 from dynamo.operations.steps.removal import remove_entry, wait_until_gone
 from dynamo.operations.steps.sleeping import sleepers_on
 from dynamo.serve.gpus.gpus import fits
@@ -69,7 +57,7 @@ class WorkerStart:
         A cancelled start leaves its reservation to the planner's reconcile, like a crash.
         """
         access = self._access
-        deadline_s = asyncio.get_running_loop().time() + access.settings.start_timeout_s
+        deadline_s = asyncio.get_running_loop().time() + access.limits.start_timeout_s
         if not self._name:
             await self.prepare()
         try:
@@ -112,7 +100,7 @@ class WorkerStart:
         """
         service = self._access.service(document, self._service)
         ledger = ledger_of(document)
-        self._check_budget(document, ledger, budget_share(service, self._access.settings))
+        self._check_budget(document, ledger, service)
         taken = {*watchers, *self._access.active}
         self._name = next_name(document, self._service, taken)
         self._argv = service.template.argv
@@ -129,22 +117,18 @@ class WorkerStart:
         except ConfigError as error:
             raise ActionFailed(error.message.partition("\nLower workers")[0]) from None
 
-    def _check_budget(self, document: Document, ledger: GpuLedger, needed: float) -> None:
-        settings = self._access.settings
-        services = [one for one in read_services(document).values() if self._is_scaled(one)]
-        held = budget_held(ledger, services, settings)
-        if not fits(settings.max_gpu_budget - held, needed):
-            raise ActionFailed(
-                f"{self._service}: {held:g} GPUs are in use and a worker needs {needed:g}: "
-                f"more than --max-gpu-budget {settings.max_gpu_budget}"
-            )
-
-    def _is_scaled(self, service: ServiceEntries) -> bool:
-        """Whether the planner scales the service, or only another model."""
-        wanted = self._access.settings.served_model_name
-        return wanted in (None, service.model) or any(
-            self._access.model(entry) == wanted for entry in service.entries
-        )
+    def _check_budget(self, document: Document, ledger: GpuLedger, service: ServiceEntries) -> None:
+        limits, registered = self._access.limits, self._access.model
+        scaled = [
+            one
+            for one in read_services(document).values()
+            if limits.scales(one.model) or any(registered(e) == limits.model for e in one.entries)
+        ]
+        needed = limits.worker_gpus(service.gpus, service.is_prefill)
+        try:
+            limits.check(budget_held(ledger, scaled, limits), needed)
+        except ActionFailed as error:
+            raise ActionFailed(f"{self._service}: {error.message}") from None
 
     async def _start(self, deadline_s: float) -> None:
         access, name = self._access, self._name
@@ -154,8 +138,7 @@ class WorkerStart:
         await retried(lambda: access.circus.start(name), deadline_s)
         if not await wait_until(self._serves, access.registrations, deadline_s):
             raise ActionFailed(
-                f"it did not serve within {access.settings.start_timeout_s:g} s"
-                + self._last_output()
+                f"it did not serve within {access.limits.start_timeout_s:g} s" + self._last_output()
             )
 
     async def _serves(self) -> bool:

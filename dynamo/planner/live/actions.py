@@ -9,18 +9,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
-from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.limits import ActionLimits
 from dynamo.planner.connector import (
     ASLEEP,
     Connector,
     ScaledService,
     ScaledWorker,
 )
-from dynamo.planner.live.model_state import InFlight, gpus_per_worker, pool_of
+from dynamo.planner.live.model_state import InFlight, pool_of
 from dynamo.planner.policies.base import Pool
-from dynamo.serve.gpus.gpus import fits
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +65,16 @@ class WorkerActions:
     """Carries out the changes of all models through ``connector``.
 
     Before each add it counts the GPUs of all ``services()`` again, so that together they never
-    exceed --max-gpu-budget. A failed action is logged and reported to ``on_action``.
+    exceed ``limits``. A service without a ``min`` keeps ``minimum`` workers. A failed action is
+    logged and reported to ``on_action``.
     """
 
     def __init__(
-        self, connector: Connector, settings: PlannerSettings, on_action: OnAction
+        self, connector: Connector, limits: ActionLimits, minimum: int, on_action: OnAction
     ) -> None:
         self._connector = connector
-        self._settings = settings
+        self._limits = limits
+        self._minimum = minimum
         self._on_action = on_action
         self._flights: dict[str, _Flight] = {}
         self._adding: set[asyncio.Task[object]] = set()
@@ -142,13 +142,9 @@ class WorkerActions:
         """Add a worker if the budget allows it."""
         async with self._gate:
             services = await self._connector.services()
-            mine = [one for one in services.values() if self._is_scaled(one)]
-            limit, wanted = self._settings.max_gpu_budget, gpus_per_worker(service, self._settings)
+            mine = [one for one in services.values() if self._limits.scales(one.model)]
             held = sum(self._pool(one, admitted=True).gpus for one in mine)
-            if not fits(limit - held, wanted):
-                raise ActionFailed(
-                    f"it needs {wanted:g} GPUs, and {held:g} of --max-gpu-budget {limit} are in use"
-                )
+            self._limits.check(held, service.gpus_per_worker)
             listed = services.get(service.name, service).workers
             add.before = _awake(listed)
         name = await self._connector.add(service.name)
@@ -185,10 +181,7 @@ class WorkerActions:
         flight = self._flight(service.name)
         adds = [add for add in flight.adds if add.before is not None or not admitted]
         in_flight = InFlight(_unseen(adds, service), flight.removing)
-        return pool_of(service, self._settings, in_flight)
-
-    def _is_scaled(self, service: ScaledService) -> bool:
-        return self._settings.served_model_name in (None, service.model)
+        return pool_of(service, self._minimum, in_flight)
 
     def _flight(self, service: str) -> _Flight:
         return self._flights.setdefault(service, _Flight())

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, StatefileError
+from dynamo.errors import StatefileError
 from dynamo.operations.reconcile import reconcile
-from dynamo.operations.steps.access import LocalAccess, budget_share, open_access
-from dynamo.operations.steps.ports import STOPPED, STOPPING, ActionFailed, EngineControls
+from dynamo.operations.steps.access import LocalAccess, open_access
+from dynamo.operations.steps.circus import STOPPED, STOPPING
+from dynamo.operations.steps.engine_controls import RemoteEngines
+from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.removal import remove_worker
 from dynamo.operations.steps.sleeping import (
     check_sleepers,
@@ -37,7 +39,7 @@ from dynamo.planner.connector import (
 )
 from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.planner.sharing.gpu_sharing import GpuCapacity
-from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.planner.sharing.sharing import GpuRoom
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.process_table import is_reserved, ledger_of
@@ -64,9 +66,7 @@ class Sighting:
         return self.statuses.get(entry.name, STOPPED) not in (STOPPED, STOPPING)
 
 
-def service_now(
-    service: ServiceEntries, sighting: Sighting, settings: PlannerSettings
-) -> ScaledService:
+def service_now(service: ServiceEntries, sighting: Sighting, limits: ActionLimits) -> ScaledService:
     """Return ``service`` with its workers, oldest first.
 
     A stopped watcher, by command or after too many deaths, has no worker. Whether it holds its
@@ -83,7 +83,7 @@ def service_now(
         name=service.name,
         model=next((model for model in models if model), service.model),
         pool=PREFILL if service.is_prefill else DECODE,
-        gpus_per_worker=budget_share(service, settings),
+        gpus_per_worker=limits.worker_gpus(service.gpus, service.is_prefill),
         workers=workers,
         assigned=service.gpus,
         minimum=service.minimum,
@@ -133,27 +133,6 @@ def _state(entry: Entry, sighting: Sighting, serves: bool) -> str:
     return READY if serves else STARTING
 
 
-class LedgerRoom:
-    """A :class:`GpuRoom` by the ledger: the allocator decides, as when a worker starts."""
-
-    def __init__(self, ledger: GpuLedger) -> None:
-        self._ledger = ledger
-
-    def count(self, gpus: float, beside: Sequence[float], without: Collection[str]) -> int:
-        """See :class:`GpuRoom`."""
-        allocator = self._ledger.allocator(without)
-        count = 0
-        try:
-            for other in beside:
-                if other:
-                    allocator.assign("another worker", other)
-            while True:
-                allocator.assign("a worker", gpus)
-                count += 1
-        except ConfigError:  # no more fit
-            return count
-
-
 def gpu_capacity(statefile: Statefile, model: str | None) -> GpuCapacity:
     """Return the GPUs that services which are not scaled leave; ``model`` if only that is scaled.
 
@@ -179,7 +158,7 @@ def capacity_of(document: Document, model: str | None) -> GpuCapacity:
         for entry in service.entries
     }
     others = sum(ledger.amount(name) for name in ledger.held if name not in scaled)
-    return GpuCapacity(len(ledger.ids) - others, LedgerRoom(ledger))
+    return GpuCapacity(len(ledger.ids) - others, GpuRoom(ledger))
 
 
 class LocalConnector:
@@ -189,7 +168,7 @@ class LocalConnector:
     service; it is woken before a new one starts.
     """
 
-    def __init__(self, access: LocalAccess, engines: EngineControls | None = None) -> None:
+    def __init__(self, access: LocalAccess, engines: RemoteEngines | None = None) -> None:
         self._access = access
         self._engines = engines
 
@@ -199,7 +178,7 @@ class LocalConnector:
         document = self._access.document()
         sighting = self._sighting(document, statuses)
         return {
-            name: service_now(service, sighting, self._access.settings)
+            name: service_now(service, sighting, self._access.limits)
             for name, service in read_services(document).items()
         }
 
@@ -278,8 +257,8 @@ class LocalConnector:
 
 @contextlib.asynccontextmanager
 async def open_connector(
-    runtime: RuntimeSettings, settings: PlannerSettings, engines: EngineControls | None = None
+    runtime: RuntimeSettings, settings: PlannerSettings, engines: RemoteEngines | None = None
 ) -> AsyncIterator[LocalConnector]:
     """Open a connector to the deployment of ``runtime``'s namespace for the block."""
-    async with open_access(runtime, settings) as access:
+    async with open_access(runtime, ActionLimits.of_planner(settings)) as access:
         yield LocalConnector(access, engines)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
+from dynamo.operations.steps.limits import ActionLimits
 from dynamo.planner.connector import Connector, ScaledService
 from dynamo.planner.live.actions import WorkerAction, WorkerActions
 from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel, left_out, models_of
-from dynamo.planner.live.sources import MetricSources
+from dynamo.planner.live.sources import LiveSources
 from dynamo.planner.policies.base import Observation, Policy, Pull, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
 from dynamo.planner.sharing.gpu_sharing import GpuSharing, cold_decision, is_on_demand
@@ -63,7 +64,7 @@ class ScalingLoop:
     def __init__(
         self,
         connector: Connector,
-        sources: MetricSources,
+        sources: LiveSources,
         settings: PlannerSettings,
         make_policy: Callable[[bool], Policy],
         observers: Sequence[LoopObserver] = (),
@@ -78,7 +79,12 @@ class ScalingLoop:
         self._clock = clock
         self._sharing = sharing
         self._woken = asyncio.Event()
-        self._actions = WorkerActions(connector, settings, self._acted)
+        self._actions = WorkerActions(
+            connector,
+            ActionLimits.of_planner(settings),
+            settings.min_gpu_budget,
+            self._acted,
+        )
         self._models: dict[str, ModelState] = {}
         self._tasks = Tasks("planner")
         self._stopped = asyncio.Event()

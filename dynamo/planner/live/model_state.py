@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from dynamo.config.planner import PlannerSettings
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING, ScaledService
 from dynamo.planner.policies.base import (
     DECODE,
@@ -101,18 +100,11 @@ def left_out(services: Iterable[ScaledService], models: Iterable[ScaledModel]) -
     ]
 
 
-def gpus_per_worker(service: ScaledService, settings: PlannerSettings) -> float:
-    """Return the GPUs of a worker: as the options say, else the graph, else 1."""
-    given = (
-        settings.prefill_engine_num_gpu
-        if service.pool == PREFILL
-        else settings.decode_engine_num_gpu
-    )
-    return given or service.gpus_per_worker or 1.0
+def pool_of(service: ScaledService, minimum: int, in_flight: InFlight) -> Pool:
+    """Return the pool of ``service``; actions ``in_flight`` count as if they were visible.
 
-
-def pool_of(service: ScaledService, settings: PlannerSettings, in_flight: InFlight) -> Pool:
-    """Return the pool of ``service``; actions ``in_flight`` count as if they were visible."""
+    It keeps ``minimum`` workers unless the graph says otherwise.
+    """
     counts: Mapping[str, int] = {
         state: sum(worker.state == state for worker in service.workers)
         for state in (READY, STARTING, DRAINING, ASLEEP)
@@ -124,8 +116,8 @@ def pool_of(service: ScaledService, settings: PlannerSettings, in_flight: InFlig
         starting=counts[STARTING] + in_flight.unseen,
         draining=counts[DRAINING] + from_ready,
         asleep=counts[ASLEEP],
-        gpus_per_worker=gpus_per_worker(service, settings),
-        minimum=settings.min_gpu_budget if service.minimum is None else service.minimum,
+        gpus_per_worker=service.gpus_per_worker,
+        minimum=minimum if service.minimum is None else service.minimum,
         maximum=service.maximum,
     )
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -181,24 +180,8 @@ class WorkerReports:
             self._queues.pop(publisher_id, None)
 
 
-class MetricSources(Protocol):
-    """The metrics of the workers and frontends."""
-
-    def follow(self, models: Iterable[ScaledModel]) -> None:
-        """Follow the workers of these models and no others."""
-
-    def pull(self, model: ScaledModel, now_s: float) -> Pull:
-        """Return the newest load of the model's workers."""
-
-    async def read_frontends(self) -> None:
-        """Read the counters of all frontends, for the next traffic."""
-
-    def traffic(self, model: str, now_s: float, *, ends: bool) -> Traffic:
-        """Return the traffic of the current interval; ``ends``: begin the next one."""
-
-
 class LiveSources:
-    """Implements :class:`MetricSources` over ``runtime`` and the frontends in ``statefile``."""
+    """The metrics of the workers of ``runtime``, and of the frontends in ``statefile``."""
 
     def __init__(
         self,
@@ -220,12 +203,12 @@ class LiveSources:
         await self._reports.start()
 
     def follow(self, models: Iterable[ScaledModel]) -> None:
-        """See :class:`MetricSources`."""
+        """Follow the workers of these models and no others."""
         services = [service for model in models for service in model.services]
         self._reports.follow(worker_id for one in services for worker_id in _ready_ids(one))
 
     def pull(self, model: ScaledModel, now_s: float) -> Pull:
-        """See :class:`MetricSources`."""
+        """Return the newest load of the model's workers."""
         queued = None if model.prefill is None else self._reports.prefill_queue(model.name)
         return Pull(
             at_s=now_s,
@@ -234,7 +217,7 @@ class LiveSources:
         )
 
     async def read_frontends(self) -> None:
-        """See :class:`MetricSources`."""
+        """Read the counters of all frontends, for the next traffic."""
         before = self._traffic.ignored
         pages, missing = await self._pages.read()
         self._traffic.add(pages, missing, self._clock())
@@ -242,7 +225,7 @@ class LiveSources:
             log.warning("frontend %s still does not answer; traffic is counted without it", url)
 
     def traffic(self, model: str, now_s: float, *, ends: bool) -> Traffic:
-        """See :class:`MetricSources`."""
+        """Return the traffic of the current interval; ``ends``: begin the next one."""
         return self._traffic.take(model, now_s) if ends else self._traffic.peek(model, now_s)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
-import ssl
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.programs import FRONTEND, settings_groups
 from dynamo.errors import StatefileError
 from dynamo.http.client import ResponseError, get
+from dynamo.http.tls import unverified_context
 from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX
 from dynamo.planner.policies.base import Traffic
 from dynamo.serve.graph.frontend_address import FrontendAddress
@@ -131,7 +130,7 @@ def _settings(words: list[str], env: Mapping[str, str]) -> FrontendSettings | No
 async def _page(frontend: KnownFrontend) -> FrontendPage | str:
     """Return the page, or why there is none."""
     address = frontend.address
-    tls = _unverified() if address.tls else None
+    tls = unverified_context() if address.tls else None
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             found = await get(
@@ -146,19 +145,6 @@ async def _page(frontend: KnownFrontend) -> FrontendPage | str:
         return _REFUSED
     except (OSError, ResponseError, ValueError) as error:
         return str(error)
-
-
-@functools.cache
-def _unverified() -> ssl.SSLContext:
-    """A context that trusts every certificate.
-
-    The frontend's is for the name that its clients use, not for this address. The request holds no
-    secret.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 @dataclass(frozen=True, slots=True)

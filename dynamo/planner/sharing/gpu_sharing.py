@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
+from dynamo.operations.steps.limits import ActionLimits
 from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
 from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel
 from dynamo.planner.policies.base import DECODE, Pool, PoolDecision, ScalingDecision
@@ -30,7 +30,6 @@ from dynamo.protocols import codec
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel
 from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
 from dynamo.runtime import DistributedRuntime
-from dynamo.serve.gpus.gpus import fits
 
 _PATIENCE = 4
 """Minimum residencies after which a waiting model comes before those of higher priority."""
@@ -227,16 +226,6 @@ def record_of(model: ScaledModel, namespace: str) -> OnDemandModel:
     return OnDemandModel(namespace, model.name)
 
 
-class DemandSource(Protocol):
-    """The frontends' view of models on demand; see :class:`OnDemandRegistry`."""
-
-    def demand(self, model: str) -> ModelDemand:
-        """Return the requests of ``model`` in all frontends."""
-
-    async def announce(self, records: Mapping[str, OnDemandModel]) -> None:
-        """Let frontends hold the requests of these models, and of no others."""
-
-
 @dataclass(frozen=True, slots=True)
 class GpuCapacity:
     """The GPUs that all models together may hold, and what fits on them, where it is known."""
@@ -252,11 +241,12 @@ class GpuSharing:
         self,
         settings: PlannerSettings,
         namespace: str,
-        source: DemandSource,
+        source: OnDemandRegistry,
         capacity: Callable[[], GpuCapacity],
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
+        self._limits = ActionLimits.of_planner(settings)
         self._namespace = namespace
         self._source = source
         self._capacity = capacity
@@ -287,7 +277,7 @@ class GpuSharing:
             )
             for name, (state, pools) in models.items()
         ]
-        self._plan = share(shared, self._limits())
+        self._plan = share(shared, self._sharing_limits())
 
     def decision(self, state: ModelState) -> ScalingDecision:
         """Return what to change in the services of a model now."""
@@ -310,9 +300,9 @@ class GpuSharing:
         They need ``needed`` GPUs of the budget, of which all models hold ``held``.
         """
         capacity = self._capacity()
-        gpus, room = min(self._settings.max_gpu_budget, capacity.gpus), capacity.room
-        if not fits(gpus - held, needed):
+        if not self._limits.fits(held, needed, capacity.gpus):
             return False
+        room = capacity.room
         return room is None or not service.assigned or room.count(service.assigned, (), ()) >= delta
 
     def seen(self, pools: Pools) -> dict[str, Pool]:
@@ -323,10 +313,10 @@ class GpuSharing:
         """Whether the model has no worker until requests wait for one."""
         return is_cold(pools)
 
-    def _limits(self) -> SharingLimits:
+    def _sharing_limits(self) -> SharingLimits:
         settings, capacity = self._settings, self._capacity()
         return SharingLimits(
-            gpus=min(settings.max_gpu_budget, capacity.gpus),
+            gpus=min(self._limits.max_gpus, capacity.gpus),
             room=capacity.room,
             idle_timeout_s=settings.idle_timeout_s,
             residency_s=settings.min_residency_s,

@@ -16,23 +16,39 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
+from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import fits
+from dynamo.serve.gpus.ledger import GpuLedger
 
 _Source: TypeAlias = "tuple[SharedService, str]"
 """A service that may give up a worker, and the reason."""
 
 
-class GpuRoom(Protocol):
+class GpuRoom:
     """The GPUs one by one: free halves of two GPUs are not a whole one, and a stopped watcher
-    keeps its own."""
+    keeps its own. The allocator of ``ledger`` decides, as when a worker starts."""
+
+    def __init__(self, ledger: GpuLedger) -> None:
+        self._ledger = ledger
 
     def count(self, gpus: float, beside: Sequence[float], without: Collection[str]) -> int:
         """Return how many workers of ``gpus`` each fit ``beside`` others of these sizes.
 
         ``without``: as if these workers held none.
         """
+        allocator = self._ledger.allocator(without)
+        count = 0
+        try:
+            for other in beside:
+                if other:
+                    allocator.assign("another worker", other)
+            while True:
+                allocator.assign("a worker", gpus)
+                count += 1
+        except ConfigError:  # no more fit
+            return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.limits import ActionFailed
 from dynamo.planner.connector import (
     DRAINING,
     READY,
@@ -17,6 +17,7 @@ from dynamo.planner.connector import (
 from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.live.loop import LoopObserver
 from dynamo.planner.live.model_state import Pools, ScaledModel
+from dynamo.planner.live.sources import LiveSources
 from dynamo.planner.policies.base import (
     Observation,
     PoolDecision,
@@ -110,7 +111,7 @@ def service(
     )
 
 
-class FakeSources:
+class FakeSources(LiveSources):
     """The same KV load on every worker."""
 
     def __init__(self, usage: float = 0.0) -> None:

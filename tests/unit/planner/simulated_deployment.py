@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from dynamo.operations.steps.ports import (
+from dynamo.operations.steps.access import FileRegistrations
+from dynamo.operations.steps.circus import (
     STOPPED,
     CircusBusy,
+    CircusEndpoint,
     CircusError,
     NoSuchWatcher,
     WatcherOptions,
@@ -79,8 +81,8 @@ class SimulatedWatcher:
     processes: list[SimulatedProcess] = field(default_factory=list)
 
 
-class SimulatedDeployment:
-    """The arbiter (:class:`CircusControl`) and discovery (:class:`Registrations`) of ``graph``."""
+class SimulatedDeployment(CircusEndpoint, FileRegistrations):
+    """The arbiter and the discovery of ``graph``, without processes."""
 
     def __init__(
         self, directory: Path, graph: str, gpus: int, random: Random, faults: Faults | None = None
@@ -123,7 +125,7 @@ class SimulatedDeployment:
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.close()
 
-    # CircusControl
+    # The arbiter
 
     async def statuses(self) -> Mapping[str, str]:
         await self._arrives("")
@@ -176,7 +178,7 @@ class SimulatedDeployment:
         self._exclusive("rm", watcher.processes)
         self._reply(lost)
 
-    # Registrations
+    # Discovery
 
     def workers(self) -> Mapping[int, RegisteredWorker]:
         return {

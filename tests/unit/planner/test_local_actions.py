@@ -19,8 +19,9 @@ from dynamo.errors import StatefileError
 from dynamo.operations.outside import ask_planner
 from dynamo.operations.steps import circus
 from dynamo.operations.steps.access import LocalAccess
-from dynamo.operations.steps.circus import CircusEndpoint
-from dynamo.operations.steps.ports import ActionFailed, CircusBusy, CircusError, EngineControls
+from dynamo.operations.steps.circus import CircusBusy, CircusEndpoint, CircusError
+from dynamo.operations.steps.engine_controls import RemoteEngines
+from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.live.local_connector import LocalConnector, Sighting, service_now
 from dynamo.planner.service import run_planner
@@ -43,14 +44,14 @@ Other: {run: [sleep, '9']}
 class Fixture:
     """A deployment whose workers serve, and a connector to it."""
 
-    def __init__(self, tmp_path: Path, engines: EngineControls | None, **settings: Any) -> None:
+    def __init__(self, tmp_path: Path, engines: RemoteEngines | None, **limits: Any) -> None:
         self.world = SimulatedDeployment(tmp_path, GRAPH, 6, Random(0))
         logs = tmp_path / "logs"
         logs.mkdir()
         (logs / "dynamo_W_1.log").write_text("loading\nout of memory\n")
-        settings = {"start_timeout_s": 60.0, **settings}
+        limits = {"start_timeout_s": 60.0, **limits}
         self.access = LocalAccess(
-            settings=PlannerSettings(**settings),
+            limits=ActionLimits(**limits),
             statefile=self.world.statefile,
             circus=self.world,
             registrations=self.world,
@@ -71,14 +72,14 @@ Scenario = Callable[[Fixture], Awaitable[None]]
 
 
 def simulated(
-    engines: EngineControls | None = None, **settings: Any
+    engines: RemoteEngines | None = None, **limits: Any
 ) -> Callable[[Scenario], Callable[[Path], None]]:
     """Run a test in virtual time, five seconds after the start of its deployment."""
 
     def decorate(scenario: Scenario) -> Callable[[Path], None]:
         def test(tmp_path: Path) -> None:
             async def run() -> None:
-                fixture = Fixture(tmp_path, engines, **settings)
+                fixture = Fixture(tmp_path, engines, **limits)
                 async with fixture.world:
                     await asyncio.sleep(5)
                     await scenario(fixture)
@@ -161,7 +162,7 @@ async def test_what_cannot_be_undone_is_repaired_by_the_next_action(given: Fixtu
     assert await given.connector.reconcile() == []
 
 
-@simulated(max_gpu_budget=5)
+@simulated(max_gpus=5)
 async def test_the_budget_counts_all_services(given: Fixture) -> None:
     """1 + 2 GPUs, and one worker without GPUs, which counts as one."""
     with pytest.raises(ActionFailed, match=r"4 GPUs are in use and a worker needs 2: .* 5"):
@@ -180,7 +181,7 @@ def test_fractions_add_up_to_the_budget(tmp_path: Path) -> None:
         graph = "W: {run: dynamo.mocker, ServiceArgs: {workers: 14, resources: {gpu: 0.2}}}"
         world = SimulatedDeployment(tmp_path, graph, 3, Random(0))
         access = LocalAccess(
-            settings=PlannerSettings(max_gpu_budget=3, start_timeout_s=60.0),
+            limits=ActionLimits(max_gpus=3, start_timeout_s=60.0),
             statefile=world.statefile,
             circus=world,
             registrations=world,
@@ -196,12 +197,12 @@ def test_fractions_add_up_to_the_budget(tmp_path: Path) -> None:
     run_virtual(run())
 
 
-@simulated(max_gpu_budget=2, served_model_name="other")
+@simulated(max_gpus=2, model="other")
 async def test_the_budget_is_that_of_the_scaled_model(given: Fixture) -> None:
     assert await given.connector.add("W") == "dynamo_W_1"
 
 
-@simulated(max_gpu_budget=20)
+@simulated(max_gpus=20)
 async def test_starts_overlap_and_share_nothing(given: Fixture) -> None:
     names = await asyncio.gather(*(given.connector.add(name) for name in ("W", "P", "Free")))
     assert names == ["dynamo_W_1", "dynamo_P_1", "dynamo_Free_1"]
@@ -271,7 +272,7 @@ async def test_a_busy_arbiter_is_asked_again(given: Fixture) -> None:
     assert len(calls) == 6 and calls[5] - calls[4] > calls[1] - calls[0]
 
 
-class SimulatedEngines:
+class SimulatedEngines(RemoteEngines):
     """Engines that sleep when they are told to."""
 
     def __init__(self) -> None:
@@ -307,7 +308,7 @@ async def test_a_cancelled_removal_is_finished_by_the_next_planner(given: Fixtur
             async with asyncio.timeout(delay_s):
                 await given.connector.remove("W")
         fresh = LocalAccess(
-            settings=given.access.settings,
+            limits=given.access.limits,
             statefile=given.world.statefile,
             circus=given.world,
             registrations=given.world,
@@ -348,7 +349,7 @@ def test_a_watcher_whose_process_is_replaced_is_one_worker(tmp_path: Path) -> No
     sighting = Sighting(statuses={"dynamo_W": "active"}, registered=registered)
 
     def workers() -> list[tuple[str, int | None]]:
-        service = service_now(read_services(document)["W"], sighting, PlannerSettings())
+        service = service_now(read_services(document)["W"], sighting, ActionLimits())
         return [(one.state, one.worker_id) for one in service.workers]
 
     assert workers() == [(READY, 1)]

@@ -16,10 +16,10 @@ import pytest
 from simulated_deployment import Faults, SimulatedDeployment, SimulatedProcess
 from virtual_time import run_virtual
 
-from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
 from dynamo.operations.steps.access import LocalAccess
-from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.engine_controls import RemoteEngines
+from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.planner.live.local_connector import LocalConnector
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import read_services
@@ -53,7 +53,7 @@ FAULTS = Faults(
     write_delay_s=0.2,
 )
 GPUS, BUDGET = 8, 7
-SETTINGS = PlannerSettings(start_timeout_s=15, max_gpu_budget=BUDGET)
+LIMITS = ActionLimits(start_timeout_s=15, max_gpus=BUDGET)
 
 
 def bookings(document: dict[str, Any]) -> Counter[str]:
@@ -68,7 +68,7 @@ def bookings(document: dict[str, Any]) -> Counter[str]:
     return booked
 
 
-class FuzzEngines:
+class FuzzEngines(RemoteEngines):
     """The engines of the service Decode sleep and wake, mostly."""
 
     def __init__(self, world: SimulatedDeployment, random: Random) -> None:
@@ -113,7 +113,7 @@ class Fuzz:
 
     def planner(self) -> LocalConnector:
         self.access = LocalAccess(
-            settings=SETTINGS,
+            limits=LIMITS,
             statefile=self.world.statefile,
             circus=self.world,
             registrations=self.world,

@@ -14,7 +14,7 @@ from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.limits import ActionFailed
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.sharing.gpu_sharing import (
     GpuCapacity,
@@ -36,7 +36,7 @@ FAST = PlannerSettings(
 )
 
 
-class Frontends:
+class Frontends(OnDemandRegistry):
     """What the frontends report."""
 
     def __init__(self) -> None:

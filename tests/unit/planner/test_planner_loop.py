@@ -12,12 +12,17 @@ from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import StatefileError
-from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.live.actions import WorkerActions
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.policies.factory import make_policy
-from dynamo.planner.sharing.gpu_sharing import GpuCapacity, GpuSharing, ModelDemand
+from dynamo.planner.sharing.gpu_sharing import (
+    GpuCapacity,
+    GpuSharing,
+    ModelDemand,
+    OnDemandRegistry,
+)
 from dynamo.protocols.control import OnDemandModel
 
 FAST = PlannerSettings(
@@ -25,8 +30,11 @@ FAST = PlannerSettings(
 )
 
 
-class NoDemand:
+class NoDemand(OnDemandRegistry):
     """No frontend reports requests."""
+
+    def __init__(self) -> None:
+        pass
 
     def demand(self, model: str) -> ModelDemand:
         return ModelDemand()
@@ -329,7 +337,7 @@ async def test_one_service_of_a_model_is_scaled() -> None:
 
 async def test_a_worker_counts_once_when_the_connector_lists_it() -> None:
     connector = FakeConnector(service("Worker"), manual=True)
-    actions = WorkerActions(connector, FAST, lambda action: None)
+    actions = WorkerActions(connector, ActionLimits(), 1, lambda action: None)
     work = asyncio.get_running_loop().create_task(actions.begin(connector.by_name["Worker"], 2))
     assert actions.pool(connector.by_name["Worker"]).workers == 3  # before anything has begun
     await until(lambda: len(connector.gates) == 2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.planner.live.local_connector import LedgerRoom, capacity_of
+from dynamo.planner.live.local_connector import capacity_of
 from dynamo.planner.policies.base import Pool
 from dynamo.planner.sharing.gpu_sharing import cold_decision
 from dynamo.planner.sharing.sharing import (
@@ -218,7 +218,7 @@ def deployment(*held: tuple[str, float, str], gpus: int = 2, **more: Any) -> Doc
 
 
 def placed(document: Document) -> GpuRoom:
-    return LedgerRoom(ledger_of(document))
+    return GpuRoom(ledger_of(document))
 
 
 def worker(name: str, gpus: float, **more: Any) -> SharedModel:

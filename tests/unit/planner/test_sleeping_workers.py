@@ -15,11 +15,12 @@ from simulated_deployment import Faults, SimulatedDeployment
 from statefile_entries import rewrite
 from virtual_time import run_virtual
 
-from dynamo.config.planner import PlannerSettings
 from dynamo.errors import EngineFailure, StatefileError
 from dynamo.operations.loading import ModelLoad
-from dynamo.operations.steps.access import LocalAccess, crowded_gpus, reserved_share
-from dynamo.operations.steps.ports import ActionFailed, CircusError
+from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.steps.circus import CircusError
+from dynamo.operations.steps.engine_controls import RemoteEngines
+from dynamo.operations.steps.limits import ActionFailed, ActionLimits, crowded_gpus, reserved_share
 from dynamo.operations.steps.removal import finish_removal, mark_draining
 from dynamo.operations.steps.sleeping import check_wakeable, sleep_worker, wake_worker
 from dynamo.planner.live.local_connector import LocalConnector
@@ -36,7 +37,7 @@ B: {run: dynamo.vllm, model: b, ServiceArgs: {workers: 0, resources: {gpu: 1}}}
 GIB = 1 << 30
 
 
-class Engines:
+class Engines(RemoteEngines):
     """Engines with a sleep mode; one may refuse to sleep or to wake."""
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class Site:
         self.engines = Engines()
         self.devices: list[Gpu] | None = None
         self.access = LocalAccess(
-            settings=PlannerSettings(start_timeout_s=15),
+            limits=ActionLimits(start_timeout_s=15),
             statefile=self.world.statefile,
             circus=self.world,
             registrations=self.world,

@@ -13,8 +13,7 @@ from statefile_entries import rewrite
 from virtual_time import run_virtual
 
 from dynamo.errors import ConfigError, InvalidArgument
-from dynamo.operations.steps.access import reserve
-from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.limits import ActionFailed, reserve
 from dynamo.operations.targets import find_model, find_processes, find_workers
 from dynamo.serve.state.document import Document, Replacement
 from dynamo.serve.state.entries import next_name, read_services

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dynamo.errors import ConfigError, Unavailable
-from dynamo.operations.steps.access import reserve
-from dynamo.operations.steps.ports import ActionFailed
+from dynamo.operations.steps.limits import ActionFailed, reserve
 from dynamo.operations.steps.sleeping import _fall_asleep, _reserve_sleeper, _set_state
 from dynamo.serve.gpus.gpus import Inventory
 from dynamo.serve.graph.graph import parse_graph
