@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dynamo.errors import (
     CannotConnect,
@@ -16,6 +16,9 @@ from dynamo.errors import (
 )
 from dynamo.http.client import HttpClient, Target
 from dynamo.runtime.process.tasks import Tasks
+
+if TYPE_CHECKING:
+    from dynamo.attach.service import RelayedRequest
 
 _MAX_IDLE = 256
 _SWEEP_S = 1.0
@@ -128,22 +131,6 @@ class PooledConnection(HttpClient):
                 request.complete(self._failure, self._received)
 
 
-class ResponseSink(Protocol):
-    """Receives one response; ``on_end`` or ``on_failure`` is the last call."""
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        """Status and headers arrived."""
-
-    def on_body(self, data: bytes) -> None:
-        """A part of the body arrived, cut anywhere and never empty."""
-
-    def on_end(self) -> None:
-        """The response is complete."""
-
-    def on_failure(self, error: DynamoError) -> None:
-        """The server is unreachable, or its response broke off."""
-
-
 class ConnectionPool:
     """Requests to ``target``, each on a connection of its own, kept for a later request.
 
@@ -163,7 +150,7 @@ class ConnectionPool:
         self._tasks = Tasks("connection pool")
         self._sweep_timer: asyncio.TimerHandle | None = None
 
-    def send(self, message: bytes, sink: ResponseSink) -> ClientRequest:
+    def send(self, message: bytes, sink: RelayedRequest) -> ClientRequest:
         """Send ``message``, head and body; never blocks. ``sink`` is called in a later read."""
         request = ClientRequest(self, message, sink)
         self.active.add(request)
@@ -234,12 +221,12 @@ class ClientRequest:
 
     __slots__ = ("_connection", "_message", "_pool", "_retried", "_sink", "active_s", "paused")
 
-    def __init__(self, pool: ConnectionPool, message: bytes, sink: ResponseSink) -> None:
+    def __init__(self, pool: ConnectionPool, message: bytes, sink: RelayedRequest) -> None:
         self.active_s = asyncio.get_running_loop().time()
         self.paused = False
         self._pool = pool
         self._message = message
-        self._sink: ResponseSink | None = sink
+        self._sink: RelayedRequest | None = sink
         self._connection: PooledConnection | None = None
         self._retried = False
 

@@ -1,6 +1,6 @@
 """One client connection: bytes in, requests out in order, one at a time, within the limits.
 
-State is grouped by lifetime: :class:`ServerContext` is shared by all connections, a connection
+State is grouped by lifetime: :class:`HttpServer` is shared by all connections, a connection
 lasts as long as its socket, and an :class:`Exchange` as long as one request.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from dynamo.http.body import ChunkedBody, SizedBody
-from dynamo.http.errors import ErrorBodies, HttpStatusError
-from dynamo.http.exchange import CLOSE, NEVER, Exchange, ResponseHeads, encode_headers
-from dynamo.http.head import CHUNKED, Head, HeadReader, HttpLimits
-from dynamo.http.write_batch import WriteBatch
+from dynamo.http.errors import HttpStatusError
+from dynamo.http.exchange import CLOSE, NEVER, Exchange, encode_headers
+from dynamo.http.head import CHUNKED, Head
+
+if TYPE_CHECKING:
+    from dynamo.http.server import HttpServer
 
 TOO_MANY_CONNECTIONS = "Too many connections"
 
@@ -24,40 +25,6 @@ log = logging.getLogger(__name__)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REQUESTS_PER_TURN = 32  # of one pipelining client, before other connections are served
 _FREE_BODY_BYTES = 64 * 1024  # of each body; not in the budget, so a full one admits short bodies
-
-
-class ServerContext(Protocol):
-    """The state that all connections of a server share.
-
-    ``clock`` is monotonic seconds as of the last sweep: exact enough for deadlines.
-    ``bodies_bytes`` is the size of the unfinished bodies of all connections. ``handler`` answers a
-    request, now or later. ``error_bodies`` are those of APIs that have their own.
-    """
-
-    limits: HttpLimits
-    reader: HeadReader
-    heads: ResponseHeads
-    write_batch: WriteBatch
-    clock: float
-    draining: bool
-    bodies_bytes: int
-    handler: Callable[[Exchange], None]
-    error_bodies: ErrorBodies | None
-
-    def admit(self, connection: HttpConnection) -> bool:
-        """Register a connection; False above the limit."""
-
-    def forget(self, connection: HttpConnection) -> None:
-        """Remove a closed connection."""
-
-    def refused(self, status: int) -> None:
-        """Count a request that was refused before it reached a route."""
-
-    def advance_later(self, connection: HttpConnection) -> None:
-        """Call ``connection.advance`` in the next loop turn."""
-
-    def decode_later(self, connection: HttpConnection) -> None:
-        """Queue ``connection.decode`` for a later loop turn."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -93,7 +60,7 @@ class HttpConnection(asyncio.Protocol):
         "reader",
     )
 
-    def __init__(self, server: ServerContext) -> None:
+    def __init__(self, server: HttpServer) -> None:
         self._server = server
         self.heads = server.heads
         self.reader = server.reader
@@ -191,14 +158,14 @@ class HttpConnection(asyncio.Protocol):
         out = self._out
         out.append(data)
         if len(out) == 1 and not self._advancing:
-            self._server.write_batch.flush_later(self)
+            self._server.write_batch.flush_later(self.flush)
 
     def finish(self, exchange: Exchange, data: bytes) -> None:
         """Write the last bytes of a response, then close, or read the next request."""
         if data:
             self._out.append(data)
             if len(self._out) == 1 and not self._advancing:
-                self._server.write_batch.flush_later(self)
+                self._server.write_batch.flush_later(self.flush)
         if exchange is not self._exchange:
             return
         self._exchange = None

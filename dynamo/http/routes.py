@@ -14,7 +14,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dynamo.http import Exchange
 
@@ -175,23 +175,18 @@ class Routes:
         return None
 
 
-class TaskParent(Protocol):
-    """The parent of the tasks of routes, which it ends at shutdown: ``dynamo.runtime.Tasks``."""
-
-    def spawn(self, work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
-        """Run ``work``."""
-        ...
-
-
-def in_task(tasks: TaskParent, answer: Callable[[Exchange], Coroutine[Any, Any, None]]) -> Route:
-    """Return a route that runs ``answer`` in a task.
+def in_task(
+    spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+    answer: Callable[[Exchange], Coroutine[Any, Any, None]],
+) -> Route:
+    """Return a route that runs ``answer`` in a task of ``spawn(work, name)``.
 
     The task is cancelled if the client disconnects or the deadline passes. An uncaught exception is
     a 500.
     """
 
     def route(exchange: Exchange) -> None:
-        task = tasks.spawn(_run(exchange, answer), name=exchange.path)
+        task = spawn(_run(exchange, answer), exchange.path)
         exchange.on_disconnect = task.cancel
 
     return route

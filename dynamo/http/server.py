@@ -37,7 +37,9 @@ class HttpServer:
     ``handler`` is a plain function, so that a request costs neither task nor queue. ``on_refused``
     is called with the status of each request that was refused before it reached a route. Pass
     ``write_batch`` to share one with the handler. Without ``access``, plain HTTP needs no key.
-    ``error_bodies`` are those of APIs that have their own. Requests for paths that ``is_reserved``
+    ``error_bodies`` are those of APIs that have their own. ``clock`` is monotonic seconds as of the
+    last sweep: exact enough for deadlines. ``bodies_bytes`` is the size of the unfinished bodies of
+    all connections. Requests for paths that ``is_reserved``
     accepts, and those with an operator's key, are served above the connection limit as well.
     """
 

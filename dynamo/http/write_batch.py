@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 _FAILED = "writing output failed"
 
 
-class Flushable(Protocol):
-    """An object with unwritten output."""
-
-    def flush(self) -> None:
-        """Write the output now. Never raises."""
-
-
 class WriteBatch:
-    """Collects the producers (:meth:`defer`) and the connections (:meth:`flush_later`) to flush.
+    """Collects what flushes producers (:meth:`defer`) and connections (:meth:`flush_later`).
 
     Producers are flushed first, because they write to connections. Nothing may be added a second
     time before it was flushed.
@@ -31,20 +24,20 @@ class WriteBatch:
     __slots__ = ("_connections", "_producers", "_scheduled")
 
     def __init__(self) -> None:
-        self._producers: list[Flushable] = []
-        self._connections: list[Flushable] = []
+        self._producers: list[Callable[[], None]] = []
+        self._connections: list[Callable[[], None]] = []
         self._scheduled = False
 
-    def defer(self, producer: Flushable) -> None:
-        """Flush ``producer`` at the end of this turn."""
-        self._producers.append(producer)
+    def defer(self, flush: Callable[[], None]) -> None:
+        """Call ``flush`` of a producer at the end of this turn."""
+        self._producers.append(flush)
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
-    def flush_later(self, connection: Flushable) -> None:
-        """Flush ``connection`` at the end of this turn, after the producers."""
-        self._connections.append(connection)
+    def flush_later(self, flush: Callable[[], None]) -> None:
+        """Call ``flush`` of a connection at the end of this turn, after the producers."""
+        self._connections.append(flush)
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -52,17 +45,17 @@ class WriteBatch:
     def _flush(self) -> None:
         """Flush each; an exception of one must not keep back the output of the others."""
         producers, self._producers = self._producers, []
-        for producer in producers:
+        for flush in producers:
             try:
-                producer.flush()
+                flush()
             except Exception:
                 log.exception(_FAILED)
         # Reset between the loops: a write of a producer needs no other callback, a write of the
         # next turn does.
         self._scheduled = False
         connections, self._connections = self._connections, []
-        for connection in connections:
+        for flush in connections:
             try:
-                connection.flush()
+                flush()
             except Exception:
                 log.exception(_FAILED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -19,7 +19,7 @@ from dynamo.protocols.openai import RoutingConstraints
 from dynamo.router.explanation import overlap_scores, potential_loads
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.routed import UNSET_OUTPUT, RoutedEndpoint
-from dynamo.runtime import DistributedRuntime, Endpoint
+from dynamo.runtime import Endpoint
 from dynamo.runtime.endpoints.responses import at_caller
 
 _decode = codec.decoder(PreprocessedRequest).decode
@@ -54,9 +54,9 @@ class KvRouter:
             session_affinity_mode=session_affinity_mode,
             **limits,
         )
-        # An endpoint names only the services that it uses; its runtime has all of them.
-        runtime = cast(DistributedRuntime, endpoint.runtime)
-        self._routed = RoutedEndpoint(runtime, endpoint.path, block_size, settings, UNSET_OUTPUT)
+        self._routed = RoutedEndpoint(
+            endpoint.runtime, endpoint.path, block_size, settings, UNSET_OUTPUT
+        )
         self._connecting = asyncio.Lock()
         self._picker: KvPicker | None = None
 

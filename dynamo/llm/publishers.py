@@ -28,8 +28,7 @@ from dynamo.llm.prefix_index import mm_hashes_of
 from dynamo.llm.register import note_block_size
 from dynamo.observability.metrics import counter
 from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored, KvMetrics
-from dynamo.runtime import Component, Endpoint
-from dynamo.runtime.endpoints.client import RuntimeServices
+from dynamo.runtime import Component, DistributedRuntime, Endpoint
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
 _DROPPED = counter(
@@ -39,7 +38,7 @@ _DROPPED = counter(
 )
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 log = logging.getLogger(__name__)
-_senders: WeakKeyDictionary[RuntimeServices, dict[tuple[str, str], KvEventSender]] = (
+_senders: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvEventSender]] = (
     WeakKeyDictionary()
 )
 

@@ -18,13 +18,12 @@ from dynamo.llm.router_config import RouterConfig
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.protocols.card import ModelCard, RuntimeConfig, decode_card
 from dynamo.protocols.control import MODEL_CARDS, instance_key
-from dynamo.runtime import Endpoint
-from dynamo.runtime.endpoints.client import RuntimeServices
+from dynamo.runtime import DistributedRuntime, Endpoint
 
 _DEFAULT_BLOCK_SIZE = 16
 log = logging.getLogger(__name__)
 
-_block_sizes: WeakKeyDictionary[RuntimeServices, dict[tuple[str, str], dict[str, int]]] = (
+_block_sizes: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], dict[str, int]]] = (
     WeakKeyDictionary()
 )
 """Per runtime and (namespace, component): block size in tokens, by the call that gave it."""

@@ -176,7 +176,7 @@ class TimerFd:
 
 
 class Responder:
-    """Sends the tokens of one sequence; implements ``scheduler.Output``."""
+    """Sends the tokens of one sequence, which :meth:`Scheduler.commit` passes on."""
 
     __slots__ = ("_done", "_engine", "_on_done", "_started", "sequence", "stream")
 
@@ -192,7 +192,8 @@ class Responder:
         self._started = asyncio.get_running_loop().time()
 
     def allocated(self) -> None:
-        """Start the transfer of a prompt that a prefill worker computed."""
+        """Start the transfer into the blocks of a prompt that a prefill worker computed; pause the
+        sequence until it is complete. Called from :meth:`Scheduler.schedule`."""
         self._engine.transfer(self.sequence)
 
     def token(self, token_id: int) -> None:

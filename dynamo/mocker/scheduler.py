@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dynamo.errors import InvalidArgument
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.replies import Reply
+
+if TYPE_CHECKING:
+    from dynamo.mocker.engine import Responder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,20 +30,6 @@ class Limits:
     chunked_prefill: bool
     watermark: float
     preempt_newest: bool
-
-
-class Output(Protocol):
-    """Receives the tokens of a sequence, from :meth:`Scheduler.commit`."""
-
-    def allocated(self) -> None:
-        """Start the transfer into the blocks of a prompt that a prefill worker computed; pause the
-        sequence until it is complete. Called from :meth:`Scheduler.schedule`."""
-
-    def token(self, token_id: int) -> None:
-        """Send a token that is not the last."""
-
-    def finish(self, token_id: int, reason: str) -> None:
-        """Send the last token."""
 
 
 class Sequence:
@@ -67,7 +56,7 @@ class Sequence:
         "transferred",
     )
 
-    def __init__(self, blocks: SequenceBlocks, reply: Reply, output: Output) -> None:
+    def __init__(self, blocks: SequenceBlocks, reply: Reply, output: Responder) -> None:
         self.blocks = blocks
         self.output = output
         self.ids = reply.ids

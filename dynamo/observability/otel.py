@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from dynamo.observability.tracing import trace_context
+from dynamo.observability.tracing import OpenSpan, trace_context
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
@@ -28,7 +28,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class OtelTracing:
-    """See :class:`dynamo.observability.tracing.Tracing`. ``instance_id`` is that of the process."""
+    """Starts spans and exports them. ``instance_id`` is that of the process."""
 
     def __init__(self, instance_id: int) -> None:
         # Its own messages come with every batch; _ReportingExporter logs the first of them.
@@ -39,12 +39,12 @@ class OtelTracing:
         self._tracer = self._provider.get_tracer("dynamo")
 
     def start(self, name: str, headers: Mapping[str, str], begun_s: float) -> _OtelSpan:
-        """See :meth:`Tracing.start`."""
+        """Start a span below the one in ``headers``, or the first of a new trace."""
         parent = _propagator.extract(trace_context(headers))
         return _OtelSpan(self._tracer, name, parent, begun_s)
 
     async def close(self) -> None:
-        """See :meth:`Tracing.close`."""
+        """Export what is left, for two seconds at most."""
         # A thread of our own: the loop's executor would be joined at exit, for as long as a
         # collector that does not answer takes.
         stopper = threading.Thread(target=self._stop, name="otel stop", daemon=True)
@@ -58,7 +58,7 @@ class OtelTracing:
         self._provider.shutdown()
 
 
-class _OtelSpan:
+class _OtelSpan(OpenSpan):
     def __init__(
         self, tracer: trace.Tracer, name: str, parent: trace.Context, begun_s: float
     ) -> None:
@@ -66,7 +66,7 @@ class _OtelSpan:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         kind = trace.SpanKind.SERVER
         self._span = tracer.start_span(name, parent, kind, start_time=self._ns(begun_s))
-        self.recording: bool = self._span.is_recording()  # else the sampler left it out
+        self.recording = self._span.is_recording()  # else the sampler left it out
         self._context = trace.set_span_in_context(self._span)
         self.headers: dict[str, str] = {}
         _propagator.inject(self.headers, self._context)

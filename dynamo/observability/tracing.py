@@ -1,4 +1,4 @@
-"""W3C trace context, and the interface of the tracer behind it; :mod:`otel` is the only one.
+"""W3C trace context, and the spans that carry it; those of :mod:`otel` are exported.
 
 Without a tracer no span exists, and the context of a client passes to its worker unchanged.
 """
@@ -7,60 +7,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Protocol
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}.*")
 _STATE_CHARACTERS = 512  # the W3C lets vendors drop more
 
 
-class OpenSpan(Protocol):
-    """A span that has begun. ``headers`` make it the parent of a span elsewhere.
+class OpenSpan:
+    """A span that has begun; this one is not exported, and passes the context of a client on.
 
-    ``recording``: it is exported, so steps and attributes count. Times are monotonic seconds.
+    ``headers`` make it the parent of a span elsewhere. ``recording``: it is exported, so steps and
+    attributes count. Times are monotonic seconds.
     """
 
-    headers: dict[str, str]
-    recording: bool
-
-    def child(self, name: str, begun_s: float, ended_s: float) -> None:
-        """Add a step that has ended."""
-        ...
-
-    def end(
-        self, ended_s: float, attributes: Mapping[str, str | int | float], error: str = ""
-    ) -> None:
-        """End the span; ``error`` is its description if it failed."""
-        ...
-
-
-class Tracing(Protocol):
-    """Starts spans and exports them."""
-
-    def start(self, name: str, headers: Mapping[str, str], begun_s: float) -> OpenSpan:
-        """Start a span below the one in ``headers``, or the first of a new trace."""
-        ...
-
-    async def close(self) -> None:
-        """Export what is left, for two seconds at most."""
-        ...
-
-
-class PassedTrace:
-    """The trace context of a client where no span is recorded."""
-
-    __slots__ = ("headers",)
     recording = False
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self.headers = trace_context(headers)
 
     def child(self, name: str, begun_s: float, ended_s: float) -> None:
-        """Do nothing."""
+        """Add a step that has ended."""
 
     def end(
         self, ended_s: float, attributes: Mapping[str, str | int | float], error: str = ""
     ) -> None:
-        """Do nothing."""
+        """End the span; ``error`` is its description if it failed."""
 
 
 def trace_context(headers: Mapping[str, str]) -> dict[str, str]:

@@ -85,7 +85,7 @@ class ReplicaSync:
         )
         await self._subscription.ready()
         self._publisher = await self._runtime.publisher(*here)
-        self._runtime.track(self)
+        self._runtime.on_close(self.close)
         self._picker.local_requests = self.local
         self._send_heartbeat()
 

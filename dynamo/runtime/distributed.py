@@ -8,9 +8,9 @@ import importlib
 import logging
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dynamo.config import from_env
 from dynamo.config.runtime import EVENT_PLANES, EtcdSettings, NatsSettings, RuntimeSettings
@@ -18,10 +18,8 @@ from dynamo.config.system import SystemSettings, TracingSettings
 from dynamo.config.worker import EndpointSettings
 from dynamo.errors import ConfigError
 from dynamo.observability.metrics import Registry
-from dynamo.observability.tracing import Tracing
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
 from dynamo.runtime.endpoints.admission import AdmissionQueue
-from dynamo.runtime.endpoints.client import Follower
 from dynamo.runtime.endpoints.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.endpoints.health import EngineRoute, StatusServer
 from dynamo.runtime.endpoints.serving import Serving
@@ -32,7 +30,9 @@ from dynamo.runtime.process.sockets import StaleSockets
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import RequestClient, RequestServer
 
-F = TypeVar("F", bound=Follower)
+if TYPE_CHECKING:
+    from dynamo.observability.otel import OtelTracing
+
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +82,7 @@ class DistributedRuntime:
         self._publishers = Publishers(
             settings, self.discovery, self.serving, self.instance_id, self._nats
         )
-        self._followers: list[Follower] = []
+        self._closers: list[Callable[[], None]] = []
         self._started = False
         self._closed = False
 
@@ -186,14 +186,15 @@ class DistributedRuntime:
     ) -> Subscription:
         """Subscribe to every present and future publisher of the topic."""
         channel = (namespace, component, topic)
-        return self.track(
-            Subscription(self.discovery, channel, on_event, on_gap, on_publisher, self._nats, over)
+        subscription = Subscription(
+            self.discovery, channel, on_event, on_gap, on_publisher, self._nats, over
         )
+        self.on_close(subscription.close)
+        return subscription
 
-    def track(self, follower: F) -> F:
-        """Close ``follower`` with the runtime."""
-        self._followers.append(follower)
-        return follower
+    def on_close(self, close: Callable[[], None]) -> None:
+        """Call ``close``, which is idempotent, when the runtime closes; the last added first."""
+        self._closers.append(close)
 
     def shutdown(self) -> None:
         """Start the shutdown: leave discovery, finish requests in flight. ``serve_endpoint``
@@ -223,8 +224,8 @@ class DistributedRuntime:
                 rest.push_async_callback(self._nats.close)
             rest.push_async_callback(self.requests.close)
             rest.callback(self._publishers.close)
-            for follower in reversed(self._followers):
-                rest.callback(follower.close)
+            for closer in reversed(self._closers):
+                rest.callback(closer)
             if self.tracing is not None:
                 rest.push_async_callback(self.tracing.close)
             await self.serving.close()
@@ -293,12 +294,12 @@ def _nats(settings: RuntimeSettings) -> EventPlane | None:
     return plane
 
 
-def _tracing(instance_id: int) -> Tracing | None:
+def _tracing(instance_id: int) -> OtelTracing | None:
     """Return what exports spans; None unless OTEL_EXPORT_ENABLED is set."""
     if not from_env(TracingSettings).enabled:
         return None
     module = _import_extra("otel", "dynamo.observability.otel")
-    tracing: Tracing = module.OtelTracing(instance_id)
+    tracing: OtelTracing = module.OtelTracing(instance_id)
     return tracing
 
 

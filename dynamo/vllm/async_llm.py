@@ -25,7 +25,7 @@ from dynamo.errors import DynamoError, EngineDied, EngineFailure, InvalidArgumen
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.engine import EngineInfo, EngineStep, OutputSink, StepStats
 from dynamo.vllm.engine_inputs import (
     CLIENT_ERRORS,
     ParamsBuilder,
@@ -47,20 +47,6 @@ class CachedTokens:
     """The part of vLLM's prefill statistics that a response reports."""
 
     num_cached_tokens: int
-
-
-@dataclass(slots=True)
-class AsyncLLMStep:
-    """One ``RequestOutput`` as an ``EngineStep``."""
-
-    new_token_ids: list[int]
-    new_logprobs: Any
-    finish_reason: str | None
-    stop_reason: int | str | None
-    kv_transfer_params: dict[str, Any] | None
-    prefill_stats: CachedTokens | None
-    new_prompt_logprobs_tensors: Any = None
-    pooling_output: Any = None
 
 
 class SchedulerStatsLogger(StatLoggerBase):  # type: ignore[misc]
@@ -214,9 +200,9 @@ class AsyncLLMEngine:
             self._running.pop(number, None)
 
 
-def _step(output: Any, logprobs: int | None) -> AsyncLLMStep:
+def _step(output: Any, logprobs: int | None) -> EngineStep:
     done = output.outputs[0]
-    return AsyncLLMStep(
+    return EngineStep(
         new_token_ids=list(done.token_ids),
         new_logprobs=None if logprobs is None else _rows(done, logprobs),
         finish_reason=done.finish_reason,

@@ -9,12 +9,11 @@ import msgspec
 
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
 from dynamo.protocols import codec
-from dynamo.protocols.codec import Tokens
 from dynamo.protocols.embedding import EmbeddingsEngineOutput, PreprocessedEmbeddingRequest
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.vllm.engine import Engine, EngineStep
+from dynamo.vllm.engine import Engine, EngineStep, OutputSink
 from dynamo.vllm.service import VllmService
 
 _decode = codec.decoder(PreprocessedEmbeddingRequest).decode
@@ -109,8 +108,8 @@ class _EmbeddingResponse:
         self._on_done()
 
 
-class _Input:
-    """One input of a response; implements ``OutputSink``."""
+class _Input(OutputSink):
+    """One input of a response."""
 
     def __init__(self, response: _EmbeddingResponse, place: int) -> None:
         self._response = response
@@ -124,9 +123,6 @@ class _Input:
             self._response.add(self._place, _float32(output.pooling_output))
         else:
             self._response.fail(EngineFailure("the engine failed to compute an embedding"))
-
-    def on_images(self, prompt_tokens: int, expansions: list[Tokens] | None) -> None:
-        """Ignored: the inputs of embeddings have no images."""
 
     def on_rejected(self, error: DynamoError) -> None:
         """End the response: the engine did not accept the input."""

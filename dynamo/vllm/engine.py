@@ -47,7 +47,8 @@ class EngineInfo:
     event_endpoints: dict[int, str] = field(default_factory=dict)
 
 
-class EngineStep(Protocol):
+@dataclass(slots=True)
+class EngineStep:
     """What one step of the engine produced for one request.
 
     vLLM's ``EngineCoreOutput`` has these attributes; the driver over AsyncLLM builds its own.
@@ -57,17 +58,19 @@ class EngineStep(Protocol):
     """
 
     new_token_ids: list[int]
-    new_logprobs: Any
-    new_prompt_logprobs_tensors: Any
-    finish_reason: Any
-    stop_reason: int | str | None
-    kv_transfer_params: dict[str, Any] | None
-    prefill_stats: Any
-    pooling_output: Any
+    finish_reason: Any = None
+    stop_reason: int | str | None = None
+    new_logprobs: Any = None
+    new_prompt_logprobs_tensors: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
+    prefill_stats: Any = None
+    pooling_output: Any = None
 
 
-class OutputSink(Protocol):
+class OutputSink:
     """Receives the steps of one request, the last of them with a ``finish_reason``."""
+
+    __slots__ = ()
 
     def on_output(self, output: EngineStep) -> None:
         """Send what a step produced. Called once per step: its cost is paid for each token."""
@@ -82,11 +85,9 @@ class OutputSink(Protocol):
         """End the request: the engine did not accept it."""
 
 
-class StepStats(Protocol):
-    """Receives the state of one rank's scheduler after a step."""
-
-    def __call__(self, dp_rank: int, running: int, waiting: int, kv_usage: float) -> None:
-        """Record the state; ``kv_usage`` is the share of blocks in use, 0 to 1."""
+StepStats = Callable[[int, int, int, float], None]
+"""Receives a rank's number, its running and waiting requests, and the share of blocks in use, 0 to
+1, after a step."""
 
 
 class Engine(Protocol):

@@ -12,7 +12,8 @@ from typing import Any
 from dynamo._fast.engine_core import TokenRouter
 from dynamo.protocols.engine import TOKEN_PREFIX
 from dynamo.runtime.requests.frames import DATA
-from dynamo.runtime.requests.stream import Carrier, EndpointStats, ServerStream
+from dynamo.runtime.requests.server import ServerConnection
+from dynamo.runtime.requests.stream import EndpointStats, ServerStream
 
 
 class PlainTokens:
@@ -26,8 +27,8 @@ class PlainTokens:
     def __init__(self) -> None:
         self.count = self.sent = self.read = 0
         self._router = TokenRouter(DATA, TOKEN_PREFIX)
-        self._numbers: dict[Carrier, int] = {}
-        self._carriers: dict[int, tuple[Carrier, EndpointStats]] = {}
+        self._numbers: dict[ServerConnection, int] = {}
+        self._connections: dict[int, tuple[ServerConnection, EndpointStats]] = {}
         self._next = 0
         self._on_full: dict[str, Callable[[], None]] = {}
 
@@ -36,10 +37,10 @@ class PlainTokens:
 
         ``on_full`` is called when the connection is above its high-water mark.
         """
-        carrier, number, stats = stream.route()
-        slot = self._numbers.get(carrier)
+        connection, number, stats = stream.route()
+        slot = self._numbers.get(connection)
         if slot is None:
-            slot = self._add_carrier(carrier, stats)
+            slot = self._add_connection(connection, stats)
         self._router.add(request_id, slot, number, self.sent)
         self._on_full[request_id] = on_full
 
@@ -53,11 +54,11 @@ class PlainTokens:
         """Write the plain tokens of an encoded step to their streams; return the other outputs."""
         frames, rest = self._router.split(message, self.sent + 1, self.read)
         for slot, count, data in frames:
-            carrier, stats = self._carriers[slot]
+            connection, stats = self._connections[slot]
             self.count += count
             stats.response_bytes.value += len(data)
-            carrier.write(data)
-            if carrier.above_high_water:
+            connection.write(data)
+            if connection.above_high_water:
                 for on_full in list(self._on_full.values()):
                     on_full()
         return rest
@@ -66,12 +67,12 @@ class PlainTokens:
         """The next message has outputs of any request, and is not passed on."""
         self._router.leave(self.sent + 1)
 
-    def _add_carrier(self, carrier: Carrier, stats: EndpointStats) -> int:
+    def _add_connection(self, connection: ServerConnection, stats: EndpointStats) -> int:
         """Number a new connection, and forget closed ones, whose streams are removed."""
         for old in [each for each in self._numbers if each.closed]:
-            del self._carriers[self._numbers.pop(old)]
-        slot = self._numbers[carrier] = self._next
-        self._carriers[slot] = (carrier, stats)
+            del self._connections[self._numbers.pop(old)]
+        slot = self._numbers[connection] = self._next
+        self._connections[slot] = (connection, stats)
         self._next += 1
         return slot
 

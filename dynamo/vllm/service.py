@@ -15,7 +15,7 @@ from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.vllm.engine import Engine, EngineStep
+from dynamo.vllm.engine import Engine, EngineStep, OutputSink
 from dynamo.vllm.sampling import KV_TRANSFER
 from dynamo.worker.items import token_item, usage
 
@@ -60,8 +60,8 @@ def prompt_rows(given: Any) -> list[list[dict[str, Any]]]:
     ]
 
 
-class EngineResponse:
-    """Sends the tokens of one request; implements ``OutputSink``.
+class EngineResponse(OutputSink):
+    """Sends the tokens of one request.
 
     Items of a client that does not read are held back, at most one request's output, and are sent
     when it reads again.

@@ -298,7 +298,7 @@ async def connect_kv_events(endpoint: Endpoint, sender: KvEventSender) -> None:
     publisher = await runtime.publisher(namespace, component, KV_EVENTS)
     serving = await runtime.start_serving()
     await serving.add((namespace, component, KV_QUERY), sender.answer, True)
-    runtime.track(sender)
+    runtime.on_close(sender.close)
     sender.open(publisher.publish)
 
 
@@ -308,5 +308,5 @@ async def connect_load(endpoint: Endpoint, sender: LoadSender) -> None:
     namespace, component, _ = endpoint.path
     publisher = await runtime.publisher(namespace, component, KV_METRICS)
     sender.export(runtime.metrics, namespace, component)
-    runtime.track(sender)
+    runtime.on_close(sender.close)
     sender.open(publisher.publish)

@@ -164,7 +164,7 @@ async def test_a_shut_down_engine_leaves_routing_until_it_registers_again(serve:
     async with asyncio.timeout(20):
         await gone.wait()
     assert client.instance_ids() == []
-    endpoint = client._runtime.endpoint("ns.backend.generate")  # type: ignore[attr-defined]
+    endpoint = client._runtime.endpoint("ns.backend.generate")
     await endpoint.register_endpoint_instance()
     async with asyncio.timeout(20):
         await back.wait()

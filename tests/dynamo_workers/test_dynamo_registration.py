@@ -145,7 +145,7 @@ async def test_a_prefill_worker_has_no_api(make_runtime: MakeRuntime) -> None:
 
 async def test_an_adapter_has_a_card_of_its_own(make_runtime: MakeRuntime) -> None:
     endpoint = await register(make_runtime())
-    await register(endpoint.runtime, lora_name="adapterA", base_model_path="tensor")  # type: ignore[arg-type]
+    await register(endpoint.runtime, lora_name="adapterA", base_model_path="tensor")
     base, adapter = await card_of(endpoint), await card_of(endpoint, "/adaptera")
     assert (base.display_name, base.lora_name) == ("tensor", None)
     assert (adapter.display_name, adapter.lora_name) == ("adapterA", "adapterA")

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import Cancelled, DynamoError, ModelNotFound, NoInstances, Unavailable
@@ -27,7 +28,9 @@ from dynamo.frontend.requests.request_metrics import show_in_progress
 from dynamo.frontend.requests.trace import trace_refused
 from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
-from dynamo.observability.tracing import Tracing
+
+if TYPE_CHECKING:
+    from dynamo.observability.otel import OtelTracing
 
 _MIB = 1024 * 1024
 Hold = Callable[["RequestRegistry", Exchange, str, DynamoError, str], bool]
@@ -54,7 +57,7 @@ class RequestRegistry:
         *,
         hold: Hold | None = None,
         guard: OperatorGuard | None = None,
-        tracing: Tracing | None = None,
+        tracing: OtelTracing | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = metrics

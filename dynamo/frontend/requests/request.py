@@ -255,7 +255,7 @@ class ActiveRequest:
         """
         if not self._output_deferred:
             self._output_deferred = True
-            self._shared.write_batch.defer(self)
+            self._shared.write_batch.defer(self.flush)
         if self._held_bytes:
             self._held_bytes += size_bytes
             if self._held_bytes > self._shared.held_limit_bytes:

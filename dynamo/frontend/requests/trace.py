@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dynamo.frontend.requests.recent import RequestFigures
 from dynamo.http import Exchange
-from dynamo.observability.tracing import OpenSpan, PassedTrace, Tracing
+from dynamo.observability.tracing import OpenSpan
+
+if TYPE_CHECKING:
+    from dynamo.observability.otel import OtelTracing
 
 _NAME = "http-request"
 _NO_ERROR = ("ok", "cancelled", "validation", "not_found")
 """Outcomes without the status ERROR: OpenTelemetry blames a server for its own failures alone."""
 
 
-def begin_trace(tracing: Tracing | None, exchange: Exchange) -> OpenSpan:
+def begin_trace(tracing: OtelTracing | None, exchange: Exchange) -> OpenSpan:
     """Start the span of a request, below that of its client if it has one."""
     if tracing is None:
-        return PassedTrace(exchange.headers)
+        return OpenSpan(exchange.headers)
     return tracing.start(_NAME, exchange.headers, exchange.received_at)
 
 
@@ -46,7 +51,7 @@ def end_trace(span: OpenSpan, ended: RequestFigures) -> None:
     span.end(ended.ended_s, attributes, error)
 
 
-def trace_refused(tracing: Tracing, exchange: Exchange, ended: RequestFigures) -> None:
+def trace_refused(tracing: OtelTracing, exchange: Exchange, ended: RequestFigures) -> None:
     """Export the span of a request that has not reached its model."""
     span = begin_trace(tracing, exchange)
     if span.recording:

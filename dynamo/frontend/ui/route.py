@@ -62,7 +62,7 @@ class UiRoutes:
         routes.get(_ABOUT, self._describe)
         routes.get(_EVENTS, self.sampler.open)
         routes.get(_LOGS, self._logs.open)
-        routes.post(_ACTIONS, in_task(self._tasks, self._run))
+        routes.post(_ACTIONS, in_task(self._tasks.spawn, self._run))
 
     def stop(self) -> None:
         """End every stream: the frontend drains."""

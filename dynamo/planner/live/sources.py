@@ -70,7 +70,7 @@ class WorkerReports:
     async def start(self) -> None:
         """Follow the workers' model cards; those that exist are known on return."""
         watch = self._runtime.discovery.watch(MODEL_CARDS, self._on_card)
-        self._runtime.track(watch)
+        self._runtime.on_close(watch.close)
         await watch.ready()
 
     def follow(self, worker_ids: Iterable[int]) -> None:

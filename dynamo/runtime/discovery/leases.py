@@ -15,11 +15,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.layout import BadRecord, decode_lease, names, read_file
 from dynamo.runtime.process.os_process import host_id, is_running
+
+if TYPE_CHECKING:
+    from dynamo.runtime.discovery.store_watcher import StoreWatcher
 
 FORGET_AFTER_TTLS = 6
 SLICE_S = 0.01
@@ -56,28 +59,6 @@ class ProcessEnd:
         self._on_end()
 
 
-class LeaseListener(Protocol):
-    """The receiver of lease events. All calls are synchronous, on the loop."""
-
-    def lease_alive(self, lease_id: int) -> None:
-        """Show the keys of a lease that is new or was touched again."""
-
-    def lease_silent(self, lease_id: int) -> None:
-        """Hide the keys of a lease whose holder hangs."""
-
-    def lease_ended(self, lease_id: int) -> None:
-        """Remove the keys of a lease that ended."""
-
-    def holder_died(self, lease_id: int) -> None:
-        """Clean up after a process of this host that died; called after ``lease_ended``."""
-
-    def bad_file(self, path: Path, problem: str) -> None:
-        """Report a file that is no lease."""
-
-    def no_file(self, path: Path) -> None:
-        """Note that the file is missing."""
-
-
 class _TrackedLease:
     """The state of one lease. Times are seconds of the loop's clock."""
 
@@ -102,11 +83,13 @@ class _TrackedLease:
 class LeaseTable:
     """Follows the files of ``directory``. Driven by :meth:`observe` and :meth:`rescan`.
 
+    ``listener`` is called synchronously, on the loop; ``holder_died`` after ``lease_ended``.
+
     ``drain`` delivers pending file events. It is called before a lease counts as silent: after a
     stall of this process the touches of all others are still in the inotify queue.
     """
 
-    def __init__(self, directory: Path, listener: LeaseListener, drain: Callable[[], None]) -> None:
+    def __init__(self, directory: Path, listener: StoreWatcher, drain: Callable[[], None]) -> None:
         self._directory = directory
         self._listener = listener
         self._drain = drain

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from dynamo.config.system import SystemSettings
 from dynamo.errors import (
     CannotConnect,
     ConnectionTimeout,
@@ -20,12 +19,9 @@ from dynamo.errors import (
     NoInstances,
     WorkerSilent,
 )
-from dynamo.observability.metrics import Registry
-from dynamo.observability.tracing import Tracing
 from dynamo.protocols import codec
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
-from dynamo.runtime.discovery import Discovery, KeyEvent, Lease
-from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.discovery import KeyEvent
 from dynamo.runtime.endpoints.instances import (
     Availability,
     Instance,
@@ -34,62 +30,22 @@ from dynamo.runtime.endpoints.instances import (
     RuntimeDataWatch,
 )
 from dynamo.runtime.endpoints.responses import NoResponses, Responses
-from dynamo.runtime.endpoints.serving import Serving
-from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.process.sockets import parse_address
-from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import ClientStream, RequestClient, ResponseStream, StreamSink
 from dynamo.runtime.requests.client import OnPeer, OutageReason
 from dynamo.runtime.requests.client_connection import ClientConnection
 from dynamo.runtime.requests.context import Context
 from dynamo.runtime.requests.stream import REQUEST_ID
 
+if TYPE_CHECKING:
+    from dynamo.runtime.distributed import DistributedRuntime
+
 OnInstances = Callable[[list[EndpointRecord], list[int]], None]
 """(new and changed records, removed ids), called on the loop."""
 
-F = TypeVar("F", bound="Follower")
 _decode = record_decoder(EndpointRecord)
 _AVOIDED = (CannotConnect, ConnectionTimeout, Disconnected, EngineShutdown)
 log = logging.getLogger(__name__)
-
-
-class Follower(Protocol):
-    """An object that the runtime closes."""
-
-    def close(self) -> None:
-        """Close. Idempotent."""
-
-
-class RuntimeServices(Protocol):
-    """The part of ``DistributedRuntime`` that its endpoints and clients use."""
-
-    instance_id: int
-    discovery: Discovery
-    metrics: Registry
-    requests: RequestClient
-    serving: Serving
-    system: SystemSettings
-    tasks: Tasks
-    tracing: Tracing | None
-
-    @property
-    def admission(self) -> AdmissionQueue | None:
-        """The limit on requests in handlers."""
-
-    async def start(self) -> None:
-        """Open discovery."""
-
-    async def start_serving(self) -> Serving:
-        """Open discovery and the status server."""
-
-    async def granted(self) -> Lease:
-        """Return the lease of this process."""
-
-    async def publisher(self, namespace: str, component: str, topic: str) -> EventPublisher:
-        """Return the publisher of this process on the topic."""
-
-    def track(self, follower: F) -> F:
-        """Close ``follower`` with the runtime."""
 
 
 class Client:
@@ -105,12 +61,12 @@ class Client:
     requests at once, also when it is the only one.
     """
 
-    def __init__(self, runtime: RuntimeServices, path: str) -> None:
+    def __init__(self, runtime: DistributedRuntime, path: str) -> None:
         self.path = path
         self.has_fallback = False
         self._runtime = runtime
         self._requests = runtime.requests
-        self._instances: dict[int, _Instance] = {}
+        self._instances: dict[int, LiveInstance] = {}
         self._ids: dict[str, int] = {}
         self.availability = Availability(path, runtime.metrics, runtime.system.inhibited_duration_s)
         self.availability.listeners.append(self._on_outage)
@@ -307,7 +263,7 @@ class Client:
             self._remove(record.instance_id)
             instance = None
         if instance is None:
-            instance = self._instances[record.instance_id] = _Instance(record, address, self)
+            instance = self._instances[record.instance_id] = LiveInstance(record, address, self)
         instance.record = record
         self.availability.end(record.instance_id, "answer")
         self._changed.set()
@@ -370,7 +326,7 @@ class _IgnoringSink:
         """Ignore the error."""
 
 
-class _Instance:
+class LiveInstance:
     """One live instance, and the last connection used for it; the owner of its streams."""
 
     __slots__ = ("_client", "_on_peer", "address", "connection", "record")
@@ -404,7 +360,7 @@ class _Instance:
             self._client.availability.begin(instance_id, "answer", reason, error.message)
 
     def may_move(self) -> bool:
-        """See :class:`StreamOwner`."""
+        """Return whether another instance can take the requests of this one now."""
         client = self._client
         return client.has_fallback or len(client._instances) > len(client.availability)
 

@@ -5,31 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo.config.option import from_env
 from dynamo.config.system import HealthCheckSettings
 from dynamo.errors import Cancelled, DynamoError, InvalidArgument
 from dynamo.observability.metrics import Registry
-from dynamo.observability.tracing import OpenSpan, Tracing
+from dynamo.observability.tracing import OpenSpan
 from dynamo.runtime.endpoints.admission import MetricsLabels
-from dynamo.runtime.endpoints.client import Client, RuntimeServices
-from dynamo.runtime.endpoints.health import Canary
+from dynamo.runtime.endpoints.client import Client
+from dynamo.runtime.endpoints.health import Canary, CheckedEndpoint
 from dynamo.runtime.endpoints.serving import EndpointPath
-from dynamo.runtime.requests import (
-    ClientStream,
-    EndpointStats,
-    PushHandler,
-    ServerStream,
-    StreamSink,
-    generator_handler,
-)
+from dynamo.runtime.requests import EndpointStats, PushHandler, ServerStream, generator_handler
+
+if TYPE_CHECKING:
+    from dynamo.observability.otel import OtelTracing
+    from dynamo.runtime.distributed import DistributedRuntime
 
 _SCHEME = "dyn://"
 _NAME = "handle_payload"
 
 
-def traced(handler: PushHandler, tracing: Tracing) -> PushHandler:
+def traced(handler: PushHandler, tracing: OtelTracing) -> PushHandler:
     """Return ``handler`` with a span for each request that belongs to a trace.
 
     The request's context has the span as its parent.
@@ -86,7 +83,7 @@ def parse_endpoint(text: str) -> EndpointPath:
 class Namespace:
     """The first part of a path."""
 
-    def __init__(self, runtime: RuntimeServices, name: str) -> None:
+    def __init__(self, runtime: DistributedRuntime, name: str) -> None:
         self.name = name
         self._runtime = runtime
 
@@ -98,7 +95,7 @@ class Namespace:
 class Component:
     """The first two parts of a path."""
 
-    def __init__(self, runtime: RuntimeServices, namespace: str, name: str) -> None:
+    def __init__(self, runtime: DistributedRuntime, namespace: str, name: str) -> None:
         self.namespace = namespace
         self.name = name
         self._runtime = runtime
@@ -114,7 +111,7 @@ class Component:
 class Endpoint:
     """An endpoint to serve in this process or to call. Raises BadEndpointPath."""
 
-    def __init__(self, runtime: RuntimeServices, path: EndpointPath) -> None:
+    def __init__(self, runtime: DistributedRuntime, path: EndpointPath) -> None:
         if not _is_path(path):
             parse_endpoint(".".join(path))
         self.runtime = runtime
@@ -196,7 +193,7 @@ class Endpoint:
         settings = from_env(HealthCheckSettings)
         if payload is None or not settings.enabled:
             return None
-        checked = _ServedEndpoint(self.runtime, self.path, stats)
+        checked = CheckedEndpoint(self.runtime, self.path, stats)
         canary = Canary(settings, checked, payload, self.runtime.metrics)
         return self.runtime.tasks.spawn(canary.run(), name=f"health checks of {self}")
 
@@ -206,7 +203,8 @@ class Endpoint:
         ``router_mode`` is accepted for compatibility; the caller chooses with each call.
         """
         await self.runtime.start()
-        client = self.runtime.track(Client(self.runtime, "/".join(self.path)))
+        client = Client(self.runtime, "/".join(self.path))
+        self.runtime.on_close(client.close)
         await client.ready()
         return client
 
@@ -230,28 +228,6 @@ class Endpoint:
 
     def __str__(self) -> str:
         return ".".join(self.path)
-
-
-class _ServedEndpoint:
-    """An endpoint of this process, for its own health checks."""
-
-    def __init__(self, runtime: RuntimeServices, path: EndpointPath, stats: EndpointStats) -> None:
-        self.path = path
-        self.stats = stats
-        self._runtime = runtime
-
-    def is_registered(self) -> bool:
-        """See :class:`CheckedEndpoint`."""
-        return self._runtime.serving.is_published(self.path)
-
-    def open(self, payload: bytes, sink: StreamSink) -> ClientStream:
-        """See :class:`CheckedEndpoint`."""
-        address = self._runtime.serving.address()
-        return self._runtime.requests.open(address, "/".join(self.path), {}, payload, sink)
-
-    async def set_health(self, problem: str) -> None:
-        """See :class:`CheckedEndpoint`."""
-        await self._runtime.serving.set_health(self.path, problem)
 
 
 def _is_path(parts: Sequence[str]) -> bool:

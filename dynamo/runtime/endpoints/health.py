@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dynamo.config.system import HealthCheckSettings, SystemSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -20,6 +20,9 @@ from dynamo.protocols import codec
 from dynamo.runtime.process.sockets import bracketed
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import ClientStream, EndpointStats, StreamSink
+
+if TYPE_CHECKING:
+    from dynamo.runtime.distributed import DistributedRuntime
 
 _POLLS_PER_WAIT = 4
 _LONGEST_POLL_S = 1.0
@@ -141,20 +144,28 @@ def _problem(text: str) -> bytes:
     return json.dumps({"error": text}).encode()
 
 
-class CheckedEndpoint(Protocol):
-    """The endpoint that a :class:`Canary` checks."""
+class CheckedEndpoint:
+    """An endpoint of this process, for its own health checks."""
 
-    path: tuple[str, str, str]
-    stats: EndpointStats
+    def __init__(
+        self, runtime: DistributedRuntime, path: tuple[str, str, str], stats: EndpointStats
+    ) -> None:
+        self.path = path
+        self.stats = stats
+        self._runtime = runtime
 
     def is_registered(self) -> bool:
         """Return whether clients may send requests; an endpoint that sleeps is not checked."""
+        return self._runtime.serving.is_published(self.path)
 
     def open(self, payload: bytes, sink: StreamSink) -> ClientStream:
         """Send a request as clients do."""
+        address = self._runtime.serving.address()
+        return self._runtime.requests.open(address, "/".join(self.path), {}, payload, sink)
 
     async def set_health(self, problem: str) -> None:
         """Report the endpoint as unhealthy; "": as healthy again."""
+        await self._runtime.serving.set_health(self.path, problem)
 
 
 class Canary:

@@ -161,19 +161,19 @@ class RequestClient:
             del self._peers[address]
 
     def silent(self, connection: ClientConnection, text: str) -> None:
-        """See :class:`ConnectionOwner`."""
+        """The connection is open, but the worker does not answer pings."""
         peer = self._peers.get(connection.address)
         if peer is not None:
             peer.silent(text)
 
     def answered(self, connection: ClientConnection) -> None:
-        """See :class:`ConnectionOwner`."""
+        """A silent or probing connection has received a frame."""
         peer = self._peers.get(connection.address)
         if peer is not None:
             peer.answered()
 
     def lost(self, connection: ClientConnection, error: DynamoError | None) -> None:
-        """See :class:`ConnectionOwner`."""
+        """The connection is closed; None: on purpose. Called before its streams fail."""
         address = connection.address
         if self._connections.get(address) is not connection:
             return

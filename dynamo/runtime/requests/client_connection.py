@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dynamo.config.runtime import RequestPlaneSettings
 from dynamo.errors import (
@@ -42,6 +42,10 @@ from dynamo.runtime.requests.frames import (
 )
 from dynamo.runtime.requests.stream import REQUEST_ID
 
+if TYPE_CHECKING:
+    from dynamo.runtime.endpoints.client import LiveInstance
+    from dynamo.runtime.requests.client import RequestClient
+
 _SILENT_TICKS = 4
 log = logging.getLogger(__name__)
 
@@ -67,29 +71,6 @@ class StreamSink(Protocol):
 OnTokens = Callable[[list[int], int, float, float], None]
 """Receives the plain tokens of one read, whose texts a ``TokenSink`` has passed on: their ids, the
 bytes of their items, when they came (monotonic seconds), and the seconds spent on their texts."""
-
-
-class StreamOwner(Protocol):
-    """The instance that a stream was opened on."""
-
-    def failed(self, error: DynamoError) -> None:
-        """Accept the error of a failed stream, before its sink does."""
-
-    def may_move(self) -> bool:
-        """Return whether another instance can take the requests of this one now."""
-
-
-class ConnectionOwner(Protocol):
-    """Receives the state of a connection, before its streams do; see :class:`RequestClient`."""
-
-    def silent(self, connection: ClientConnection, text: str) -> None:
-        """The connection is open, but the worker does not answer pings."""
-
-    def answered(self, connection: ClientConnection) -> None:
-        """A silent or probing connection has received a frame."""
-
-    def lost(self, connection: ClientConnection, error: DynamoError | None) -> None:
-        """The connection is closed; None: on purpose."""
 
 
 class ClientStream:
@@ -121,7 +102,7 @@ class ClientStream:
         self.on_data = sink.on_data  # bound once: it is called for every token
         self.on_tokens: OnTokens | None = None
         self.token_sink: TokenSink | None = None
-        self.owner: StreamOwner | None = None
+        self.owner: LiveInstance | None = None
         self._connection = connection
         self._number = number
         self._context = context
@@ -244,7 +225,7 @@ class ClientConnection(FramedConnection):
         settings: RequestPlaneSettings,
         loop: asyncio.AbstractEventLoop,
         address: str,
-        owner: ConnectionOwner,
+        owner: RequestClient,
     ) -> None:
         super().__init__(settings, loop)
         self.address = address

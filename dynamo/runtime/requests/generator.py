@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,9 @@ from dynamo.protocols.engine import with_every_key
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client_connection import ClientStream
 from dynamo.runtime.requests.stream import PushHandler, ServerStream
+
+if TYPE_CHECKING:
+    from dynamo.runtime.endpoints.admission import AdmissionQueue
 
 PAUSE_BYTES = 1024 * 1024
 PAUSE_ITEMS = 1024
@@ -99,18 +102,8 @@ def _unwrapped(item: dict[str, Any]) -> Any:
     return item.get("data") if all(item.get(name) is None for name in _NOTES) else item
 
 
-class Admission(Protocol):
-    """Bounds the requests that run at once; see ``dynamo.runtime.endpoints.admission``."""
-
-    def enter(self, stream: ServerStream, start: Callable[[], None]) -> None:
-        """Call ``start`` when there is room. Raises WorkerAtCapacity."""
-
-    def release(self) -> None:
-        """End a started request."""
-
-
 def generator_handler(
-    generate: Callable[..., Any], tasks: Tasks, admission: Admission | None = None
+    generate: Callable[..., Any], tasks: Tasks, admission: AdmissionQueue | None = None
 ) -> PushHandler:
     """Serve ``async def generate(request[, context])``, an async generator, as a push handler.
 

@@ -7,10 +7,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dynamo._fast.histogram import Histogram
-from dynamo.config.runtime import RequestPlaneSettings
 from dynamo.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -27,6 +26,9 @@ from dynamo.errors import (
 from dynamo.observability.metrics import Counter, Gauge
 from dynamo.runtime.requests.context import CancelKind, Context
 from dynamo.runtime.requests.frames import DATA, END, pack, pack_error
+
+if TYPE_CHECKING:
+    from dynamo.runtime.requests.server import ServerConnection
 
 _NO_FAILURE = (Cancelled, EngineShutdown, Overloaded)
 log = logging.getLogger(__name__)
@@ -52,24 +54,9 @@ class EndpointStats:
     failed: Callable[[str], None] = lambda error_type: None
 
 
-class PushHandler(Protocol):
-    """Starts to serve one request. Called from the socket's read, so it must not block."""
-
-    def __call__(self, stream: ServerStream, payload: bytes, /) -> None:
-        """Respond now or later through ``stream``; an exception becomes the stream's error."""
-
-
-class Carrier(Protocol):
-    """The interface of a connection to its streams."""
-
-    settings: RequestPlaneSettings
-    above_high_water: bool
-    closed: bool
-    streams: dict[int, ServerStream]
-    waiting: set[ServerStream]
-
-    def write(self, frame: bytes) -> None:
-        """Queue one frame; never blocks."""
+PushHandler = Callable[["ServerStream", bytes], None]
+"""Starts to serve one request, now or later through its stream. Called from the socket's read, so
+it must not block; an exception becomes the stream's error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +105,7 @@ class ServerStream:
 
     def __init__(
         self,
-        connection: Carrier,
+        connection: ServerConnection,
         number: int,
         served: ServedEndpoint,
         headers: dict[str, str],
@@ -165,7 +152,7 @@ class ServerStream:
         """Whether the connection is full or the client paused this stream."""
         return self._paused or self._connection.above_high_water
 
-    def route(self) -> tuple[Carrier, int, EndpointStats]:
+    def route(self) -> tuple[ServerConnection, int, EndpointStats]:
         """Return connection, number there and metrics, for an engine that builds the frames of
         many streams at once. It sends the first item by :meth:`send`, and none after the end."""
         return self._connection, self._number, self._served.stats

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 from dynamo.attach.pool import ClientRequest, ConnectionPool, Headers
 from dynamo.errors import DynamoError
@@ -67,11 +68,11 @@ async def pool_of_server() -> AsyncIterator[tuple[ConnectionPool, list[int]]]:
 async def test_a_connection_paused_by_its_last_part_reads_the_next_response() -> None:
     async with asyncio.timeout(20), pool_of_server() as (pool, connections):
         slow = Sink(pauses=True)
-        slow.request = pool.send(REQUEST, slow)
+        slow.request = pool.send(REQUEST, cast(Any, slow))
         await slow.done.wait()
         for _ in range(2):
             sink = Sink()
-            pool.send(REQUEST, sink)
+            pool.send(REQUEST, cast(Any, sink))
             await sink.done.wait()
             assert sink.data == b"ok"
         assert len(connections) == 1

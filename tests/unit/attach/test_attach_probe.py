@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -68,7 +69,7 @@ class Sink:
 async def response(target: Target, answer_s: float = 10.0) -> Sink:
     """The response to one request of a pool."""
     pool, sink = ConnectionPool(target, 5.0), Sink()
-    pool.send(target.head("GET", "/x", 0), sink)
+    pool.send(target.head("GET", "/x", 0), cast(Any, sink))
     async with asyncio.timeout(answer_s):
         await sink.ended.wait()
     await pool.close()

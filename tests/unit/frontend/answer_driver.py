@@ -13,7 +13,7 @@ import functools
 import json
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from test_request import Site, turn
 from text_kit import card
@@ -70,7 +70,7 @@ class DrivenSite(Site):
         responses = ResponseRoutes(self.store, lambda _: False, lambda _: None)
         responses.install(self.routes, self.openai, counts)
         loop = asyncio.get_running_loop()
-        self.worker = ClientConnection(RequestPlaneSettings(), loop, "worker", Owner())
+        self.worker = ClientConnection(RequestPlaneSettings(), loop, "worker", cast(Any, Owner()))
         self.worker.data_received(PREAMBLE)
         self.opened: list[ClientStream] = []
 

@@ -123,7 +123,7 @@ async def test_a_task_ends_with_its_exchange() -> None:
 
     for end in ("deadline", "lost"):
         cancelled.clear()
-        bench = Bench(in_task(tasks, answer))
+        bench = Bench(in_task(tasks.spawn, answer))
         bench.feed(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
         await asyncio.sleep(0)
         if end == "deadline":

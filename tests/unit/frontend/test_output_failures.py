@@ -111,9 +111,9 @@ async def test_others_of_the_same_turn_are_written() -> None:
     batch = WriteBatch()
     broken, sound, connection = Producer(Broken()), Producer(), Producer()
     for _ in range(2):
-        batch.flush_later(connection)
-        batch.defer(broken)
-        batch.defer(sound)
+        batch.flush_later(connection.flush)
+        batch.defer(broken.flush)
+        batch.defer(sound.flush)
         await turn()
     assert broken.flushed == sound.flushed == connection.flushed == 2
 

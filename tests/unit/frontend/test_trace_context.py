@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from test_request import Site, ids
@@ -96,7 +96,7 @@ async def test_without_a_tracer_the_context_of_the_client_is_passed_on() -> None
 
 async def test_the_span_of_a_request_has_its_stages() -> None:
     site, tracing = Traced(), Recording()
-    site.active.tracing = tracing
+    site.active.tracing = cast(Any, tracing)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
     site.post(body, traceparent=PARENT)
     (span,) = tracing.spans
@@ -119,7 +119,7 @@ async def test_the_span_of_a_request_has_its_stages() -> None:
 def test_the_span_of_a_handler(error: Any, text: str) -> None:
     tracing = Recording()
     handled: list[Any] = []
-    handler = traced(lambda stream, payload: handled.append(stream), tracing)
+    handler = traced(lambda stream, payload: handled.append(stream), cast(Any, tracing))
     plain: Any = SimpleNamespace(headers={REQUEST_ID: "1"}, endpoint="n/c/e", on_finished=None)
     handler(plain, b"")
     assert not tracing.spans and plain.on_finished is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -42,7 +43,7 @@ class Recorder:
 def sequence(prompt: list[int], max_tokens: int, seed: int = 0) -> tuple[Sequence, Recorder]:
     output = Recorder()
     return Sequence(
-        SequenceBlocks(tokens(prompt), B), random_reply(max_tokens, seed), output
+        SequenceBlocks(tokens(prompt), B), random_reply(max_tokens, seed), cast(Any, output)
     ), output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -61,7 +62,7 @@ class Recorder:
 def transferred(length: int, pauses: bool, max_tokens: int = 3) -> Recorder:
     output = Recorder(pauses)
     blocks = SequenceBlocks(tokens(list(range(length))), B)
-    output.sequence = Sequence(blocks, random_reply(max_tokens, 1), output)
+    output.sequence = Sequence(blocks, random_reply(max_tokens, 1), cast(Any, output))
     output.sequence.expect_transfer(8)
     return output
 

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from statistics import fmean
+from typing import Any, cast
 
 import pytest
 
@@ -53,7 +54,11 @@ def mocker_times(requests: Items[ReplayRequest], model: ServiceModel) -> list[tu
     scheduler, timing = Scheduler(pool, limits), Timing()
     outputs = [TimedOutput() for _ in requests]
     waiting = [
-        (request, Sequence(_blocks(number, request), random_reply(request.osl, 0), output), output)
+        (
+            request,
+            Sequence(_blocks(number, request), random_reply(request.osl, 0), cast(Any, output)),
+            output,
+        )
         for number, (request, output) in enumerate(zip(requests, outputs, strict=True))
     ]
     waiting.reverse()
@@ -75,6 +80,11 @@ def mocker_times(requests: Items[ReplayRequest], model: ServiceModel) -> list[tu
         ((o.first_s or 0.0) - o.arrived_s, (o.end_s - (o.first_s or 0.0)) / max(1, r.osl - 1))
         for o, r in zip(outputs, requests, strict=True)
     ]
+
+
+def _sequence(number: int, request: ReplayRequest, output: TimedOutput) -> Sequence:
+    reply = random_reply(request.osl, 0)
+    return Sequence(_blocks(number, request), reply, cast(Any, output))
 
 
 def _blocks(number: int, request: ReplayRequest) -> SequenceBlocks:

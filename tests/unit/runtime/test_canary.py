@@ -13,14 +13,14 @@ from dynamo.config.system import HealthCheckSettings
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument, WorkerUnavailable
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
-from dynamo.runtime.endpoints.health import Canary
+from dynamo.runtime.endpoints.health import Canary, CheckedEndpoint
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import EndpointStats, StreamSink
 
 SHORT = HealthCheckSettings(enabled=True, canary_wait_s=0.02, request_timeout_s=0.02)
 
 
-class CheckedByTest:
+class CheckedByTest(CheckedEndpoint):
     """An endpoint; ``answer`` is called with the sink of each health check."""
 
     path = ("ns", "comp", "gen")

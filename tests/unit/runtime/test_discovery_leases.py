@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -82,7 +83,7 @@ class Site:
         self.listener = Listener(clock)
         self.path = directory / "7"
         self.path.write_bytes(msgspec.json.encode(LeaseRecord(7, 1, 1, TTL_S, "elsewhere")))
-        self.table = LeaseTable(directory, self.listener, lambda: None)
+        self.table = LeaseTable(directory, cast(Any, self.listener), lambda: None)
         self.table._loop = clock  # type: ignore[assignment]
         self.touch()
         self.table.observe("7")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from request_kit import ENDPOINT, TIMEOUT_S, Recorder, pair, until
@@ -204,7 +204,8 @@ async def test_only_the_streams_of_a_silent_worker_that_may_move_end_before_its_
     async with fake_worker(tmp_path / "s", response, hang=True) as address:
         sink = Recorder()
         stream = client.open(address, ENDPOINT, {}, b"request", sink)
-        stream.owner = owner = Owner(other)
+        owner = Owner(other)
+        stream.owner = cast(Any, owner)
         await sink.have(1)
         [connection] = client._connections.values()
         if released:

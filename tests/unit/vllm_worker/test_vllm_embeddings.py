@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from test_vllm_service import ENDPOINT, ScriptedEngine, Sink, Step
+from test_vllm_service import ENDPOINT, ScriptedEngine, Sink
 
 from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Registry
@@ -20,6 +20,7 @@ from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.vllm.embeddings import EmbeddingService
+from dynamo.vllm.engine import EngineStep
 
 DECODE = codec.decoder(EmbeddingsEngineOutput).decode
 
@@ -85,9 +86,9 @@ async def test_vectors_come_in_the_order_of_the_inputs(tmp_path: Path) -> None:
     async with deployed(tmp_path) as made:
         sink, _ = made.start([1, 2], [3])
         await made.engine.started(2)
-        made.engine.sinks["r1"].on_output(Step([]))  # a part of a long prompt
-        made.engine.sinks["r1"].on_output(Step([], "stop", pooling_output=Tensor(0.25)))
-        made.engine.sinks["r0"].on_output(Step([], "length", pooling_output=Tensor(1, -2)))
+        made.engine.sinks["r1"].on_output(EngineStep([]))  # a part of a long prompt
+        made.engine.sinks["r1"].on_output(EngineStep([], "stop", pooling_output=Tensor(0.25)))
+        made.engine.sinks["r0"].on_output(EngineStep([], "length", pooling_output=Tensor(1, -2)))
         await sink.end()
         (payload,) = sink.payloads
         expected = EmbeddingsEngineOutput(
@@ -101,7 +102,7 @@ async def test_a_failed_input_ends_all(tmp_path: Path) -> None:
     async with deployed(tmp_path) as made:
         sink, _ = made.start([1], [2], [3])
         await made.engine.started(3)
-        made.engine.sinks["r1"].on_output(Step([], "error"))
+        made.engine.sinks["r1"].on_output(EngineStep([], "error"))
         await sink.end()
         assert "failed to compute" in str(sink.error) and sink.payloads == []
         assert sorted(made.engine.aborted) == ["r0", "r1", "r2"]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.engine import EngineInfo, EngineStep, OutputSink, StepStats
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
 from dynamo.vllm.service import VllmService
 
@@ -54,18 +54,6 @@ class Array:
 @dataclass
 class Stats:
     num_cached_tokens: int
-
-
-@dataclass
-class Step:
-    new_token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    new_logprobs: Any = None
-    new_prompt_logprobs_tensors: Any = None
-    kv_transfer_params: dict[str, Any] | None = None
-    prefill_stats: Any = None
-    pooling_output: Any = None
 
 
 class ScriptedEngine:
@@ -206,9 +194,9 @@ async def test_tokens_usage_and_the_end(tmp_path: Path) -> None:
         sink, _ = made.start()
         await made.engine.started(1)
         steps = made.engine.sinks["r0"]
-        steps.on_output(Step([7], prefill_stats=Stats(2)))
-        steps.on_output(Step([70_000]))
-        steps.on_output(Step([8, 9], finish_reason="length"))
+        steps.on_output(EngineStep([7], prefill_stats=Stats(2)))
+        steps.on_output(EngineStep([70_000]))
+        steps.on_output(EngineStep([8, 9], finish_reason="length"))
         await sink.end()
         assert [item.token_ids for item in sink.items] == [[7], [70_000], [8, 9]]
         first, last = sink.items[0], sink.items[-1]
@@ -237,8 +225,8 @@ async def test_a_prompt_with_images_has_the_length_that_the_engine_found(tmp_pat
         await made.engine.started(1)
         (engine_sink,) = made.engine.sinks.values()
         engine_sink.on_images(20, [codec.tokens([7, 8])])
-        engine_sink.on_output(Step([5], prefill_stats=Stats(0)))
-        engine_sink.on_output(Step([6], "length"))
+        engine_sink.on_output(EngineStep([5], prefill_stats=Stats(0)))
+        engine_sink.on_output(EngineStep([6], "length"))
         await sink.end()
         assert sink.items[0].extra_args == {"mm_expansions": [codec.tokens([7, 8])]}
         assert sink.items[-1].extra_args is None
@@ -253,12 +241,12 @@ async def test_plain_tokens_of_a_step_go_to_their_streams(tmp_path: Path) -> Non
         plain, steps = made.engine.plain, made.engine.sinks
         assert plain.pass_on(step_message({"r0": 1})) == step_message({"r0": 1})  # not yet
         for number in ("r0", "r1"):
-            steps[number].on_output(Step([7], prefill_stats=Stats(0)))
+            steps[number].on_output(EngineStep([7], prefill_stats=Stats(0)))
         for token in (1, 300, 70_000):
             rest = plain.pass_on(step_message({"r0": token, "r1": 5, "unknown": 6}))
             assert rest == step_message({"unknown": 6})
         for number in ("r0", "r1"):
-            steps[number].on_output(Step([8], "length"))
+            steps[number].on_output(EngineStep([8], "length"))
         for sink, middle in zip(sinks, ([[1], [300], [70_000]], [[5]] * 3), strict=True):
             await sink.end()
             assert [item.token_ids for item in sink.items] == [[7], *middle, [8]]
@@ -340,7 +328,7 @@ async def test_tokens_stay_in_order_whatever_waits(tmp_path: Path, seed: int) ->
             plain.read += 1
             for output in outputs.outputs:
                 output.prefill_stats = output.prefill_stats and Stats(0)
-                made.engine.sinks[output.request_id].on_output(output)
+                made.engine.sinks[output.request_id].on_output(cast(Any, output))
 
         for message, has_tensors in core_steps(answers, dice):
             frame = Frame(msgspec.msgpack.encode(message))
@@ -365,15 +353,15 @@ async def test_a_paused_stream_gets_its_plain_tokens_later(tmp_path: Path) -> No
         sink, stream = made.start()
         await made.engine.started(1)
         steps = made.engine.sinks["r0"]
-        steps.on_output(Step([7], prefill_stats=Stats(0)))
+        steps.on_output(EngineStep([7], prefill_stats=Stats(0)))
         stream.pause()
         message = step_message({"r0": 1})
         await wait_until(lambda: made.engine.plain.pass_on(message) == message)
         passed = made.engine.plain.count
-        steps.on_output(Step([9]))
+        steps.on_output(EngineStep([9]))
         stream.resume()
         await wait_until(lambda: bool(sink.items) and sink.items[-1].token_ids == [9])
-        steps.on_output(Step([8], "length"))
+        steps.on_output(EngineStep([8], "length"))
         await sink.end()
         expected = [[7], *[[1]] * passed, [9], [8]]
         assert [item.token_ids for item in sink.items] == expected
@@ -385,7 +373,7 @@ async def test_a_kill_stops_plain_tokens(tmp_path: Path) -> None:
     async with deployed(tmp_path) as made:
         _, stream = made.start()
         await made.engine.started(1)
-        made.engine.sinks["r0"].on_output(Step([7], prefill_stats=Stats(0)))
+        made.engine.sinks["r0"].on_output(EngineStep([7], prefill_stats=Stats(0)))
         stream.kill()
         await made.engine.stopped(1)
         message = step_message({"r0": 1})
@@ -409,7 +397,7 @@ async def test_finish_reasons(
     async with deployed(tmp_path) as made:
         sink, _ = made.start()
         await made.engine.started(1)
-        made.engine.sinks["r0"].on_output(Step([5], reason, stop_reason))
+        made.engine.sinks["r0"].on_output(EngineStep([5], reason, stop_reason))
         await sink.end()
         assert sink.items[-1].finish_reason == expected
         assert sink.items[-1].stop_reason == stop_reason
@@ -422,18 +410,18 @@ async def test_log_probabilities_of_output_and_prompt(tmp_path: Path) -> None:
         steps = made.engine.sinks["r0"]
         # A prompt in two parts: the tensors of the first have no token yet.
         steps.on_output(
-            Step(
+            EngineStep(
                 [], new_prompt_logprobs_tensors=(Array([[2, 9]]), Array([[-3.0, -1.0]]), Array([4]))
             )
         )
         steps.on_output(
-            Step(
+            EngineStep(
                 [7],
                 new_logprobs=(Array([[7, 7, 8]]), Array([[-1.0, -1.0, -2.0]])),
                 new_prompt_logprobs_tensors=(Array([[3, 3]]), Array([[-1.0, -1.0]]), Array([1])),
             )
         )
-        steps.on_output(Step([8], "length", new_logprobs=(Array([[8]]), Array([[-0.5]]))))
+        steps.on_output(EngineStep([8], "length", new_logprobs=(Array([[8]]), Array([[-0.5]]))))
         await sink.end()
         first, last = sink.items
         assert first.log_probs == [-1.0]
@@ -466,7 +454,7 @@ async def test_a_kill_aborts_in_the_engine(tmp_path: Path) -> None:
         stream.kill()
         await made.engine.stopped(1)
         assert made.engine.aborted == ["r0"]
-        made.engine.sinks["r0"].on_output(Step([1]))  # a step that was on its way: dropped
+        made.engine.sinks["r0"].on_output(EngineStep([1]))  # a step that was on its way: dropped
         assert made.service.admission.running == 0
 
 
@@ -474,7 +462,7 @@ async def test_a_stop_ends_the_stream_with_the_usage(tmp_path: Path) -> None:
     async with deployed(tmp_path) as made:
         sink, stream = made.start()
         await made.engine.started(1)
-        made.engine.sinks["r0"].on_output(Step([7], prefill_stats=Stats(0)))
+        made.engine.sinks["r0"].on_output(EngineStep([7], prefill_stats=Stats(0)))
         stream.stop()
         await sink.end()
         assert made.engine.aborted == ["r0"]
@@ -513,9 +501,9 @@ async def test_requests_beyond_the_limits(tmp_path: Path) -> None:
         waiting.kill()  # withdrawn from the queue: never submitted
         await wait_until(lambda: made.service.admission.waiting == 0)
         third, _ = made.start()
-        made.engine.sinks["r0"].on_output(Step([1], "length"))
+        made.engine.sinks["r0"].on_output(EngineStep([1], "length"))
         await made.engine.started(2)
-        made.engine.sinks["r1"].on_output(Step([2], "length"))
+        made.engine.sinks["r1"].on_output(EngineStep([2], "length"))
         await third.end()
         assert queued.items == []
 
@@ -537,7 +525,7 @@ async def test_a_prefill_returns_the_parameters_of_its_transfer(tmp_path: Path) 
         sink, _ = made.start()
         await made.engine.started(1)
         params = {"remote_block_ids": [3]}
-        made.engine.sinks["r0"].on_output(Step([1], "length", kv_transfer_params=params))
+        made.engine.sinks["r0"].on_output(EngineStep([1], "length", kv_transfer_params=params))
         await sink.end()
         assert sink.items[-1].disaggregated_params == {"kv_transfer_params": params}
 
@@ -547,14 +535,14 @@ async def test_output_of_a_client_that_does_not_read_is_held(tmp_path: Path) -> 
         sink, stream = made.start()
         await made.engine.started(1)
         steps = made.engine.sinks["r0"]
-        steps.on_output(Step([1], prefill_stats=Stats(0)))
+        steps.on_output(EngineStep([1], prefill_stats=Stats(0)))
         stream.pause()
         other, _ = made.start()  # after the pause on the same connection
         await made.engine.started(2)
         for token_id in range(2, 40):
-            steps.on_output(Step([token_id]))
-        steps.on_output(Step([40], "length"))
-        made.engine.sinks["r1"].on_output(Step([1], "length"))
+            steps.on_output(EngineStep([token_id]))
+        steps.on_output(EngineStep([40], "length"))
+        made.engine.sinks["r1"].on_output(EngineStep([1], "length"))
         await other.end()
         assert len(sink.items) <= 2, "one item may leave before the worker sees that it is paused"
         assert not sink.finished.is_set()

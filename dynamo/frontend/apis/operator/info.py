@@ -82,7 +82,7 @@ class BusyThresholdRoutes:
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
         routes.get(_PATH, self._list)
-        routes.post(_PATH, in_task(self._tasks, self._set))
+        routes.post(_PATH, in_task(self._tasks.spawn, self._set))
 
     def _list(self, exchange: Exchange) -> None:
         """List the models that have a threshold."""
@@ -165,7 +165,7 @@ class InfoRoutes:
         """Add the routes to the table."""
         routes.get("/live", self._live)
         routes.get("/health", self._health)
-        routes.get("/metrics", in_task(self._tasks, self._metrics))
+        routes.get("/metrics", in_task(self._tasks.spawn, self._metrics))
         routes.get("/v1/models", self._list)
         routes.get(_MODELS, self._one)
         routes.get("/openapi.json", self._describe)

@@ -140,7 +140,7 @@ class RecordRoutes:
 
     def install(self, routes: Routes) -> None:
         """Add the route to the table."""
-        routes.get(_PATH, in_task(self._tasks, self._record))
+        routes.get(_PATH, in_task(self._tasks.spawn, self._record))
 
     async def _record(self, exchange: Exchange) -> None:
         registry = self._registry

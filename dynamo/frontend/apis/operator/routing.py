@@ -55,7 +55,7 @@ class ExplainRoutes:
 
     def install(self, routes: Routes) -> None:
         """Add the route to the table."""
-        route = in_task(self._tasks, self._answer)
+        route = in_task(self._tasks.spawn, self._answer)
         routes.post("/v1/route", route)
         routes.get("/v1/route", route)
 

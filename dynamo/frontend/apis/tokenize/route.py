@@ -51,7 +51,7 @@ class PromptCountRoutes:
         """
         if api.errors is not None:
             self._registry.error_shapes[api.endpoint] = api.errors
-        return in_task(self._tasks, partial(self._serve, api, body))
+        return in_task(self._tasks.spawn, partial(self._serve, api, body))
 
     async def _serve(
         self, api: GenerationApi, body: Callable[[int], dict[str, Any]], exchange: Exchange
@@ -243,8 +243,8 @@ class TokenizeRoutes:
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
-        routes.post("/tokenize", in_task(self._tasks, partial(self._answer, _TOKENIZE)))
-        routes.post("/detokenize", in_task(self._tasks, partial(self._answer, _DETOKENIZE)))
+        routes.post("/tokenize", in_task(self._tasks.spawn, partial(self._answer, _TOKENIZE)))
+        routes.post("/detokenize", in_task(self._tasks.spawn, partial(self._answer, _DETOKENIZE)))
 
     async def _answer(self, conversion: _Conversion, exchange: Exchange) -> None:
         registry, model = self._registry, "unknown"
