@@ -26,7 +26,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.serve.state.document import Entry
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.components import chosen_runtime
+from dynamo.status.deployment import chosen_runtime
 
 DESCRIPTION = "Print a script for your shell: it completes verbs, options, services and files."
 EPILOG = """install it once:
@@ -108,7 +108,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "serve": ("config.serve.ServeSettings",),
     "reload": ("config.serve.ReloadSettings",),
     "doctor": ("cli.options.DoctorSettings",),
-    "ps": ("cli.options.PsSettings",),
+    "ps": ("cli.ps.PsSettings",),
     "state": ("cli.options.StateSettings",),
     "top": ("cli.options.TopSettings", _DEPLOYMENT),
     "logs": ("cli.options.LogsSettings", _DEPLOYMENT),

@@ -64,7 +64,7 @@ from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.serve.state.entries import service_config
 from dynamo.setup.graph_plan import prepare, read_graph
 from dynamo.setup.service_checks import check_engines as check_graph_engines
-from dynamo.status.components import chosen_runtime
+from dynamo.status.deployment import chosen_runtime
 from dynamo.vllm.engine import TESTED_VERSIONS
 
 DESCRIPTION = "Check this machine and a deployment: drivers, limits, disks, ports, KV events."

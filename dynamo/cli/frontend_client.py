@@ -20,7 +20,7 @@ from dynamo.planner.live.traffic import frontends_in
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.components import chosen_runtime
+from dynamo.status.deployment import chosen_runtime
 
 _SHOWN = 500
 _BODY_BYTES = 64 << 20

@@ -12,7 +12,7 @@ from dynamo.cli.options import DeploymentSettings, LogsSettings
 from dynamo.config import load
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.runtime.process.paths import state_path
-from dynamo.status.components import chosen_runtime
+from dynamo.status.deployment import chosen_runtime
 from dynamo.status.logs import LogLine, LogReader, follow, select_watchers
 
 DESCRIPTION = "Show the output of the processes of a deployment, also after its end."

@@ -11,7 +11,7 @@ from dynamo.cli.options import DeploymentSettings, LoadModelSettings, OperateSet
 from dynamo.config import load as load_options
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
 from dynamo.operations.operate import BoxActions, Steps
-from dynamo.status.components import chosen_runtime
+from dynamo.status.deployment import chosen_runtime
 
 _EPILOG = """NAME is a worker (dynamo_Worker_1), or a service for all of its workers. The command
 returns when the action is complete; Ctrl-C ends {what}.

@@ -1,4 +1,4 @@
-"""The options of the verbs of ``dynamo``, but for those that other programs share."""
+"""The options of the verbs of ``dynamo``, but for ``ps`` and those that other programs share."""
 
 from __future__ import annotations
 
@@ -6,24 +6,6 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 from dynamo.config.programs import ENGINES
-
-
-@dataclass(frozen=True, kw_only=True)
-class PsSettings:
-    """ps: which deployment, and how to print it"""
-
-    namespace: str | None = option(
-        None,
-        "--namespace",
-        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
-    )
-    json: bool = option(False, "--json", help="print JSON: all that is known, with every worker")
-    api_key: str | None = option(
-        None,
-        "--api-key",
-        env=("DYN_API_KEY", "OPENAI_API_KEY"),
-        help="an operator's key, for the figures of a frontend that needs one",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from dynamo.operations.outside import call_planner
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog
 from dynamo.planner.reports.explain import EXPLAIN, ExplainReport, ModelReport, report_text
 from dynamo.runtime.process.paths import state_path
-from dynamo.status.components import chosen_runtime
+from dynamo.status.deployment import chosen_runtime
 
 _DESCRIPTION = """Show the last decisions of the planner, and what it would decide now."""
 _VERBS = {

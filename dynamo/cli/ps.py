@@ -1,6 +1,6 @@
 """``dynamo ps``: the models of a deployment, their workers, and what is wrong.
 
-It takes at most 50 ms: the arbiter collects the state, and few modules are imported here.
+It takes at most 60 ms of CPU: the arbiter collects the state, and few modules are imported here.
 """
 
 from __future__ import annotations
@@ -8,10 +8,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dynamo.cli.text_table import aligned
-from dynamo.config.ps_quick import QuickPs
+from dynamo.config import load
+from dynamo.config.option import option
+from dynamo.errors import ConfigError
+from dynamo.runtime.process.paths import planned_socket_path
+from dynamo.status.deployment import chosen_runtime
 from dynamo.status.status_client import STATUS_SOCKET, ask
 
 DESCRIPTION = "Show the models of a deployment: their workers, GPUs, load, and what failed."
@@ -28,25 +33,26 @@ Status = Mapping[str, Any]
 """A BoxStatus, or a part of it, as decoded from JSON: empty fields are absent."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PsSettings:
+    """ps: which deployment, and how to print it"""
+
+    namespace: str | None = option(
+        None,
+        "--namespace",
+        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
+    )
+    json: bool = option(False, "--json", help="print JSON: all that is known, with every worker")
+    api_key: str | None = option(
+        None,
+        "--api-key",
+        env=("DYN_API_KEY", "OPENAI_API_KEY"),
+        help="an operator's key, for the figures of a frontend that needs one",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
-    words = sys.argv[1:] if argv is None else argv
-    quick = QuickPs.of(words, STATUS_SOCKET)
-    answer = _ask(quick.socket, quick.api_key) if quick is not None else b""
-    if quick is not None and answer:
-        return _show(answer, quick.json)
-    return _main(words)
-
-
-def _main(argv: Sequence[str]) -> int:
-    """Read the options, and collect the state here if the arbiter does not answer."""
-    from dynamo.cli.options import PsSettings
-    from dynamo.config import load
-    from dynamo.errors import ConfigError
-    from dynamo.runtime.process.paths import planned_socket_path
-    from dynamo.status.components import chosen_runtime  # these are slow to import
-    from dynamo.status.reading import report
-
     (settings,) = load("dynamo ps", DESCRIPTION, [PsSettings], argv, epilog=EPILOG)
     try:
         runtime = chosen_runtime(settings.namespace)
@@ -54,7 +60,11 @@ def _main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"dynamo ps: {error.message}", file=sys.stderr)
         return 2
-    return _show(answer or report(runtime, settings.api_key), settings.json)
+    if not answer:  # collect the state here; imported here, because it takes 0.1 s
+        from dynamo.status.reading import report
+
+        answer = report(runtime, settings.api_key)
+    return _show(answer, settings.json)
 
 
 def _ask(path: str, api_key: str | None) -> bytes:

@@ -21,7 +21,7 @@ from dynamo.serve.graph.overrides import split_overrides
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.process_table import runs_here
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.components import chosen_runtime
+from dynamo.status.deployment import chosen_runtime
 
 DESCRIPTION = "Apply a changed graph to a running deployment, one process after another."
 EPILOG = """Only what changed is touched: services and workers are added, restarted or removed.

@@ -24,7 +24,7 @@ from dynamo.serve.readiness import free_port
 from dynamo.serve.state.document import Document
 from dynamo.setup.engines import choose, find_engines, named_model, probe_gpus, running_ollama
 from dynamo.setup.new_graph import NewGraph
-from dynamo.status.components import main_pid, running_deployment
+from dynamo.status.deployment import main_pid, running_deployment
 
 DESCRIPTION = "Serve one model: make its graph, start it, end everything on Ctrl-C."
 EPILOG = """Words after -- go to the engine. --Service.key=value changes a key of the graph, as in

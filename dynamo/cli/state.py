@@ -23,7 +23,8 @@ from dynamo.serve.state.process_table import runs_here
 from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.components import ComponentStatus, StateReport, chosen_runtime
+from dynamo.status.components import ComponentStatus, StateReport
+from dynamo.status.deployment import chosen_runtime
 
 DESCRIPTION = "Show the processes, GPUs and leases of a deployment, or repair its statefile."
 EPILOG = """repair is safe while the deployment and its planner run. It deletes entries without a

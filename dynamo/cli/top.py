@@ -27,7 +27,7 @@ from dynamo.operations.control import ActionOutcome, BoxControl
 from dynamo.operations.operate import Steps
 from dynamo.protocols.status import WorkerStatus
 from dynamo.runtime.process.paths import state_path
-from dynamo.status.components import chosen_runtime
+from dynamo.status.deployment import chosen_runtime
 from dynamo.status.logs import LogLine, LogReader
 from dynamo.status.reading import BoxCollector
 

@@ -14,7 +14,7 @@ from dynamo.errors import ConfigError, DynamoError, Unavailable
 from dynamo.http.client import ResponseError, cause, parse_url
 from dynamo.http.tls import unverified_context
 from dynamo.protocols.status import BoxStatus
-from dynamo.status.components import chosen_runtime
+from dynamo.status.deployment import chosen_runtime
 from dynamo.status.reading import BoxCollector
 
 DESCRIPTION = "Print the address of the web page of a running deployment, and open it."

@@ -1,7 +1,7 @@
 """The state of a deployment over a UNIX socket: ``dynamo ps`` need not collect it itself.
 
 The process of the arbiter answers. It has all modules loaded and the GPU driver open, which would
-take ``dynamo ps`` a multiple of its 50 ms. A client sends its operator key as a JSON string, or
+take ``dynamo ps`` a multiple of its 60 ms. A client sends its operator key as a JSON string, or
 null, in a line; the answer is a BoxStatus as JSON.
 """
 

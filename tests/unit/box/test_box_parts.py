@@ -9,11 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo.cli.options import PsSettings
 from dynamo.config import from_env
-from dynamo.config.ps_quick import QuickPs
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.runtime.process.paths import planned_socket_path
 from dynamo.status.logs import last_line, progress_in
 from dynamo.status.status_client import ask
 from dynamo.status.status_socket import StatusSocket
@@ -63,44 +60,6 @@ def test_the_status_socket(tmp_path: Path) -> None:
     assert keys == [None, "bad", "k"]
     with pytest.raises(OSError):
         ask(path, None, 5.0)
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"HOME": "/h"},
-        {"HOME": "/h", "DYN_NAMESPACE": "a-b_c"},
-        {"HOME": "/h", "DYN_LOCAL_STATE_DIR": "/s", "DYN_API_KEY": "k"},
-        {"HOME": "/h", "OPENAI_API_KEY": "o"},
-    ],
-)
-def test_the_quick_options_are_those_of_the_parser(
-    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", env["HOME"])
-    quick = QuickPs.of([], "status.sock", env)
-    assert quick is not None and not quick.json
-    settings = from_env(PsSettings, env)
-    assert quick.api_key == settings.api_key
-    assert quick.socket == planned_socket_path(from_env(RuntimeSettings, env), "status.sock")
-    shown = QuickPs.of(["--json"], "status.sock", env)
-    assert shown is not None and shown.json
-
-
-@pytest.mark.parametrize(
-    ("argv", "env"),
-    [
-        (["--namespace", "x"], {"HOME": "/h"}),
-        (["--help"], {"HOME": "/h"}),
-        ([], {"HOME": "/h", "DYN_NAMESPACE": "a/b"}),
-        ([], {"HOME": "/h", "DYN_NAMESPACE": ""}),
-        ([], {"HOME": "/h", "DYN_LOCAL_STATE_DIR": "relative"}),
-        ([], {"HOME": "/h" * 80}),
-        ([], {}),
-    ],
-)
-def test_other_options_are_left_to_the_parser(argv: list[str], env: dict[str, str]) -> None:
-    assert QuickPs.of(argv, "status.sock", env) is None
 
 
 def test_a_report_decodes(tmp_path: Path) -> None:

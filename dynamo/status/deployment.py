@@ -1,0 +1,68 @@
+"""The deployment that a command means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dynamo.config import environ, from_env
+from dynamo.config.runtime import RuntimeSettings, check_namespace
+from dynamo.errors import ConfigError, StatefileError
+from dynamo.runtime.process.paths import state_path
+
+if TYPE_CHECKING:
+    from dynamo.serve.state.document import Document
+
+
+def chosen_runtime(namespace: str | None) -> RuntimeSettings:
+    """Return the settings of the deployment that a command means.
+
+    That is the one of ``namespace`` or ``DYN_NAMESPACE``; without them the default one if it
+    exists, else the only one. Raises ConfigError if several run, or the name is no namespace.
+    """
+    runtime = from_env(RuntimeSettings)
+    check_namespace(runtime.namespace if namespace is None else namespace)
+    if namespace is not None:
+        return replace(runtime, namespace=namespace)
+    directory = state_path(runtime)
+    default = directory / f"{runtime.namespace}.json"
+    if "DYN_NAMESPACE" in environ() or default.exists():
+        return runtime
+    found = sorted(path.stem for path in directory.glob("*.json"))
+    if len(found) > 1:
+        found = [*_running(directory, found)] or found
+    if len(found) > 1:
+        raise ConfigError(
+            f"several deployments exist; choose one with --namespace: {', '.join(found)}"
+        )
+    return replace(runtime, namespace=found[0]) if found else runtime
+
+
+def running_deployment(runtime: RuntimeSettings) -> Document | None:
+    """Return the statefile of the namespace of ``runtime`` if its arbiter runs, else None."""
+    return _read_running(state_path(runtime), runtime.namespace)
+
+
+def main_pid(document: Document) -> int:
+    """Return the process that a user started: the guard of a running deployment."""
+    return document.arbiter.guard_pid or document.arbiter.pid
+
+
+def _running(directory: Path, namespaces: list[str]) -> Iterator[str]:
+    for namespace in namespaces:
+        if _read_running(directory, namespace) is not None:
+            yield namespace
+
+
+def _read_running(directory: Path, namespace: str) -> Document | None:
+    # Imported here: it takes 20 ms, and `dynamo ps` seldom reads a statefile.
+    from dynamo.serve.state.process_table import runs_here
+    from dynamo.serve.state.statefile import Statefile
+
+    try:
+        document = Statefile(directory, namespace).read()
+    except StatefileError:
+        return None
+    return document if document is not None and runs_here(document.arbiter) else None
