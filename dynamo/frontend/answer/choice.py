@@ -1,15 +1,4 @@
-"""One choice of an answer: engine outputs in, text out, until a reason to finish.
-
-Stop strings in a text that arrives in pieces of any size.
-
-Text that may be the beginning of a stop string is held back; all other text passes at once. The
-result does not depend on how the text is cut: the stop string that is complete first wins, and of
-several that end at the same character the longest.
-
-The search is an Aho-Corasick automaton: linear in the characters of the stop strings to build,
-O(1) a character to run, for any number of stop strings. It is immutable and shared by all choices
-of a request; a choice keeps one state and the text held back.
-"""
+"""One choice of an answer: engine outputs in, text out, until a reason to finish."""
 
 from __future__ import annotations
 
@@ -38,7 +27,12 @@ _NO_EDGE = 0xFFFFFFFF
 
 
 class StopStrings:
-    """The automaton of a request's stop strings. None of them is empty.
+    """The automaton (Aho-Corasick) of a request's stop strings. None of them is empty.
+
+    Text that may be the beginning of a stop string is held back; all other text passes at once. The
+    result does not depend on how the text is cut: the stop string that is complete first wins, and
+    of several that end at the same character the longest. O(1) a character, for any number of stop
+    strings. Immutable and shared by all choices; each keeps one state and the text held back.
 
     A state is a prefix of a stop string, 0 the empty one; ``depths[state]`` is its length in
     characters, ``hits[state]`` one more than the index in ``strings`` of the stop string that ends

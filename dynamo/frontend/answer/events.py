@@ -3,11 +3,6 @@
 Such an answer has one choice. Its message comes as deltas of reasoning, content and tool calls,
 with or without a parser of the model's format; a subclass makes events of them, and one body for a
 request that does not stream.
-
-Chat answers of models with a tool-call or reasoning parser.
-
-The text of a choice goes through the parser of its format; a stream writes what that finds as
-``delta.content``, ``delta.reasoning_content`` and ``delta.tool_calls``.
 """
 
 from __future__ import annotations
@@ -90,7 +85,11 @@ class ParsedChoice(Choice):
 
 
 class ParsedChatStream(ChatStream):
-    """The answer to POST /v1/chat/completions, parsed by ``prepared.answer``."""
+    """The answer to POST /v1/chat/completions, parsed by ``prepared.answer``.
+
+    A stream writes what the parser finds as ``delta.content``, ``delta.reasoning_content`` and
+    ``delta.tool_calls``.
+    """
 
     _chunks = MessageChunks
 

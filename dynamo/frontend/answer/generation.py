@@ -6,8 +6,6 @@ A stream object lives as long as its request and touches neither sockets nor rou
   (outputs pushed together become one delta);
 * ``close(choice)`` when the engine's stream of a choice has ended;
 * ``end()`` after the last, or ``error(...)``; or, for a request that does not stream, ``unary()``.
-
-What a request calls on its answer, however the answer is made: generated here, or relayed.
 """
 
 from __future__ import annotations
@@ -390,7 +388,7 @@ class AnswerChoice(Protocol):
 
 
 class Answer(Protocol):
-    """From what a worker sends to what the client reads; see :class:`GenerationStream`.
+    """What a request calls on its answer, generated here (:class:`GenerationStream`) or relayed.
 
     ``final_usage`` is set once the counts are final; ``worker_id`` is shown to clients that ask for
     it.

@@ -1,16 +1,4 @@
-"""Log probabilities of an engine in the two shapes of the OpenAI API.
-
-Log probabilities of the prompt's tokens: ``prompt_logprobs``, and ``echo`` with ``logprobs``.
-
-An engine sends them once, with the first output, in ``extra_args["prompt_logprobs"]``: for each
-token of the prompt None (the first has no probability), or the token itself and then the most
-likely ones, each with ``token_id``, ``logprob`` and ``rank``.
-
-What an answer repeats of its prompt: echoed text and image tokens.
-
-Later requests with the same image, most often the next turn of the conversation, are then routed by
-the prompt as the engine caches it.
-"""
+"""Log probabilities in the shapes of the OpenAI API, and what an answer repeats of its prompt."""
 
 from __future__ import annotations
 
@@ -54,7 +42,12 @@ _Rows = list[list[PromptLogprob] | None]
 
 
 class PromptLogprobs:
-    """A collector for one choice: the prompt's log probabilities beside those of ``inner``."""
+    """A collector for one choice: the prompt's log probabilities beside those of ``inner``.
+
+    An engine sends them once, with the first output, in ``extra_args["prompt_logprobs"]``: for each
+    token of the prompt None (the first has no probability), or the token itself and then the most
+    likely ones, each with ``token_id``, ``logprob`` and ``rank``.
+    """
 
     def __init__(self, tokenizer: Tokenizer, inner: LogprobsCollector | None) -> None:
         self._tokenizer = tokenizer
@@ -262,7 +255,11 @@ def _name(tokenizer: Tokenizer, given: Mapping[str, Any]) -> str:
 
 
 class ImageTokens:
-    """A collector for one choice: keeps the tokens of images, and passes outputs to ``inner``."""
+    """A collector for one choice: keeps the tokens of images, and passes outputs to ``inner``.
+
+    Later requests with the same image, most often the next turn of the conversation, are then
+    routed by the prompt as the engine caches it.
+    """
 
     def __init__(self, prepared: Prepared, inner: LogprobsCollector | None) -> None:
         self._prepared = prepared

@@ -2,8 +2,6 @@
 
 The engine gets a JSON schema: for a named function that of its parameters, for "required" an array
 of objects with a name and parameters, as in vLLM. The answer is then not in the model's own format.
-
-The answer to a named ``tool_choice``: the arguments of that function, and nothing else.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 A record in discovery says that a model may have no worker and that the planner starts one when its
 requests wait. It exists as long as the planner; a restarted planner has some time to write it
 again, before the waiting requests fail.
-
-Which models a reload has removed from the graph, by the statefile of ``dynamo serve``.
-
-A model without workers is unavailable for a while, unless the graph has no service for it any more.
 """
 
 from __future__ import annotations
@@ -48,8 +44,9 @@ _POLL_S = 2.0
 
 
 class GraphModels:
-    """The services of the graph that each model has, or had.
+    """The services of the graph that each model has, or had, by the statefile of ``dynamo serve``.
 
+    A model without workers is unavailable for a while, unless a reload has removed all of these.
     A model that was never one of the graph's is not removed by it, such as that of a worker that a
     person has started.
     """

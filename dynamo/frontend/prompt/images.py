@@ -3,11 +3,6 @@
 The engine gets each image as the data: URL that the client sent, and decodes it. The router gets
 the prompt as the engine caches it: with the tokens that stand for an image, once an engine has
 said which these are, and with the hash of the image in all blocks that it overlaps.
-
-Fetch the images that clients name by http(s) URL, from hosts that the operator has allowed.
-
-A client could otherwise make the frontend send requests inside the operator's network. So only
-listed hosts are asked, redirects are not followed, and size and time are bounded.
 """
 
 from __future__ import annotations
@@ -47,7 +42,11 @@ _LIMIT_BYTES = MAX_IMAGES_BYTES * 3 // 4
 
 
 class ImageFetcher:
-    """Replaces http(s) URLs in messages by data: URLs. ``hosts`` are names without ports."""
+    """Replaces http(s) URLs in messages by data: URLs. ``hosts`` are names without ports.
+
+    A client could make the frontend send requests inside the operator's network. So only hosts
+    that the operator has listed are asked, redirects are not followed, size and time are bounded.
+    """
 
     def __init__(self, hosts: Sequence[str], timeout_s: float = _TIMEOUT_S) -> None:
         self._hosts = frozenset(host.lower() for host in hosts)

@@ -2,11 +2,6 @@
 
 They wait in order of arrival, whether they have reached the model's router (:class:`HeldDispatch`)
 or not (:class:`HeldExchange`: the body is not parsed). Streams get comments while they wait.
-
-Send the requests of a failed worker to others: spread over turns of the event loop, or on trial.
-
-A worker may fail with a thousand requests; routing and sending them all at once would stall every
-other stream for 100 ms.
 """
 
 from __future__ import annotations
@@ -40,7 +35,8 @@ TRIAL_WAIT_S = 10.0
 class ResendQueue:
     """Engine requests that ``send`` is called for: the first at once, others in later turns.
 
-    Bounded by the number of running requests.
+    A worker may fail with a thousand requests; routing and sending them all at once would stall
+    every other stream for 100 ms. Bounded by the number of running requests.
     """
 
     def __init__(self, send: Callable[[EngineRequest], None]) -> None:

@@ -5,12 +5,6 @@ detokenized in the read that received it and written at the end of the loop turn
 token creates no task, queue or generator. However a request ends (finished, failed, client
 disconnected, worker lost, silence, shutdown), :meth:`ActiveRequest._close` runs exactly once: it
 stops the engines, frees the load and counts the request.
-
-The response header ``x-dynamo-route``: why a request went to its worker, as one line of JSON.
-
-Sent where the request has a header of the same name. Everyone who may use a model sees its own
-worker, as in ``nvext.worker_id``; the other candidates show the load of other clients, so that they
-are for operators. ``GET /v1/requests/{id}`` has the terms of the costs.
 """
 
 from __future__ import annotations
@@ -89,8 +83,13 @@ def route_header(
     queued_s: float,
     to_operator: bool,
 ) -> tuple[str, str]:
-    """Return name and value. ``inputs`` are those of the (decode) worker and the prefill worker;
-    ``queued_s`` passed until the worker was chosen."""
+    """Return name and value of the header that says why a request went to its worker, in JSON.
+
+    A client asks for it by a header of the same name. It sees its own worker, as in
+    ``nvext.worker_id``; the other candidates show the load of other clients, and are for operators.
+    ``GET /v1/requests/{id}`` has the terms of the costs. ``inputs`` are those of the (decode)
+    worker and of the prefill worker; ``queued_s`` passed until the worker was chosen.
+    """
     route = _Route(
         request_id,
         f"{decision.worker_id:x}",

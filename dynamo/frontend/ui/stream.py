@@ -1,9 +1,4 @@
-"""Server-sent events for pages: a bounded number of streams, of which slow ones are dropped.
-
-The log of one service as a stream of lines: its end at first, then what is written.
-
-The files of the web page, with the headers that keep foreign content and pages out.
-"""
+"""What the web page loads: its files, and streams of samples and of log lines."""
 
 from __future__ import annotations
 

@@ -2,11 +2,6 @@
 
 An API that is not OpenAI's chat converts its body to a subclass of ChatCompletionRequest, which may
 carry what the answer needs of the body, and has an :class:`EventStream` of its own.
-
-Reject a request before anything is spent on it, while its model can take none.
-
-Of the body only the model's name is read, about 1 µs a kilobyte: no JSON tree, no chat template,
-no tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +41,8 @@ def reject_early(
 
     Call it while ``registry.refuses`` or ``models.saturation.count`` is set. Large bodies are left
     to :func:`reject_large`. A body that is no JSON, or names no model that is served, is left to
-    the route, which explains what is wrong with it. O(bytes).
+    the route, which explains what is wrong with it. Of the body only the model's name is read,
+    about 1 µs a kilobyte: no JSON tree, no chat template, no tokens. O(bytes).
     """
     if registry.refuses:
         try:

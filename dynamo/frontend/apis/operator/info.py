@@ -1,9 +1,4 @@
-"""Routes that report state (/live, /health, /metrics, /openapi.json, /v1/models), and thresholds.
-
-GET and POST /busy_threshold: read and set the load above which a worker is busy.
-
-Bodies are those of Dynamo's request rejection page.
-"""
+"""Routes that report state: /live, /health, /metrics, /openapi.json, /v1/models; thresholds."""
 
 from __future__ import annotations
 
@@ -73,7 +68,11 @@ _change = msgspec.json.Decoder(_Change).decode
 
 
 class BusyThresholdRoutes:
-    """For operators. Stateless: each model's router holds its thresholds."""
+    """GET and POST /busy_threshold: the load above which a worker is busy. For operators.
+
+    Bodies are those of Dynamo's request rejection page. Stateless: each model's router holds its
+    thresholds.
+    """
 
     def __init__(self, models: Models, tasks: Tasks) -> None:
         self._models = models

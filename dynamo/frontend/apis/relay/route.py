@@ -4,10 +4,6 @@
 first relayed model it puts itself in front of the POST routes under /v1/, of /tokenize and of
 /detokenize. So one place decides, by the model, how a request is served, and a frontend without
 such a model pays nothing for it.
-
-The relayed model of a request whose body names none: GET, DELETE, parameters in the path.
-
-What a worker gets of a request that is relayed: all of it, as HTTP or as a dict.
 """
 
 from __future__ import annotations
@@ -116,7 +112,7 @@ def text_message(path: str, body: bytes, *, ignore_unsupported: bool, ignore_nve
 
 
 class RouteModel(NamedTuple):
-    """A model and the route of it that a request matches."""
+    """A model and the route of it that a request matches whose body names no model."""
 
     entry: ModelEntry
     match: RouteMatch
