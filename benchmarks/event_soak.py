@@ -26,8 +26,7 @@ from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import apply_handoff
-from dynamo.router.caches.indexer import Indexer
-from dynamo.router.discovery.event_feed import EventMetrics
+from dynamo.router.caches.indexer import EventMetrics, Indexer
 
 WORKERS = 8
 LIVE_BLOCKS = 40_000

@@ -22,8 +22,7 @@ from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.option import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import ConfigError
-from dynamo.router.caches.indexer import Indexer
-from dynamo.router.discovery.event_feed import EventMetrics
+from dynamo.router.caches.indexer import EventMetrics, Indexer
 from dynamo.router.factory import make_index, make_predicted
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.picker import InflightPicker, Picker

@@ -18,9 +18,8 @@ import pytest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksStored, KvEvent, KvQueryAnswer
-from dynamo.router.caches.indexer import Indexer, Recovery
+from dynamo.router.caches.indexer import EventMetrics, Indexer, Recovery
 from dynamo.router.discovery import event_feed as recovery
-from dynamo.router.discovery.event_feed import EventMetrics
 
 BLOCKS = 200_000
 

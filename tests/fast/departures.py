@@ -18,8 +18,7 @@ from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksCleared, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads
-from dynamo.router.caches.indexer import Indexer
-from dynamo.router.discovery.event_feed import EventMetrics
+from dynamo.router.caches.indexer import EventMetrics, Indexer
 
 TOPIC = "kv-events"
 AT_ONCE = 4

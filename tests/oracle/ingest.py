@@ -10,8 +10,7 @@ import msgspec
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEventBatch
-from dynamo.router.caches.indexer import Indexer
-from dynamo.router.discovery.event_feed import EventMetrics
+from dynamo.router.caches.indexer import EventMetrics, Indexer
 
 __all__ = ["Alone", "Counts"]
 

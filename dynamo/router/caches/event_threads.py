@@ -12,7 +12,6 @@ import ctypes
 import logging
 import threading
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,12 +20,9 @@ from dynamo._fast.radix import RadixTree
 from dynamo.errors import ConfigError
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEventBatch
-from dynamo.router.caches.indexer import Indexer
+from dynamo.router.caches.indexer import EventMetrics, Indexer
 from dynamo.runtime.events import EventSubscriber
 from dynamo.runtime.events.zmq import subscribing_socket
-
-if TYPE_CHECKING:
-    from dynamo.router.discovery.event_feed import EventMetrics
 
 COUNT_S = 1.0
 """Interval of reading the threads' counters, without which warnings would not be logged."""

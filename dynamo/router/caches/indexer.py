@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
+from dynamo.observability.metrics import Counter, Registry, counter, gauge
 from dynamo.protocols.kv import (
     TIER_NUMBERS,
     BlocksCleared,
@@ -22,10 +24,7 @@ from dynamo.protocols.kv import (
     KvEventBatch,
     KvQueryAnswer,
 )
-
-if TYPE_CHECKING:
-    from dynamo._fast.ingest import Ingest
-    from dynamo.router.discovery.event_feed import EventMetrics
+from dynamo.router.metrics import ROUTED, RouterLabels
 
 MAX_EVENT_ID = 1 << 61
 """Streams with larger ids stay on the loop: the threads compute with signed 64-bit ids."""
@@ -38,6 +37,28 @@ STEP_BLOCKS = 4096
 
 _EVENT_BLOCKS = 8
 """Fixed cost of an event, in blocks."""
+
+_EVENTS_APPLIED = counter(
+    "dynamo_component_kv_cache_events_applied",
+    "KV events by type and outcome",
+    "dynamo_component dynamo_namespace event_type status worker_id",
+)
+_EVENT_WARNINGS = counter(
+    "dynamo_component_kv_cache_event_warnings",
+    "KV events that were odd but tolerable",
+    "dynamo_component dynamo_namespace warning_kind worker_id",
+)
+_BLOCKS = gauge(
+    "dynamo_component_router_index_blocks", "Pairs of block and worker in the prefix index", ROUTED
+)
+_MEMORY_BYTES = gauge(
+    "dynamo_component_router_index_memory_bytes", "Memory of the prefix index", ROUTED
+)
+_DROPPED_BLOCKS = gauge(
+    "dynamo_component_router_index_dropped_blocks",
+    "Blocks that the cap of the prefix index refused",
+    ROUTED,
+)
 
 
 class Recovery(NamedTuple):
@@ -74,6 +95,43 @@ class _Stream:
     incomplete: bool = False
     received_any: bool = False
     delegated: bool = False
+
+
+class EventMetrics:
+    """KV events by type and outcome, warnings by kind, and the size of the index."""
+
+    def __init__(self, registry: Registry, place: RouterLabels, index: RadixTree) -> None:
+        self._place = place
+        self._applied = registry.family(_EVENTS_APPLIED)
+        self._warnings = registry.family(_EVENT_WARNINGS)
+        self._by_outcome: dict[tuple[str, str], Counter] = {}
+        show_index(registry, place, index)
+
+    def applied(self, event_type: str, status: str, count: int = 1) -> None:
+        """Count events."""
+        child = self._by_outcome.get((event_type, status))
+        if child is None:
+            place = self._place
+            child = self._by_outcome[event_type, status] = self._applied.labels(
+                place.component, place.namespace, event_type, status, place.router_id
+            )
+        child.value += count
+
+    def warning(self, kind: str, count: int = 1) -> None:
+        """Count warnings of one kind."""
+        place = self._place
+        labels = place.component, place.namespace, kind, place.router_id
+        self._warnings.labels(*labels).value += count
+
+
+def show_index(registry: Registry, place: RouterLabels, index: RadixTree) -> None:
+    """Export the size of the index."""
+    for spec, read in (
+        (_BLOCKS, index.blocks),
+        (_MEMORY_BYTES, index.memory_bytes),
+        (_DROPPED_BLOCKS, index.dropped),
+    ):
+        registry.child(spec, *place.router).function = read
 
 
 class Indexer:

@@ -10,12 +10,11 @@ import msgspec
 
 from dynamo._fast.radix import RadixTree
 from dynamo.errors import DynamoError, StreamIncomplete
-from dynamo.observability.metrics import Counter, Registry, counter, gauge
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KV_EVENTS, KV_QUERY, KvEvent, KvEventBatch, KvQuery, KvQueryAnswer
 from dynamo.router.caches.event_threads import EventThreads
-from dynamo.router.caches.indexer import Indexer, Recovery
-from dynamo.router.metrics import ROUTED, RouterLabels
+from dynamo.router.caches.indexer import EventMetrics, Indexer, Recovery
+from dynamo.router.metrics import RouterLabels
 from dynamo.router.worker_pool import Member
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.events.channels import ZMQ, Subscription
@@ -35,28 +34,6 @@ BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 ANSWER_TIMEOUT_S = 5.0
 _decode_event = codec.decoder(KvEvent).decode
 
-_EVENTS_APPLIED = counter(
-    "dynamo_component_kv_cache_events_applied",
-    "KV events by type and outcome",
-    "dynamo_component dynamo_namespace event_type status worker_id",
-)
-_EVENT_WARNINGS = counter(
-    "dynamo_component_kv_cache_event_warnings",
-    "KV events that were odd but tolerable",
-    "dynamo_component dynamo_namespace warning_kind worker_id",
-)
-_BLOCKS = gauge(
-    "dynamo_component_router_index_blocks", "Pairs of block and worker in the prefix index", ROUTED
-)
-_MEMORY_BYTES = gauge(
-    "dynamo_component_router_index_memory_bytes", "Memory of the prefix index", ROUTED
-)
-_DROPPED_BLOCKS = gauge(
-    "dynamo_component_router_index_dropped_blocks",
-    "Blocks that the cap of the prefix index refused",
-    ROUTED,
-)
-
 
 class _Answer(msgspec.Struct):
     """A ``KvQueryAnswer`` whose events are decoded later: a dump can have 200,000."""
@@ -73,43 +50,6 @@ class _Answer(msgspec.Struct):
 
 
 _decode_answer = codec.decoder(_Answer).decode
-
-
-class EventMetrics:
-    """KV events by type and outcome, warnings by kind, and the size of the index."""
-
-    def __init__(self, registry: Registry, place: RouterLabels, index: RadixTree) -> None:
-        self._place = place
-        self._applied = registry.family(_EVENTS_APPLIED)
-        self._warnings = registry.family(_EVENT_WARNINGS)
-        self._by_outcome: dict[tuple[str, str], Counter] = {}
-        show_index(registry, place, index)
-
-    def applied(self, event_type: str, status: str, count: int = 1) -> None:
-        """Count events."""
-        child = self._by_outcome.get((event_type, status))
-        if child is None:
-            place = self._place
-            child = self._by_outcome[event_type, status] = self._applied.labels(
-                place.component, place.namespace, event_type, status, place.router_id
-            )
-        child.value += count
-
-    def warning(self, kind: str, count: int = 1) -> None:
-        """Count warnings of one kind."""
-        place = self._place
-        labels = place.component, place.namespace, kind, place.router_id
-        self._warnings.labels(*labels).value += count
-
-
-def show_index(registry: Registry, place: RouterLabels, index: RadixTree) -> None:
-    """Export the size of the index."""
-    for spec, read in (
-        (_BLOCKS, index.blocks),
-        (_MEMORY_BYTES, index.memory_bytes),
-        (_DROPPED_BLOCKS, index.dropped),
-    ):
-        registry.child(spec, *place.router).function = read
 
 
 class RecoveryClient:

@@ -10,14 +10,14 @@ from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Gauge, Registry, counter, gauge
 from dynamo.router.active_load import DecisionMetrics
-from dynamo.router.caches.indexer import Indexer
+from dynamo.router.caches.indexer import Indexer, show_index
 from dynamo.router.caches.predicted import (
     STEP_BLOCKS,
     OptimisticCache,
     PredictedCache,
     PredictionCounts,
 )
-from dynamo.router.discovery.event_feed import EventFeed, show_index
+from dynamo.router.discovery.event_feed import EventFeed
 from dynamo.router.discovery.router import ConnectedRouter, InstanceSource, RoutedWorkers
 from dynamo.router.factory import make_index, make_kv_picker, make_picker
 from dynamo.router.kv_mode.kv import KvPicker

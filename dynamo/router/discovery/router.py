@@ -25,42 +25,6 @@ log = logging.getLogger(__name__)
 _decode_load = codec.decoder(list[KvMetrics]).decode
 
 
-class LoadFeed:
-    """Calls ``report`` with each load report of the workers of a component."""
-
-    def __init__(
-        self,
-        runtime: DistributedRuntime,
-        namespace: str,
-        component: str,
-        report: Callable[[KvMetrics], object],
-    ) -> None:
-        self._runtime = runtime
-        self._channel = (namespace, component, KV_METRICS)
-        self._report = report
-        self._subscription: Subscription | None = None
-
-    async def start(self) -> None:
-        """Subscribe. Idempotent."""
-        if self._subscription is None:
-            self._subscription = self._runtime.subscribe(*self._channel, self._on_loads)
-            await self._subscription.ready()
-
-    def close(self) -> None:
-        """Stop following. Idempotent."""
-        if self._subscription is not None:
-            self._subscription.close()
-
-    def _on_loads(self, publisher_id: int, sequence: int, payload: bytes) -> None:
-        try:
-            states = _decode_load(payload)
-        except msgspec.MsgspecError as error:
-            log.warning("invalid load report of publisher %x: %s", publisher_id, error)
-            return
-        for state in states:
-            self._report(state)
-
-
 class CardPart(msgspec.Struct):
     """The fields that the router reads. The defaults are those of the model card."""
 
@@ -171,8 +135,7 @@ class ConnectedRouter:
         self._client = client
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)
-        report = picker.eligibility.busy.report
-        self._loads = LoadFeed(runtime, workers.namespace, workers.component, report)
+        self._loads: Subscription | None = None
         self._closed = False
         labels = workers.labels(runtime.instance_id)
         export_eligibility(runtime.metrics, labels, picker.eligibility)
@@ -181,23 +144,38 @@ class ConnectedRouter:
         """Follow workers and cards. Raises ConfigError when discovery cannot be opened."""
         await self._runtime.start()
         await self._cards.start(self._runtime.discovery, self.workers.path)
-        if self.picker.eligibility.busy.thresholds.any:
-            await self._loads.start()
+        await self._follow_loads()
         self._client.on_change(self._on_instances)
 
     async def limit(self, thresholds: Thresholds) -> None:
         """Set the load above which a worker is busy; follow reported loads once it matters."""
         self.picker.eligibility.thresholds = thresholds
-        if self.picker.eligibility.busy.thresholds.any:
-            await self._loads.start()
+        await self._follow_loads()
 
     async def close(self) -> None:
         """Stop following and remove all workers. Idempotent."""
         self._closed = True
         self._cards.close()
-        self._loads.close()
+        if self._loads is not None:
+            self._loads.close()
         for worker_id in list(self.picker.worker_pool.members):
             self._remove(worker_id)
+
+    async def _follow_loads(self) -> None:
+        """Subscribe to load reports once a threshold needs them."""
+        if self._loads is None and self.picker.eligibility.busy.thresholds.any:
+            here = self.workers.namespace, self.workers.component, KV_METRICS
+            self._loads = self._runtime.subscribe(*here, self._on_loads)
+            await self._loads.ready()
+
+    def _on_loads(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+        try:
+            states = _decode_load(payload)
+        except msgspec.MsgspecError as error:
+            log.warning("invalid load report of publisher %x: %s", publisher_id, error)
+            return
+        for state in states:
+            self.picker.eligibility.busy.report(state)
 
     def _on_instances(self, added: list[EndpointRecord], removed: list[int]) -> None:
         if self._closed:

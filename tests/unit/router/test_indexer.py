@@ -21,8 +21,7 @@ from dynamo.protocols.kv import (
     KvQueryAnswer,
 )
 from dynamo.router.caches import indexer as indexer_module
-from dynamo.router.caches.indexer import Indexer, Recovery
-from dynamo.router.discovery.event_feed import EventMetrics
+from dynamo.router.caches.indexer import EventMetrics, Indexer, Recovery
 
 
 def column(*values: int) -> bytes:

@@ -10,11 +10,12 @@ from metric_specs import AnySpec, declared_in
 from dynamo.router import active_load as active
 from dynamo.router import metrics
 from dynamo.router import replicas as sync
-from dynamo.router.discovery import event_feed, kv_router
+from dynamo.router.caches import indexer
+from dynamo.router.discovery import kv_router
 from dynamo.router.eligibility import eligibility_filter as eligibility
 
 PAGE = Path(__file__).parents[3] / "docs/router-metrics.md"
-SPECS = declared_in(metrics, active, event_feed, kv_router, eligibility, sync)
+SPECS = declared_in(metrics, active, indexer, kv_router, eligibility, sync)
 PREFIXES = (
     "dynamo_component_router",
     "dynamo_component",

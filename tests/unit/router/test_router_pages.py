@@ -19,7 +19,8 @@ from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvQueryAnswer
 from dynamo.router import active_load as active
 from dynamo.router import metrics
-from dynamo.router.discovery import event_feed, kv_router
+from dynamo.router.caches import indexer
+from dynamo.router.discovery import kv_router
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.eligibility import eligibility_filter
 from dynamo.router.explanation import overlap_scores
@@ -37,8 +38,7 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
 ROUTER = "dynamo_component_router"
 OVERHEAD = "dynamo_router_overhead"
 SPECS = {
-    spec.name: spec
-    for spec in declared_in(metrics, active, event_feed, kv_router, eligibility_filter)
+    spec.name: spec for spec in declared_in(metrics, active, indexer, kv_router, eligibility_filter)
 }
 PREDICTED = [name for name in SPECS if re.search("_predicted_|_approximate_", name)]
 
