@@ -16,7 +16,7 @@ from dynamo.config.client import ClientSettings, FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError, Unavailable
 from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_url
 from dynamo.http.tls import client_context
-from dynamo.planner.live.traffic import frontends_in
+from dynamo.planner.live.sources import frontends_in
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.statefile import Statefile

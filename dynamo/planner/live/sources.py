@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo.config.planner import PlannerSettings
+from dynamo.config import environ
+from dynamo.config.check import check_options
+from dynamo.config.frontend import FrontendSettings
+from dynamo.config.programs import FRONTEND, settings_groups
+from dynamo.errors import StatefileError
+from dynamo.http.client import ResponseError, get
+from dynamo.http.tls import unverified_context
 from dynamo.planner.connector import READY, ScaledService
-from dynamo.planner.live.model_state import ScaledModel
-from dynamo.planner.live.traffic import FrontendPages, TrafficCounter
+from dynamo.planner.live.traffic import FrontendPage, TrafficCounter, read_page
 from dynamo.planner.policies.base import Pull, Traffic, WorkerLoad
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import MODEL_CARDS
 from dynamo.protocols.kv import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
-from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.discovery import KeyEvent
-from dynamo.runtime.events.channels import Channel, Subscription
+from dynamo.serve.graph.frontend_address import FrontendAddress
+from dynamo.serve.state.document import Document
+from dynamo.serve.state.process_table import environment, same_process
 from dynamo.serve.state.statefile import Statefile
+
+if TYPE_CHECKING:  # dynamo chat imports this module, too
+    from dynamo.config.planner import PlannerSettings
+    from dynamo.planner.live.model_state import ScaledModel
+    from dynamo.runtime import DistributedRuntime
+    from dynamo.runtime.discovery import KeyEvent
+    from dynamo.runtime.events.channels import Channel, Subscription
 
 _STALE_INTERVALS = 3
 _SILENT_INTERVALS = 2
@@ -30,6 +45,10 @@ _STALE_S = 3.5  # workers and frontends repeat their reports every second
 log = logging.getLogger(__name__)
 _RANKS = 1024
 _FRONTENDS = 64
+_PAGE_BYTES = 16 << 20
+_TIMEOUT_S = 2.0
+_START_UP_S = 30.0
+_REFUSED = "it does not listen"
 _PREFILL = "Prefill"
 _decode_loads = codec.decoder(list[KvMetrics]).decode
 _decode_queue = codec.decoder(PrefillQueueState).decode
@@ -178,6 +197,100 @@ class WorkerReports:
     def _on_frontend(self, publisher_id: int, added: bool) -> None:
         if not added:
             self._queues.pop(publisher_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFrontend:
+    """Where a frontend listens, and the prefix of its metrics; ``runs``: it has a process now."""
+
+    address: FrontendAddress
+    prefix: str
+    runs: bool
+
+
+class FrontendPages:
+    """Reads the page of every frontend of ``statefile`` that runs; each has two seconds to answer.
+
+    One that was stopped, removed or given up has no traffic.
+    """
+
+    def __init__(self, statefile: Statefile) -> None:
+        self._statefile = statefile
+        self._missing_since_s: dict[str, float] = {}
+        self._reported: frozenset[str] = frozenset()
+        self._answered: set[str] = set()
+
+    async def read(self) -> tuple[dict[str, FrontendPage], frozenset[str]]:
+        """Return the pages by address, and the addresses of those that did not answer."""
+        try:
+            document = await asyncio.to_thread(self._statefile.read)
+        except StatefileError as error:
+            log.warning("the frontends are unknown: %s", error)
+            document = None
+        known = frontends_in(document or Document())
+        frontends = {one.address.url: one for one in known if one.runs}
+        async with asyncio.TaskGroup() as group:
+            asked = {url: group.create_task(_page(one)) for url, one in frontends.items()}
+        found = {url: task.result() for url, task in asked.items()}
+        missing = frozenset(url for url, page in found.items() if isinstance(page, str))
+        self._answered |= found.keys() - missing
+        self._report(missing, found)
+        return {url: page for url, page in found.items() if not isinstance(page, str)}, missing
+
+    def _report(self, missing: frozenset[str], found: Mapping[str, object]) -> None:
+        """Warn once per outage; one that never listened yet has some time to start."""
+        now_s = time.monotonic()
+        since_s = {url: self._missing_since_s.get(url, now_s) for url in missing}
+        due = frozenset(
+            url
+            for url in missing
+            if found[url] != _REFUSED or url in self._answered or now_s - since_s[url] > _START_UP_S
+        )
+        for url in due - self._reported:
+            log.warning("frontend %s: no metrics: %s; its traffic is unknown", url, found[url])
+        self._missing_since_s, self._reported = since_s, due
+
+
+def frontends_in(document: Document) -> Iterator[KnownFrontend]:
+    """Yield the frontends of a statefile, as their command lines and variables say."""
+    components = document.components.values()
+    entries = (entry for entry in components if entry.argv[1:3] == ("-m", FRONTEND))
+    for entry in itertools.islice(entries, _FRONTENDS):
+        process = next(iter(entry.processes), None)
+        env = environment(process.pid) if process is not None else {}
+        settings = _settings(list(entry.argv[3:]), env or environ())
+        if settings is not None and settings.http_port:
+            tls = settings.tls_cert_path is not None
+            address = FrontendAddress(settings.http_host, settings.http_port, tls)
+            runs = process is not None and same_process(process.pid, process.start_ticks)
+            yield KnownFrontend(address, settings.metrics_prefix, runs)
+
+
+def _settings(words: list[str], env: Mapping[str, str]) -> FrontendSettings | None:
+    found = check_options(settings_groups(FRONTEND), {"": words}, env)
+    if found.settings is None:
+        return None  # it does not start with these options, either
+    return next(one for one in found.settings if isinstance(one, FrontendSettings))
+
+
+async def _page(frontend: KnownFrontend) -> FrontendPage | str:
+    """Return the page, or why there is none."""
+    address = frontend.address
+    tls = unverified_context() if address.tls else None
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            found = await get(
+                address.reachable, address.port, address.authority, "/metrics", _PAGE_BYTES, tls
+            )
+        if found.status != 200:
+            return f"status {found.status}"
+        return read_page(found.body.decode(), frontend.prefix)
+    except TimeoutError:
+        return f"no answer in {_TIMEOUT_S:g} s"
+    except ConnectionRefusedError:
+        return _REFUSED
+    except (OSError, ResponseError, ValueError) as error:
+        return str(error)
 
 
 class LiveSources:

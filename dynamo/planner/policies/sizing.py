@@ -20,14 +20,18 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
-from dynamo.planner.capacity.interpolation import ProfiledCapacity
-from dynamo.planner.capacity.learned import DecodeCapacity, PrefillCapacity, fit_line
+from dynamo.planner.capacity.interpolation import DecodeSurface, PrefillCurve, ProfiledCapacity
+from dynamo.planner.capacity.learned import LearnedDecode, LearnedPrefill, fit_line
 from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Pull, WorkerLoad
 from dynamo.planner.policies.budget import Workers
 
+PrefillCapacity: TypeAlias = LearnedPrefill | PrefillCurve
+DecodeCapacity: TypeAlias = LearnedDecode | DecodeSurface
+"""Prefill and decode of one worker."""
 _ROUNDING = 1e-9
 _UNREMARKABLE = 3
 """Queued requests that are no backlog."""

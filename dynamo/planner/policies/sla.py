@@ -11,16 +11,10 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import ProfiledCapacity, read_capacity
-from dynamo.planner.capacity.learned import (
-    DecodeCapacity,
-    LearnedCapacity,
-    PrefillCapacity,
-    WorkerCapacity,
-)
+from dynamo.planner.capacity.learned import LearnedCapacity
 from dynamo.planner.policies.base import (
     DECODE,
     PREFILL,
@@ -33,8 +27,10 @@ from dynamo.planner.policies.base import (
 from dynamo.planner.policies.budget import StartUpTime, Workers, affordable, at_limits, clamp
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sizing import (
+    DecodeCapacity,
     Demand,
     LoadMeter,
+    PrefillCapacity,
     Sized,
     WorkerLoadModel,
     backlog,
@@ -59,7 +55,7 @@ class DisaggregatedSizing:
         self._itl_ms = settings.itl_ms
         self._learned = LearnedCapacity()
         profile = read_capacity(settings.profile_results_dir)
-        self._capacity: WorkerCapacity = profile or self._learned
+        self._capacity = profile or self._learned
         self._correct = profile is not None and not settings.no_correction
 
     def observe(self, seen: Observation) -> None:
@@ -166,16 +162,6 @@ def _as_profiled(profile: ProfiledCapacity, demand: Demand) -> WorkerLoadModel:
     )
 
 
-class _Sizing(Protocol):
-    """How many workers a demand needs, by what is known of a worker."""
-
-    def observe(self, seen: Observation) -> None:
-        """Take one interval."""
-
-    def size(self, demand: Demand, seen: Observation) -> Sized | None:
-        """Return the workers; None before the capacity of a worker is known."""
-
-
 class SlaPolicy:
     """Predicts the rate until a worker that is added now serves, and sizes the pools for it.
 
@@ -194,7 +180,7 @@ class SlaPolicy:
         self._series = {
             name: make_predictor(settings.load_predictor, window) for name in ("rate", "isl", "osl")
         }
-        self._sizing: _Sizing = (DisaggregatedSizing if prefill else AggregatedSizing)(settings)
+        self._sizing = (DisaggregatedSizing if prefill else AggregatedSizing)(settings)
         self._start_ups = {name: StartUpTime() for name in (PREFILL, DECODE)}
         self._recent: deque[tuple[float, Workers]] = deque()
         self._idle = 0

@@ -18,7 +18,7 @@ from deployment import free_port
 
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
-from dynamo.planner.live.traffic import FrontendPages, frontends_in
+from dynamo.planner.live.sources import FrontendPages, frontends_in
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.process_table import stat
 from dynamo.serve.state.statefile import Statefile
@@ -130,7 +130,7 @@ async def test_a_frontend_that_does_not_listen(
     pages = deployed(tmp_path / "never", never)
     await pages.read()
     assert f":{never}: " not in caplog.text
-    monkeypatch.setattr("dynamo.planner.live.traffic._START_UP_S", -1)
+    monkeypatch.setattr("dynamo.planner.live.sources._START_UP_S", -1)
     for _ in range(2):
         await pages.read()
     assert caplog.text.count(f":{never}: no metrics: it does not listen") == 1
@@ -159,7 +159,7 @@ def test_many_other_processes_hide_no_frontend() -> None:
 async def test_a_frontend_that_hangs_has_a_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dynamo.planner.live.traffic._TIMEOUT_S", 0.05)
+    monkeypatch.setattr("dynamo.planner.live.sources._TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:  # it never answers
         port = server.getsockname()[1]
         read, missing = await deployed(tmp_path, port).read()

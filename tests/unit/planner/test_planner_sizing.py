@@ -46,8 +46,11 @@ from dynamo.planner.policies.sizing import (
 from dynamo.planner.policies.sla import SlaPolicy
 
 
-class FlatPrefill:
+class FlatPrefill(LearnedPrefill):
     """10,000 prompt tokens per second and GPU; TTFT 0.1 ms a token."""
+
+    def __init__(self) -> None:
+        super().__init__(Line(0.1, 0.0), 1)
 
     def ttft_ms(self, isl: float) -> float:
         return isl / 10
@@ -56,8 +59,11 @@ class FlatPrefill:
         return 10_000.0
 
 
-class LinearDecode:
+class LinearDecode(LearnedDecode):
     """ITL 10 ms plus 1 ms a sequence: n sequences give n / (10 + n) tokens per ms."""
+
+    def __init__(self) -> None:
+        super().__init__(Line(1.0, 10.0), math.inf, 1)
 
     def itl_ms(self, concurrency: float, context: float) -> float:
         return 10.0 + concurrency
