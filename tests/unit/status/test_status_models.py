@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from box_documents import MOCKER, document, entry, seen
+from status_documents import MOCKER, document, entry, seen
 
 from dynamo.protocols.status import (
     FrontendStatus,
