@@ -23,7 +23,6 @@ from dynamo.frontend.prompt.template_environment import (
     OutOfTime,
     RenderContext,
     TemplateEnvironment,
-    TemplateNames,
 )
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.openai import ChatCompletionRequest
@@ -166,14 +165,14 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         template = self._with_tools if tools else self._default
-        names = TemplateNames(template.globals)
+        names = dict(template.globals)
         if variables:
             names.update(variables)
         names["messages"] = messages
         names["tools"] = tools or None
         names["add_generation_prompt"] = add_generation_prompt
         try:
-            return "".join(template.root_render_func(RenderContext(template, names)))
+            return "".join(template.root_render_func(RenderContext.begin(template, names)))
         except _RENDER_ERRORS as error:
             raise InvalidArgument(f"Chat template: {shorten(error, _SHOWN)}") from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 import math
 import time
@@ -16,15 +15,12 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
-import jinja2.utils
 
 _RENDER_S = 1.0
 """How long a template may run: of a model from anywhere, it may contain an endless loop."""
 
 _MAX_REPEATED = 1 << 20
 _MAX_BITS = 4096
-
-_MISSING = jinja2.utils.missing
 
 _DICT_NAMES = frozenset(dir(dict))
 _LOOP_NAMES = frozenset(("depth", "first", "index", "index0", "last", "length", "revindex"))
@@ -34,11 +30,19 @@ class OutOfTime(Exception):
     """The template ran for longer than ``_RENDER_S``."""
 
 
-class _Context(jinja2.runtime.Context):
+class RenderContext(jinja2.runtime.Context):
     """A context with a deadline, which the code of loops, macros and blocks checks."""
 
     deadline_s = math.inf
     _ran_s = math.nan  # CPU seconds of the thread at the first deadline
+
+    @classmethod
+    def begin(cls, template: jinja2.Template, names: dict[str, Any]) -> RenderContext:
+        """The context of one rendering, in which ``names`` replace the template's globals."""
+        # Template.new_context would add the globals once more, which takes 2 µs.
+        context = cls(template.environment, names, template.name, template.blocks)
+        context.deadline_s = time.monotonic() + _RENDER_S / 2  # the first of at least two
+        return context
 
     def end(self) -> bool:
         """End a rendering whose thread did run for the time; else extend the deadline.
@@ -58,42 +62,6 @@ class _Context(jinja2.runtime.Context):
         context = super().derived(locals)
         context.deadline_s = self.deadline_s  # type: ignore[attr-defined]
         return context
-
-
-class TemplateNames(dict[str, Any]):
-    """The names of one rendering; jinja2 has an object for a missing one."""
-
-    def __missing__(self, name: str) -> Any:
-        return _MISSING
-
-
-class RenderContext(_Context):
-    """The context of one rendering, which may change ``names``.
-
-    The constructor of jinja2 takes as long as a short template: it copies, and makes objects that
-    chat templates do not use.
-    """
-
-    def __init__(self, template: jinja2.Template, names: TemplateNames) -> None:
-        self.environment = template.environment
-        self.name = template.name
-        blocks = template.blocks
-        self.blocks = {name: [blocks[name]] for name in blocks} if blocks else {}
-        # Names that a template sets hide the given ones, and nothing reads those afterwards:
-        # one dict serves as both.
-        self.parent = self.vars = names
-        self.resolve_or_missing = names.__getitem__  # type: ignore[assignment]
-        self.deadline_s = time.monotonic() + _RENDER_S / 2  # the first of at least two
-
-    @functools.cached_property
-    def exported_vars(self) -> set[str]:  # type: ignore[override]
-        """Made when the template sets a name."""
-        return set()
-
-    @functools.cached_property
-    def eval_ctx(self) -> jinja2.nodes.EvalContext:  # type: ignore[override]
-        """Made when a filter asks for it."""
-        return jinja2.nodes.EvalContext(self.environment, self.name)
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
@@ -175,7 +143,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """
 
     code_generator_class = _CodeGenerator
-    context_class = _Context
+    context_class = RenderContext
     intercepted_binops = frozenset(("*", "**"))  # the others take no longer than their operands
 
     def __init__(self) -> None:
