@@ -23,7 +23,7 @@ from dynamo.config.option import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.router.caches.indexer import EventMetrics, Indexer
-from dynamo.router.factory import make_index, make_predicted
+from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.picker import InflightPicker, Picker
 
@@ -60,8 +60,7 @@ def replay(
     index = make_index(settings)
     picker: Picker
     if settings.mode == "kv":
-        predicted = make_predicted(settings, index)
-        picker = KvPicker(settings, block_tokens, index, None, Random(seed), run.now, predicted)
+        picker = KvPicker(settings, block_tokens, index, None, Random(seed), run.now)
     else:
         picker = InflightPicker(settings.mode, Random(seed))
     follows = index is not None and not settings.predicts

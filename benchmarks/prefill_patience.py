@@ -20,7 +20,7 @@ from dynamo.frontend.disagg.pool import prefill_settings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.factory import make_index, make_predicted
+from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.queue.prefill import PrefillQueue, capacity_of
 
@@ -46,7 +46,6 @@ class Run:
             index,
             random=Random(1),
             clock=lambda: self.now_s,
-            predicted=make_predicted(settings, index),
         )
         self.queue: PrefillQueue[int] = PrefillQueue(len(arrivals))
         self.arrivals = arrivals

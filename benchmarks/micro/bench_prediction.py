@@ -18,7 +18,7 @@ import pytest
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router.factory import make_index, make_predicted
+from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 
 BLOCK, WORKERS, PROMPTS = 16, 16, 96
@@ -35,9 +35,7 @@ def box(mode: str, tokens: int) -> tuple[KvPicker, list[Any]]:
         max_tree_size=PROMPTS * tokens // BLOCK // 2,
     )
     index = make_index(settings)
-    picker = KvPicker(
-        settings, BLOCK, index, None, source, predicted=make_predicted(settings, index)
-    )
+    picker = KvPicker(settings, BLOCK, index, None, source)
     assert index is not None
     for worker in range(WORKERS):
         picker.add_worker(worker, RuntimeConfig(total_kv_blocks=settings.max_tree_size // WORKERS))

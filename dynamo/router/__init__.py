@@ -2,7 +2,7 @@
 
 from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.router.caches.predicted import PredictedCache
-from dynamo.router.factory import make_index, make_picker, make_predicted
+from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.picker import Decision, InflightPicker, Picker
 
@@ -16,5 +16,4 @@ __all__ = [
     "Recovery",
     "make_index",
     "make_picker",
-    "make_predicted",
 ]

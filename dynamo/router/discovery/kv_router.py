@@ -19,7 +19,7 @@ from dynamo.router.caches.predicted import (
 )
 from dynamo.router.discovery.event_feed import EventFeed
 from dynamo.router.discovery.router import ConnectedRouter, InstanceSource, RoutedWorkers
-from dynamo.router.factory import make_index, make_kv_picker, make_picker
+from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import COMPONENT, RouterLabels, WorkerMetrics
 from dynamo.router.queue.request_queue import make_queue
@@ -196,7 +196,7 @@ class ConnectedKvRouter(ConnectedRouter):
         registry, labels = runtime.metrics, workers.labels(runtime.instance_id)
         index = make_index(settings)
         metrics = DecisionMetrics(registry, labels)
-        picker = make_kv_picker(settings, workers.block_size, index, metrics)
+        picker = KvPicker(settings, workers.block_size, index, metrics)
         super().__init__(runtime, workers, client, picker)
         self.queue = make_queue(settings, picker, registry, labels)
         self._worker_metrics = WorkerMetrics(registry, labels)

@@ -73,7 +73,6 @@ class KvPicker:
         metrics: DecisionMetrics | None = None,
         random: Random | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        predicted: PredictedCache | None = None,
     ) -> None:
         self.worker_pool = WorkerPool(DenseSlots() if index is None else index)
         self.block_size = block_size
@@ -89,9 +88,12 @@ class KvPicker:
         self.index = index
         self.weighs_overlap = index is not None
         self.tracks_output = settings.track_output_blocks
-        self.predicted = predicted
+        self._predicts_all = index is not None and settings.predicts
+        self.predicted: PredictedCache | None = None
+        if index is not None and settings.predicts:
+            self.predicted = make_predicted_cache(settings, index)
         self.optimistic = make_optimistic_cache(settings)
-        self.predicts = predicted is not None or self.optimistic is not None
+        self.predicts = self._predicts_all or self.optimistic is not None
         self.served: dict[int, int] = {}
         self.on_first_served: Callable[[int], None] = _ignore
         self.local_requests: LocalRequests | None = None
@@ -110,9 +112,8 @@ class KvPicker:
         self._clock = clock
         self._captures = CaptureLimit()
         self.recovering: Collection[int] = ()
-        self._predicts_all = predicted is not None
         self._settings = settings
-        self._index_state = "exact" if predicted is None else "predicted"
+        self._index_state = "predicted" if self._predicts_all else "exact"
         if index is None:
             self._index_state = "none"
         self._resize()

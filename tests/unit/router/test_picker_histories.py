@@ -16,7 +16,7 @@ from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import DynamoError
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.factory import make_index, make_predicted
+from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.picker import InflightPicker
 
@@ -134,8 +134,7 @@ class KvHistories(Histories):
     def make(self, chosen: dict[str, Any]) -> None:
         router = RouterSettings(mode="kv", **chosen)
         index, clock = make_index(router), Clock()
-        predicted = make_predicted(router, index)
-        self.start(KvPicker(router, BLOCK, index, None, Random(1), clock, predicted), clock)
+        self.start(KvPicker(router, BLOCK, index, None, Random(1), clock), clock)
 
     @rule(prompt=PROMPTS, worker=WORKERS)
     def predict(self, prompt: array[int], worker: int) -> None:
