@@ -16,9 +16,9 @@ from dynamo.config.client import ClientSettings, FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError, Unavailable
 from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_url
 from dynamo.http.tls import client_context
-from dynamo.planner.live.sources import frontends_in
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import chosen_runtime
 
@@ -47,7 +47,8 @@ def _running(namespace: str | None) -> str | None:
         document = Statefile(state_path(runtime), runtime.namespace).read()
     except StatefileError as error:
         raise ConfigError(f"{error}. Or name the frontend with --url") from None
-    urls = sorted({one.address.url for one in frontends_in(document or Document())})
+    known = frontends_in(document or Document())
+    urls = sorted({one.address.url for one in known if one.address is not None})
     if len(urls) > 1:
         raise ConfigError(f"several frontends are running; name one with --url: {', '.join(urls)}")
     if not urls and namespace is not None:

@@ -12,7 +12,7 @@ from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.simulation.compare import Comparison, compare, draw_comparison, require_matplotlib
+from dynamo.simulation.compare import Comparison, compare, comparison_figure, draw_comparison
 from dynamo.simulation.request import (
     ReplayRequest,
     from_trace,
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         if settings.plot is not None:
-            require_matplotlib()
+            comparison_figure()
         found = compare(
             settings.policy or (planner.mode,),
             traffic(settings),

@@ -20,7 +20,7 @@ from dynamo.config import load
 from dynamo.config.bench import ProfileSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import one_line
-from dynamo.profiler.results import ProfileResult, draw_profile, require_matplotlib
+from dynamo.profiler.results import ProfileResult, draw_profile, profile_figure
 from dynamo.profiler.sweep import ProfileProgress, run_profile
 from dynamo.serve.graph.overrides import split_overrides
 from dynamo.setup.graph_plan import read_graph
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         (settings,) = load("dynamo profile", DESCRIPTION, [ProfileSettings], rest, epilog=EPILOG)
         if settings.plots:
-            require_matplotlib()
+            profile_figure()
         graph = read_graph(settings.graph, overrides, _NAMESPACE)
         with _progress(errors) as on_progress:
             result = asyncio.run(_until_signal(run_profile(graph, settings, on_progress)))

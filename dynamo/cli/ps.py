@@ -16,8 +16,7 @@ from dynamo.config import load
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
 from dynamo.runtime.process.paths import planned_socket_path
-from dynamo.status.deployment import chosen_runtime
-from dynamo.status.status_client import STATUS_SOCKET, ask
+from dynamo.status.deployment import STATUS_SOCKET, ask, chosen_runtime
 
 DESCRIPTION = "Show the models of a deployment: their workers, GPUs, load, and what failed."
 EPILOG = """Works also while the frontend is down; then the figures of requests are missing.

@@ -35,9 +35,8 @@ from dynamo.serve.state.statefile import Statefile
 from dynamo.serve.supervision.guard import hold_signals, run_guarded
 from dynamo.setup.graph_plan import SOCKETS, graph_directory, prepare, read_graph
 from dynamo.setup.service_checks import check_engine_flags, check_engines, override_hint
-from dynamo.status.deployment import main_pid, running_deployment
+from dynamo.status.deployment import STATUS_SOCKET, main_pid, running_deployment
 from dynamo.status.reading import report
-from dynamo.status.status_client import STATUS_SOCKET
 from dynamo.status.status_socket import StatusSocket
 
 DESCRIPTION = "Start the services of a graph file, keep them running, end them all on Ctrl-C."

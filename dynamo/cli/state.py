@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,12 +19,11 @@ from dynamo.operations.steps.engine_controls import open_engines
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.operations.steps.sleeping import check_sleepers, finish_interrupted
 from dynamo.runtime.process.paths import run_dir, state_path, store_dir, store_path
-from dynamo.serve.state.document import Document
-from dynamo.serve.state.process_table import runs_here
-from dynamo.serve.state.registered import registered_workers
+from dynamo.serve.state.document import Document, Entry
+from dynamo.serve.state.process_table import is_reserved, ledger_of, runs_here, same_process
+from dynamo.serve.state.registered import RegisteredWorker, registered_workers
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.components import ComponentStatus, StateReport
 from dynamo.status.deployment import chosen_runtime
 
 DESCRIPTION = "Show the processes, GPUs and leases of a deployment, or repair its statefile."
@@ -131,3 +131,82 @@ def _no_statefile(statefile: Statefile) -> StatefileError:
         f"no statefile {statefile.path}: no deployment runs in namespace {statefile.namespace!r}; "
         "name another one with --namespace"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentStatus:
+    """One entry. ``state`` is one of ready, running, starting, draining, asleep, stopped.
+
+    ``dead_pids`` are recorded processes that do not exist any more. ``lease`` is in hexadecimal.
+    """
+
+    component: str
+    service: str
+    state: str
+    pids: tuple[int, ...] = ()
+    dead_pids: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
+    lease: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReport:
+    """A deployment. ``gpus`` has the components that hold each GPU."""
+
+    namespace: str
+    arbiter_pid: int | None
+    arbiter_alive: bool
+    circus_endpoint: str
+    gpus: Mapping[str, tuple[str, ...]]
+    components: tuple[ComponentStatus, ...]
+
+    @classmethod
+    def of(cls, document: Document, registered: Mapping[int, RegisteredWorker]) -> StateReport:
+        """Return the report of ``document``."""
+        ledger = ledger_of(document)
+        return cls(
+            namespace=document.namespace,
+            arbiter_pid=document.arbiter.pid or None,
+            arbiter_alive=runs_here(document.arbiter),
+            circus_endpoint=document.circus_endpoint,
+            gpus={gpu: tuple(ledger.holders((gpu,))) for gpu in ledger.ids},
+            components=component_statuses(document, registered),
+        )
+
+
+def component_statuses(
+    document: Document, registered: Mapping[int, RegisteredWorker]
+) -> tuple[ComponentStatus, ...]:
+    """Return the status of each component, in the order of the statefile."""
+    return tuple(_status(entry, registered) for entry in document.components.values())
+
+
+def _status(entry: Entry, registered: Mapping[int, RegisteredWorker]) -> ComponentStatus:
+    alive = tuple(
+        one.pid for one in entry.processes if one.pid and same_process(one.pid, one.start_ticks)
+    )
+    models = [registered[pid].model for pid in alive if pid in registered]
+    model = next((one for one in models if one is not None), None)
+    return ComponentStatus(
+        component=entry.name,
+        service=entry.service,
+        state=_state(entry, alive, model),
+        pids=alive,
+        dead_pids=tuple(pid for pid in entry.pids if pid not in alive),
+        gpus=entry.gpus,
+        lease=None if entry.lease is None else f"{entry.lease:x}",
+        model=model,
+    )
+
+
+def _state(entry: Entry, alive: tuple[int, ...], model: str | None) -> str:
+    if entry.draining:
+        return "draining"
+    if entry.asleep:
+        return "asleep"
+    if model is not None:
+        return "ready"
+    if is_reserved(entry, ()):
+        return "starting"
+    return "running" if alive else "stopped"

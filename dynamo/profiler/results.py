@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import ConfigError
+from dynamo.planner.reports.figures import figure_class
 
 _LOWEST_QUEUE = 0.1
 _LOWEST_KV = 0.1
@@ -25,9 +26,9 @@ _BATCHED_TOKENS = 2048
 _SAME_CONTEXT = 0.15
 
 
-def require_matplotlib() -> None:
-    """Raise ConfigError with the remedy if matplotlib is not installed."""
-    _figure_class()
+def profile_figure() -> Any:
+    """Return the class of the figures. Raises ConfigError without matplotlib."""
+    return figure_class("plots need", ", or give --no-plots")
 
 
 def draw_profile(result: ProfileResult, directory: Path) -> list[Path]:
@@ -38,17 +39,6 @@ def draw_profile(result: ProfileResult, directory: Path) -> list[Path]:
         paths.append(directory / f"{name}.png")
         figure.savefig(paths[-1], dpi=110)
     return paths
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"plots need matplotlib ({error}): pip install 'dynamo-appliance[planner]', "
-            "or give --no-plots"
-        ) from None
-    return Figure
 
 
 def _prefill(result: ProfileResult) -> Any:
@@ -79,7 +69,7 @@ def _decode(result: ProfileResult) -> Any:
 
 
 def _panels(result: ProfileResult, what: str) -> tuple[Any, Any]:
-    figure = _figure_class()(figsize=(9, 3.6), layout="constrained")
+    figure = profile_figure()(figsize=(9, 3.6), layout="constrained")
     figure.suptitle(f"{result.model} ({', '.join(result.services)}): {what}")
     panels = figure.subplots(1, 2)
     for axes in panels:

@@ -26,6 +26,7 @@ from dynamo.planner.policies.base import (
     ScalingDecision,
 )
 from dynamo.planner.policies.factory import named_policy
+from dynamo.planner.reports.figures import figure_class
 from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.request import ReplayRequest
 from dynamo.simulation.result import (
@@ -89,15 +90,15 @@ def _sample(cluster: ReplayCluster, now_s: float) -> Sample:
     )
 
 
-def require_matplotlib() -> None:
-    """Raise ConfigError with the remedy if matplotlib is not installed."""
-    _figure_class()
+def comparison_figure() -> Any:
+    """Return the class of the figure. Raises ConfigError without matplotlib."""
+    return figure_class("--plot needs")
 
 
 def draw_comparison(found: Comparison, path: Path) -> None:
     """Write a PNG of the policies, beside the cheapest fixed deployment that is not worse than the
     best of them. Raises ConfigError if ``path`` can't be written."""
-    figure = _figure_class()(figsize=(11, 9), layout="constrained")
+    figure = comparison_figure()(figsize=(11, 9), layout="constrained")
     load, workers, attainment = figure.subplots(3, sharex=True)
     _draw_load(load, found.results[0])
     for result in _shown(found):
@@ -138,16 +139,6 @@ def _shown(found: Comparison) -> list[ReplayResult]:
     if all(result.policy != fixed.policy for result in shown):
         shown.append(fixed)
     return shown
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"--plot needs matplotlib ({error}): pip install 'dynamo-appliance[planner]'"
-        ) from None
-    return Figure
 
 
 class SchedulePolicy:

@@ -1,7 +1,9 @@
-"""The deployment that a command means."""
+"""The deployment that a command means, and what its arbiter answers; imports little."""
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,9 @@ from dynamo.runtime.process.paths import state_path
 
 if TYPE_CHECKING:
     from dynamo.serve.state.document import Document
+
+STATUS_SOCKET = "status.sock"
+"""Name of the socket in the run directory."""
 
 
 def chosen_runtime(namespace: str | None) -> RuntimeSettings:
@@ -66,3 +71,15 @@ def _read_running(directory: Path, namespace: str) -> Document | None:
     except StatefileError:
         return None
     return document if document is not None and runs_here(document.arbiter) else None
+
+
+def ask(path: str, api_key: str | None, timeout_s: float) -> bytes:
+    """Return the answer of the arbiter that listens on ``path``, "" if it has none. OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        connection.sendall(json.dumps(api_key).encode() + b"\n")
+        answer = bytearray()
+        while piece := connection.recv(1 << 16):
+            answer += piece
+        return bytes(answer)

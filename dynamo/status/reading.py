@@ -13,8 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.config import environ
-from dynamo.config.programs import FRONTEND
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.protocols.status import (
@@ -25,17 +23,17 @@ from dynamo.protocols.status import (
     WorkerStatus,
 )
 from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
-from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
+from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.state.document import Document, Entry
-from dynamo.serve.state.entries import argv_flags
-from dynamo.serve.state.process_table import environment, ledger_of, runs_here, same_process
+from dynamo.serve.state.frontends import KnownFrontend, frontends_in
+from dynamo.serve.state.process_table import ledger_of, runs_here, same_process
 from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.statefile import Statefile
+from dynamo.status.deployment import STATUS_SOCKET, ask
 from dynamo.status.gpus import read_gpus
 from dynamo.status.logs import last_line
 from dynamo.status.models import BoxSighting, FrontendSighting, model_statuses
 from dynamo.status.planner_file import planner_summary, read_planner
-from dynamo.status.status_client import STATUS_SOCKET, ask
 from dynamo.status.workers import OTHER_PROGRAMS, program_of, worker_statuses
 
 _REQUESTS = 50
@@ -83,32 +81,28 @@ def ask_frontends(
 
     ``own`` is the answer of this process, if it is one of them.
     """
-    for entry in document.components.values():
-        if program_of(entry) == FRONTEND:
-            yield _ask(entry, api_key, own if os.getpid() in entry.pids else None)
+    for frontend in frontends_in(document):
+        yield _ask(frontend, api_key, own if os.getpid() in frontend.entry.pids else None)
 
 
-def _ask(entry: Entry, api_key: str | None, own: FrontendStatus | None) -> FrontendSighting:
-    pid = entry.pids[0] if entry.pids else 0
-    env = {**environ(), **environment(pid)}
-    flags = argv_flags(entry.argv)
-    try:
-        address = frontend_address(flags, env)
-    except ConfigError as error:
-        return FrontendSighting(name=entry.name, url="", state="down", problem=error.message)
-    if not entry.pids:
+def _ask(
+    frontend: KnownFrontend, api_key: str | None, own: FrontendStatus | None
+) -> FrontendSighting:
+    name, address, pid = frontend.entry.name, frontend.address, frontend.pid
+    if address is None:
+        return FrontendSighting(name=name, url="", state="down", problem=frontend.problem)
+    if not pid:
         text = "its process does not run"
-        return FrontendSighting(name=entry.name, url=address.url, state="down", problem=text)
+        return FrontendSighting(name=name, url=address.url, state="down", problem=text)
     if own is not None:
-        return _seen(entry.name, address.url, own)
-    cert = flags.get("tls-cert-path") or env.get("DYN_TLS_CERT_PATH") or ""
-    tls = _trusting(Path(f"/proc/{pid}/cwd") / cert) if address.tls else None
+        return _seen(name, address.url, own)
+    tls = _trusting(Path(f"/proc/{pid}/cwd") / frontend.cert_path) if address.tls else None
     try:
         status, body = _get(address, tls, api_key)
     except (OSError, ValueError) as error:
         text = f"{address.url} does not answer: {error}"
-        return FrontendSighting(name=entry.name, url=address.url, state="down", problem=text)
-    return _answered(entry.name, address.url, status, body, api_key)
+        return FrontendSighting(name=name, url=address.url, state="down", problem=text)
+    return _answered(name, address.url, status, body, api_key)
 
 
 def _answered(

@@ -6,16 +6,12 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo.config import environ
-from dynamo.config.check import check_options
-from dynamo.config.frontend import FrontendSettings
-from dynamo.config.programs import FRONTEND, settings_groups
 from dynamo.errors import StatefileError
 from dynamo.http.client import ResponseError, get
 from dynamo.http.tls import unverified_context
@@ -28,7 +24,7 @@ from dynamo.protocols.control import MODEL_CARDS
 from dynamo.protocols.kv import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
 from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.process_table import environment, same_process
+from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.statefile import Statefile
 
 if TYPE_CHECKING:  # dynamo chat imports this module, too
@@ -199,15 +195,6 @@ class WorkerReports:
             self._queues.pop(publisher_id, None)
 
 
-@dataclass(frozen=True, slots=True)
-class KnownFrontend:
-    """Where a frontend listens, and the prefix of its metrics; ``runs``: it has a process now."""
-
-    address: FrontendAddress
-    prefix: str
-    runs: bool
-
-
 class FrontendPages:
     """Reads the page of every frontend of ``statefile`` that runs; each has two seconds to answer.
 
@@ -227,10 +214,11 @@ class FrontendPages:
         except StatefileError as error:
             log.warning("the frontends are unknown: %s", error)
             document = None
-        known = frontends_in(document or Document())
-        frontends = {one.address.url: one for one in known if one.runs}
+        known = itertools.islice(frontends_in(document or Document()), _FRONTENDS)
+        running = ((one.address, one.prefix) for one in known if one.runs and one.address)
+        frontends = {address.url: (address, prefix) for address, prefix in running}
         async with asyncio.TaskGroup() as group:
-            asked = {url: group.create_task(_page(one)) for url, one in frontends.items()}
+            asked = {url: group.create_task(_page(*one)) for url, one in frontends.items()}
         found = {url: task.result() for url, task in asked.items()}
         missing = frozenset(url for url, page in found.items() if isinstance(page, str))
         self._answered |= found.keys() - missing
@@ -251,31 +239,8 @@ class FrontendPages:
         self._missing_since_s, self._reported = since_s, due
 
 
-def frontends_in(document: Document) -> Iterator[KnownFrontend]:
-    """Yield the frontends of a statefile, as their command lines and variables say."""
-    components = document.components.values()
-    entries = (entry for entry in components if entry.argv[1:3] == ("-m", FRONTEND))
-    for entry in itertools.islice(entries, _FRONTENDS):
-        process = next(iter(entry.processes), None)
-        env = environment(process.pid) if process is not None else {}
-        settings = _settings(list(entry.argv[3:]), env or environ())
-        if settings is not None and settings.http_port:
-            tls = settings.tls_cert_path is not None
-            address = FrontendAddress(settings.http_host, settings.http_port, tls)
-            runs = process is not None and same_process(process.pid, process.start_ticks)
-            yield KnownFrontend(address, settings.metrics_prefix, runs)
-
-
-def _settings(words: list[str], env: Mapping[str, str]) -> FrontendSettings | None:
-    found = check_options(settings_groups(FRONTEND), {"": words}, env)
-    if found.settings is None:
-        return None  # it does not start with these options, either
-    return next(one for one in found.settings if isinstance(one, FrontendSettings))
-
-
-async def _page(frontend: KnownFrontend) -> FrontendPage | str:
+async def _page(address: FrontendAddress, prefix: str) -> FrontendPage | str:
     """Return the page, or why there is none."""
-    address = frontend.address
     tls = unverified_context() if address.tls else None
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -284,7 +249,7 @@ async def _page(frontend: KnownFrontend) -> FrontendPage | str:
             )
         if found.status != 200:
             return f"status {found.status}"
-        return read_page(found.body.decode(), frontend.prefix)
+        return read_page(found.body.decode(), prefix)
     except TimeoutError:
         return f"no answer in {_TIMEOUT_S:g} s"
     except ConnectionRefusedError:

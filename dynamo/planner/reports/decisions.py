@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo.errors import shorten
 from dynamo.planner.policies.base import DECODE, PREFILL, Observation, ScalingDecision
-from dynamo.runtime.discovery.layout import write_atomic
+from dynamo.runtime.process.paths import write_atomic
 
 DECISIONS_FILE = "logs/planner-decisions.jsonl"
 """Path of the file in the run directory of a deployment; its logs stay when it ends."""

@@ -19,7 +19,7 @@ from dynamo.planner.sharing.gpu_sharing import is_on_demand
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerPause, PlannerState
 from dynamo.protocols.status import PlannedModel, PlannerReport
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.discovery.layout import write_atomic
+from dynamo.runtime.process.paths import write_atomic
 from dynamo.serve.state.process_table import stat
 from dynamo.status.planner_file import read_planner
 

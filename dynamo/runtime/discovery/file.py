@@ -28,12 +28,11 @@ from dynamo.runtime.discovery.layout import (
     read_file,
     remove_if_lease,
     shown,
-    write_atomic,
 )
 from dynamo.runtime.discovery.store_watcher import StoreWatcher
 from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.os_process import host_id, start_ticks
-from dynamo.runtime.process.paths import private_dir
+from dynamo.runtime.process.paths import private_dir, write_atomic
 from dynamo.runtime.process.sockets import StaleSockets
 
 log = logging.getLogger(__name__)

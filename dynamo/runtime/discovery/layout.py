@@ -8,7 +8,6 @@ temporary files of writers.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import stat
 import time
@@ -18,6 +17,7 @@ from urllib.parse import quote, unquote
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.control import LeaseRecord, record_decoder
+from dynamo.runtime.process.paths import temporary_beside
 
 BUCKETS = ("instances", "mdc", "event_channels", "on_demand")
 LARGEST_VALUE_BYTES = 1 << 20
@@ -26,7 +26,6 @@ LARGEST_VALUE_BYTES = 1 << 20
 _NAME_MAX_BYTES = 255
 _HEADER_MAX_BYTES = 64
 _ABANDONED_AFTER_S = 60.0
-_counter = itertools.count()
 _decode_lease = record_decoder(LeaseRecord)
 # O_NONBLOCK: opening a FIFO that someone put into the store must not block the loop.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -170,17 +169,6 @@ def shown(path: Path) -> str:
     return ascii(str(path))[1:-1]
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` in one step: readers see the old or the new content, never a part."""
-    temporary = _temporary(path)
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def remove_if_lease(path: Path, lease_id: int) -> bool:
     """Unlink the key file unless another lease owns it by now. Return whether it was removed.
 
@@ -189,7 +177,7 @@ def remove_if_lease(path: Path, lease_id: int) -> bool:
     """
     if not _is_under(path, lease_id):
         return False
-    renamed = _temporary(path)
+    renamed = temporary_beside(path)
     try:
         path.rename(renamed)
     except FileNotFoundError:
@@ -209,7 +197,3 @@ def _is_under(path: Path, lease_id: int) -> bool:
         return data is not None and decode_stored(data).lease_id == lease_id
     except BadRecord:
         return False
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{os.getpid()}.{next(_counter)}")

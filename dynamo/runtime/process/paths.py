@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shlex
 import stat
@@ -26,6 +27,7 @@ SOCKET_PATH_MAX_BYTES = 107
 """Longest AF_UNIX path on Linux: sun_path is 108 bytes with its terminating zero (unix(7))."""
 _FALLBACK_RECORD = "sockets.path"
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_counter = itertools.count()
 _held: dict[Path, int] = {}
 """The open descriptor of each directory that this process uses."""
 
@@ -246,3 +248,19 @@ def _record(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text + "\n")
     temporary.replace(path)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace ``path`` in one step: readers see the old or the new content, never a part."""
+    temporary = temporary_beside(path)
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return an unused name in the directory of ``path``, which watchers ignore."""
+    return path.with_name(f".{os.getpid()}.{next(_counter)}")

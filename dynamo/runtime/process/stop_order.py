@@ -16,9 +16,8 @@ from asyncinotify import Mask
 from dynamo.config import environ, from_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime.discovery.layout import read_file, write_atomic
 from dynamo.runtime.process.inotify import Inotify
-from dynamo.runtime.process.paths import run_dir
+from dynamo.runtime.process.paths import run_dir, write_atomic
 
 STOP_STAGE = "stop-stage"
 """File in the run directory: ``frontends`` or ``workers``, the stage that the arbiter stops."""
@@ -59,7 +58,7 @@ async def wait_for_frontends(timeout_s: float) -> None:
         inotify.add(path.parent, _MASK, lambda name, mask: changed.set())
         async with asyncio.timeout(_NOTICE_S) as limit:
             limit_s = asyncio.get_running_loop().time() + timeout_s
-            while (stage := read_file(path)) != _WORKERS:
+            while (stage := _read(path)) != _WORKERS:
                 if stage == _FRONTENDS:  # the deployment stops: wait longer, for our own stage
                     limit.reschedule(limit_s)
                 changed.clear()
@@ -70,3 +69,10 @@ async def wait_for_frontends(timeout_s: float) -> None:
         log.warning("stopping without waiting for the frontends: %s", error)
     finally:
         inotify.close()
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

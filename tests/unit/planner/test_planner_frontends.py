@@ -18,8 +18,9 @@ from deployment import free_port
 
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
-from dynamo.planner.live.sources import FrontendPages, frontends_in
+from dynamo.planner.live.sources import FrontendPages
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.process_table import stat
 from dynamo.serve.state.statefile import Statefile
 
@@ -32,7 +33,8 @@ def component(*flags: str, module: str = "dynamo.frontend", pid: int | None = No
 
 def found(**components: Any) -> list[tuple[str, str]]:
     document = {"components": components}
-    return [(one.address.url, one.prefix) for one in frontends_in(Document.of(document))]
+    known = frontends_in(Document.of(document))
+    return [(one.address.url, one.prefix) for one in known if one.address is not None]
 
 
 def test_flags_name_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from dynamo.runtime.discovery import FileDiscovery, KeyEvent, MemoryDiscovery, l
 from dynamo.runtime.discovery.base import KeyCache
 from dynamo.runtime.discovery.etcd import EtcdWatcher
 from dynamo.runtime.discovery.etcd_link import Change, Listing, Step
+from dynamo.runtime.process import paths
 from dynamo.runtime.process.os_process import host_id
 
 KEY = "v1/instances/ns/comp/ep/1f"
@@ -62,7 +63,7 @@ def huge(path: Path) -> None:
 def lease(**changes: object) -> Callable[[Path], None]:
     fields = {"lease_id": 0x1F, "pid": 1, "pid_start": 1, "ttl_s": 10, "host": host_id()}
     data = json.dumps({**fields, **changes}).encode()
-    return lambda path: layout.write_atomic(path, data)
+    return lambda path: paths.write_atomic(path, data)
 
 
 BAD = [

@@ -15,6 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from dynamo.errors import WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, Lease, layout
+from dynamo.runtime.process import paths
 from dynamo.runtime.process.os_process import host_id, start_ticks
 
 KEYS = [f"v1/{bucket}/ns/c/e/1" for bucket in layout.BUCKETS]
@@ -77,7 +78,7 @@ class Histories(RuleBasedStateMachine):
         ticks = start_ticks(child.pid)
         assert ticks is not None
         record = LeaseRecord(lease_id, child.pid, ticks, 1000, host_id())
-        layout.write_atomic(layout.lease_path(self.root, lease_id), msgspec.json.encode(record))
+        paths.write_atomic(layout.lease_path(self.root, lease_id), msgspec.json.encode(record))
         self.children[lease_id] = child
         self.live.add(lease_id)
         return lease_id

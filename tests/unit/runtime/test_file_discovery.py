@@ -22,7 +22,7 @@ from dynamo.errors import InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, layout, leases, store_watcher
 from dynamo.runtime.discovery.leases import ProcessEnd
-from dynamo.runtime.process import inotify
+from dynamo.runtime.process import inotify, paths
 from dynamo.runtime.process.os_process import host_id, is_running, start_ticks
 
 KEY = "v1/instances/ns/comp/ep/1f"
@@ -211,8 +211,8 @@ async def test_revoked_while_stopped_it_exits_when_it_wakes(
 def _foreign_lease(root: Path, lease_id: int, ttl_s: float) -> Path:
     record = LeaseRecord(lease_id, 1, 1, ttl_s, "another machine")
     path = layout.lease_path(root, lease_id)
-    layout.write_atomic(path, msgspec.json.encode(record))
-    layout.write_atomic(
+    paths.write_atomic(path, msgspec.json.encode(record))
+    paths.write_atomic(
         layout.key_path(root, f"v1/mdc/{lease_id:x}"), layout.encode_stored(lease_id, b"far")
     )
     return path
@@ -303,8 +303,8 @@ async def test_a_reused_pid_does_not_keep_a_lease_alive(store: FileDiscovery, ro
     ticks = start_ticks(os.getpid())
     assert ticks is not None
     record = LeaseRecord(9, os.getpid(), ticks - 1, 10, host_id())
-    layout.write_atomic(layout.lease_path(root, 9), msgspec.json.encode(record))
-    layout.write_atomic(layout.key_path(root, KEY), layout.encode_stored(9, b"x"))
+    paths.write_atomic(layout.lease_path(root, 9), msgspec.json.encode(record))
+    paths.write_atomic(layout.key_path(root, KEY), layout.encode_stored(9, b"x"))
     assert await store.list("v1/") == {}
     assert files(root) == set()
     with pytest.raises(ProcessLookupError):
@@ -424,7 +424,7 @@ async def test_a_put_that_races_a_revocation_leaves_nothing(
     store: FileDiscovery, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = await store.grant(10)
-    real = layout.write_atomic
+    real = paths.write_atomic
 
     def revoked_meanwhile(path: Path, data: bytes) -> None:
         real(path, data)

@@ -11,8 +11,8 @@ import pytest
 
 from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
+from dynamo.status.deployment import ask
 from dynamo.status.logs import last_line, progress_in
-from dynamo.status.status_client import ask
 from dynamo.status.status_socket import StatusSocket
 
 

@@ -1,0 +1,61 @@
+"""The frontends of a statefile: where each listens, as its command and its variables say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dynamo.config import environ
+from dynamo.config.programs import FRONTEND
+from dynamo.errors import ConfigError
+from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX
+from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
+from dynamo.serve.state.document import Document, Entry
+from dynamo.serve.state.entries import argv_flags
+from dynamo.serve.state.process_table import environment, same_process
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownFrontend:
+    """Where a frontend listens, the prefix of its metrics, and the path of its certificate.
+
+    Without an ``address``, ``problem`` says why. ``pid`` is 0 and ``runs`` false without a process.
+    """
+
+    entry: Entry
+    address: FrontendAddress | None
+    problem: str
+    prefix: str
+    cert_path: str
+    pid: int
+    runs: bool
+
+
+def frontends_in(document: Document) -> Iterator[KnownFrontend]:
+    """Yield the frontends of a statefile."""
+    for entry in document.components.values():
+        if entry.argv[1:3] == ("-m", FRONTEND):
+            yield _known(entry)
+
+
+def _known(entry: Entry) -> KnownFrontend:
+    process = next(iter(entry.processes), None)
+    # The variables of a service are not in the statefile.
+    env = (environment(process.pid) if process is not None else {}) or environ()
+    flags = argv_flags(entry.argv)
+    address, problem = None, ""
+    try:
+        address = frontend_address(flags, env)
+    except ConfigError as error:
+        problem = error.message
+    return KnownFrontend(
+        entry=entry,
+        address=address,
+        problem=problem,
+        prefix=flags.get("metrics-prefix")
+        or env.get("DYN_METRICS_PREFIX")
+        or DEFAULT_FRONTEND_PREFIX,
+        cert_path=flags.get("tls-cert-path") or env.get("DYN_TLS_CERT_PATH") or "",
+        pid=process.pid if process is not None else 0,
+        runs=process is not None and same_process(process.pid, process.start_ticks),
+    )
