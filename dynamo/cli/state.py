@@ -15,9 +15,8 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.operations.reconcile import reconcile
 from dynamo.operations.steps.access import open_access
-from dynamo.operations.steps.engine_controls import open_engines
 from dynamo.operations.steps.limits import ActionLimits
-from dynamo.operations.steps.sleeping import check_sleepers, finish_interrupted
+from dynamo.operations.steps.sleeping import check_sleepers, finish_interrupted, open_engines
 from dynamo.runtime.process.paths import run_dir, state_path, store_dir, store_path
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.process_table import is_reserved, ledger_of, runs_here, same_process

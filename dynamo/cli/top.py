@@ -23,8 +23,7 @@ from dynamo.cli.top_view import BAD, PLAIN, SORT_ORDERS, WARN, TopView, frame, s
 from dynamo.config import environ, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.operations.control import ActionOutcome, BoxControl
-from dynamo.operations.operate import Steps
+from dynamo.operations.operate import ActionOutcome, BoxControl, Steps
 from dynamo.protocols.status import WorkerStatus
 from dynamo.runtime.process.paths import state_path
 from dynamo.status.deployment import chosen_runtime

@@ -9,15 +9,18 @@ from functools import partial
 
 from dynamo.operations.steps.access import LocalAccess, wait_until
 from dynamo.operations.steps.circus import STOPPED, CircusBusy, retried
-from dynamo.operations.steps.engine_controls import RemoteEngines
 from dynamo.operations.steps.limits import ActionFailed, reserve
-from dynamo.operations.steps.sleeping import check_sleepable, finish_wake, sleeper_to_wake
+from dynamo.operations.steps.sleeping import (
+    RemoteEngines,
+    can_sleep,
+    finish_wake,
+    sleeper_to_wake,
+)
 from dynamo.operations.steps.starting import WorkerStart
 from dynamo.serve.state.document import LOAD, WAKE, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services, release
 from dynamo.serve.state.process_table import is_reserved
 
-_COMMAND_TIMEOUT_S = 30.0
 Worker = tuple[ServiceEntries, Entry]
 
 
@@ -157,7 +160,7 @@ async def sleepers_and_others(
         for entry in service.entries:
             if entry.asleep or entry.draining or not (entry.pids or entry.name in watchers):
                 continue
-            if not sleeps and await _can_sleep(engines, entry):
+            if not sleeps and await can_sleep(engines, entry):
                 sleepers.append((service, entry))
                 sleeps = True
             else:
@@ -166,9 +169,8 @@ async def sleepers_and_others(
 
 
 async def _start_again(access: LocalAccess, name: str) -> None:
-    deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
     try:
-        await retried(lambda: access.circus.start(name), deadline_s)
+        await retried(lambda: access.circus.start(name))
         await wait_until_served(access, [name])
     finally:
         access.active.discard(name)
@@ -181,11 +183,3 @@ def _entries(access: LocalAccess, names: Iterable[str]) -> list[Entry]:
     if missing:
         raise ActionFailed(f"{', '.join(missing)}: removed by another command")
     return [found[name] for name in names]
-
-
-async def _can_sleep(engines: RemoteEngines, entry: Entry) -> bool:
-    try:
-        await check_sleepable(engines, entry)
-    except ActionFailed:
-        return False
-    return True

@@ -3,28 +3,35 @@
 Each action is an asynchronous generator. It first checks what it is given and takes the first step,
 which may fail with a DynamoError; then it yields a sentence about what happens now. It ends when
 the action is complete, or raises. The statefile changes as it does for the planner.
+:class:`BoxControl` runs them for callers without an event loop of their own: top, the web page.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Iterable
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import DynamoError, InvalidArgument, StatefileError
+from dynamo.errors import DynamoError, InvalidArgument, Overloaded, StatefileError
 from dynamo.operations.loading import ModelLoad, Worker, sleepers_and_others, wait_until_served
 from dynamo.operations.outside import ask_planner, find_outside
-from dynamo.operations.steps.access import LocalAccess, open_access
+from dynamo.operations.steps.access import LocalAccess, complete_all, open_access
 from dynamo.operations.steps.circus import CircusEndpoint, retried
-from dynamo.operations.steps.engine_controls import open_engines
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.removal import finish_removal, mark_draining
 from dynamo.operations.steps.sleeping import (
     check_sleepable,
     check_sleepers,
     check_wakeable,
+    open_engines,
     sleep_worker,
     wake_worker,
 )
@@ -32,8 +39,10 @@ from dynamo.operations.targets import find_model, find_processes, find_workers, 
 from dynamo.protocols.control import PlannerState
 from dynamo.serve.state.process_table import is_reserved, runs_here
 
-_BUSY_S = 30.0
 Steps = AsyncIterator[str]
+_RUNNING = 32
+_OUTCOMES = 50
+log = logging.getLogger(__name__)
 
 
 class BoxActions:
@@ -57,9 +66,8 @@ class BoxActions:
             names = [one.name for one in found]
             yield f"restarting {_joined(names)}" + (", one after another" if names[1:] else "")
             circus = CircusEndpoint(document.circus_endpoint)
-            deadline_s = asyncio.get_running_loop().time() + _BUSY_S
             try:
-                await retried(lambda: circus.roll(names, partial(_is_alive, access)), deadline_s)
+                await retried(lambda: circus.roll(names, partial(_is_alive, access)))
             finally:
                 circus.close()
             await wait_until_served(access, [one.name for one in found if one.owner])
@@ -72,8 +80,7 @@ class BoxActions:
                 yield text
             return
         async with self._open() as access, contextlib.AsyncExitStack() as stack:
-            document = access.document()
-            found = find_workers(document, name, await access.statuses(), access.model)
+            found = await _find(access, name)
             workers = [w for w in found if not w[1].draining or not is_reserved(w[1], self._active)]
             if not workers:
                 raise ActionFailed(f"{name} is being drained already")
@@ -81,7 +88,9 @@ class BoxActions:
             self._mark(access, stack, workers)
             names = _names(workers)
             yield f"draining {names}: requests in flight finish, then it exits{note}"
-            await _all(finish_removal(access, e, service.is_prefill) for service, e in workers)
+            await complete_all(
+                finish_removal(access, e, service.is_prefill) for service, e in workers
+            )
         yield f"{names}: drained" + _freed(workers)
 
     async def sleep(self, name: str) -> Steps:
@@ -92,8 +101,7 @@ class BoxActions:
             return
         async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
-            document, watchers = access.document(), await access.statuses()
-            found = find_workers(document, name, watchers, access.model)
+            found = await _find(access, name)
             workers = [one for one in found if not one[1].asleep]
             if not workers:
                 raise ActionFailed(f"{name} sleeps already; wake it with: dynamo wake {name}")
@@ -101,7 +109,7 @@ class BoxActions:
                 await check_sleepable(engines, entry)
             note = await self._planner_note(access, workers, "wake it")
             yield f"putting {_names(workers)} to sleep when the requests are finished{note}"
-            await _all(sleep_worker(access, engines, entry) for _, entry in workers)
+            await complete_all(sleep_worker(access, engines, entry) for _, entry in workers)
         yield f"{_names(workers)}: asleep" + _freed(workers)
 
     async def wake(self, name: str) -> Steps:
@@ -112,15 +120,14 @@ class BoxActions:
             return
         async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
-            document, watchers = access.document(), await access.statuses()
-            found = find_workers(document, name, watchers, access.model)
+            found = await _find(access, name)
             workers = [one for one in found if one[1].asleep]
             if not workers:
                 raise ActionFailed(f"{name} is not asleep")
             for _, entry in workers:
                 check_wakeable(access.document(), entry.name)
             yield f"waking {_names(workers)}"
-            await _all(wake_worker(access, engines, service, e) for service, e in workers)
+            await complete_all(wake_worker(access, engines, service, e) for service, e in workers)
         yield f"{_names(workers)}: awake, ready for requests"
 
     async def load(self, model: str) -> Steps:
@@ -130,7 +137,7 @@ class BoxActions:
             services = find_model(access.document(), model, access.model)
             loads = await ModelLoad(access, engines, services).prepare()
             yield f"loading {model}: " + ", ".join(one.text for one in loads)
-            await _all(one.work() for one in loads)
+            await complete_all(one.work() for one in loads)
         yield f"{model}: loaded, ready for requests"
 
     async def unload(self, model: str) -> Steps:
@@ -151,7 +158,7 @@ class BoxActions:
                 work: list[Awaitable[object]] = [
                     finish_removal(access, e, service.is_prefill) for service, e in drained
                 ]
-                await _all(work + [sleep_worker(access, engines, e) for _, e in sleepers])
+                await complete_all(work + [sleep_worker(access, engines, e) for _, e in sleepers])
         yield f"{model}: unloaded" + _freed([*sleepers, *drained])
 
     async def pause_planner(self) -> Steps:
@@ -219,28 +226,112 @@ class BoxActions:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionOutcome:
+    """What became of an action, at ``at_s`` (Unix time)."""
+
+    at_s: float
+    text: str
+    failed: bool = False
+
+
+class BoxControl:
+    """Operates the deployment in the namespace of ``runtime``; see :class:`BoxActions`.
+
+    :meth:`begin` returns a sentence about what happens now, or raises DynamoError; the rest goes on
+    in a thread of this object, and its end is appended to ``outcomes``. It is thread-safe and
+    blocks for some milliseconds, for at most about 30 s while the arbiter is busy: call it in a
+    thread, not on an event loop.
+    """
+
+    def __init__(self, runtime: RuntimeSettings) -> None:
+        self.outcomes: deque[ActionOutcome] = deque(maxlen=_OUTCOMES)
+        self.actions = BoxActions(runtime)
+        self._running: set[concurrent.futures.Future[None]] = set()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def running(self) -> int:
+        """The number of actions that are not complete."""
+        return len(self._running)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all actions have ended; return whether they have."""
+        with self._lock:
+            running = set(self._running)
+        return not concurrent.futures.wait(running, timeout_s).not_done
+
+    def close(self) -> None:
+        """End the thread; actions that are not complete are left as they are. Idempotent."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def begin(self, action: Callable[[], Steps]) -> str:
+        """Run ``action``, one of ``actions``, in the thread; return its first sentence."""
+        begun: concurrent.futures.Future[str] = concurrent.futures.Future()
+        with self._lock:
+            if len(self._running) >= _RUNNING:
+                raise Overloaded(f"{_RUNNING} actions run already; wait for the end of one")
+            work = asyncio.run_coroutine_threadsafe(self._run(action, begun), self._thread())
+            self._running.add(work)
+        work.add_done_callback(self._ended)
+        return begun.result()
+
+    async def _run(
+        self, action: Callable[[], Steps], begun: concurrent.futures.Future[str]
+    ) -> None:
+        text = ""
+        try:
+            async for text in action():
+                if not begun.done():
+                    begun.set_result(text)
+        except Exception as error:  # ends one action, not the thread
+            if not begun.done():
+                begun.set_exception(error)
+                return
+            if not isinstance(error, DynamoError):
+                log.exception("an action failed")
+            text = error.message if isinstance(error, DynamoError) else repr(error)
+            self.outcomes.append(ActionOutcome(at_s=time.time(), text=text, failed=True))
+        else:
+            self.outcomes.append(ActionOutcome(at_s=time.time(), text=text))
+
+    def _ended(self, work: concurrent.futures.Future[None]) -> None:
+        with self._lock:
+            self._running.discard(work)
+
+    def _thread(self) -> asyncio.AbstractEventLoop:
+        """Return the loop of the thread, started on first use."""
+        if self._loop is None:
+            # A daemon: at the exit of the process, what is not complete is left as after a crash,
+            # which the arbiter and the planner finish.
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(
+                target=_run_loop, args=(self._loop,), name="box-control", daemon=True
+            ).start()
+        return self._loop
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+async def _find(access: LocalAccess, name: str) -> list[Worker]:
+    """Return the workers that ``name`` stands for. Raises InvalidArgument."""
+    return find_workers(access.document(), name, await access.statuses(), access.model)
+
+
 def _is_alive(access: LocalAccess) -> bool:
     try:
         return runs_here(access.document().arbiter)
     except StatefileError:
         return False
-
-
-async def _all(work: Iterable[Awaitable[object]]) -> None:
-    """Await all at once. Raises ActionFailed with all problems, when all have ended."""
-    problems: list[str] = []
-
-    async def one(part: Awaitable[object]) -> None:
-        try:
-            await part
-        except DynamoError as error:
-            problems.append(error.message)
-
-    async with asyncio.TaskGroup() as group:
-        for part in work:
-            group.create_task(one(part))
-    if problems:
-        raise ActionFailed("; ".join(problems))
 
 
 def _names(workers: Iterable[Worker]) -> str:

@@ -20,8 +20,8 @@ import msgspec
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, StatefileError
-from dynamo.operations.steps.engine_controls import RemoteEngines
 from dynamo.operations.steps.limits import ActionFailed
+from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, LeaseRecord, PlannerPause, PlannerState
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import BadRecord, decode_lease, lease_path, names, read_file

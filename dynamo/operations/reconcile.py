@@ -7,8 +7,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 
-from dynamo.errors import StatefileError
-from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.steps.access import LocalAccess, complete_all
 from dynamo.operations.steps.circus import (
     STOPPED,
     CircusError,
@@ -22,7 +21,6 @@ from dynamo.serve.state.document import LOAD, RUNNING, SLEEP, WAKE, Document, En
 from dynamo.serve.state.entries import ServiceEntries, delete_entry, read_services, release
 from dynamo.serve.state.process_table import is_reserved, reclaim
 
-_COMMAND_TIMEOUT_S = 30.0
 _ARBITER_WRITES_WITHIN_S = 0.5
 log = logging.getLogger(__name__)
 
@@ -86,24 +84,14 @@ def _reclaim(
 
 async def _finish(access: LocalAccess, removals: list[tuple[ServiceEntries, Entry]]) -> None:
     """Finish removals side by side: each may take as long as its worker drains."""
-    problems: list[str] = []
-
-    async def finish(entry: Entry, is_prefill: bool) -> None:
-        try:
-            await finish_removal(access, entry, is_prefill)
-        except (ActionFailed, CircusError, StatefileError) as error:
-            problems.append(error.message)
-
     names = {entry.name for _, entry in removals}
     access.active |= names
     try:
-        async with asyncio.TaskGroup() as group:
-            for service, entry in removals:
-                group.create_task(finish(entry, service.is_prefill))
+        await complete_all(finish_removal(access, e, service.is_prefill) for service, e in removals)
+    except ActionFailed as error:
+        raise ActionFailed(f"repaired in part: {error.message}") from None
     finally:
         access.active -= names
-    if problems:
-        raise ActionFailed(f"repaired in part: {'; '.join(problems)}")
 
 
 async def _without_watcher(
@@ -139,7 +127,7 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
     if entry.reserved_by is not None:
         found.append(f"{entry.name}: kept; the process of its {operation} has exited")
     try:
-        options = await _options(access, entry.name)
+        options = await retried(lambda: access.circus.options(entry.name))
     except NoSuchWatcher:
         return []  # removed since; the arbiter frees it
     if options.gpus != entry.gpus:
@@ -151,9 +139,8 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
 
 
 async def _remove_unstarted(access: LocalAccess, name: str) -> None:
-    deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
     access.statefile.update(lambda document: release(document, name))
-    await access.remove_watcher(name, deadline_s)
+    await access.remove_watcher(name)
     await wait_until_gone(access, name, 0.0)
 
 
@@ -188,7 +175,7 @@ async def _add_entry(
 ) -> list[str]:
     service = _service_of(services, name)
     try:
-        options = await _options(access, name)
+        options = await retried(lambda: access.circus.options(name))
     except NoSuchWatcher:
         return []
     if service is None or name in access.document().components:
@@ -197,8 +184,3 @@ async def _add_entry(
         entry = service.new_entry(name, options.argv, options.gpus)
         access.statefile.update(lambda document: document.components.setdefault(name, entry))
     return [f"{name}: added the entry of a watcher that had none"]
-
-
-async def _options(access: LocalAccess, name: str) -> WatcherOptions:
-    deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
-    return await retried(lambda: access.circus.options(name), deadline_s)

@@ -16,7 +16,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.operations.steps.access import read_deployment
-from dynamo.operations.steps.engine_controls import RemoteEngines
+from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.planner.live.local_connector import LocalConnector, gpu_capacity, open_connector
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.live.sources import LiveSources

@@ -15,7 +15,7 @@ from asyncinotify import Mask
 from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
-from dynamo.operations.control import ActionOutcome, BoxControl
+from dynamo.operations.operate import ActionOutcome, BoxControl
 from dynamo.protocols.control import INSTANCES, MODEL_CARDS
 from dynamo.protocols.status import (
     BoxStatus,

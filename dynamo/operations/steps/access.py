@@ -14,6 +14,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -24,7 +25,7 @@ from pathlib import Path
 from asyncinotify import Mask
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, StatefileError
+from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.operations.steps.circus import CircusEndpoint, CircusError, NoSuchWatcher, retried
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits, crowded_gpus
 from dynamo.runtime.discovery.layout import ensure_directories, lease_path
@@ -37,7 +38,6 @@ from dynamo.serve.state.registered import RegisteredWorker, registered_workers
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.logs import last_line
 
-_COMMAND_TIMEOUT_S = 30.0
 _GRACEFUL_TIMEOUT_S = 30.0
 _RECHECK_S = 1.0  # for what causes no event, such as a watcher that is given up
 # A renewal only touches the lease file, which causes none of these events.
@@ -128,6 +128,23 @@ async def wait_until(
             continue
 
 
+async def complete_all(work: Iterable[Awaitable[object]]) -> None:
+    """Await all at once. Raises ActionFailed with all problems, when all have ended."""
+    problems: list[str] = []
+
+    async def one(part: Awaitable[object]) -> None:
+        try:
+            await part
+        except DynamoError as error:
+            problems.append(error.message)
+
+    async with asyncio.TaskGroup() as group:
+        for part in work:
+            group.create_task(one(part))
+    if problems:
+        raise ActionFailed("; ".join(problems))
+
+
 @dataclass(kw_only=True)
 class LocalAccess:
     """The parts of a running deployment.
@@ -177,22 +194,20 @@ class LocalAccess:
 
     async def statuses(self) -> Mapping[str, str]:
         """Return the status of each watcher, by name. Raises ActionFailed."""
-        deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
         try:
-            return await retried(self.circus.statuses, deadline_s)
+            return await retried(self.circus.statuses)
         except CircusError as error:
             raise ActionFailed(error.message) from error
 
     async def graceful_timeout_s(self, name: str) -> float:
         """Return how long the processes of a watcher may drain."""
-        deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
         try:
-            options = await retried(lambda: self.circus.options(name), deadline_s)
+            options = await retried(lambda: self.circus.options(name))
         except CircusError:
             return _GRACEFUL_TIMEOUT_S
         return options.graceful_timeout_s
 
-    async def remove_watcher(self, name: str, deadline_s: float) -> bool:
+    async def remove_watcher(self, name: str, deadline_s: float | None = None) -> bool:
         """Remove a watcher; False if there was none. Raises CircusError."""
         try:
             await retried(lambda: self.circus.remove(name), deadline_s)

@@ -19,6 +19,7 @@ from dynamo.errors import DynamoError
 STOPPED, STOPPING = "stopped", "stopping"
 """Status of a watcher that starts no process: stopped by command, or given up; its processes have
 exited, or not yet."""
+COMMAND_TIMEOUT_S = 30.0
 _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 1.0
 _REPLY_TIMEOUT_S = 10.0
@@ -188,12 +189,15 @@ class CircusEndpoint:
             await asyncio.sleep(_SOCKET_S / 20)
 
 
-async def retried(command: Callable[[], Awaitable[T]], deadline_s: float) -> T:
+async def retried(command: Callable[[], Awaitable[T]], deadline_s: float | None = None) -> T:
     """Return the result of ``command``, repeated while circus is busy.
 
-    Raises CircusBusy at ``deadline_s`` on the loop's clock, and every other CircusError at once.
+    Raises CircusBusy at ``deadline_s`` on the loop's clock, by default after 30 s, and every other
+    CircusError at once.
     """
     loop = asyncio.get_running_loop()
+    if deadline_s is None:
+        deadline_s = loop.time() + COMMAND_TIMEOUT_S
     delay_s = _FIRST_DELAY_S
     while True:
         try:

@@ -13,12 +13,17 @@ from collections.abc import Iterable
 
 from dynamo.errors import DynamoError, StatefileError
 from dynamo.operations.steps.access import LocalAccess, wait_until
-from dynamo.operations.steps.circus import CircusBusy, CircusError, NoSuchWatcher, retried
+from dynamo.operations.steps.circus import (
+    COMMAND_TIMEOUT_S,
+    CircusBusy,
+    CircusError,
+    NoSuchWatcher,
+    retried,
+)
 from dynamo.operations.steps.limits import ActionFailed, reserve
 from dynamo.serve.state.document import DRAIN, DRAINING, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, delete_entry, is_freed, release
 
-_COMMAND_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
 _EXIT_MARGIN_S = 15.0
 _ARBITER_WRITES_WITHIN_S = 5.0
@@ -117,7 +122,7 @@ async def _finish(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
     # The arbiter removes the watcher of a draining worker that has exited.
     if entry.pids and not await wait_until(exited, access.registrations, loop.time() + graceful_s):
         log.warning("%s: has not finished within %g s; stopping it", entry.name, graceful_s)
-    await access.remove_watcher(entry.name, loop.time() + graceful_s + _COMMAND_TIMEOUT_S)
+    await access.remove_watcher(entry.name, loop.time() + graceful_s + COMMAND_TIMEOUT_S)
     await wait_until_gone(access, entry.name, graceful_s)
 
 
@@ -140,12 +145,10 @@ def mark_draining(access: LocalAccess, names: Iterable[str]) -> None:
 async def _decrease(access: LocalAccess, entry: Entry) -> None:
     """Stop one of several processes of a watcher, as ``circusctl incr`` made them."""
     loop = asyncio.get_running_loop()
-    options = await retried(
-        lambda: access.circus.options(entry.name), loop.time() + _COMMAND_TIMEOUT_S
-    )
+    options = await retried(lambda: access.circus.options(entry.name))
     if options.numprocesses < len(entry.pids):
         raise ActionFailed(f"{entry.name}: its process is being replaced; try again later")
-    limit_s = loop.time() + options.graceful_timeout_s + _COMMAND_TIMEOUT_S
+    limit_s = loop.time() + options.graceful_timeout_s + COMMAND_TIMEOUT_S
     await retried(lambda: access.circus.decrease(entry.name), limit_s)
 
     async def fewer() -> bool:
@@ -169,8 +172,7 @@ async def _drain(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
     if leases or not entry.pids:
         return
     log.info("%s: sending SIGTERM", entry.name)
-    deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
     try:
-        await retried(lambda: access.circus.signal(entry.name, signal.SIGTERM), deadline_s)
+        await retried(lambda: access.circus.signal(entry.name, signal.SIGTERM))
     except NoSuchWatcher:
         log.info("%s: its watcher is removed already", entry.name)

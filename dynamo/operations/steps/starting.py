@@ -24,20 +24,18 @@ log = logging.getLogger(__name__)
 
 
 class WorkerStart:
-    """Starts one worker of ``service``. Use it once."""
+    """Starts one worker of ``service``. Use it once.
+
+    ``name`` is that of its watcher, once it is reserved.
+    """
 
     def __init__(self, access: LocalAccess, service: str) -> None:
         self._access = access
         self._service = service
-        self._name = ""
+        self.name = ""
         self._argv: tuple[str, ...] = ()
         self._gpus: tuple[str, ...] = ()
         self._avoid: frozenset[str] = frozenset()
-
-    @property
-    def name(self) -> str:
-        """The name of its watcher; "" before :meth:`prepare`."""
-        return self._name
 
     async def prepare(self) -> None:
         """Reserve its name and its GPUs. Raises ActionFailed, StatefileError."""
@@ -45,11 +43,24 @@ class WorkerStart:
         await self.find_room()
         # Blocks, so that a cancellation cannot arrive between the write and our note of it.
         self._access.statefile.update(lambda document: self.reserve(document, watchers))
-        self._access.active.add(self._name)
+        self._access.active.add(self.name)
 
     async def find_room(self) -> None:
-        """Look for the GPUs that have too little memory; remove workers that sleep on the last."""
-        self._avoid = await self._gpus_without_room()
+        """Avoid the GPUs that have too little memory; remove workers that sleep on the last."""
+        access = self._access
+        document = access.document()
+        service = access.service(document, self._service)
+        share = reserved_share(service.template.argv)
+        free = [gpu for gpu, share in ledger_of(document).free().items() if fits(share, 1.0)]
+        self._avoid = await without_room(free, share, access.devices)
+        if len(free) - len(self._avoid) >= service.gpus:
+            return
+        sleepers = sleepers_on(document, self._avoid)
+        for owner, entry in sleepers:
+            log.info("%s: removing it; %s needs the memory of its GPU", entry.name, self._service)
+            await remove_entry(access, owner, entry)
+        if sleepers:
+            self._avoid = await without_room(free, share, access.devices)
 
     async def run(self) -> str:
         """Start it; return the name of its watcher once it serves. See :class:`Connector`.
@@ -58,40 +69,21 @@ class WorkerStart:
         """
         access = self._access
         deadline_s = asyncio.get_running_loop().time() + access.limits.start_timeout_s
-        if not self._name:
+        if not self.name:
             await self.prepare()
         try:
             await self._start(deadline_s)
             access.statefile.update(self._confirm)
         except (ActionFailed, CircusError, StatefileError) as error:
-            log.warning("%s: not added: %s; undoing it", self._name, error.message)
+            log.warning("%s: not added: %s; undoing it", self.name, error.message)
             await self._undo()
-            raise ActionFailed(f"{self._name}: {error.message}") from error
+            raise ActionFailed(f"{self.name}: {error.message}") from error
         except BaseException:  # cancelled, or a bug: a later action repairs it
             access.needs_repair = True
             raise
         finally:
-            access.active.discard(self._name)
-        return self._name
-
-    async def _gpus_without_room(self) -> frozenset[str]:
-        """Return the GPUs that have too little free memory for the worker.
-
-        Where no others are left, workers that sleep on them are removed first.
-        """
-        access = self._access
-        document = access.document()
-        service = access.service(document, self._service)
-        share = reserved_share(service.template.argv)
-        free = [gpu for gpu, share in ledger_of(document).free().items() if fits(share, 1.0)]
-        crowded = await without_room(free, share, access.devices)
-        if len(free) - len(crowded) >= service.gpus:
-            return crowded
-        sleepers = sleepers_on(document, crowded)
-        for owner, entry in sleepers:
-            log.info("%s: removing it; %s needs the memory of its GPU", entry.name, self._service)
-            await remove_entry(access, owner, entry)
-        return await without_room(free, share, access.devices) if sleepers else crowded
+            access.active.discard(self.name)
+        return self.name
 
     def reserve(self, document: Document, watchers: Collection[str]) -> None:
         """Write the entry of a new worker with its GPUs. Raises ActionFailed.
@@ -102,18 +94,18 @@ class WorkerStart:
         ledger = ledger_of(document)
         self._check_budget(document, ledger, service)
         taken = {*watchers, *self._access.active}
-        self._name = next_name(document, self._service, taken)
+        self.name = next_name(document, self._service, taken)
         self._argv = service.template.argv
         self._gpus = ()
         if service.gpus and ledger.ids:  # none if the user places the workers
             self._gpus = self._free_gpus(ledger, service.gpus)
-        entry = service.new_entry(self._name, self._argv, self._gpus)
+        entry = service.new_entry(self.name, self._argv, self._gpus)
         entry.reserved_by = reservation(LOAD)
-        document.components[self._name] = entry
+        document.components[self.name] = entry
 
     def _free_gpus(self, ledger: GpuLedger, count: float) -> tuple[str, ...]:
         try:
-            return ledger.assign(self._name, count, avoid=self._avoid)
+            return ledger.assign(self.name, count, avoid=self._avoid)
         except ConfigError as error:
             raise ActionFailed(error.message.partition("\nLower workers")[0]) from None
 
@@ -131,7 +123,7 @@ class WorkerStart:
             raise ActionFailed(f"{self._service}: {error.message}") from None
 
     async def _start(self, deadline_s: float) -> None:
-        access, name = self._access, self._name
+        access, name = self._access, self.name
         env = {_GPUS: ",".join(self._gpus)} if self._gpus else {}
         await retried(lambda: access.circus.add(name, self._argv, env), deadline_s)
         # Added stopped, then started: only the second command can find circus busy.
@@ -145,11 +137,11 @@ class WorkerStart:
         """Whether the worker is registered. Raises ActionFailed if it will never be."""
         access = self._access
         service = access.service(access.document(), self._service)
-        entry = next((one for one in service.entries if one.name == self._name), None)
+        entry = next((one for one in service.entries if one.name == self.name), None)
         if entry is not None and access.model(entry) is not None:
             return True
         try:
-            status = (await access.circus.statuses()).get(self._name)
+            status = (await access.circus.statuses()).get(self.name)
         except CircusBusy:
             return False
         if status is None:
@@ -159,17 +151,17 @@ class WorkerStart:
         return False
 
     def _last_output(self) -> str:
-        line = self._access.last_line(self._name)
+        line = self._access.last_line(self.name)
         return f"; last output: {line}" if line else ""
 
     def _confirm(self, document: Document) -> None:
-        if self._name not in document.components:
+        if self.name not in document.components:
             raise ActionFailed("its entry was deleted from the statefile")
-        release(document, self._name)
+        release(document, self.name)
 
     async def _undo(self) -> None:
         """Remove the watcher, free the GPUs. What fails is left to the planner's reconcile."""
-        access, name = self._access, self._name
+        access, name = self._access, self.name
         try:
             deadline_s = asyncio.get_running_loop().time() + _UNDO_TIMEOUT_S
             graceful_s = await access.graceful_timeout_s(name)

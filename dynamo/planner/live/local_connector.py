@@ -18,10 +18,10 @@ from dynamo.errors import StatefileError
 from dynamo.operations.reconcile import reconcile
 from dynamo.operations.steps.access import LocalAccess, open_access
 from dynamo.operations.steps.circus import STOPPED, STOPPING
-from dynamo.operations.steps.engine_controls import RemoteEngines
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.removal import remove_worker
 from dynamo.operations.steps.sleeping import (
+    RemoteEngines,
     check_sleepers,
     finish_interrupted,
     put_to_sleep,

@@ -23,7 +23,7 @@ from dynamo.frontend.ui.source import with_own_figures
 from dynamo.http import HttpLimits, HttpServer
 from dynamo.http.api_keys import key_line, new_key
 from dynamo.http.routes import Routes
-from dynamo.operations.control import ActionOutcome
+from dynamo.operations.operate import ActionOutcome
 from dynamo.protocols.status import BoxStatus, FrontendStatus, ModelFigures, WorkerFigures
 from dynamo.runtime.process.tasks import Tasks
 

@@ -20,8 +20,8 @@ from dynamo.operations.outside import ask_planner
 from dynamo.operations.steps import circus
 from dynamo.operations.steps.access import LocalAccess
 from dynamo.operations.steps.circus import CircusBusy, CircusEndpoint, CircusError
-from dynamo.operations.steps.engine_controls import RemoteEngines
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
+from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.live.local_connector import LocalConnector, Sighting, service_now
 from dynamo.planner.service import run_planner

@@ -18,8 +18,8 @@ from virtual_time import run_virtual
 
 from dynamo.errors import DynamoError
 from dynamo.operations.steps.access import LocalAccess
-from dynamo.operations.steps.engine_controls import RemoteEngines
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
+from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.planner.live.local_connector import LocalConnector
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import read_services

@@ -19,10 +19,14 @@ from dynamo.errors import EngineFailure, StatefileError
 from dynamo.operations.loading import ModelLoad
 from dynamo.operations.steps.access import LocalAccess
 from dynamo.operations.steps.circus import CircusError
-from dynamo.operations.steps.engine_controls import RemoteEngines
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits, crowded_gpus, reserved_share
 from dynamo.operations.steps.removal import finish_removal, mark_draining
-from dynamo.operations.steps.sleeping import check_wakeable, sleep_worker, wake_worker
+from dynamo.operations.steps.sleeping import (
+    RemoteEngines,
+    check_wakeable,
+    sleep_worker,
+    wake_worker,
+)
 from dynamo.planner.live.local_connector import LocalConnector
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.state.document import Document, OperationOwner
