@@ -26,13 +26,13 @@ from dynamo.http.tls import unverified_context
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import EventChannelRecord, record_decoder
 from dynamo.protocols.kv import KV_EVENTS
-from dynamo.runtime.discovery.layout import BadRecord, StoredRecord, decode_stored, names, read_file
 from dynamo.serve.gpus.engine_gpus import engine_flags
 from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.graph.service import Service
 from dynamo.serve.readiness import check_free, free_port
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.process_table import ProcessStat, runs_here, snapshot
+from dynamo.serve.state.registered import stored_records
 from dynamo.serve.state.statefile import Statefile
 
 _ANSWER_S = 1.0
@@ -117,13 +117,13 @@ def read_workers(store: Path, document: Document) -> list[WorkerFacts]:
         entry.lease: name for name, entry in document.components.items() if entry.lease is not None
     }
     channels: dict[int, str] = {}
-    for stored in _records(store / "v1/event_channels"):
+    for stored in stored_records(store / "v1/event_channels"):
         with contextlib.suppress(ValueError):
             channel = _decode_channel(stored.value)
             if channel.topic == KV_EVENTS:
                 channels[stored.lease_id] = channel.transport.get("endpoint", "")
     found = []
-    for stored in _records(store / "v1/mdc"):
+    for stored in stored_records(store / "v1/mdc"):
         with contextlib.suppress(ValueError):
             card = decode_card(stored.value)
             if card.lora_name is None and (store / "leases" / f"{stored.lease_id:x}").exists():
@@ -160,18 +160,6 @@ def _unreachable(endpoint: str) -> str:
     except (OSError, ValueError) as error:
         return f"{endpoint}: {getattr(error, 'strerror', None) or error}"
     return ""
-
-
-def _records(directory: Path) -> Iterator[StoredRecord]:
-    try:
-        listed = names(directory)
-    except OSError:
-        return
-    for name in listed:
-        with contextlib.suppress(BadRecord, OSError, ValueError):
-            data = read_file(directory / name)
-            if data is not None:
-                yield decode_stored(data)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from dynamo.serve.graph.watchers import DeploymentPlan
 from dynamo.serve.reload import GraphReload, Replan
 from dynamo.serve.startup import StartupReport
 from dynamo.serve.state.document import STOPPED, RecordedProcess, Supervision
-from dynamo.serve.state.leases import Leases
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
+from dynamo.serve.state.registered import Leases
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.supervision.arbiter import SupervisingArbiter
 from dynamo.serve.supervision.guard import KILL_NOW, STOP_SIGNALS

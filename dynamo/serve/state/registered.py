@@ -1,23 +1,40 @@
-"""What the workers of this machine have registered in file discovery."""
+"""What the processes of this machine hold in file discovery: leases, models, sleep modes.
+
+Records that cannot be read are skipped: the processes that use the store report them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from asyncinotify import Mask
+
+from dynamo.errors import ConfigError
 from dynamo.protocols.card import ModelCard, decode_card
-from dynamo.protocols.control import ENGINE_CONTROL
+from dynamo.protocols.control import ENGINE_CONTROL, LeaseRecord
 from dynamo.runtime.discovery.layout import (
     BadRecord,
+    StoredRecord,
     decode_lease,
     decode_stored,
+    ensure_directories,
+    join_key,
     names,
     read_file,
 )
+from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.os_process import host_id, is_running
+
+# A renewal only touches the file, which causes none of these events.
+_MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
+_GONE = int(Mask.IGNORED)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +57,7 @@ def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
     Each of those leads a session of its own, so the session of a lease's process names it.
     """
     leases: dict[int, list[int]] = {}
-    for lease, session in _leases(store):
+    for lease, session in _sessions(_leases(store)):
         leases.setdefault(session, []).append(lease)
     cards, sleepers = dict(_cards(store)), set(_sleepers(store))
     return {
@@ -49,36 +66,118 @@ def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
     }
 
 
-def _leases(store: Path) -> Iterator[tuple[int, int]]:
-    host = host_id()
-    for name, data in _files(store / "leases"):
+class Leases:
+    """The leases in ``store``; calls ``on_change`` when a lease or a model card comes or goes.
+
+    ``served`` has the sessions of all processes that ever registered a model card.
+    """
+
+    def __init__(self, store: Path, on_change: Callable[[], None]) -> None:
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ensure_directories(store)
+        self._directory = store / "leases"
+        self._cards = store / "v1" / "mdc"
+        self._on_demand = store / "v1" / "on_demand"
+        self.served: set[int] = set()
+        self._on_change = on_change
+        self._inotify = Inotify(on_change)
+        self._watching = False
+        self._known: dict[tuple[str, int], LeaseRecord] = {}
+
+    def by_session(self) -> dict[int, int]:
+        """Return the lease of each living process of this host, by the process's session id.
+
+        Of several leases in one session it is the one with the lowest id.
+        """
+        found: dict[int, int] = {}
+        for lease, session in self._sessions().items():
+            found[session] = min(lease, found.get(session, lease))
+        return found
+
+    def with_model(self) -> set[int]:
+        """Return the sessions whose processes have a model card registered now."""
+        found = {session for session, _ in self._registered()}
+        self.served |= found
+        return found
+
+    def models(self) -> set[str]:
+        """Return the names of the models that are registered now, adapters included."""
+        return {card.display_name for _, card in self._served()}
+
+    def different(self) -> dict[str, set[int]]:
+        """Return the sessions that serve a model, by its name, where their models differ."""
+        sessions: dict[str, set[int]] = {}
+        files: dict[str, set[str]] = {}
+        for session, card in self._served():
+            sessions.setdefault(card.display_name, set()).add(session)
+            files.setdefault(card.display_name, set()).add(card.checksum)
+        return {name: sessions[name] for name, found in files.items() if len(found) > 1}
+
+    def _served(self) -> Iterator[tuple[int, ModelCard]]:
+        """Yield each model card but those of prefill workers, with the session of its process."""
+        for session, record in self._registered():
+            with contextlib.suppress(ValueError):  # reported by the frontend
+                card = decode_card(record)
+                if card.worker_type != "Prefill" and "Prefill" not in card.model_type:
+                    yield session, card
+
+    def _registered(self) -> Iterator[tuple[int, bytes]]:
+        """Yield each model card with the session of its process."""
+        sessions = self._sessions()
+        for stored in stored_records(self._cards):
+            if stored.lease_id in sessions:
+                yield sessions[stored.lease_id], stored.value
+
+    def on_demand(self) -> set[str]:
+        """Return the services whose workers a planner starts on demand, as it has announced."""
         try:
-            lease = decode_lease(name, data)
-            if lease.host == host and is_running(lease.pid, lease.pid_start):
-                yield lease.lease_id, os.getsid(lease.pid)
+            keys = [join_key("on_demand", name) for name in names(self._on_demand)]
         except (BadRecord, OSError):
-            continue  # reported by the processes that use the store
+            return set()  # the store was removed
+        return {key.split("/")[3] for key in keys if key.count("/") > 3}
 
+    def _sessions(self) -> dict[int, int]:
+        """Return the session of each lease of a living process of this host."""
+        self._watch()
+        return dict(_sessions(self._read_leases()))
 
-def _cards(store: Path) -> Iterator[tuple[int, ModelCard]]:
-    for _, data in _files(store / "v1/mdc"):
+    def _read_leases(self) -> list[LeaseRecord]:
+        """Return all leases. Reads new files only: a shared store may have thousands."""
+        before, self._known = self._known, {}
         try:
-            stored = decode_stored(data)
-            card = decode_card(stored.value)
-        except ValueError:
-            continue  # reported by the frontend
-        if card.lora_name is None:  # an adapter's card has another name for the same worker
-            yield stored.lease_id, card
+            with os.scandir(self._directory) as entries:
+                for entry in entries:
+                    key = (entry.name, entry.inode())  # a changed lease is another file
+                    with contextlib.suppress(BadRecord):
+                        self._known[key] = before.get(key) or decode_lease(
+                            entry.name, read_file(self._directory / entry.name) or b""
+                        )
+        except OSError:
+            log.debug("%s was removed", self._directory)
+        return list(self._known.values())
 
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        self._inotify.close()
 
-def _sleepers(store: Path) -> Iterator[int]:
-    """Yield the leases of engines that take commands to sleep."""
-    part = quote(f"/{ENGINE_CONTROL}/", safe="")
-    for _, data in _files(store / "v1/instances", part):
-        try:
-            yield decode_stored(data).lease_id
-        except ValueError:
-            continue  # reported by the processes that call it
+    def _watch(self) -> None:
+        if not self._watching:
+            try:
+                self._inotify.add(self._directory, _MASK, self._on_event)
+                self._inotify.add(self._cards, _MASK, self._on_card)
+            except (OSError, ConfigError):
+                return  # the store was removed: the next call tries again
+            self._watching = True
+
+    def _on_event(self, name: str, mask: int) -> None:
+        if mask & _GONE:
+            self._watching = False
+        if not name.startswith("."):  # not the temporary file of an atomic write
+            self._on_change()
+
+    def _on_card(self, name: str, mask: int) -> None:
+        self.with_model()
+        self._on_event(name, mask)
 
 
 def _registered(
@@ -92,6 +191,42 @@ def _registered(
         model=card.display_name if card else None,
         can_sleep=any(lease in sleepers for lease in leases),
     )
+
+
+def stored_records(directory: Path, part: str = "") -> Iterator[StoredRecord]:
+    """Yield the records of a bucket whose file names contain ``part``."""
+    for _, data in _files(directory, part):
+        with contextlib.suppress(BadRecord):
+            yield decode_stored(data)
+
+
+def _leases(store: Path) -> Iterator[LeaseRecord]:
+    for name, data in _files(store / "leases"):
+        with contextlib.suppress(BadRecord):
+            yield decode_lease(name, data)
+
+
+def _sessions(leases: Iterable[LeaseRecord]) -> Iterator[tuple[int, int]]:
+    """Yield each lease of a living process of this host, with the process's session id."""
+    host = host_id()
+    for lease in leases:
+        if lease.host == host and is_running(lease.pid, lease.pid_start):
+            with contextlib.suppress(OSError):  # it has just exited
+                yield lease.lease_id, os.getsid(lease.pid)
+
+
+def _cards(store: Path) -> Iterator[tuple[int, ModelCard]]:
+    for stored in stored_records(store / "v1/mdc"):
+        with contextlib.suppress(ValueError):  # reported by the frontend
+            card = decode_card(stored.value)
+            if card.lora_name is None:  # an adapter's card has another name for the same worker
+                yield stored.lease_id, card
+
+
+def _sleepers(store: Path) -> Iterator[int]:
+    """Yield the leases of engines that take commands to sleep."""
+    part = quote(f"/{ENGINE_CONTROL}/", safe="")
+    return (stored.lease_id for stored in stored_records(store / "v1/instances", part))
 
 
 def _files(directory: Path, part: str = "") -> Iterator[tuple[str, bytes]]:

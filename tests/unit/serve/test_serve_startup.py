@@ -17,7 +17,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.serve import startup
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.startup import StartupReport
-from dynamo.serve.state.leases import Leases
+from dynamo.serve.state.registered import Leases
 from dynamo.serve.supervision.output import LogFile, ServiceOutput
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"
