@@ -25,6 +25,7 @@ log = logging.getLogger("dynamo.router.explanations.decision_log")
 by this name, which is documented: the chosen worker (INFO), every candidate's cost (DEBUG)."""
 
 
+# A tuple, which the collector visits: the traceback of the error may refer back to it.
 class Weighed(NamedTuple):
     """What a decision would weigh now, over all ranks, and the ``error`` if it would fail.
 

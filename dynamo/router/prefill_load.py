@@ -51,89 +51,6 @@ _TOKENS = (256, 2048, 8192, 32768)
 _CACHED = (0, 16384)
 
 
-def prefill_model(settings: RouterSettings) -> PrefillModel | None:
-    """Return the model of ``settings``, a new one for each pool; None: prompts count in full.
-
-    Raises ConfigError when the model is unavailable. AIConfigurator is called once per process, at
-    the first call, which takes seconds.
-    """
-    if settings.mode != "kv":
-        return None
-    if settings.prefill_load_predictor is not None:
-        return StaticModel(settings.prefill_load_predictor)
-    if settings.prefill_load_model == "none":
-        return None
-    if not settings.track_prefill_tokens:
-        raise ConfigError(
-            f"{_FLAG}={settings.prefill_load_model} needs --router-track-prefill-tokens"
-        )
-    if settings.prefill_load_model == "fitted":
-        return PrefillFit()
-    return _of_aiconfigurator(settings)
-
-
-def _of_aiconfigurator(settings: RouterSettings) -> PrefillModel:
-    named = {
-        "--ais-backend": settings.ais_backend,
-        "--ais-system": settings.ais_system,
-        "--ais-model-path": settings.ais_model_path,
-    }
-    missing = [flag for flag, value in named.items() if value is None]
-    if missing:
-        raise ConfigError(f"{_FLAG}={settings.prefill_load_model} needs {', '.join(missing)}")
-    return _estimated(
-        settings.ais_model_path,
-        settings.ais_system,
-        settings.ais_backend,
-        settings.ais_backend_version,
-        settings.ais_tp_size,
-    )
-
-
-@cache
-def _estimated(
-    model: str, system: str, backend: str, version: str | None, tp_size: int
-) -> PrefillModel:
-    """Fit the terms to AIConfigurator's estimates; an estimate for each decision would be slow."""
-    estimate = _estimator()
-    fit = PrefillFit()
-    for tokens, cached in product(_TOKENS, _CACHED):
-        try:
-            found = estimate(
-                model,
-                system,
-                mode="static_ctx",
-                backend_name=backend,
-                backend_version=version,
-                isl=tokens + cached,
-                prefix=cached,
-                osl=2,
-                batch_size=1,
-                tp_size=tp_size,
-            )
-        except Exception as error:
-            raise ConfigError(
-                f"AIConfigurator has no estimate for {model} on {system} with {backend}: {error}"
-            ) from error
-        attention = tokens * (cached + tokens / 2)
-        fit.remember(BusyInterval(1, tokens, attention, found.ttft / 1e3))
-    fit.fit()
-    log.info("prefill load model: AIConfigurator for %s on %s with %s", model, system, backend)
-    return StaticModel(fit.predict)
-
-
-def _estimator() -> Callable[..., Any]:
-    try:
-        from aiconfigurator.cli.api import cli_estimate
-    except ImportError as error:
-        raise ConfigError(
-            f"{_FLAG}=aic needs AIConfigurator ({error}): pip install 'dynamo-appliance[aic]', "
-            "or use --router-prefill-load-model=fitted"
-        ) from None
-    estimate: Callable[..., Any] = cli_estimate
-    return estimate
-
-
 class BusyInterval(NamedTuple):
     """A period in which a slot computed prompts without a pause.
 
@@ -380,3 +297,86 @@ def _least_squares(
         y = max((bt - ab * x - bc * z) / bb, 0.0)
         z = max((ct - ac * x - bc * y) / cc, 0.0)
     return x, y, z
+
+
+def prefill_model(settings: RouterSettings) -> PrefillModel | None:
+    """Return the model of ``settings``, a new one for each pool; None: prompts count in full.
+
+    Raises ConfigError when the model is unavailable. AIConfigurator is called once per process, at
+    the first call, which takes seconds.
+    """
+    if settings.mode != "kv":
+        return None
+    if settings.prefill_load_predictor is not None:
+        return StaticModel(settings.prefill_load_predictor)
+    if settings.prefill_load_model == "none":
+        return None
+    if not settings.track_prefill_tokens:
+        raise ConfigError(
+            f"{_FLAG}={settings.prefill_load_model} needs --router-track-prefill-tokens"
+        )
+    if settings.prefill_load_model == "fitted":
+        return PrefillFit()
+    return _of_aiconfigurator(settings)
+
+
+def _of_aiconfigurator(settings: RouterSettings) -> PrefillModel:
+    named = {
+        "--ais-backend": settings.ais_backend,
+        "--ais-system": settings.ais_system,
+        "--ais-model-path": settings.ais_model_path,
+    }
+    missing = [flag for flag, value in named.items() if value is None]
+    if missing:
+        raise ConfigError(f"{_FLAG}={settings.prefill_load_model} needs {', '.join(missing)}")
+    return _estimated(
+        settings.ais_model_path,
+        settings.ais_system,
+        settings.ais_backend,
+        settings.ais_backend_version,
+        settings.ais_tp_size,
+    )
+
+
+@cache
+def _estimated(
+    model: str, system: str, backend: str, version: str | None, tp_size: int
+) -> PrefillModel:
+    """Fit the terms to AIConfigurator's estimates; an estimate for each decision would be slow."""
+    estimate = _estimator()
+    fit = PrefillFit()
+    for tokens, cached in product(_TOKENS, _CACHED):
+        try:
+            found = estimate(
+                model,
+                system,
+                mode="static_ctx",
+                backend_name=backend,
+                backend_version=version,
+                isl=tokens + cached,
+                prefix=cached,
+                osl=2,
+                batch_size=1,
+                tp_size=tp_size,
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"AIConfigurator has no estimate for {model} on {system} with {backend}: {error}"
+            ) from error
+        attention = tokens * (cached + tokens / 2)
+        fit.remember(BusyInterval(1, tokens, attention, found.ttft / 1e3))
+    fit.fit()
+    log.info("prefill load model: AIConfigurator for %s on %s with %s", model, system, backend)
+    return StaticModel(fit.predict)
+
+
+def _estimator() -> Callable[..., Any]:
+    try:
+        from aiconfigurator.cli.api import cli_estimate
+    except ImportError as error:
+        raise ConfigError(
+            f"{_FLAG}=aic needs AIConfigurator ({error}): pip install 'dynamo-appliance[aic]', "
+            "or use --router-prefill-load-model=fitted"
+        ) from None
+    estimate: Callable[..., Any] = cli_estimate
+    return estimate

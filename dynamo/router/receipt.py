@@ -140,6 +140,8 @@ class DecisionTotals(msgspec.Struct, gc=False, frozen=True):
         )
 
 
+# Inputs are kept by the thousand: without gc=False each full collection would visit all of them.
+# Nothing in them may refer back, directly or through a traceback: a cycle would never be freed.
 class _Narrowed(msgspec.Struct, gc=False, frozen=True, kw_only=True):
     """How many ranks were ``eligible`` and how many are ``omitted``, if not all are kept."""
 
@@ -224,6 +226,7 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
         return "the only worker" if ranks == 1 else f"the only eligible one of {ranks}"
 
 
+# Bytes of the columns: a copy of an array takes twice the time, and most receipts are never read.
 class KvInputs(RankInputs, gc=False, frozen=True):
     """A decision of the kv mode.
 

@@ -139,7 +139,7 @@ class EventThreads:
             except Exception:  # the ids of a failed batch leave a gap, and so are recovered
                 self._counts.warning("failed")
                 log.exception("applying KV events of worker %x failed", handoff[1] or 0)
-        else:
+        else:  # the bound was reached: let other callbacks run before the rest
             if self._loop is not None and not self._closed:
                 self._loop.call_soon(self._process_handoffs)
 

@@ -55,6 +55,7 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         limits = self.decode_blocks_share, self.prefill_tokens, self.prefill_batch_share
+        # Computed once, since requests read it; a frozen class allows no plain assignment.
         object.__setattr__(self, "any", limits != (None, None, None))
 
 

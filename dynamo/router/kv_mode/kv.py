@@ -145,6 +145,7 @@ class KvPicker:
             log_decision(weighed, self.active, request_id, worker_type)
         inputs: DecisionInputs | None = None
         if request_id is not None:
+            # Copy before booking: the booking changes the load, and may make the worker busy.
             captures = self._captures
             wanted = attempt is not None and attempt.wanted
             if captures.left or wanted or captures.renew(now_s):
@@ -253,8 +254,18 @@ class KvPicker:
 
     def free(self, request_id: str, output_tokens: int = 0) -> None:
         """Drop the load of a request that has ended, in whatever way."""
-        reservation = self._end(request_id, output_tokens)
-        if reservation is not None and self.eligibility.follows_load:
+        if self._copies is not None:
+            self._copies.ended(request_id)
+        reservation = self.active.free(request_id, output_tokens)
+        if self.local_requests is not None:
+            self.local_requests.freed(request_id)
+        if self.predicted is not None:
+            self.predicted.ended(request_id, self._clock())
+        if reservation is None:
+            return
+        if self._metrics is not None and not reservation.remote:
+            self._metrics.ended(reservation, self._clock())
+        if self.eligibility.follows_load:
             self.eligibility.load_changed(reservation.worker_id)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
@@ -274,7 +285,7 @@ class KvPicker:
         # While the index still has the slots: the end of a request may evict its blocks there.
         slots = self.worker_pool.slots_of(worker_id)
         for request_id in self.active.booked_on(set(slots)):
-            self._end(request_id)
+            self.free(request_id)
         self.eligibility.forget(worker_id)
         self.worker_pool.remove(worker_id)
         for slot in slots:
@@ -386,19 +397,6 @@ class KvPicker:
             self._metrics.decided(prompt, self._clock(), overlap, self.block_size)
             if cached.shares:
                 self._metrics.shared(cached.shared_blocks, cached.of(slot).shared, prompt.blocks)
-
-    def _end(self, request_id: str, output_tokens: int = 0) -> Reservation | None:
-        """Release everything booked for the request; return its reservation, if it had one."""
-        if self._copies is not None:
-            self._copies.ended(request_id)
-        reservation = self.active.free(request_id, output_tokens)
-        if self.local_requests is not None:
-            self.local_requests.freed(request_id)
-        if self.predicted is not None:
-            self.predicted.ended(request_id, self._clock())
-        if reservation is not None and self._metrics is not None and not reservation.remote:
-            self._metrics.ended(reservation, self._clock())
-        return reservation
 
     def _booked_prefill(self, slot: int) -> int:
         return self.active.load(slot)[0]

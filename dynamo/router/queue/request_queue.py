@@ -401,6 +401,7 @@ class RequestQueue:
             if request.refreshed_s > before_s:
                 return  # so are all behind it
             request.refreshed_s = self._clock()
+            # To the end of the dict, whose order is that of the last refresh.
             self._requests[request.request_id] = self._requests.pop(request.request_id)
             try:
                 cached = self._cached_tokens(request)
