@@ -49,6 +49,7 @@ class ResendQueue:
 
     def add(self, engine_request: EngineRequest) -> None:
         """Send the request now or later; until then it is pending."""
+        # A turn that is due means that others went before in this turn of the loop.
         if self._turn is None:
             self._turn = asyncio.get_running_loop().call_soon(self._drain)
             self._send(engine_request)
@@ -105,6 +106,7 @@ class TrialQueue:
         self._running.pop(engine_request, None)
         self._waiting[engine_request] = None
         engine_request.pending = WaitingResend(self._waiting, engine_request)
+        # Never cancelled: _overdue looks whether the request still waits.
         loop = asyncio.get_running_loop()
         loop.call_later(TRIAL_WAIT_S, self._overdue, engine_request)
         self._next()

@@ -87,6 +87,7 @@ class Dispatch:
         self.migrations = migrations or Migrations()
         self.hold: Hold | None = None
         self._resends = ResendQueue(self._resend)
+        # A trial that waited too long goes through the other queue: many may end in one turn.
         self._trials = TrialQueue(self._resend, self._has_trial_room, self._resends.add)
         self.tracks_output = picker.tracks_output
 
@@ -275,6 +276,7 @@ class Dispatch:
         if last_error is None:
             engine_request.request.fail(error)
             return
+        # That no untried worker is left is our doing; what the last one said is the reason.
         if isinstance(error, InvalidArgument | NoInstances):
             error = last_error
         waits = isinstance(error, Overloaded) and engine_request.migrations > 0

@@ -156,6 +156,7 @@ class EngineRequest:
         if request.closed:
             return
         now = request.last_activity_s = time.monotonic()
+        # Whatever a worker sends must not end the connection, which other requests share.
         try:
             output = decode_output(payload, self.original)
             text_complete = self._text_complete = self._choice.push(output)
@@ -220,6 +221,8 @@ class EngineRequest:
 
     def _worker_failed(self, error: DynamoError) -> None:
         """Go on elsewhere, complete the answer, or fail; see :meth:`on_error`."""
+        # The order is the policy of docs/migration.md: what costs nothing comes first, and a
+        # request that may have killed two workers ends before its limit is asked.
         if self._is_free(error):
             self._dispatch.reroute(self, error)
         elif not error.retryable or not self.migration_limit:
@@ -302,6 +305,7 @@ class EngineRequest:
         # A full worker says more than one that cannot be reached: it will have room again.
         if not (error.unsent and isinstance(self.last_error, Overloaded)):
             self.last_error = error
+        # The picker counts output tokens once, here or as they arrive; the next worker starts at 0.
         self.picker.free(self.id, self.tokens - self._reported)
         self._reported = self.tokens
         begun = self._dispatch.migrations.begun(not error.unsent, time.monotonic())
@@ -310,6 +314,8 @@ class EngineRequest:
 
     def resume(self, worker_id: int) -> None:
         """Make the request for the worker after ``worker_id``: with the tokens so far."""
+        # The last worker had the tokens of those before it behind its prompt, and generated the
+        # rest: so much less output is expected of the next one.
         before = len(self.preprocessed.token_ids) - len(self.original.token_ids)
         self.preprocessed = continued(self.original, self.generated, worker_id)
         self.routing = without_pin(self.routing, worker_id, self.tokens - before)
@@ -330,6 +336,7 @@ class EngineRequest:
 
     def _add_tokens(self, ids: list[int], now_s: float, first: int) -> None:
         """Count and keep the tokens ``ids``: ``first`` of one item, then items of one each."""
+        # An item of several tokens took one gap, which its tokens share.
         if self.answering:
             self.request.model.itl.observe((now_s - self.last_token_s) / first, first)
         else:

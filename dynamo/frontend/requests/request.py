@@ -183,6 +183,8 @@ class ActiveRequest:
         self._started = False  # the streamed response has begun
         self._output_deferred = False
         self._held_bytes = 0
+        # Engine requests without an end, and those that a worker computes now: one that waits in a
+        # queue or migrates is open, and no worker computes it.
         self._open = 0
         self._working = 0
         exchange.on_disconnect = self._client_disconnected
@@ -225,6 +227,7 @@ class ActiveRequest:
         if not engine_request.counted:
             engine_request.counted = True
             shown = self.metrics.sent(decision, queued, chosen_s, now_s - chosen_s)
+        # Only the first choice has a place in the answer's nvext and in its header.
         if shown and self.worker_id_field is not None:
             self.generation.worker_id = self.worker_id_field(decision, self.metrics.prefilled)
         if self.wants_route and engine_request is self.engine_requests[0]:
@@ -296,6 +299,7 @@ class ActiveRequest:
                 self._start()
             exchange = self.exchange
             if exchange.above_high_water:
+                # 1: held from now on, with the size of each further output; on_drain flushes.
                 self._held_bytes = self._held_bytes or 1
                 return
             self._held_bytes = 0
@@ -407,6 +411,7 @@ class ActiveRequest:
 
     def _close(self, failure: Labels | None) -> None:
         """End the request: every path ends here, once."""
+        # First of all: what the steps below call back must find the request closed.
         self.closed = True
         engine_requests, metrics = self.engine_requests, self.metrics
         for one in engine_requests:
