@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import ConfigError
-from dynamo.planner.reports.figures import figure_class
+from dynamo.planner.capacity.interpolation import load_library
 
 _LOWEST_QUEUE = 0.1
 _LOWEST_KV = 0.1
@@ -24,68 +24,6 @@ _SHORTEST_CONTEXT = 256
 _BATCHED_TOKENS = 2048
 """Assumed where the model card does not say how many tokens an iteration computes."""
 _SAME_CONTEXT = 0.15
-
-
-def profile_figure() -> Any:
-    """Return the class of the figures. Raises ConfigError without matplotlib."""
-    return figure_class("plots need", ", or give --no-plots")
-
-
-def draw_profile(result: ProfileResult, directory: Path) -> list[Path]:
-    """Write ``prefill.png`` and ``decode.png`` into ``directory``; return their paths."""
-    drawn = {"prefill": _prefill(result), "decode": _decode(result)}
-    paths = []
-    for name, figure in drawn.items():
-        paths.append(directory / f"{name}.png")
-        figure.savefig(paths[-1], dpi=110)
-    return paths
-
-
-def _prefill(result: ProfileResult) -> Any:
-    figure, (left, right) = _panels(result, "prefill, one prompt at a time")
-    isl = [point.isl for point in result.prefill]
-    left.plot(isl, [point.ttft_ms for point in result.prefill], marker="o")
-    right.plot(isl, [point.tokens_per_s_per_gpu for point in result.prefill], marker="o")
-    for axes, label in ((left, "TTFT (ms)"), (right, "prompt tokens/s per GPU")):
-        axes.set_xlabel("prompt length (tokens)")
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)  # after plotting: it ends the automatic limits
-    return figure
-
-
-def _decode(result: ProfileResult) -> Any:
-    figure, (left, right) = _panels(result, "decode, by context length")
-    for context, points in _by_context(result.decode):
-        usage = [point.kv_usage for point in points]
-        label = f"{context:.0f} tokens"
-        left.plot(usage, [point.itl_ms for point in points], marker="o", label=label)
-        right.plot(usage, [p.tokens_per_s_per_gpu for p in points], marker="o", label=label)
-    for axes, label in ((left, "ITL (ms)"), (right, "output tokens/s per GPU")):
-        axes.set_xlabel("KV cache in use")
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)  # after plotting: it ends the automatic limits
-        axes.legend()
-    return figure
-
-
-def _panels(result: ProfileResult, what: str) -> tuple[Any, Any]:
-    figure = profile_figure()(figsize=(9, 3.6), layout="constrained")
-    figure.suptitle(f"{result.model} ({', '.join(result.services)}): {what}")
-    panels = figure.subplots(1, 2)
-    for axes in panels:
-        axes.grid(alpha=0.3)
-    return figure, panels
-
-
-def _by_context(points: Sequence[DecodeSample]) -> list[tuple[float, list[DecodeSample]]]:
-    """Group points whose context lengths are nearly the same, each group by KV usage."""
-    groups: list[tuple[float, list[DecodeSample]]] = []
-    for point in sorted(points, key=lambda point: point.context_tokens):
-        if groups and point.context_tokens <= groups[-1][0] * (1 + _SAME_CONTEXT):
-            groups[-1][1].append(point)
-        else:
-            groups.append((point.context_tokens, [point]))
-    return [(context, sorted(group, key=lambda p: p.kv_usage)) for context, group in groups]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,3 +230,65 @@ def _ttft(points: Sequence[PrefillSample], isl: int) -> float:
             return low.ttft_ms + share * (high.ttft_ms - low.ttft_ms)
     end = ordered[0] if isl < ordered[0].isl else ordered[-1]
     return end.ttft_ms * max(1.0, isl / end.isl)
+
+
+def profile_figure() -> Any:
+    """Return the class of the figures. Raises ConfigError without matplotlib."""
+    return load_library("matplotlib.figure", "plotting", "--no-plots").Figure
+
+
+def draw_profile(result: ProfileResult, directory: Path) -> list[Path]:
+    """Write ``prefill.png`` and ``decode.png`` into ``directory``; return their paths."""
+    drawn = {"prefill": _prefill(result), "decode": _decode(result)}
+    paths = []
+    for name, figure in drawn.items():
+        paths.append(directory / f"{name}.png")
+        figure.savefig(paths[-1], dpi=110)
+    return paths
+
+
+def _prefill(result: ProfileResult) -> Any:
+    figure, (left, right) = _panels(result, "prefill, one prompt at a time")
+    isl = [point.isl for point in result.prefill]
+    left.plot(isl, [point.ttft_ms for point in result.prefill], marker="o")
+    right.plot(isl, [point.tokens_per_s_per_gpu for point in result.prefill], marker="o")
+    for axes, label in ((left, "TTFT (ms)"), (right, "prompt tokens/s per GPU")):
+        axes.set_xlabel("prompt length (tokens)")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)  # after plotting: it ends the automatic limits
+    return figure
+
+
+def _decode(result: ProfileResult) -> Any:
+    figure, (left, right) = _panels(result, "decode, by context length")
+    for context, points in _by_context(result.decode):
+        usage = [point.kv_usage for point in points]
+        label = f"{context:.0f} tokens"
+        left.plot(usage, [point.itl_ms for point in points], marker="o", label=label)
+        right.plot(usage, [p.tokens_per_s_per_gpu for p in points], marker="o", label=label)
+    for axes, label in ((left, "ITL (ms)"), (right, "output tokens/s per GPU")):
+        axes.set_xlabel("KV cache in use")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)  # after plotting: it ends the automatic limits
+        axes.legend()
+    return figure
+
+
+def _panels(result: ProfileResult, what: str) -> tuple[Any, Any]:
+    figure = profile_figure()(figsize=(9, 3.6), layout="constrained")
+    figure.suptitle(f"{result.model} ({', '.join(result.services)}): {what}")
+    panels = figure.subplots(1, 2)
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    return figure, panels
+
+
+def _by_context(points: Sequence[DecodeSample]) -> list[tuple[float, list[DecodeSample]]]:
+    """Group points whose context lengths are nearly the same, each group by KV usage."""
+    groups: list[tuple[float, list[DecodeSample]]] = []
+    for point in sorted(points, key=lambda point: point.context_tokens):
+        if groups and point.context_tokens <= groups[-1][0] * (1 + _SAME_CONTEXT):
+            groups[-1][1].append(point)
+        else:
+            groups.append((point.context_tokens, [point]))
+    return [(context, sorted(group, key=lambda p: p.kv_usage)) for context, group in groups]

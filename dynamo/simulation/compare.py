@@ -16,6 +16,7 @@ from typing import Any
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
+from dynamo.planner.capacity.interpolation import load_library
 from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.policies.base import (
     DECODE,
@@ -26,7 +27,6 @@ from dynamo.planner.policies.base import (
     ScalingDecision,
 )
 from dynamo.planner.policies.factory import named_policy
-from dynamo.planner.reports.figures import figure_class
 from dynamo.simulation.cluster import ReplayCluster
 from dynamo.simulation.request import ReplayRequest
 from dynamo.simulation.result import (
@@ -92,7 +92,7 @@ def _sample(cluster: ReplayCluster, now_s: float) -> Sample:
 
 def comparison_figure() -> Any:
     """Return the class of the figure. Raises ConfigError without matplotlib."""
-    return figure_class("--plot needs")
+    return load_library("matplotlib.figure", "--plot", "the table or --json").Figure
 
 
 def draw_comparison(found: Comparison, path: Path) -> None:

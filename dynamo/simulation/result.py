@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from math import ceil
 from typing import Any, NamedTuple
 
+from dynamo.bench.stats import percentile
 from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Policy, Pull, ScalingDecision
 from dynamo.simulation.cluster import ReplayCluster
@@ -292,6 +292,4 @@ def _minutes(cluster: ReplayCluster, setup: ReplaySetup) -> list[float | None]:
 
 def _percentile_ms(ordered: Sequence[float], share: float) -> float | None:
     """Return the nearest-rank percentile of sorted seconds, in milliseconds."""
-    if not ordered:
-        return None
-    return 1000 * ordered[max(0, ceil(share * len(ordered)) - 1)]
+    return 1000 * percentile(ordered, share) if ordered else None

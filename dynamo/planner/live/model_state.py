@@ -221,12 +221,10 @@ class ModelState:
         if seen.traffic.known or not self._needs_traffic:
             return policy.decide(seen)
         rule = "the traffic is unknown: a frontend does not answer"
-        pools = {PREFILL: seen.prefill, DECODE: seen.decode}
         return ScalingDecision(
             pools=tuple(
                 PoolDecision(pool=name, wanted=pool.workers, rule=rule)
-                for name, pool in pools.items()
-                if pool is not None
+                for name, pool in seen.pools.items()
             )
         )
 

@@ -110,6 +110,12 @@ class Observation:
     max_gpus: float = 8
     changed: bool = False
 
+    @property
+    def pools(self) -> dict[str, Pool]:
+        """The pools by name, prefill first."""
+        prefill = {} if self.prefill is None else {PREFILL: self.prefill}
+        return {**prefill, DECODE: self.decode}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolDecision:

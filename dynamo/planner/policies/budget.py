@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dynamo.planner.policies.base import (
-    DECODE,
     PREFILL,
     Observation,
     Pool,
@@ -102,11 +101,20 @@ class Workers(NamedTuple):
     prefill: int
     decode: int
 
+    def of(self, pool: str) -> int:
+        """Return the workers of ``pool``."""
+        return self.prefill if pool == PREFILL else self.decode
+
 
 def free_gpus(seen: Observation) -> float:
     """Return the GPUs of the budget that no worker holds; negative if they hold more."""
     held = seen.decode.gpus + (seen.prefill.gpus if seen.prefill else 0.0)
     return seen.max_gpus - held
+
+
+def allowed(wanted: Workers, seen: Observation) -> Workers:
+    """Return ``wanted`` within all limits, and as far as GPUs are free now."""
+    return affordable(clamp(wanted, seen), seen)
 
 
 def clamp(wanted: Workers, seen: Observation) -> Workers:
@@ -158,20 +166,18 @@ def at_limits(
     A pool below its minimum gets workers: without any there is no load to decide by.
     """
     now = Workers(seen.prefill.workers if seen.prefill else 0, seen.decode.workers)
-    allowed = affordable(clamp(now, seen), seen)
-    pools = [kept(DECODE, seen.decode, allowed.decode, rule)]
-    if seen.prefill is not None:
-        pools.insert(0, kept(PREFILL, seen.prefill, allowed.prefill, rule))
+    within = allowed(now, seen)
+    pools = [kept(name, pool, within.of(name), rule) for name, pool in seen.pools.items()]
     return ScalingDecision(pools=tuple(pools), forecast=forecast or {})
 
 
-def kept(name: str, pool: Pool, allowed: int, rule: str) -> PoolDecision:
-    """Return the decision to keep a pool by ``rule``; ``allowed`` are its workers within limits."""
-    if allowed > pool.workers:
+def kept(name: str, pool: Pool, wanted: int, rule: str) -> PoolDecision:
+    """Return the decision to keep a pool by ``rule``; the limits allow ``wanted`` workers."""
+    if wanted > pool.workers:
         rule = f"{pool.workers} workers, the minimum is {pool.minimum}"
-    elif allowed < pool.workers:
-        rule = f"{pool.workers} workers, the limits allow {allowed}"
-    return PoolDecision(pool=name, wanted=allowed, rule=rule)
+    elif wanted < pool.workers:
+        rule = f"{pool.workers} workers, the limits allow {wanted}"
+    return PoolDecision(pool=name, wanted=wanted, rule=rule)
 
 
 _NO_POOL = Pool(ready=0, minimum=0, maximum=0)

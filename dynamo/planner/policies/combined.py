@@ -30,8 +30,7 @@ from dynamo.planner.policies.budget import (
     ActionLimit,
     StartUpTime,
     Workers,
-    affordable,
-    clamp,
+    allowed,
     kept,
 )
 from dynamo.planner.policies.kalman import RateForecast
@@ -128,11 +127,11 @@ class CombinedPolicy:
         wanted = {name: _pool(seen, name).workers for name in (PREFILL, DECODE)}
         for name in needs:
             wanted[name] = needs[name].change(wanted[name], self._actions)
-        allowed = affordable(clamp(Workers(wanted[PREFILL], wanted[DECODE]), seen), seen)
+        within = allowed(Workers(wanted[PREFILL], wanted[DECODE]), seen)
         made = []
         forecast: dict[str, float] = self._predicted() if needs else {}
         for name, sizing in self._pools.items():
-            count = allowed.prefill if name == PREFILL else allowed.decode
+            count = within.of(name)
             pool, need = _pool(seen, name), needs.get(name)
             if count != pool.workers:
                 self._actions.use()
@@ -269,4 +268,4 @@ _NO_POOL = Pool(ready=0)
 
 
 def _pool(seen: Observation, name: str) -> Pool:
-    return seen.decode if name == DECODE else seen.prefill or _NO_POOL
+    return seen.pools.get(name, _NO_POOL)

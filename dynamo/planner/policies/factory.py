@@ -25,7 +25,7 @@ from dynamo.planner.policies.base import (
     PoolDecision,
     ScalingDecision,
 )
-from dynamo.planner.policies.budget import Workers, affordable, clamp
+from dynamo.planner.policies.budget import Workers, allowed
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.load import LoadPolicy
 from dynamo.planner.policies.sla import SlaPolicy
@@ -67,10 +67,8 @@ class FixedPolicy:
 
     def decide(self, seen: Observation) -> ScalingDecision:
         """Return the fixed counts."""
-        wanted = affordable(clamp(self._workers, seen), seen)
-        pools = [self._pool(DECODE, wanted.decode, self._workers.decode)]
-        if seen.prefill is not None:
-            pools.insert(0, self._pool(PREFILL, wanted.prefill, self._workers.prefill))
+        within, fixed = allowed(self._workers, seen), self._workers
+        pools = [self._pool(name, within.of(name), fixed.of(name)) for name in seen.pools]
         return ScalingDecision(pools=tuple(pools))
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
@@ -113,18 +111,17 @@ class HpaPolicy:
         """Return the replicas of both pools, by their requests at the end of the interval."""
         reports = seen.pulls[-1].decode if seen.pulls else ()
         requests = float(sum(worker.running + worker.waiting for worker in reports))
-        decode = self._pool(DECODE, seen.decode, requests, len(reports), seen.now_s)
-        prefill = None
+        made = {DECODE: self._pool(DECODE, seen.decode, requests, len(reports), seen.now_s)}
+        prefill_workers = 0
         if seen.prefill is not None:
             queued = float(seen.traffic.queued)
             reported = seen.prefill.ready if seen.traffic.known else 0
-            prefill = self._pool(PREFILL, seen.prefill, queued, reported, seen.now_s)
-        wanted = Workers(prefill.wanted if prefill else 0, decode.wanted)
-        limited = affordable(clamp(wanted, seen), seen)
-        pools = [_limited(decode, limited.decode)]
-        if prefill is not None:
-            pools.insert(0, _limited(prefill, limited.prefill))
-        return ScalingDecision(pools=tuple(pools))
+            made[PREFILL] = self._pool(PREFILL, seen.prefill, queued, reported, seen.now_s)
+            prefill_workers = made[PREFILL].wanted
+        within = allowed(Workers(prefill_workers, made[DECODE].wanted), seen)
+        return ScalingDecision(
+            pools=tuple(_limited(made[name], within.of(name)) for name in seen.pools)
+        )
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
         """Nothing depends on it: the next observation has the replicas."""

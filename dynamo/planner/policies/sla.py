@@ -19,12 +19,11 @@ from dynamo.planner.policies.base import (
     DECODE,
     PREFILL,
     Observation,
-    Pool,
     PoolDecision,
     ScalingDecision,
     Traffic,
 )
-from dynamo.planner.policies.budget import StartUpTime, Workers, affordable, at_limits, clamp
+from dynamo.planner.policies.budget import StartUpTime, Workers, allowed, at_limits
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sizing import (
     DecodeCapacity,
@@ -189,7 +188,7 @@ class SlaPolicy:
     def decide(self, seen: Observation) -> ScalingDecision:
         """Return the workers for the predicted traffic."""
         self._now_s, traffic = seen.now_s, seen.traffic
-        for name, pool in _pools(seen).items():
+        for name, pool in seen.pools.items():
             self._start_ups[name].observe(pool, seen.now_s)
         self._sizing.observe(seen)
         self._idle = 0 if traffic.arrived or traffic.inflight else self._idle + 1
@@ -240,17 +239,17 @@ class SlaPolicy:
         """Remember what was needed now, as long as it forbids a removal."""
         more = self._sizing.size(replace(demand, rate=_DOWN_MARGIN * demand.rate), seen) or sized
         self._recent.append((seen.now_s, more.workers))
-        longest_s = max(map(self._hold_s, _pools(seen)))
+        longest_s = max(map(self._hold_s, seen.pools))
         while self._recent[0][0] <= seen.now_s - longest_s:
             self._recent.popleft()
 
     def _held(self, sized: Sized, seen: Observation) -> Sized:
         """Return ``sized``, but remove only what has not been needed for a while."""
         counts = {PREFILL: 0, DECODE: 0}
-        for name, pool in _pools(seen).items():
+        for name, pool in seen.pools.items():
             since_s = seen.now_s - self._hold_s(name)
-            needed = max(getattr(one, name) for at_s, one in self._recent if at_s > since_s)
-            counts[name] = max(getattr(sized.workers, name), min(needed, pool.workers))
+            needed = max(one.of(name) for at_s, one in self._recent if at_s > since_s)
+            counts[name] = max(sized.workers.of(name), min(needed, pool.workers))
         return replace(sized, workers=Workers(counts[PREFILL], counts[DECODE]))
 
     def _hold_s(self, pool: str) -> float:
@@ -265,11 +264,10 @@ class SlaPolicy:
     ) -> ScalingDecision:
         """Return the workers of ``sized`` within the limits, prefill first."""
         wanted = sized.workers
-        allowed = affordable(clamp(wanted, seen), seen)
-        counts = {PREFILL: allowed.prefill, DECODE: allowed.decode}
+        within = allowed(wanted, seen)
         change, pools = 0, []
-        for name, pool in _pools(seen).items():
-            made = PoolDecision(pool=name, wanted=counts[name], rule=rule, inputs=sized.inputs)
+        for name, pool in seen.pools.items():
+            made = PoolDecision(pool=name, wanted=within.of(name), rule=rule, inputs=sized.inputs)
             pools.append(made)
             change += made.wanted - pool.workers
             self._start_ups[name].changed(pool, made.wanted, seen.now_s)
@@ -279,11 +277,6 @@ class SlaPolicy:
             figures["predicted_num_prefill_replicas"] = float(wanted.prefill)
         figures["throughput_scaling_decision"] = math.copysign(1.0, change) if change else 0.0
         return ScalingDecision(pools=tuple(pools), forecast=figures)
-
-
-def _pools(seen: Observation) -> dict[str, Pool]:
-    pools = {} if seen.prefill is None else {PREFILL: seen.prefill}
-    return {**pools, DECODE: seen.decode}
 
 
 def _is_complete(traffic: Traffic) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.errors import shorten
-from dynamo.planner.policies.base import DECODE, PREFILL, Observation, ScalingDecision
+from dynamo.planner.policies.base import Observation, ScalingDecision
 from dynamo.runtime.process.paths import write_atomic
 
 DECISIONS_FILE = "logs/planner-decisions.jsonl"
@@ -71,9 +71,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         cls, decision: ScalingDecision, seen: Observation, *, at_s: float, model: str, mode: str
     ) -> DecisionRecord:
         """Return the record of ``decision`` before its changes are carried out."""
-        before = {DECODE: seen.decode.workers}
-        if seen.prefill is not None:
-            before[PREFILL] = seen.prefill.workers
+        before = {name: pool.workers for name, pool in seen.pools.items()}
         pools = tuple(
             PoolChange(
                 pool=made.pool,
