@@ -80,9 +80,12 @@ class WorkerActions:
         self._adding: set[asyncio.Task[object]] = set()
         self._gate = asyncio.Lock()
 
-    def pool(self, service: ScaledService) -> Pool:
-        """Return the pool of ``service`` with the actions in flight."""
-        return self._pool(service)
+    def pool(self, service: ScaledService, *, admitted: bool = False) -> Pool:
+        """Return the pool of ``service`` with the actions in flight, or only the ``admitted``."""
+        flight = self._flight(service.name)
+        adds = [add for add in flight.adds if add.before is not None or not admitted]
+        in_flight = InFlight(_unseen(adds, service), flight.removing)
+        return pool_of(service, self._minimum, in_flight)
 
     def gpus(self, services: Iterable[ScaledService]) -> float:
         """Return the GPUs that ``services`` hold, those of adds in flight included."""
@@ -143,7 +146,7 @@ class WorkerActions:
         async with self._gate:
             services = await self._connector.services()
             mine = [one for one in services.values() if self._limits.scales(one.model)]
-            held = sum(self._pool(one, admitted=True).gpus for one in mine)
+            held = sum(self.pool(one, admitted=True).gpus for one in mine)
             self._limits.check(held, service.gpus_per_worker)
             listed = services.get(service.name, service).workers
             add.before = _awake(listed)
@@ -176,12 +179,6 @@ class WorkerActions:
         log.log(logging.WARNING if problem else logging.INFO, "%s", action)
         self._on_action(action)
         return problem
-
-    def _pool(self, service: ScaledService, admitted: bool = False) -> Pool:
-        flight = self._flight(service.name)
-        adds = [add for add in flight.adds if add.before is not None or not admitted]
-        in_flight = InFlight(_unseen(adds, service), flight.removing)
-        return pool_of(service, self._minimum, in_flight)
 
     def _flight(self, service: str) -> _Flight:
         return self._flights.setdefault(service, _Flight())

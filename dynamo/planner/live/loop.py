@@ -17,7 +17,7 @@ from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel, left
 from dynamo.planner.live.sources import LiveSources
 from dynamo.planner.policies.base import Observation, Policy, Pull, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
-from dynamo.planner.sharing.gpu_sharing import GpuSharing, cold_decision, is_on_demand
+from dynamo.planner.sharing.gpu_sharing import GpuSharing, cold_decision, is_cold, is_on_demand
 from dynamo.runtime.process.tasks import Tasks
 
 _EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time
@@ -214,7 +214,7 @@ class ScalingLoop:
                 self._execute(state, made, seen, self._record(state, made, seen, "sharing"))
 
     def _is_cold(self, state: ModelState) -> bool:
-        return self._sharing is not None and self._sharing.is_cold(self._pools(state.model))
+        return self._sharing is not None and is_cold(self._pools(state.model))
 
     def _pull(self, state: ModelState) -> None:
         name, now_s = state.model.name, self._clock()

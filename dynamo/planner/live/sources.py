@@ -27,7 +27,7 @@ from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.statefile import Statefile
 
-if TYPE_CHECKING:  # dynamo chat imports this module, too
+if TYPE_CHECKING:
     from dynamo.config.planner import PlannerSettings
     from dynamo.planner.live.model_state import ScaledModel
     from dynamo.runtime import DistributedRuntime

@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
-from dynamo.planner.live.model_state import ModelState, Pools
+from dynamo.planner.live.model_state import Pools
 from dynamo.planner.policies.base import Observation, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord
 from dynamo.planner.sharing.gpu_sharing import is_on_demand
@@ -188,18 +188,20 @@ class ExplainReport(msgspec.Struct, frozen=True, kw_only=True):
 
 async def model_reports(loop: ScalingLoop) -> list[ModelReport]:
     """Ask the policies of ``loop`` what they would decide now, without effect on them."""
-    return [_model(state, record, loop.paused) for state, record in await loop.explain()]
+    return [
+        ModelReport(
+            now=record,
+            next_s=max(0.0, state.due_s - time.monotonic()),
+            paused=loop.paused,
+            running=tuple(state.pending),
+        )
+        for state, record in await loop.explain()
+    ]
 
 
 def report_text(found: ExplainReport) -> str:
     """Return the report for a terminal."""
     return "\n".join(_lines(found))
-
-
-def _model(state: ModelState, record: DecisionRecord, paused: bool) -> ModelReport:
-    due_s = state.due_s - time.monotonic()
-    next_s = max(0.0, due_s)
-    return ModelReport(now=record, next_s=next_s, paused=paused, running=tuple(state.pending))
 
 
 def _lines(found: ExplainReport) -> Iterator[str]:

@@ -141,20 +141,6 @@ class ModelDemand:
     idle_s: float | None = None
 
 
-class TurnClock:
-    """Since when the first worker of each model serves."""
-
-    def __init__(self) -> None:
-        self._since_s: dict[str, float] = {}
-
-    def serving_s(self, model: str, ready: int, now_s: float) -> float:
-        """Return how long ``model`` has had a worker that serves, 0 without one."""
-        if not ready:
-            self._since_s.pop(model, None)
-            return 0.0
-        return now_s - self._since_s.setdefault(model, now_s)
-
-
 def is_on_demand(pools: Mapping[str, Pool]) -> bool:
     """Whether the planner may remove the last worker that answers: prefill workers serve nothing
     without it."""
@@ -172,11 +158,6 @@ def cold_decision(pools: Mapping[str, Pool]) -> ScalingDecision:
     return ScalingDecision(
         pools=tuple(PoolDecision(pool=name, wanted=0, rule=rule) for name in pools)
     )
-
-
-def warm(pools: Mapping[str, Pool]) -> dict[str, Pool]:
-    """Return the pools as a policy sees them: the last worker is not the policy's to remove."""
-    return {name: replace(pool, minimum=max(1, pool.minimum)) for name, pool in pools.items()}
 
 
 def shared_model(
@@ -221,11 +202,6 @@ def _shared(service: ScaledService, pool: Pool, wanted: int | None) -> SharedSer
     )
 
 
-def record_of(model: ScaledModel, namespace: str) -> OnDemandModel:
-    """Return the record by which frontends list ``model`` and hold its requests."""
-    return OnDemandModel(namespace, model.name)
-
-
 @dataclass(frozen=True, slots=True)
 class GpuCapacity:
     """The GPUs that all models together may hold, and what fits on them, where it is known."""
@@ -251,15 +227,15 @@ class GpuSharing:
         self._source = source
         self._capacity = capacity
         self._clock = clock
-        self._turns = TurnClock()
+        self._serving_since_s: dict[str, float] = {}
         self._plan = Sharing()
 
     async def update(self, models: Mapping[str, tuple[ModelState, Pools]]) -> None:
         """Announce the models on demand, and decide for all ``models``."""
         await self._source.announce(
             {
-                state.model.decode.name: record_of(state.model, self._namespace)
-                for state, pools in models.values()
+                state.model.decode.name: OnDemandModel(self._namespace, name)
+                for name, (state, pools) in models.items()
                 if is_on_demand(pools) and not self._settings.no_operation
             }
         )
@@ -270,7 +246,7 @@ class GpuSharing:
                     state.model,
                     pools,
                     self._source.demand(name),
-                    self._turns.serving_s(name, pools[state.model.decode.pool].ready, now_s),
+                    self._serving_s(name, pools[DECODE].ready, now_s),
                     state.wanted,
                 ),
                 pauses=now_s < state.retry_s,
@@ -306,12 +282,17 @@ class GpuSharing:
         return room is None or not service.assigned or room.count(service.assigned, (), ()) >= delta
 
     def seen(self, pools: Pools) -> dict[str, Pool]:
-        """Return ``pools`` as the policy sees them."""
-        return warm(pools) if is_on_demand(pools) else dict(pools)
+        """Return ``pools`` as the policy sees them: on demand, it keeps the last worker."""
+        if not is_on_demand(pools):
+            return dict(pools)
+        return {name: replace(pool, minimum=max(1, pool.minimum)) for name, pool in pools.items()}
 
-    def is_cold(self, pools: Pools) -> bool:
-        """Whether the model has no worker until requests wait for one."""
-        return is_cold(pools)
+    def _serving_s(self, model: str, ready: int, now_s: float) -> float:
+        """Return how long ``model`` has had a worker that serves, 0 without one."""
+        if not ready:
+            self._serving_since_s.pop(model, None)
+            return 0.0
+        return now_s - self._serving_since_s.setdefault(model, now_s)
 
     def _sharing_limits(self) -> SharingLimits:
         settings, capacity = self._settings, self._capacity()
