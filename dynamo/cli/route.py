@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,7 +17,7 @@ from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
 from dynamo.protocols.openai import ModelList
-from dynamo.router.explanation import Explanation, table
+from dynamo.router.explanation import Candidate, Explanation
 
 DESCRIPTION = """Show which worker a prompt would go to. Nothing is sent to a worker."""
 EPILOG = """examples:
@@ -88,3 +89,86 @@ def _first_model(frontend: FrontendClientSettings) -> str:
     if not rows:
         raise Unavailable("the frontend has no model")
     return rows[0].id
+
+
+def table(explanation: Explanation) -> str:
+    """Return the rows as text; columns of lower tiers only where a rank has blocks there.
+
+    With prefill workers, their rows precede those of the decode workers.
+    """
+    found = explanation
+    if found.prefill is not None:
+        return "\n".join(
+            ["prefill workers", *_lines(found.prefill), "decode workers", *_lines(found)]
+        )
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Explanation) -> list[str]:
+    shown = [
+        column for column in _COLUMNS if column.always or any(map(column.of, found.candidates))
+    ]
+    lines = [
+        f"prompt: {found.isl_tokens} tokens, {found.prompt_blocks} full blocks of "
+        f"{found.block_size}; {_formula(found)}",
+        "  " + "".join(f"{column.title:>{column.width}}" for column in shown) + "  note",
+    ]
+    for row in found.candidates:
+        cells = "".join(f"{column.text(row):>{column.width}}" for column in shown)
+        note = ", ".join(filter(None, ["chosen" if row.chosen else "", row.excluded]))
+        lines.append(f"{'->' if row.chosen else '':2}{cells}  {note}")
+    if found.queued_requests:
+        lines.append(f"{found.queued_requests} requests are queued")
+    if found.stays:
+        lines.append(f"no prefill worker: {_STAYS.get(found.stays, found.stays)}")
+    if found.error:
+        lines.append(f"no worker: {found.error}")
+    return lines
+
+
+_STAYS = {
+    "short": "the prompt is short",
+    "cached": "the decode worker has most of it cached",
+    "queue": "too many requests are queued for one",
+}
+
+
+class _Column(NamedTuple):
+    title: str
+    width: int
+    of: Callable[[Candidate], float | None]
+    form: str = "d"
+    always: bool = True
+
+    def text(self, row: Candidate) -> str:
+        value = self.of(row)
+        return "-" if value is None else format(value, self.form)
+
+
+_COLUMNS = (
+    _Column("worker", 20, attrgetter("worker_id"), "x"),
+    _Column("rank", 5, attrgetter("dp_rank")),
+    _Column("overlap", 8, attrgetter("overlap_blocks")),
+    _Column("host", 6, attrgetter("host_pinned_blocks"), always=False),
+    _Column("disk", 6, attrgetter("disk_blocks"), always=False),
+    _Column("shared", 7, attrgetter("shared_blocks"), always=False),
+    _Column("credit", 8, attrgetter("credit_blocks"), ".2f"),
+    _Column("active prefill", 15, attrgetter("active_prefill_tokens")),
+    _Column("active decode", 14, attrgetter("active_decode_blocks")),
+    _Column("requests", 9, attrgetter("active_requests")),
+    _Column("prefill", 9, attrgetter("prefill_blocks"), ".3f"),
+    _Column("decode", 8, attrgetter("decode_blocks")),
+    _Column("cost", 10, attrgetter("cost"), ".3f"),
+)
+
+
+def _formula(found: Explanation) -> str:
+    text = f"cost = {found.prefill_load_scale:g} * prefill blocks + decode blocks"
+    if found.decode_active_request_weight:
+        text += f" + {found.decode_active_request_weight:g} * requests"
+    if found.duplicate_cost:
+        text += (
+            f"; a block that another worker has cached counts as {found.duplicate_cost:g} more, "
+        )
+        text += "times the cached share"
+    return text

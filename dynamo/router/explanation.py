@@ -1,4 +1,4 @@
-"""What the kv mode would weigh for a prompt, as tables, log lines and rows of the public API.
+"""What the kv mode would weigh for a prompt, as rows for tables, log lines and the public API.
 
 All of it is read from the inputs of the decision. Pure.
 """
@@ -6,8 +6,7 @@ All of it is read from the inputs of the decision. Pure.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -246,86 +245,3 @@ def potential_loads(
 
 def _ranks(worker_pool: WorkerPool) -> list[tuple[int, int, int]]:
     return sorted((*worker_pool.owners[slot], slot) for slot in worker_pool.candidates)
-
-
-def table(explanation: Explanation) -> str:
-    """Return the rows as text; columns of lower tiers only where a rank has blocks there.
-
-    With prefill workers, their rows precede those of the decode workers.
-    """
-    found = explanation
-    if found.prefill is not None:
-        return "\n".join(
-            ["prefill workers", *_lines(found.prefill), "decode workers", *_lines(found)]
-        )
-    return "\n".join(_lines(found))
-
-
-def _lines(found: Explanation) -> list[str]:
-    shown = [
-        column for column in _COLUMNS if column.always or any(map(column.of, found.candidates))
-    ]
-    lines = [
-        f"prompt: {found.isl_tokens} tokens, {found.prompt_blocks} full blocks of "
-        f"{found.block_size}; {_formula(found)}",
-        "  " + "".join(f"{column.title:>{column.width}}" for column in shown) + "  note",
-    ]
-    for row in found.candidates:
-        cells = "".join(f"{column.text(row):>{column.width}}" for column in shown)
-        note = ", ".join(filter(None, ["chosen" if row.chosen else "", row.excluded]))
-        lines.append(f"{'->' if row.chosen else '':2}{cells}  {note}")
-    if found.queued_requests:
-        lines.append(f"{found.queued_requests} requests are queued")
-    if found.stays:
-        lines.append(f"no prefill worker: {_STAYS.get(found.stays, found.stays)}")
-    if found.error:
-        lines.append(f"no worker: {found.error}")
-    return lines
-
-
-_STAYS = {
-    "short": "the prompt is short",
-    "cached": "the decode worker has most of it cached",
-    "queue": "too many requests are queued for one",
-}
-
-
-class _Column(NamedTuple):
-    title: str
-    width: int
-    of: Callable[[Candidate], float | None]
-    form: str = "d"
-    always: bool = True
-
-    def text(self, row: Candidate) -> str:
-        value = self.of(row)
-        return "-" if value is None else format(value, self.form)
-
-
-_COLUMNS = (
-    _Column("worker", 20, attrgetter("worker_id"), "x"),
-    _Column("rank", 5, attrgetter("dp_rank")),
-    _Column("overlap", 8, attrgetter("overlap_blocks")),
-    _Column("host", 6, attrgetter("host_pinned_blocks"), always=False),
-    _Column("disk", 6, attrgetter("disk_blocks"), always=False),
-    _Column("shared", 7, attrgetter("shared_blocks"), always=False),
-    _Column("credit", 8, attrgetter("credit_blocks"), ".2f"),
-    _Column("active prefill", 15, attrgetter("active_prefill_tokens")),
-    _Column("active decode", 14, attrgetter("active_decode_blocks")),
-    _Column("requests", 9, attrgetter("active_requests")),
-    _Column("prefill", 9, attrgetter("prefill_blocks"), ".3f"),
-    _Column("decode", 8, attrgetter("decode_blocks")),
-    _Column("cost", 10, attrgetter("cost"), ".3f"),
-)
-
-
-def _formula(found: Explanation) -> str:
-    text = f"cost = {found.prefill_load_scale:g} * prefill blocks + decode blocks"
-    if found.decode_active_request_weight:
-        text += f" + {found.decode_active_request_weight:g} * requests"
-    if found.duplicate_cost:
-        text += (
-            f"; a block that another worker has cached counts as {found.duplicate_cost:g} more, "
-        )
-        text += "times the cached share"
-    return text

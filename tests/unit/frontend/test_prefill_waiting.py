@@ -10,6 +10,7 @@ import prefill_patience
 import pytest
 from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
 
+from dynamo.cli.route import table
 from dynamo.errors import DynamoError, Overloaded, WorkerAtCapacity
 from dynamo.frontend.apis.operator.routing import explain_request
 from dynamo.frontend.requests.engine_request import EngineRequest
@@ -17,7 +18,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
 from dynamo.protocols.kv import KvMetrics
-from dynamo.router.explanation import Explanation, table
+from dynamo.router.explanation import Explanation
 from dynamo.router.kv_mode.kv import KvPicker
 
 

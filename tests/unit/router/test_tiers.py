@@ -10,13 +10,14 @@ import pytest
 from msgspec.structs import astuple
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
+from dynamo.cli.route import table
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.caches.indexer import Indexer
-from dynamo.router.explanation import overlap_scores, potential_loads, table
+from dynamo.router.explanation import overlap_scores, potential_loads
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
