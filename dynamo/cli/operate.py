@@ -17,6 +17,9 @@ _EPILOG = """NAME is a worker (dynamo_Worker_1), or a service for all of its wor
 returns when the action is complete; Ctrl-C ends {what}.
 Exit status: 0 done, 1 it failed, or no deployment runs, 2 there is no such name."""
 
+Action = Callable[[BoxActions, str], Steps]
+"""What a verb does with a worker, a service or a model of this name."""
+
 _GOES_ON = "only the command, the action goes on"
 _ENDS = "the action where it is"
 
@@ -24,36 +27,37 @@ _ENDS = "the action where it is"
 def restart(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo restart``; return the exit status."""
     text = "Replace processes one after another, so that requests are served; start failed ones."
-    return _on_workers("restart", text, _GOES_ON, argv)
+    return _on_workers("restart", BoxActions.restart, text, _GOES_ON, argv)
 
 
 def drain(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo drain``; return the exit status."""
     text = "Let workers finish their requests and exit; they are not started again."
-    return _on_workers("drain", text, _GOES_ON, argv)
+    return _on_workers("drain", BoxActions.drain, text, _GOES_ON, argv)
 
 
 def sleep(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo sleep``; return the exit status."""
     text = "Let workers finish their requests and free their GPU memory, but keep their processes."
-    return _on_workers("sleep", text, _ENDS, argv)
+    return _on_workers("sleep", BoxActions.sleep, text, _ENDS, argv)
 
 
 def wake(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo wake``; return the exit status."""
-    return _on_workers("wake", "Let workers that sleep serve again.", _ENDS, argv)
+    text = "Let workers that sleep serve again."
+    return _on_workers("wake", BoxActions.wake, text, _ENDS, argv)
 
 
 def load(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo load``; return the exit status."""
     text = "Wake or start a worker of a model that has none, and wait until it serves."
-    return _on_model("load", text, argv)
+    return _on_model("load", BoxActions.load, text, argv)
 
 
 def unload(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo unload``; return the exit status."""
     text = "Free the GPUs of a model: its workers finish their requests, then sleep or exit."
-    return _on_model("unload", text, argv)
+    return _on_model("unload", BoxActions.unload, text, argv)
 
 
 def pause_planner(argv: Sequence[str] | None = None) -> int:
@@ -70,17 +74,19 @@ def resume_planner(argv: Sequence[str] | None = None) -> int:
     return _run("planner resume", deployment, BoxActions.resume_planner)
 
 
-def _on_workers(verb: str, text: str, interrupt: str, argv: Sequence[str] | None) -> int:
+def _on_workers(
+    verb: str, action: Action, text: str, interrupt: str, argv: Sequence[str] | None
+) -> int:
     groups: list[type[Any]] = [OperateSettings, DeploymentSettings]
     epilog = _EPILOG.format(what=interrupt)
     target, deployment = load_options(f"dynamo {verb}", text, groups, argv, epilog=epilog)
-    return _run(verb, deployment, lambda actions: getattr(actions, verb)(target.name))
+    return _run(verb, deployment, lambda actions: action(actions, target.name))
 
 
-def _on_model(verb: str, text: str, argv: Sequence[str] | None) -> int:
+def _on_model(verb: str, action: Action, text: str, argv: Sequence[str] | None) -> int:
     groups: list[type[Any]] = [LoadModelSettings, DeploymentSettings]
     target, deployment = load_options(f"dynamo {verb}", text, groups, argv)
-    return _run(verb, deployment, lambda actions: getattr(actions, verb)(target.model))
+    return _run(verb, deployment, lambda actions: action(actions, target.model))
 
 
 def _run(verb: str, deployment: DeploymentSettings, action: Callable[[BoxActions], Steps]) -> int:
