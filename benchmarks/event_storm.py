@@ -38,8 +38,7 @@ from rich.table import Table
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols import codec
-from dynamo.protocols.card import ModelCard, RuntimeConfig
-from dynamo.protocols.control import instance_key
+from dynamo.protocols.control import ModelCard, RuntimeConfig, instance_key
 from dynamo.protocols.kv import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.discovery.router import RoutedWorkers

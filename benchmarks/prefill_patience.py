@@ -17,8 +17,8 @@ from random import Random
 from dynamo.bench.trace import read_trace
 from dynamo.config.router import RouterSettings
 from dynamo.frontend.disagg.pool import prefill_settings
-from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens, tokens
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker

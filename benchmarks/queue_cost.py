@@ -19,7 +19,7 @@ from random import Random
 
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index

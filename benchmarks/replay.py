@@ -20,7 +20,7 @@ from simulated_worker import Job, ServiceModel, SimulatedWorker
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.errors import ConfigError
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.picker import Picker

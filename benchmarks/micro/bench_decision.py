@@ -18,7 +18,7 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.kv_mode.kv import KvPicker

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.active_load import ActiveLoad, DecisionMetrics
 from dynamo.router.metrics import RouterLabels, WorkerMetrics
 from dynamo.router.queue.request_queue import QueueMetrics

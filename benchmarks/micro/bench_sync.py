@@ -14,8 +14,8 @@ from itertools import count
 from typing import Any
 
 from dynamo.config.router import RouterSettings
-from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import encode
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.active_load import Reservation
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.kv_mode.prompt import HashedPrompt

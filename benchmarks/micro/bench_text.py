@@ -23,7 +23,7 @@ from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat
 from dynamo.frontend.text.tokenizer import Tokenizer
 from dynamo.protocols import codec
-from dynamo.protocols.card import ModelCard, RuntimeConfig
+from dynamo.protocols.control import ModelCard, RuntimeConfig
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
 from dynamo.protocols.openai import ChatCompletionRequest
 

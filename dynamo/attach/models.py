@@ -19,8 +19,8 @@ from dynamo.llm import unregister_model
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.register import card_key, encode_card, note_block_size, slug_of
 from dynamo.llm.types import ModelType
-from dynamo.protocols.card import DEFAULT_BLOCK_SIZE, ModelCard, RuntimeConfig
-from dynamo.protocols.relay import HTTP_INPUT, ROUTES
+from dynamo.protocols.control import DEFAULT_BLOCK_SIZE, ModelCard, RuntimeConfig
+from dynamo.protocols.engine import HTTP_INPUT, ROUTES
 from dynamo.runtime import Endpoint
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dynamo.errors import DynamoError, HttpFailure, InvalidArgument
 from dynamo.http.client import Target
 from dynamo.http.routes import RoutePatterns, is_multipart
 from dynamo.protocols import codec
-from dynamo.protocols.relay import HttpRequest, HttpResponseHead
+from dynamo.protocols.engine import HttpRequest, HttpResponseHead
 from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.context import CancelKind

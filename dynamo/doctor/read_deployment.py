@@ -23,8 +23,7 @@ from dynamo.doctor.facts import FrontendFacts, ListenerFacts, RouterFacts, Worke
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.http.client import ResponseError, get
 from dynamo.http.tls import unverified_context
-from dynamo.protocols.card import ModelCard, decode_card
-from dynamo.protocols.control import EventChannelRecord, record_decoder
+from dynamo.protocols.control import EventChannelRecord, ModelCard, decode_card, record_decoder
 from dynamo.protocols.kv import KV_EVENTS
 from dynamo.serve.gpus.engine_gpus import engine_flags
 from dynamo.serve.graph.frontend_address import FrontendAddress

@@ -1,38 +1,49 @@
-"""The API of a worker that serves a language model: register it, publish its cache and load."""
+"""The API of a worker that serves a language model: register it, publish its cache and load.
 
-from typing import Any
+Its names are imported on first use: a frontend reads model directories, and publishes nothing.
+"""
 
-from dynamo.llm._unary import LLMUnaryClient, UnaryChatModel, with_engine_data
-from dynamo.llm.absent import ABSENT, absent
-from dynamo.llm.exceptions import HttpError, RouterQueueLimitExceeded
-from dynamo.llm.kv_router import KvRouter
-from dynamo.llm.prefix_index import (
-    OverlapScores,
-    RadixTree,
-    compute_block_hash_for_seq,
-    compute_block_hash_for_seq_py,
-    lora_name_to_id,
-)
-from dynamo.llm.publishers import KvEventPublisher, WorkerMetricsPublisher
-from dynamo.llm.register import (
-    fetch_llm,
-    fetch_model,
-    register_llm,
-    register_model,
-    unregister_llm,
-    unregister_model,
-    update_model_taints,
-)
-from dynamo.llm.router_config import KvRouterConfig, LoadThresholdConfig, RouterConfig, RouterMode
-from dynamo.llm.types import (
-    MediaDecoder,
-    MediaFetcher,
-    ModelInput,
-    ModelRuntimeConfig,
-    ModelType,
-    WorkerType,
-)
-from dynamo.protocols.openai import RoutingConstraints
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynamo.llm._unary import LLMUnaryClient, UnaryChatModel, with_engine_data
+    from dynamo.llm.exceptions import HttpError, RouterQueueLimitExceeded
+    from dynamo.llm.kv_router import KvRouter
+    from dynamo.llm.prefix_index import (
+        OverlapScores,
+        RadixTree,
+        compute_block_hash_for_seq,
+        compute_block_hash_for_seq_py,
+        lora_name_to_id,
+    )
+    from dynamo.llm.publishers import KvEventPublisher, WorkerMetricsPublisher
+    from dynamo.llm.register import (
+        fetch_llm,
+        fetch_model,
+        register_llm,
+        register_model,
+        unregister_llm,
+        unregister_model,
+        update_model_taints,
+    )
+    from dynamo.llm.router_config import (
+        KvRouterConfig,
+        LoadThresholdConfig,
+        RouterConfig,
+        RouterMode,
+    )
+    from dynamo.llm.types import (
+        MediaDecoder,
+        MediaFetcher,
+        ModelInput,
+        ModelRuntimeConfig,
+        ModelType,
+        WorkerType,
+    )
+    from dynamo.protocols.openai import RoutingConstraints
 
 __all__ = [
     "HttpError",
@@ -68,9 +79,48 @@ __all__ = [
     "with_engine_data",
 ]
 
+_MODULES = {
+    "HttpError": "llm.exceptions",
+    "KvEventPublisher": "llm.publishers",
+    "KvRouter": "llm.kv_router",
+    "KvRouterConfig": "llm.router_config",
+    "LLMUnaryClient": "llm._unary",
+    "LoadThresholdConfig": "llm.router_config",
+    "MediaDecoder": "llm.types",
+    "MediaFetcher": "llm.types",
+    "ModelInput": "llm.types",
+    "ModelRuntimeConfig": "llm.types",
+    "ModelType": "llm.types",
+    "OverlapScores": "llm.prefix_index",
+    "RadixTree": "llm.prefix_index",
+    "RouterConfig": "llm.router_config",
+    "RouterMode": "llm.router_config",
+    "RouterQueueLimitExceeded": "llm.exceptions",
+    "RoutingConstraints": "protocols.openai",
+    "UnaryChatModel": "llm._unary",
+    "WorkerMetricsPublisher": "llm.publishers",
+    "WorkerType": "llm.types",
+    "compute_block_hash_for_seq": "llm.prefix_index",
+    "compute_block_hash_for_seq_py": "llm.prefix_index",
+    "fetch_llm": "llm.register",
+    "fetch_model": "llm.register",
+    "lora_name_to_id": "llm.prefix_index",
+    "register_llm": "llm.register",
+    "register_model": "llm.register",
+    "unregister_llm": "llm.register",
+    "unregister_model": "llm.register",
+    "update_model_taints": "llm.register",
+    "with_engine_data": "llm._unary",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Return the placeholder of a name that only Dynamo has."""
-    if name in ABSENT:
-        return absent(name)
+    """Return a name of the API, or the placeholder of one that only Dynamo has."""
+    if name in _MODULES:
+        found = getattr(importlib.import_module(f"dynamo.{_MODULES[name]}"), name)
+        globals()[name] = found  # the next look-up finds it without this function
+        return found
+    absent = importlib.import_module(f"{__name__}.absent")
+    if name in absent.ABSENT:
+        return absent.absent(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

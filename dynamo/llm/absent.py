@@ -31,7 +31,7 @@ ABSENT = {
     "KvStateAttachmentOwner": _STATE,
     "LoRADownloader": "give adapters as local directories",
     "ModelCardInstanceId": _FRONTEND,
-    "ModelDeploymentCard": "model cards are JSON in discovery, see dynamo.protocols.card",
+    "ModelDeploymentCard": "model cards are JSON in discovery, see dynamo.protocols.control",
     "MultimodalEmbeddingCachePublisher": "routers here do not index embedding caches",
     "PlannerDecision": "the planner changes the statefile instead",
     "PythonAsyncEngine": _FRONTEND,

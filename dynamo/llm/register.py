@@ -16,8 +16,13 @@ from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.llm.model_source import resolve_model
 from dynamo.llm.router_config import RouterConfig
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
-from dynamo.protocols.card import ModelCard, RuntimeConfig, decode_card
-from dynamo.protocols.control import MODEL_CARDS, instance_key
+from dynamo.protocols.control import (
+    MODEL_CARDS,
+    ModelCard,
+    RuntimeConfig,
+    decode_card,
+    instance_key,
+)
 from dynamo.runtime import DistributedRuntime, Endpoint
 
 _DEFAULT_BLOCK_SIZE = 16

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from dynamo.errors import ConfigError
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 
 
 class ModelInput(enum.Enum):

@@ -30,8 +30,8 @@ from dynamo.mocker.replies import (
 )
 from dynamo.mocker.settings import MockerSettings
 from dynamo.protocols import codec
-from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import GENERATED_TOKENS, PreprocessedRequest
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoints.admission import AdmissionQueue

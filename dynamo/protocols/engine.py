@@ -1,4 +1,8 @@
-"""The request that the frontend sends to an engine, and the items of its response."""
+"""The requests that the frontend sends to an engine, and the items of its responses.
+
+Tokens to complete, inputs to embed, and HTTP requests to relay to another server. Names as in
+Dynamo.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,14 @@ from dynamo.protocols.codec import Tokens, decoder, encode
 GENERATED_TOKENS = "generated_tokens"
 """Key of ``PreprocessedRequest.extra_args``: so many of the last ``token_ids`` are no prompt of the
 client but output of a worker that failed. ``max_tokens`` and ``min_tokens`` do not include them."""
+
+HTTP_INPUT = "Http"
+"""``model_input`` of a card whose worker takes ``HttpRequest``."""
+
+ROUTES = "routes"
+"""Key of the card's ``user_data`` with the paths that the server answers: a path for a POST whose
+body names the model, ``/v1/embeddings``; method and path for all else, ``GET /v1/responses/{id}``,
+where a name in braces stands for one segment."""
 
 _TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 _Count = Annotated[int, Meta(ge=0)]
@@ -244,3 +256,46 @@ _UNSET_OF = {
     "sampling_options": _unset(SamplingOptions),
     "output_options": {**_unset(OutputOptions), "return_tokens_as_token_ids": None},
 }
+
+
+class PreprocessedEmbeddingRequest(msgspec.Struct, omit_defaults=True):
+    """The inputs, tokenized: ``token_ids`` has one list for each."""
+
+    model: str
+    token_ids: list[Tokens]
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    mdc_sum: str | None = None
+    annotations: list[str] = []
+    routing: Routing | None = None
+
+
+class EmbeddingsEngineOutput(msgspec.Struct, omit_defaults=True):
+    """One vector for each input, in their order: numbers, or their little-endian float32 bytes."""
+
+    embeddings: list[list[float] | bytes]
+    prompt_tokens: _Count = 0
+    total_tokens: _Count = 0
+
+
+class HttpRequest(msgspec.Struct, omit_defaults=True):
+    """One client request, relayed to a worker in front of another OpenAI-compatible server.
+
+    ``path`` has no host; ``headers`` are those worth relaying, in lower case; ``body`` is the
+    client's, unchanged. The stream of the response has one ``HttpResponseHead`` first, then parts
+    of the body: raw bytes, cut anywhere, never empty. The end frame follows the last byte; an error
+    frame means that the server is unreachable (before the head) or broke off (after it). An error
+    status of the server is a normal response.
+    """
+
+    method: str
+    path: str
+    headers: list[tuple[str, str]] = []
+    body: bytes = b""
+
+
+class HttpResponseHead(msgspec.Struct, omit_defaults=True):
+    """Status and headers of the server's response, without those of the connection."""
+
+    status: int
+    headers: list[tuple[str, str]] = []

@@ -7,7 +7,7 @@ chat template reads them unchanged.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -27,6 +27,8 @@ MAX_ECHOED_CHARACTERS = 16 << 20
 """Limit on the echoed prompt, over all choices: with ``n`` it is repeated up to 128 times."""
 MAX_ECHOED_TOKENS = 32_768
 """The same limit with ``logprobs``, which add one entry per token."""
+MAX_EMBEDDING_INPUTS = 2048
+"""Inputs in a request; OpenAI's limit."""
 MAX_PROMPT_LOGPROBS = 65_536
 """Limit on the log probabilities of prompts, over all choices, alternatives counted."""
 
@@ -234,5 +236,26 @@ class StrictChatCompletionRequest(
 
 class StrictCompletionRequest(
     CompletionRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """As its parent; an unknown field is an error."""
+
+
+_TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/embeddings. ``input`` is a text, a list of texts, a list of token ids, or a
+    list of lists of token ids; ``dimensions`` shortens the vectors where the model can."""
+
+    model: str
+    input: str | list[str | _TokenId | list[_TokenId]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class StrictEmbeddingBody(
+    EmbeddingBody, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
     """As its parent; an unknown field is an error."""

@@ -19,8 +19,8 @@ import msgspec
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Counter
-from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import pinned_worker

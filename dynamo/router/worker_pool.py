@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo._fast.radix import RadixTree
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 
 _NO_OWNER = (-1, -1)
 """The entry of a slot that no worker has; never that of a candidate."""

@@ -9,8 +9,11 @@ import msgspec
 
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
 from dynamo.protocols import codec
-from dynamo.protocols.embedding import EmbeddingsEngineOutput, PreprocessedEmbeddingRequest
-from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.protocols.engine import (
+    EmbeddingsEngineOutput,
+    PreprocessedEmbeddingRequest,
+    PreprocessedRequest,
+)
 from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import Engine, EngineStep, OutputSink

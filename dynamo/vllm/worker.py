@@ -19,7 +19,7 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
-from dynamo.protocols.card import MAX_IMAGES_KEY, RuntimeConfig
+from dynamo.protocols.control import MAX_IMAGES_KEY, RuntimeConfig
 from dynamo.protocols.kv import KvMetrics
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoints.admission import AdmissionQueue

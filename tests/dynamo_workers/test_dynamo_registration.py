@@ -29,7 +29,7 @@ from dynamo.llm import (
     update_model_taints,
 )
 from dynamo.llm.exceptions import InvalidArgument
-from dynamo.protocols.card import ModelCard, decode_card
+from dynamo.protocols.control import ModelCard, decode_card
 from dynamo.runtime import DistributedRuntime, Endpoint
 
 MakeRuntime = Callable[[], DistributedRuntime]

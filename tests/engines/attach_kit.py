@@ -15,9 +15,8 @@ from deployment import Deployment, free_port
 from mocker_kit import Caller
 
 from dynamo.protocols import codec
-from dynamo.protocols.card import ModelCard, decode_card
-from dynamo.protocols.control import MODEL_CARDS
-from dynamo.protocols.relay import HttpRequest, HttpResponseHead
+from dynamo.protocols.control import MODEL_CARDS, ModelCard, decode_card
+from dynamo.protocols.engine import HttpRequest, HttpResponseHead
 from dynamo.runtime import Context
 from dynamo.runtime.discovery import KeyEvent
 from dynamo.runtime.requests import ResponseStream

@@ -22,7 +22,7 @@ from dynamo.errors import (
     Overloaded,
 )
 from dynamo.protocols import codec
-from dynamo.protocols.relay import HttpRequest
+from dynamo.protocols.engine import HttpRequest
 from dynamo.runtime import Context
 from dynamo.runtime.requests import ResponseStream
 

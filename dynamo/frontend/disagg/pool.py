@@ -11,8 +11,7 @@ from dynamo.frontend.disagg.metrics import QueueStatePublisher
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.protocols.card import ModelCard, RuntimeConfig
-from dynamo.protocols.control import EndpointRecord
+from dynamo.protocols.control import EndpointRecord, ModelCard, RuntimeConfig
 from dynamo.protocols.kv import PREFILL_QUEUE
 from dynamo.router.discovery.kv_router import make_router
 from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers

@@ -29,8 +29,8 @@ from dynamo.frontend.disagg.sender import Fallback, PrefillSender, PrefillWorker
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.recent import Prefilled
-from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.prefill import PrefillQueue, capacity_of

@@ -49,7 +49,7 @@ from dynamo.frontend.formats.xml_calls import (
 )
 from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.text.tokenizer import Tokenizer
-from dynamo.protocols.card import ModelCard
+from dynamo.protocols.control import ModelCard
 from dynamo.protocols.openai import ChatCompletionRequest
 
 log = logging.getLogger(__name__)

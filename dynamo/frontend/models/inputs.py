@@ -17,8 +17,8 @@ from dynamo.errors import ConfigError, ModelNotFound, shorten
 from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, EMBEDDINGS
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.http.routes import RoutePatterns
-from dynamo.protocols.card import ModelCard
-from dynamo.protocols.relay import HTTP_INPUT, ROUTES
+from dynamo.protocols.control import ModelCard
+from dynamo.protocols.engine import HTTP_INPUT, ROUTES
 
 TEXT_INPUT = "Text"
 INPUTS = ("Tokens", TEXT_INPUT, HTTP_INPUT)

@@ -26,8 +26,7 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
 from dynamo.http.routes import RoutePatterns
-from dynamo.protocols.card import ModelCard
-from dynamo.protocols.control import EndpointRecord
+from dynamo.protocols.control import EndpointRecord, ModelCard
 from dynamo.router.discovery.kv_router import make_router
 from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds

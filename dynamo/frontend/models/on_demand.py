@@ -25,8 +25,8 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel, record_decoder
+from dynamo.protocols.engine import HTTP_INPUT
 from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
-from dynamo.protocols.relay import HTTP_INPUT
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.events import EventPublisher

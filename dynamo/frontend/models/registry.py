@@ -23,8 +23,7 @@ from dynamo.frontend.models.on_demand import GraphModels, OnDemandModels
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
-from dynamo.protocols.card import ModelCard, decode_card
-from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
+from dynamo.protocols.control import MODEL_CARDS, EndpointRecord, ModelCard, decode_card
 from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch

@@ -26,8 +26,8 @@ from dynamo.frontend.prompt.bounds import MAX_IMAGES, MAX_IMAGES_BYTES
 from dynamo.frontend.prompt.messages import IMAGE
 from dynamo.frontend.prompt.template import ChatTemplate
 from dynamo.llm.model_directory import ModelDirectory
-from dynamo.protocols.card import MAX_IMAGES_KEY, ModelCard
 from dynamo.protocols.codec import Tokens, tokens
+from dynamo.protocols.control import MAX_IMAGES_KEY, ModelCard
 from dynamo.protocols.engine import MmObject, MmRoutingInfo, Routing
 
 Message = Mapping[str, Any]

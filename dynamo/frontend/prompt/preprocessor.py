@@ -28,8 +28,8 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.template import TemplateTimeout, load_template, template_variables
 from dynamo.frontend.text.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.llm.model_directory import ModelDirectory
-from dynamo.protocols.card import ModelCard
 from dynamo.protocols.codec import Tokens, tokens
+from dynamo.protocols.control import ModelCard
 from dynamo.protocols.engine import (
     OutputOptions,
     PreprocessedRequest,

@@ -27,7 +27,7 @@ from dynamo.observability.metrics import (
     gauge,
     histogram,
 )
-from dynamo.protocols.card import ModelCard
+from dynamo.protocols.control import ModelCard
 
 UNKNOWN_MODEL = "unknown_model"
 

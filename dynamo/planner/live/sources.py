@@ -19,8 +19,7 @@ from dynamo.planner.connector import READY, ScaledService
 from dynamo.planner.live.traffic import FrontendPage, TrafficCounter, read_page
 from dynamo.planner.policies.base import Pull, Traffic, WorkerLoad
 from dynamo.protocols import codec
-from dynamo.protocols.card import ModelCard, decode_card
-from dynamo.protocols.control import MODEL_CARDS
+from dynamo.protocols.control import MODEL_CARDS, ModelCard, decode_card
 from dynamo.protocols.kv import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
 from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.state.document import Document

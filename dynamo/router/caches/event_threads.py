@@ -22,7 +22,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEventBatch
 from dynamo.router.caches.indexer import EventMetrics, Indexer
 from dynamo.runtime.events import EventSubscriber
-from dynamo.runtime.events.zmq import subscribing_socket
+from dynamo.runtime.events.plane import subscribing_socket
 
 COUNT_S = 1.0
 """Interval of reading the threads' counters, without which warnings would not be logged."""

@@ -9,8 +9,15 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from dynamo.protocols import codec
-from dynamo.protocols.card import DEFAULT_BLOCK_SIZE, BlockSize, RuntimeConfig
-from dynamo.protocols.control import MODEL_CARDS, EndpointRecord, Id, record_decoder
+from dynamo.protocols.control import (
+    DEFAULT_BLOCK_SIZE,
+    MODEL_CARDS,
+    BlockSize,
+    EndpointRecord,
+    Id,
+    RuntimeConfig,
+    record_decoder,
+)
 from dynamo.protocols.kv import KV_METRICS, KvMetrics
 from dynamo.router.eligibility.eligibility_filter import Thresholds, export_eligibility
 from dynamo.router.metrics import RouterLabels

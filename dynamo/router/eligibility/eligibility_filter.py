@@ -19,7 +19,7 @@ import msgspec
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.observability.metrics import Counter, Registry, counter, gauge
-from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS, RuntimeConfig
+from dynamo.protocols.control import UNKNOWN_BATCH_TOKENS, RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvMetrics
 from dynamo.router.eligibility.filters import eligible, pinned_worker

@@ -17,8 +17,8 @@ from dynamo._fast.scoring import choose, costs
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError
 from dynamo.observability.metrics import Counter
-from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.active_load import ActiveLoad, DecisionMetrics, Reservation
 from dynamo.router.caches.predicted import (

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
 from dynamo.errors import Overloaded
-from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS, RuntimeConfig
+from dynamo.protocols.control import UNKNOWN_BATCH_TOKENS, RuntimeConfig
 from dynamo.router.queue.waiting import LazyHeap
 
 T = TypeVar("T")

@@ -25,8 +25,8 @@ from dynamo.errors import (
     Unavailable,
 )
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
-from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS
 from dynamo.protocols.codec import Tokens
+from dynamo.protocols.control import UNKNOWN_BATCH_TOKENS
 from dynamo.protocols.engine import Routing
 from dynamo.router.kv_mode.cost import cached_tokens
 from dynamo.router.kv_mode.kv import KvPicker

@@ -9,9 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynamo.runtime.discovery.base import Discovery, KeyEvent, Lease, OnKeyEvent, Watch
+    from dynamo.runtime.discovery.base import (
+        Discovery,
+        KeyEvent,
+        Lease,
+        MemoryDiscovery,
+        OnKeyEvent,
+        Watch,
+    )
     from dynamo.runtime.discovery.file import FileDiscovery
-    from dynamo.runtime.discovery.memory import MemoryDiscovery
 
 __all__ = [
     "Discovery",
@@ -23,12 +29,10 @@ __all__ = [
     "Watch",
 ]
 
-_MODULES = {"FileDiscovery": "file", "MemoryDiscovery": "memory"}
-
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'base')}")
+    module = importlib.import_module(f"{__name__}.{'file' if name == 'FileDiscovery' else 'base'}")
     found = globals()[name] = getattr(module, name)
     return found

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dynamo.observability.metrics import Registry, counter, gauge
-from dynamo.protocols.card import decode_card
-from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
+from dynamo.protocols.control import MODEL_CARDS, EndpointRecord, decode_card
 from dynamo.runtime.discovery import Discovery, KeyEvent
 from dynamo.runtime.requests.client import OutageReason
 

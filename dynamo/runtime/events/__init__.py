@@ -1,7 +1,13 @@
 """The event plane: sequenced messages from many publishers, with gap detection."""
 
-from dynamo.runtime.events.base import FIRST_SEQUENCE, EventPlane, EventPublisher, EventSubscriber
-from dynamo.runtime.events.zmq import ZmqPublisher, ZmqSubscriber
+from dynamo.runtime.events.plane import (
+    FIRST_SEQUENCE,
+    EventPlane,
+    EventPublisher,
+    EventSubscriber,
+    ZmqPublisher,
+    ZmqSubscriber,
+)
 
 __all__ = [
     "FIRST_SEQUENCE",

@@ -20,7 +20,7 @@ import nats.errors
 
 from dynamo.config.runtime import NatsSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime.events.base import (
+from dynamo.runtime.events.plane import (
     FIRST_SEQUENCE,
     MALFORMED,
     OnEvent,

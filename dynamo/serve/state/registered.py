@@ -16,8 +16,7 @@ from urllib.parse import quote
 from asyncinotify import Mask
 
 from dynamo.errors import ConfigError
-from dynamo.protocols.card import ModelCard, decode_card
-from dynamo.protocols.control import ENGINE_CONTROL, LeaseRecord
+from dynamo.protocols.control import ENGINE_CONTROL, LeaseRecord, ModelCard, decode_card
 from dynamo.runtime.discovery.layout import (
     BadRecord,
     StoredRecord,

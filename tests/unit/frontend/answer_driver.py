@@ -25,8 +25,8 @@ from dynamo.frontend.apis.responses.route import ResponseRoutes
 from dynamo.frontend.apis.responses.store import ResponseStore
 from dynamo.frontend.apis.tokenize.route import PromptCountRoutes
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import encode
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import EngineOutput
 from dynamo.runtime.requests import ClientStream
 from dynamo.runtime.requests.client_connection import ClientConnection

@@ -18,7 +18,7 @@ from dynamo.frontend.apis.messages.answer import MessagesStream, error_message, 
 from dynamo.frontend.apis.messages.prompt import parse_messages
 from dynamo.frontend.apis.messages.route import prepare_message
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
 
 CALLS = "".join(

@@ -16,7 +16,7 @@ from dynamo.errors import Disconnected, DynamoError, WorkerAtCapacity
 from dynamo.frontend.requests import dispatch as dispatching
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.migration import Migrations
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.kv import KvMetrics
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.router.factory import make_index, make_picker

@@ -21,10 +21,9 @@ from dynamo.frontend.models import on_demand as graph
 from dynamo.frontend.requests import cold_start
 from dynamo.frontend.service import Frontend
 from dynamo.protocols import codec
-from dynamo.protocols.card import ModelCard
-from dynamo.protocols.control import OnDemandModel
+from dynamo.protocols.control import ModelCard, OnDemandModel
+from dynamo.protocols.engine import HTTP_INPUT, ROUTES, HttpResponseHead
 from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
-from dynamo.protocols.relay import HTTP_INPUT, ROUTES, HttpResponseHead
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 from dynamo.serve.state.document import Document

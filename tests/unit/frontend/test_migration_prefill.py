@@ -12,8 +12,8 @@ from test_request import MODEL_DIR, ids, turn
 from dynamo.errors import CannotConnect, Disconnected, WorkersLost
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.migration import Migrations
-from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.codec import encode
+from dynamo.protocols.control import ModelCard, RuntimeConfig
 from dynamo.protocols.engine import EngineOutput, Routing
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

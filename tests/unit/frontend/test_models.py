@@ -20,7 +20,7 @@ from dynamo.errors import ModelNotFound, NoInstances
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.protocols.card import ModelCard, RuntimeConfig
+from dynamo.protocols.control import ModelCard, RuntimeConfig
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.tasks import Tasks

@@ -28,8 +28,8 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import decoder, encode, tokens
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import (
     CompletionUsage,
     EngineOutput,

@@ -14,8 +14,8 @@ from dynamo.cli.route import table
 from dynamo.errors import DynamoError, Overloaded, WorkerAtCapacity
 from dynamo.frontend.apis.operator.routing import explain_request
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import tokens
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
 from dynamo.protocols.kv import KvMetrics
 from dynamo.router.explanation import Explanation

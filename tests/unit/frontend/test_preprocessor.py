@@ -18,7 +18,7 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols import codec
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import PreprocessedRequest
 
 CHAT = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"

@@ -19,7 +19,7 @@ from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat
 from dynamo.llm.prefix_index import compute_block_hash_for_seq, short_hash
 from dynamo.protocols import codec
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest
 from dynamo.router.kv_mode.prompt import HashedPrompt, Hasher
 

@@ -15,7 +15,7 @@ from test_request import Site, ids, turn
 from dynamo.config.router import RouterSettings
 from dynamo.errors import Unavailable
 from dynamo.frontend.requests.dispatch import Dispatch
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue

@@ -38,8 +38,8 @@ from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Counter, Registry
-from dynamo.protocols.card import ModelCard
 from dynamo.protocols.codec import decoder, encode
+from dynamo.protocols.control import ModelCard
 from dynamo.protocols.engine import (
     CompletionUsage,
     EngineOutput,

@@ -26,8 +26,8 @@ from dynamo.errors import (
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import prefill_settings
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import encode
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import EngineOutput
 from dynamo.router.factory import make_index, make_picker
 from dynamo.runtime.requests import RequestClient, RequestServer, ServerStream

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 import weakref
 from array import array
 from collections import Counter
@@ -320,3 +322,12 @@ def test_the_parts_of_tokens_are_kept_up_to_a_bound(
             assert text == tokenizer.token_text(token_id)
             assert bytes(raw) == tokenizer.token_bytes(token_id)
             assert len(tokenizer._parts) <= 7
+
+
+def test_reading_a_tokenizer_imports_little() -> None:
+    """It has a process of its own, which a request may wait for."""
+    script = (
+        "import sys, dynamo.frontend.text.tokenizer_facts\n"
+        "sys.exit(sum(name.startswith('dynamo') for name in sys.modules) > 12)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == 0

@@ -11,7 +11,7 @@ import orjson
 from tokenizers import Tokenizer as Reference
 
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.protocols.card import ModelCard
+from dynamo.protocols.control import ModelCard
 from dynamo.protocols.engine import EngineOutput
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "model"

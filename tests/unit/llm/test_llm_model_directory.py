@@ -14,7 +14,7 @@ from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.llm import ModelInput, ModelType, register_model
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.register import slug_of
-from dynamo.protocols.card import ModelCard, decode_card
+from dynamo.protocols.control import ModelCard, decode_card
 from dynamo.runtime import DistributedRuntime
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/model"

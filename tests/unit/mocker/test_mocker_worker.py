@@ -16,7 +16,7 @@ from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.settings import MockerSettings
 from dynamo.mocker.worker import MockerWorker, WorkerPlan, make_plan
 from dynamo.protocols import codec
-from dynamo.protocols.card import ModelCard
+from dynamo.protocols.control import ModelCard
 from dynamo.protocols.engine import PreprocessedRequest, StopConditions
 from dynamo.runtime import DistributedRuntime
 from dynamo.worker.lifecycle import WorkerLifecycle

@@ -12,8 +12,7 @@ import pytest
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.planner.live.sources import WorkerReports
 from dynamo.protocols import codec
-from dynamo.protocols.card import ModelCard
-from dynamo.protocols.control import instance_key
+from dynamo.protocols.control import ModelCard, instance_key
 from dynamo.protocols.kv import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher

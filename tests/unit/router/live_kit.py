@@ -12,8 +12,7 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols import codec
-from dynamo.protocols.card import ModelCard, RuntimeConfig
-from dynamo.protocols.control import instance_key
+from dynamo.protocols.control import ModelCard, RuntimeConfig, instance_key
 from dynamo.protocols.kv import (
     KV_EVENTS,
     BlocksStored,

@@ -9,7 +9,7 @@ import pytest
 from dynamo.config.option import load
 from dynamo.config.router import RouterSettings
 from dynamo.errors import Overloaded
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvMetrics
 from dynamo.router.eligibility.eligibility_filter import (

@@ -12,7 +12,7 @@ from replay import Arrival
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode import cost as duplicates
 from dynamo.router.kv_mode.kv import KvPicker

@@ -13,7 +13,7 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.cli.route import table
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker

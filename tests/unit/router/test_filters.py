@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo.errors import InvalidArgument, NoInstances, Overloaded
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.filters import eligible, exclusion
 from dynamo.router.worker_pool import DenseSlots, WorkerPool

@@ -17,7 +17,7 @@ from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument, NoInstances
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.factory import make_index, make_picker

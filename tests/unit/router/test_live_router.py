@@ -15,8 +15,7 @@ from live_kit import CHAINED, PROMPT, Box, Worker, stored, until
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import NoInstances, Overloaded
 from dynamo.protocols import codec
-from dynamo.protocols.card import RuntimeConfig
-from dynamo.protocols.control import MODEL_CARDS
+from dynamo.protocols.control import MODEL_CARDS, RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import (
     KV_METRICS,

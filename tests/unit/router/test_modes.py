@@ -11,7 +11,7 @@ from msgspec.structs import astuple
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument, NoInstances
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import MODES, InflightPicker
 

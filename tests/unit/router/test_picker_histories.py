@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import DynamoError
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker

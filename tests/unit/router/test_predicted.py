@@ -13,7 +13,7 @@ from dynamo._fast.hashing import sequence_hashes
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.caches import predicted as predicted_module
 from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.discovery.kv_router import predictions

@@ -11,7 +11,7 @@ import pytest
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.prefill_load import PrefillFit, prefill_model
 

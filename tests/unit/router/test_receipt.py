@@ -13,7 +13,7 @@ from test_explain import BLOCK, PROMPT, make
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.status import RouteReceipt
 from dynamo.router.factory import make_picker

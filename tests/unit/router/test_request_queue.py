@@ -27,7 +27,7 @@ from dynamo.errors import (
     Unavailable,
 )
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker

@@ -14,7 +14,7 @@ from metric_specs import declared_in, kind_of
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.llm import KvEventPublisher
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvQueryAnswer
 from dynamo.router import active_load as active

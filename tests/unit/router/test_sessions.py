@@ -11,7 +11,7 @@ from msgspec.structs import astuple
 from dynamo.config.router import RouterSettings
 from dynamo.errors import Overloaded
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import Sessions, export_eligibility
 from dynamo.router.factory import make_index, make_picker

@@ -13,7 +13,7 @@ import pytest_asyncio
 from live_kit import BLOCK, PROMPT, Box, Worker, until
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.router import replicas as sync
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.kv_mode.kv import KvPicker

@@ -13,7 +13,7 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.cli.route import table
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.caches.indexer import Indexer

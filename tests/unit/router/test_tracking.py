@@ -11,7 +11,7 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.errors import Overloaded
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.explanation import potential_loads
 from dynamo.router.kv_mode.kv import KvPicker

@@ -16,11 +16,12 @@ import pytest
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import InvalidArgument
 from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, register_model
-from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import (
     EndpointRecord,
     EventChannelRecord,
     LeaseRecord,
+    ModelCard,
+    decode_card,
     record_decoder,
 )
 from dynamo.runtime import DistributedRuntime

@@ -10,8 +10,8 @@ from boxes import Etcd
 from dynamo.config.runtime import EtcdSettings
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent, MemoryDiscovery
+from dynamo.runtime.discovery.base import MemoryStore
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
-from dynamo.runtime.discovery.memory import MemoryStore
 
 Make = Callable[[], Discovery]
 KEY = "v1/instances/ns/comp/ep/1f"

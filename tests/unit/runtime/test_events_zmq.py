@@ -20,8 +20,8 @@ from dynamo.runtime.events import (
     EventSubscriber,
     ZmqPublisher,
     ZmqSubscriber,
+    plane,
 )
-from dynamo.runtime.events import zmq as plane
 
 TIMEOUT_S = 20.0
 TOPIC = "kv-events"

@@ -14,7 +14,7 @@ from test_vllm_service import ENDPOINT, ScriptedEngine, Sink
 from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
-from dynamo.protocols.embedding import EmbeddingsEngineOutput, PreprocessedEmbeddingRequest
+from dynamo.protocols.engine import EmbeddingsEngineOutput, PreprocessedEmbeddingRequest
 from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client import RequestClient

@@ -13,8 +13,7 @@ import orjson
 from dynamo.errors import DynamoError, EngineFailure
 from dynamo.frontend.answer.generation import Usage
 from dynamo.protocols import codec
-from dynamo.protocols.embedding import EmbeddingsEngineOutput
-from dynamo.protocols.engine import EngineOutput
+from dynamo.protocols.engine import EmbeddingsEngineOutput, EngineOutput
 
 _FLOAT32 = 4
 _PIECE = 1 << 15

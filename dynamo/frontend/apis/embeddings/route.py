@@ -26,13 +26,8 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.protocols.codec import Tokens, encode, tokens
-from dynamo.protocols.embedding import (
-    MAX_INPUTS,
-    EmbeddingBody,
-    PreprocessedEmbeddingRequest,
-    StrictEmbeddingBody,
-)
-from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.protocols.engine import PreprocessedEmbeddingRequest, PreprocessedRequest, Routing
+from dynamo.protocols.openai import MAX_EMBEDDING_INPUTS, EmbeddingBody, StrictEmbeddingBody
 from dynamo.runtime.process.tasks import Tasks
 
 _ENDPOINT = "embeddings"
@@ -98,9 +93,9 @@ def _check_entries(entries: Sequence[object]) -> None:
             "Validation: 'input' must be a string, a list of strings, a list of token ids or a "
             "list of lists of token ids, not a mixture"
         )
-    if len(entries) > MAX_INPUTS and not isinstance(entries[0], int):
+    if len(entries) > MAX_EMBEDDING_INPUTS and not isinstance(entries[0], int):
         raise InvalidArgument(
-            f"Validation: 'input' takes at most {MAX_INPUTS} inputs, got {len(entries)}"
+            f"Validation: 'input' takes at most {MAX_EMBEDDING_INPUTS} inputs, got {len(entries)}"
         )
 
 

@@ -19,8 +19,7 @@ import msgspec
 from dynamo.errors import DynamoError, EngineFailure
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.answer.sse import DONE, error_event
-from dynamo.protocols.engine import EngineOutput
-from dynamo.protocols.relay import HttpResponseHead
+from dynamo.protocols.engine import EngineOutput, HttpResponseHead
 
 _decode_head = msgspec.msgpack.Decoder(HttpResponseHead).decode
 _JSON = "application/json"

@@ -46,8 +46,7 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, RouteMatch, Routes, is_multipart
 from dynamo.protocols.codec import Tokens, encode
-from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.protocols.relay import HttpRequest
+from dynamo.protocols.engine import HttpRequest, PreprocessedRequest, Routing
 from dynamo.runtime.process.tasks import Tasks
 
 _PREFIX = "/v1/"
