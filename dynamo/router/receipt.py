@@ -190,7 +190,7 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
             self,
             owners=[self.owners[slot] for slot in slots],
             slots=array("I", range(len(slots))),
-            chosen=0,
+            chosen=0,  # the first of ``places``
             eligible=len(self.slots),
             omitted=ranks - len(slots),
             **columns,
@@ -308,6 +308,7 @@ class KvInputs(RankInputs, gc=False, frozen=True):
 
     def choice(self, count: int) -> str:
         """See :class:`RankInputs`."""
+        # The column is as wide as the others; beyond the slots it has costs of earlier decisions.
         costs = list(_column("d", self.costs)[: len(self.slots)])
         cost, least = costs[self.slots.index(self.chosen)], min(costs)
         ties = costs.count(least)

@@ -135,6 +135,7 @@ class WorkerPool:
             saturation.changed(True)
 
     def _rebuild(self) -> None:
+        # New lists instead of changed ones: the inputs of earlier decisions refer to the old.
         self.candidates = array("I")
         pairs = {
             slot: (member.worker_id, rank)

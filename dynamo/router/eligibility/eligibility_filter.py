@@ -280,7 +280,7 @@ class Sessions:
     def _expire(self, now_s: float) -> None:
         before_s = now_s - self._ttl_s
         while self._bindings:
-            oldest = next(iter(self._bindings.values()))
+            oldest = next(iter(self._bindings.values()))  # bind() keeps the order of last use
             if oldest.used_s > before_s:
                 return
             self._bindings.popitem(last=False)
@@ -368,7 +368,7 @@ class EligibilityFilter:
 
     def load_changed(self, worker_id: int) -> None:
         """Update the worker after its load dropped or its configuration changed."""
-        if self.busy.any_at_capacity:
+        if self.busy.any_at_capacity:  # what has ended there leaves room for another request
             self.busy.recovered(worker_id)
             self._update_follows_load()
         self.busy.update(worker_id)

@@ -149,7 +149,7 @@ class KvPicker:
             captures = self._captures
             wanted = attempt is not None and attempt.wanted
             if captures.left or wanted or captures.renew(now_s):
-                captures.left -= not wanted
+                captures.left -= not wanted  # one that the client asked for does not count
                 constraints = None
                 if limited is not None or slots is not self.worker_pool.candidates:
                     failed = () if attempt is None else attempt.failed
@@ -244,6 +244,7 @@ class KvPicker:
             self.local_requests.prefill_completed(request_id)
         if self.eligibility.follows_load:
             self.eligibility.load_changed(worker_id)
+        # A shorter prompt has no full block: its worker publishes nothing, and is not silent.
         if reservation.isl_tokens >= self.block_size:
             served = self.served.get(worker_id, 0)
             self.served[worker_id] = served + 1
@@ -329,7 +330,7 @@ class KvPicker:
         """
         prompt = self._hasher.hash(tokens, routing, params.assume_kv_reuse, now_s)
         if self.predicted is not None:
-            self.predicted.expire(now_s)
+            self.predicted.expire(now_s)  # before the search, which would count old predictions
         copies = () if self._copies is None else self._copies.in_progress(prompt.chained)
         cached, prefill, decode = self._cached_blocks, self._prefill, self._decode
         cached.match(prompt.hashes, now_s, copies)
@@ -374,7 +375,7 @@ class KvPicker:
         overlap_blocks = cached.device[slot]
         overlap: float = overlap_blocks
         cached_prompt_tokens = overlap_blocks * self.block_size
-        if cached.tiered:
+        if cached.tiered:  # else blocks are whole, and the weights of tiers need no look
             overlap = cached.effective(params.weights, slot)
             cached_prompt_tokens = cached_tokens(params.weights, overlap)
         prefill = 0

@@ -215,6 +215,7 @@ class RequestQueue:
         try:
             if self._closed:
                 raise Unavailable("Service is shutting down")
+            # Behind others a request waits even if a worker is free for it: they go first.
             if not self._queue and self._admits(routing, attempt):
                 return self.picker.pick(
                     request_id, tokens, routing=routing, override=override, attempt=attempt
