@@ -151,26 +151,20 @@ def _positive(text: str, zero: bool = False) -> float:
     return value
 
 
+@dataclass(slots=True)
 class TrafficCounters:
     """Sums since the start of the replay."""
 
-    __slots__ = (
-        "arrived",
-        "finished",
-        "first_tokens",
-        "isl",
-        "osl",
-        "rejected",
-        "request_s",
-        "token_s",
-        "tokens",
-        "ttft_s",
-    )
-
-    def __init__(self) -> None:
-        self.arrived = self.finished = self.rejected = self.first_tokens = self.tokens = 0
-        self.isl = self.osl = 0
-        self.ttft_s = self.token_s = self.request_s = 0.0
+    arrived: int = 0
+    rejected: int = 0
+    finished: int = 0
+    first_tokens: int = 0
+    tokens: int = 0
+    isl: int = 0
+    osl: int = 0
+    ttft_s: float = 0.0
+    token_s: float = 0.0
+    request_s: float = 0.0
 
     def first_token(self, request: RequestState) -> None:
         """Count the first token of ``request``."""
@@ -183,13 +177,6 @@ class TrafficCounters:
         self.finished += 1
         self.osl += request.osl
         self.request_s += request.end_s - request.arrived_s
-
-    def copy(self) -> TrafficCounters:
-        """Return the sums as they are now."""
-        other = TrafficCounters()
-        for name in self.__slots__:
-            setattr(other, name, getattr(self, name))
-        return other
 
     def since(self, before: TrafficCounters, duration_s: float) -> Traffic:
         """Return the traffic between ``before`` and now, ``duration_s`` later."""

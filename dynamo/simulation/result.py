@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from dynamo.bench.stats import percentile
@@ -64,7 +64,7 @@ class ReplayPlanner:
     def _decide(self) -> None:
         decision = self._policy.decide(self._observe())
         # The traffic of the time in which a blocking policy waits belongs to its next interval.
-        self._before, self._before_s = self._cluster.counters.copy(), self._clock.now_s
+        self._before, self._before_s = replace(self._cluster.counters), self._clock.now_s
         pools = self._cluster.pools
         wanted = [
             (made.pool, made.wanted - pools[made.pool].view().workers) for made in decision.pools

@@ -22,9 +22,9 @@ from dynamo.operations.steps.access import LocalAccess
 from dynamo.operations.steps.circus import CircusBusy, CircusEndpoint, CircusError
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.sleeping import RemoteEngines
+from dynamo.planner.__main__ import run_planner
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.live.local_connector import LocalConnector, Sighting, service_now
-from dynamo.planner.service import run_planner
 from dynamo.serve.state.document import RecordedProcess
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.registered import RegisteredWorker
