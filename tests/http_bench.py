@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.http import Exchange, HttpLimits, HttpServer
-from dynamo.http.connection import HttpConnection
-from dynamo.http.write_batch import WriteBatch
+from dynamo.http.connection import HttpConnection, WriteBatch
 
 
 class MockTransport(asyncio.Transport):

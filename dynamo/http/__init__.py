@@ -1,10 +1,10 @@
 """HTTP/1.1 without tasks: httptools reads heads, the rules and limits are ours."""
 
+from dynamo.http.connection import WriteBatch
 from dynamo.http.errors import HttpStatusError, error_body, reason_phrase
 from dynamo.http.exchange import NEVER, Exchange
 from dynamo.http.head import HttpLimits
 from dynamo.http.server import HttpServer
-from dynamo.http.write_batch import WriteBatch
 
 __all__ = [
     "NEVER",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from dynamo.http.body import ChunkedBody, SizedBody
@@ -25,6 +26,55 @@ log = logging.getLogger(__name__)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REQUESTS_PER_TURN = 32  # of one pipelining client, before other connections are served
 _FREE_BODY_BYTES = 64 * 1024  # of each body; not in the budget, so a full one admits short bodies
+
+
+class WriteBatch:
+    """Writes the output of a loop turn at its end, in one callback.
+
+    Tokens of one stream that arrived in one read become one event, and everything written to a
+    connection leaves in one system call, which costs more than all the rest of a token. Producers
+    are flushed first, because they write to connections. Nothing may be added a second time before
+    it was flushed.
+    """
+
+    __slots__ = ("_connections", "_producers", "_scheduled")
+
+    def __init__(self) -> None:
+        self._producers: list[Callable[[], None]] = []
+        self._connections: list[Callable[[], None]] = []
+        self._scheduled = False
+
+    def defer(self, flush: Callable[[], None]) -> None:
+        """Call ``flush`` of a producer at the end of this turn."""
+        self._producers.append(flush)
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def flush_later(self, flush: Callable[[], None]) -> None:
+        """Call ``flush`` of a connection at the end of this turn, after the producers."""
+        self._connections.append(flush)
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Flush each; an exception of one must not keep back the output of the others."""
+        producers, self._producers = self._producers, []
+        for flush in producers:
+            try:
+                flush()
+            except Exception:
+                log.exception("writing output failed")
+        # Reset between the loops: a write of a producer needs no other callback, a write of the
+        # next turn does.
+        self._scheduled = False
+        connections, self._connections = self._connections, []
+        for flush in connections:
+            try:
+                flush()
+            except Exception:
+                log.exception("writing output failed")
 
 
 class HttpConnection(asyncio.Protocol):
@@ -118,7 +168,7 @@ class HttpConnection(asyncio.Protocol):
             exchange.lost()
         # Not connection_lost alone: it waits until a slow client has read what is buffered.
         if not self._lingering:
-            self._close()
+            self.close()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -163,9 +213,7 @@ class HttpConnection(asyncio.Protocol):
     def finish(self, exchange: Exchange, data: bytes) -> None:
         """Write the last bytes of a response, then close, or read the next request."""
         if data:
-            self._out.append(data)
-            if len(self._out) == 1 and not self._advancing:
-                self._server.write_batch.flush_later(self.flush)
+            self.send(data)
         if exchange is not self._exchange:
             return
         self._exchange = None
@@ -176,7 +224,7 @@ class HttpConnection(asyncio.Protocol):
         # While draining, a response that was begun before does not announce the end: its connection
         # stays, so that a request that is already on its way gets a response.
         if not exchange.keep_alive:
-            self._close()
+            self.close()
             return
         if not self.above_high_water:
             self.deadline = self._server.clock + self._server.limits.idle_timeout_s
@@ -217,9 +265,11 @@ class HttpConnection(asyncio.Protocol):
         self._advancing = True
         try:
             for _ in range(_REQUESTS_PER_TURN):
-                if self._exchange is not None or not self._buffer:
+                if self._exchange is not None or self._head is not None or not self._buffer:
                     break
-                if not (self._may_read() and self._step()):
+                if self.above_high_water or self._lingering or self._transport is None:
+                    break
+                if not self._step():
                     break
             else:
                 self._pause()
@@ -267,7 +317,7 @@ class HttpConnection(asyncio.Protocol):
         elif self._buffer:
             self.refuse(HttpStatusError(408, "Request head did not arrive in time"))
         else:
-            self._close()
+            self.close()
 
     @property
     def subscription(self) -> Exchange | None:
@@ -284,14 +334,19 @@ class HttpConnection(asyncio.Protocol):
             return False
         return not (self._out or self._transport.get_write_buffer_size())
 
-    def close_waiting(self) -> None:
-        """Close a connection that waits for a request or has sent only a part of its head."""
-        self._close()
+    def close(self) -> None:
+        """Send the buffered output, then close; the deadline ends a client that reads nothing."""
+        self.flush()
+        self._lingering = True
+        self._buffer = b""
+        self.deadline = self._server.clock + self._server.limits.stall_timeout_s
+        if self._transport is not None:
+            self._transport.close()
 
     def close_when_idle(self) -> None:
         """Close unless a request is in progress."""
         if self._exchange is None and self._head is None and not self._buffer:
-            self._close()
+            self.close()
 
     def refuse(self, refusal: HttpStatusError) -> None:
         """Reply with the error and read no more requests.
@@ -312,14 +367,6 @@ class HttpConnection(asyncio.Protocol):
         self._linger()
 
     # -- private steps
-
-    def _may_read(self) -> bool:
-        return (
-            self._head is None
-            and not self.above_high_water
-            and not self._lingering
-            and self._transport is not None
-        )
 
     def _step(self) -> bool:
         """Read one head and the available part of its body. False when more bytes are needed."""
@@ -438,15 +485,6 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write_eof()
         if self._paused:
             self._resume()
-
-    def _close(self) -> None:
-        """Send the buffered output, then close; the deadline ends a client that reads nothing."""
-        self.flush()
-        self._lingering = True
-        self._buffer = b""
-        self.deadline = self._server.clock + self._server.limits.stall_timeout_s
-        if self._transport is not None:
-            self._transport.close()
 
     def _pause(self) -> None:
         if not self._paused and self._transport is not None:

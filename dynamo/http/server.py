@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from dynamo.http.access import Access
-from dynamo.http.connection import TOO_MANY_CONNECTIONS, HttpConnection
+from dynamo.http.connection import TOO_MANY_CONNECTIONS, HttpConnection, WriteBatch
 from dynamo.http.errors import ErrorBodies, HttpStatusError
 from dynamo.http.exchange import Exchange, ResponseHeads
 from dynamo.http.head import Head, HeadReader, HttpLimits
 from dynamo.http.tls_connection import TlsConnection
-from dynamo.http.write_batch import WriteBatch
 
 log = logging.getLogger(__name__)
 _DECODES_PER_TURN = 8
@@ -343,7 +342,7 @@ class _ClientShares:
             return False
         chosen = min(waiting, key=lambda one: one.deadline)
         self.remove(chosen)
-        chosen.close_waiting()
+        chosen.close()
         return True
 
 

@@ -14,7 +14,7 @@ from test_request import turn
 from dynamo._fast.frames import pack
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.answer.choice import Choice
-from dynamo.http.write_batch import WriteBatch
+from dynamo.http.connection import WriteBatch
 from dynamo.protocols import codec
 from dynamo.protocols.engine import InvalidOutput, PreprocessedRequest, decode_output
 from dynamo.runtime.requests.frames import DATA
