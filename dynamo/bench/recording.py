@@ -214,7 +214,7 @@ class TraceFile:
         except OSError as error:
             raise self._cannot_write(error) from None
         finally:
-            if written != len(line):
+            if written != len(line):  # a part of a line would spoil the next one
                 os.ftruncate(self._file, self._size_bytes)
         if written != len(line):
             raise DynamoError(f"cannot write {self._path}: the disk is full")

@@ -257,6 +257,7 @@ def parents(requests: Sequence[TraceRequest]) -> list[int | None]:
                     parent = candidate
                 break
         found.append(parent)
+        # Of these two at least one is a prefix of the next turn: the answer changes the last block.
         by_prefix.update(dict.fromkeys(prefixes[1:][-2:], number))
     return found
 

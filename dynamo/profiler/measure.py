@@ -371,6 +371,7 @@ class _Meter:
         end = await self._until(0, start + self._requests * effort.window, "token")
         seconds = time.perf_counter() - began_s
         tokens = end - start
+        # The first token, and what has followed it in the middle of the measurement.
         generated = 1 + ((start + end) / 2 - gaps0) / self._requests
         return seconds * self._requests / tokens, tokens / seconds, generated
 

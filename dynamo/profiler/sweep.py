@@ -229,7 +229,7 @@ class _Remaining:
     def seconds(self) -> float:
         """Return the estimate of the time that is left."""
         spent_s = time.monotonic() - self._began_s
-        if self.done < 0.05:
+        if self.done < 0.05:  # too little to correct the estimate by
             return self._left_s
         return spent_s * (1 - self.done) / self.done
 

@@ -131,6 +131,7 @@ class BatchWorker:
             self._set_span(now_s, 1, step_s)
         elif batch:
             steps = self._steps_to_finish()
+            # The span ends at a full cache: then the newest are preempted. One alone goes on.
             if batch > 1:
                 steps = max(1, min(steps, (model.kv_tokens - self.kv_used) // batch))
             usage = min(1.0, (self.kv_used + batch * steps / 2) / model.kv_tokens)
@@ -153,6 +154,7 @@ class BatchWorker:
         running = len(self.prefilling) + len(self.decoding)
         while waiting and budget > 0 and running < model.max_num_seqs:
             request = waiting[0]
+            # An idle worker takes any prompt: nothing would ever make room for it.
             if running and self.kv_used + request.prompt + reserve > model.kv_tokens:
                 return
             waiting.popleft()

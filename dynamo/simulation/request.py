@@ -101,6 +101,8 @@ def generate(
     """
     rng = random.Random(seed)
     ends, totals = _integral(rate, duration_s)
+    # Gaps in expected requests, with mean 1 (shape * scale) and variance cv**2; each load is then
+    # looked up in the integral of the rate.
     loads: list[float] = []
     load = rng.gammavariate(1 / cv**2, cv**2)
     while load < totals[-1]:
@@ -140,6 +142,7 @@ def _integral(rate: Rate, duration_s: float, total: float = inf) -> tuple[list[f
 def _length(rng: random.Random, mean: int, spread: float) -> int:
     if not spread:
         return mean
+    # The logarithm has this deviation; half its square less keeps the mean.
     sigma = sqrt(log1p(spread**2))
     return max(1, round(mean * rng.lognormvariate(-(sigma**2) / 2, sigma)))
 

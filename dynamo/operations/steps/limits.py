@@ -92,8 +92,9 @@ def budget_held(
             if entry.name in ledger.held:
                 total += ledger.amount(entry.name)
             elif entry.asleep and entry.reserved_by is None:
-                continue
+                continue  # nothing wakes it
             elif entry.pids or entry.reserved_by is not None:
+                # Each process of a watcher is a worker; `circusctl incr` adds some.
                 total += each * max(1, len(entry.pids))
     return total
 

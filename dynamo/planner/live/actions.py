@@ -150,6 +150,7 @@ class WorkerActions:
             self._limits.check(held, service.gpus_per_worker)
             listed = services.get(service.name, service).workers
             add.before = _awake(listed)
+        # Outside the gate, as a start takes minutes: with `before` set, the next add counts it.
         name = await self._connector.add(service.name)
         for other in self._flight(service.name).adds:
             if other.before is not None:

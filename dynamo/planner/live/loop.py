@@ -186,6 +186,7 @@ class ScalingLoop:
         for state in active:
             self._pull(state)
         if self._sharing is not None:
+            # First: a blocking policy is not asked while the sharing changes its workers.
             await self._share(self._sharing)
             active = [state for state in active if not state.is_paused]
         if self._paused:

@@ -128,6 +128,7 @@ class WorkerReports:
         used = total = 0
         for rank in ranks:
             blocks = rank.kv_total_blocks or (card and card.runtime_config.total_kv_blocks) or 0
+            # All ranks or none: the rest of them would look like a low load.
             if rank.kv_used_blocks is None or not blocks:
                 if worker_id not in self._reported:
                     self._reported.add(worker_id)

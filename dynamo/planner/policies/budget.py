@@ -134,6 +134,7 @@ def clamp(wanted: Workers, seen: Observation) -> Workers:
         some = _count(budget, decode, least.decode)
         left = budget - some * decode.gpus_per_worker
         return Workers(_count(left, prefill, least.prefill), some)
+    # In proportion: prefill * budget / cost, rounded down.
     share = _most(within.prefill * budget, _cost(within, seen), within.prefill)
     beside_decode = budget - least.decode * decode.gpus_per_worker
     fewer = max(least.prefill, _count(beside_decode, prefill, share))

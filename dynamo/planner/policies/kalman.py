@@ -130,6 +130,7 @@ class RateForecast:
             rise = levels[now] - levels[now - span]
             distance += ((levels[past] - levels[past - span] - rise) / width) ** 2
         weights = np.exp(-distance / 2)
+        # One similar moment counts as much as the trend, four count four times as much.
         total = weights.sum() / _SAME_MOMENT
         share = total / (total + 1.0)
         after = levels[past[:, None] + np.arange(1, steps + 1)] - levels[past][:, None]
@@ -185,6 +186,7 @@ class TrendFilter:
         gain_level, gain_slope = self._p11 / variance, self._p12 / variance
         self._level += gain_level * error
         self._slope += gain_slope * error
+        # In this order: each line uses the covariance before the value.
         self._p22 -= gain_slope * self._p12
         self._p12 = self._p12 * (1.0 - gain_level)
         self._p11 = self._p11 * (1.0 - gain_level)
@@ -231,6 +233,7 @@ class TrendFilter:
         if not self._weight:
             return 0, 0.0
         noise = self._squares / self._weight
+        # -2 log likelihood of the errors, for the noise that makes them the most likely.
         cost = np.log(np.maximum(noise, 1e-12)) * self._weight + self._logs
         best = int(np.argmin(cost))
         return best, float(noise[best])

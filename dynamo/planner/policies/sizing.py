@@ -304,6 +304,7 @@ class WorkerLoadModel:
 
     def workers(self, rate: float, limits: MeanLimits) -> int:
         """Return the fewest workers that keep all ``limits`` at ``rate``."""
+        # With fewer, prompts arrive faster than they are computed.
         count = max(1, math.floor(rate * self.service_s))
         while count < MOST_WORKERS and not self.within(rate, count, limits):
             count += 1
@@ -312,6 +313,7 @@ class WorkerLoadModel:
     def within(self, rate: float, workers: int, limits: MeanLimits) -> bool:
         """Return whether ``workers`` keep all ``limits`` at ``rate``."""
         return (
+            # No number of workers beats an idle one: the limits are at least 1.5 times its time.
             self.ttft_ms(rate, workers) <= max(limits.ttft_ms, 1500.0 * self.service_s)
             and self.inter_token_ms(rate, workers) <= max(limits.itl_ms, 1.5 * self.step_ms)
             and self.kv_usage(rate, workers) <= limits.kv_usage

@@ -197,6 +197,7 @@ class _Gpus:
 
     def wait_for(self, service: SharedService, reserve: bool) -> None:
         """Let a worker of ``service`` have what leaves; ``reserve``: and what is free now."""
+        # What it takes of the leaving GPUs is not there for the next one that asks.
         missing = max(0.0, service.gpus_per_worker - self.free)
         self._leaving = max(0.0, self._leaving - missing)
         if reserve:
