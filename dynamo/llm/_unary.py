@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
+from dynamo.runtime import serve_unary_endpoint
 
 _LOGPROBS = ("log_probs", "top_logprobs", "cum_log_probs")
 
@@ -64,10 +65,6 @@ class UnaryChatModel:
     async def serve(self, runtime: Any, handler: Callable[..., Awaitable[Any]]) -> None:
         """Register the model and serve it until the shutdown."""
         endpoint = runtime.endpoint(f"{self._namespace}.app.generate")
-
-        async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-            yield await handler(request, context=context)
-
         await register_model(
             ModelInput.Tokens,
             ModelType.Chat,
@@ -78,7 +75,7 @@ class UnaryChatModel:
             worker_type=WorkerType.Aggregated,
             ignore_weights=True,
         )
-        await endpoint.serve_endpoint(generate)
+        await serve_unary_endpoint(endpoint, handler)
 
 
 def with_engine_data(completion: Any, values: Any) -> dict[str, Any]:
