@@ -22,6 +22,7 @@ from dynamo.config.system import LogSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import setup_logging
 from dynamo.operations.steps.access import read_deployment
+from dynamo.operations.steps.limits import ActionLimits
 from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.planner.live.local_connector import LocalConnector, gpu_capacity, open_connector
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
@@ -114,7 +115,7 @@ async def _run(
     )
     policies = partial(make_policy, settings)
     demand = OnDemandRegistry(runtime, time.monotonic)
-    capacity = partial(gpu_capacity, statefile, settings.served_model_name)
+    capacity = partial(gpu_capacity, statefile, ActionLimits.of_planner(settings))
     sharing = GpuSharing(settings, namespace, demand, capacity, time.monotonic)
     loop = ScalingLoop(connector, sources, settings, policies, observers, sharing=sharing)
     demand.on_waiting = loop.wake

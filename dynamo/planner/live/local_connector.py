@@ -133,8 +133,8 @@ def _state(entry: Entry, sighting: Sighting, serves: bool) -> str:
     return READY if serves else STARTING
 
 
-def gpu_capacity(statefile: Statefile, model: str | None) -> GpuCapacity:
-    """Return the GPUs that services which are not scaled leave; ``model`` if only that is scaled.
+def gpu_capacity(statefile: Statefile, limits: ActionLimits) -> GpuCapacity:
+    """Return the GPUs that services leave which are not scaled.
 
     Infinite where none are assigned, and where the statefile cannot be read: the connector has the
     last word.
@@ -143,10 +143,10 @@ def gpu_capacity(statefile: Statefile, model: str | None) -> GpuCapacity:
         document = statefile.read()
     except StatefileError:
         document = None
-    return GpuCapacity(math.inf) if document is None else capacity_of(document, model)
+    return GpuCapacity(math.inf) if document is None else capacity_of(document, limits)
 
 
-def capacity_of(document: Document, model: str | None) -> GpuCapacity:
+def capacity_of(document: Document, limits: ActionLimits) -> GpuCapacity:
     """Return the same for a statefile."""
     ledger = ledger_of(document)
     if not ledger.ids:
@@ -154,7 +154,7 @@ def capacity_of(document: Document, model: str | None) -> GpuCapacity:
     scaled = {
         entry.name
         for service in read_services(document).values()
-        if model in (None, service.model)
+        if limits.scales(service.model)
         for entry in service.entries
     }
     others = sum(ledger.amount(name) for name in ledger.held if name not in scaled)
@@ -215,9 +215,7 @@ class LocalConnector:
             statuses = await self._access.statuses()
             sighting = self._sighting(self._access.document(), statuses)
             asleep = await self._put_to_sleep(service, sighting)
-            if asleep:
-                return asleep
-            return await self._remove(service, sighting)
+            return asleep or await self._remove(service, sighting)
         except StatefileError as error:
             raise ActionFailed(f"{service}: {error.message}") from error
 

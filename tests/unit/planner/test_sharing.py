@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo.operations.steps.limits import ActionLimits
 from dynamo.planner.live.local_connector import capacity_of
 from dynamo.planner.policies.base import Pool
 from dynamo.planner.sharing.gpu_sharing import cold_decision
@@ -273,12 +274,12 @@ def test_the_gpu_of_a_stopped_worker_is_its_own_that_of_one_given_up_is_free(
 
 def test_the_capacity_of_a_statefile() -> None:
     document = deployment(("a", 0.5, "0"), ("b", 1, "1"))
-    found = capacity_of(document, None)
+    found = capacity_of(document, ActionLimits())
     assert found.gpus == 0.5 and found.room is not None
     assert [found.room.count(size, (), ()) for size in (1, 0.5)] == [0, 1]
     assert found.room.count(1, (), ["a", "b"]) == 2
     assert found.room.count(1, [0.5, 1], ["a", "b"]) == 0
-    assert capacity_of(deployment(gpus=0), None).room is None
+    assert capacity_of(deployment(gpus=0), ActionLimits()).room is None
 
 
 # -- no starvation, in virtual time
