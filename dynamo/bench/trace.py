@@ -1,13 +1,11 @@
 """Read a trace of requests in any of the formats that are in use.
 
-Public origin of the first: kvcache-ai/Mooncake, FAST25-release/traces. ``{"timestamp": ms,
-"input_length": tokens, "output_length": tokens, "hash_ids": [one id per block]}``; equal ids at
-equal positions are the same prefix block. Optional: ``session_id``, whose requests run one after
+Mooncake's (kvcache-ai/Mooncake, FAST25-release/traces): ``{"timestamp": ms, "input_length": tokens,
+"output_length": tokens, "hash_ids": [one id per block]}``; equal ids at equal positions are the
+same prefix block. Optional: ``session_id``, whose requests run one after
 another, and ``delay``, the milliseconds between the session's last answer and this request.
 
-Traces of conversations: aiperf's sessions, and the rounds of coding agents in TraceLab.
-
-Both are lengths and times alone: texts of a file become lengths, and no text is sent.
+All become lengths and times alone: no text of a file is sent.
 """
 
 from __future__ import annotations

@@ -2,10 +2,6 @@
 
 ``dynamo ps``, ``top``, ``web`` and ``explain`` show these types alone. Ids of workers are in
 hexadecimal, times are seconds, ``*_at_s`` is Unix time. A figure that is not known is None.
-
-The lines of ``GET /v1/record``: requests that have ended, without their content, and a count.
-
-Each line is one JSON object; ``type`` distinguishes them.
 """
 
 from __future__ import annotations
@@ -17,12 +13,12 @@ TRACE_BLOCK_TOKENS = 512
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request", omit_defaults=True):
-    """One prompt that was sent to a worker, or waited for one.
+    """One prompt that was sent to a worker, or waited for one: a line of ``GET /v1/record``.
 
-    Times are milliseconds since the recording began. ``blocks`` has one id for each
-    ``TRACE_BLOCK_TOKENS`` of the prompt, the last, partial one included; an id stands for the whole
-    prompt up to there. Ids of blocks and sessions depend on a key that only this recording has.
-    ``session`` is None if the client named none.
+    Each line is one JSON object; ``type`` distinguishes them. Times are milliseconds since the
+    recording began. ``blocks`` has one id for each ``TRACE_BLOCK_TOKENS`` of the prompt, the last,
+    partial one included; an id stands for the whole prompt up to there. Ids of blocks and sessions
+    depend on a key that only this recording has. ``session`` is None if the client named none.
     """
 
     model: str

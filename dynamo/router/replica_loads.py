@@ -1,14 +1,8 @@
-"""The running requests of this router, as numbered batches for its replicas. Pure.
-
-The running requests of other replicas: a state machine without I/O.
+"""The running requests of this router and of its replicas, as numbered batches of events. Pure.
 
 Messages may be lost, doubled or reordered. Each router numbers its batches; a batch with an older
 number than the last is ignored, a newer one is applied. After a gap the state may miss requests and
 keep ended ones, until a snapshot of all running requests, sent on request, repairs it.
-
-Messages by which replicas of a router share the load that they reserve.
-
-Hashes are raw u64 little-endian columns.
 """
 
 from __future__ import annotations

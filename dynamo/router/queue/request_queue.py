@@ -2,8 +2,6 @@
 
 It precedes a :class:`KvPicker` and postpones the decision: a request is routed when it reaches the
 head, with the caches and loads of that moment.
-
-Metrics of the queue before the workers. ``left`` and ``wait`` are not Dynamo's.
 """
 
 from __future__ import annotations

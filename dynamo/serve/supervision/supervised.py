@@ -11,17 +11,6 @@ Differences of watcher and process from circus, and why:
 * restarts back off, and end after a burst of deaths;
 * ``restart`` and ``reload`` replace the processes one by one, see
   :mod:`dynamo.serve.supervision.rolling`.
-
-Restart policy: when to restart a dead process, and when to give up. Pure: times are arguments.
-
-The first death in a window restarts at once; further ones wait 0.5, 1, 2, 4 … seconds. The policy
-gives up after a burst of deaths within the window, after as many starts in a row that never served
-a model (loading one may take longer than the window), or if a command rejects its own flags.
-
-The exit status says why a process ended. With 75 (EX_TEMPFAIL) a later start may succeed, as when a
-model cannot be downloaded now: the start is repeated for ever. Programs of this package exit with 2
-only if a start with the same settings cannot succeed; from others it means that soon after their
-start.
 """
 
 from __future__ import annotations
@@ -67,7 +56,17 @@ class RestartPolicy:
 
 
 class Restarts:
-    """The deaths of one watcher's processes."""
+    """The deaths of one watcher's processes: when to restart a dead one, and when to give up.
+
+    The first death in a window restarts at once; further ones wait 0.5, 1, 2, 4 … seconds. It ends
+    after a burst of deaths within the window, after as many starts in a row that never served a
+    model (loading one may take longer than the window), or if a command rejects its own flags.
+
+    The exit status says why a process ended. With 75 (EX_TEMPFAIL) a later start may succeed, as
+    when a model cannot be downloaded now: the start is repeated for ever. Programs of this package
+    exit with 2 only if a start with the same settings cannot succeed; from others it means that
+    soon after their start. Pure: times are arguments.
+    """
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy

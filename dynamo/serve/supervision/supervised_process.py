@@ -1,10 +1,4 @@
-"""The circus Process of a deployment: a session leader whose exit is an event.
-
-The listening socket of a frontend's watcher, which outlives the frontend's processes.
-
-Clients that connect while a frontend is restarted, or after its death, wait for the next process
-instead of being refused. The process itself starts to listen, so nothing waits at the first start.
-"""
+"""The circus Process of a deployment: a session leader whose exit is an event."""
 
 from __future__ import annotations
 
@@ -32,7 +26,12 @@ log = logging.getLogger(__name__)
 
 
 class FrontendListener:
-    """Passes a socket bound to ``address`` to processes; none for None."""
+    """The listening socket of a frontend's watcher, bound to ``address``; none for None.
+
+    It outlives the frontend's processes: clients that connect while one is restarted, or after its
+    death, wait for the next one instead of being refused. The process itself starts to listen, so
+    nothing waits at the first start.
+    """
 
     def __init__(self, address: FrontendAddress | None) -> None:
         self.address = address
