@@ -285,6 +285,7 @@ def _started_at_s(document: Document) -> float:
 
 def _uptimes(document: Document) -> dict[int, float]:
     """Return the recorded processes that live, with their age in seconds."""
+    # Start ticks count from boot and go on while the machine is suspended, as this clock does.
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     found: dict[int, float] = {}
     for entry in document.components.values():

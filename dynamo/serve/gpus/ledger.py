@@ -116,6 +116,7 @@ def _keeps(entry: Entry, lives: Lives) -> bool:
 
     One that was given up asks, also while an operation is to start it again: others may have them.
     """
+    # Its status is written before its processes are gone: while one is left, the GPUs are in use.
     given_up = entry.watcher is not None and entry.watcher.status == GIVEN_UP
     return bool(entry.processes) or not (given_up or is_void(entry, lives))
 

@@ -62,7 +62,7 @@ class Record(msgspec.Struct, kw_only=True):
             always = field.name in self.always and key not in self.unknown
             if always or value != _default(field):
                 found[key] = _builtins(value)
-        return {**self.unknown, **found}
+        return {**self.unknown, **found}  # a value that is set replaces one of another type
 
 
 @functools.cache

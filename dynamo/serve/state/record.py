@@ -295,6 +295,7 @@ def _replace(document: Document, spec: WatcherSpec, beside: bool, found: list[Wa
     gpus = dict(held)
     for gpu, share in placed.shares.items():
         before = held.get(gpu, 0.0)
+        # Beside the old process both use the GPU; else the new one takes its share over.
         gpus[gpu] = before + share if beside else max(before, share)
     entry.replacing = Replacement(since=time.time(), gpus=gpus)
 
@@ -357,7 +358,7 @@ def _apply(
             taken.processes, taken.lease = (), None
         else:
             entries.pop(name, None)
-    reclaim(document)
+    reclaim(document)  # after the processes are written: an entry that has one is not void
     for name in templates.keys() - present:
         entry = entries.setdefault(name, _entry(templates[name]))
         entry.clear()

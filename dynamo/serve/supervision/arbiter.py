@@ -76,7 +76,7 @@ def error_reply(reason: str) -> dict[str, str]:
 class RollingArbiter(Arbiter):  # type: ignore[misc]
     """An arbiter whose restarts and reloads keep requests served."""
 
-    _events: Deployment
+    events: Deployment
     _tasks: Tasks
 
     @synchronized("arbiter_restart")  # type: ignore[untyped-decorator]
@@ -109,7 +109,7 @@ class RollingArbiter(Arbiter):  # type: ignore[misc]
         self, watchers: Sequence[SupervisedWatcher], stop_first: bool
     ) -> dict[str, str] | None:
         """Replace the processes of ``watchers``; return the reply to a client that waits."""
-        problem = await self._events.restart(watchers, stop_first)
+        problem = await self.events.restart(watchers, stop_first)
         return error_reply(problem) if problem else None
 
     def reload_from_config(self, config_file: object = None, inside_circusd: bool = False) -> Any:
@@ -119,7 +119,7 @@ class RollingArbiter(Arbiter):  # type: ignore[misc]
     @synchronized("arbiter_reload_graph")  # type: ignore[untyped-decorator]
     def reload_graph(self, request: Mapping[str, Any]) -> Any:
         """Handle ``dynamo reload``: apply the graph that ``request`` names."""
-        return self._tasks.spawn(self._events.reload(request), name="reload the graph")
+        return self._tasks.spawn(self.events.reload(request), name="reload the graph")
 
 
 class SupervisingArbiter(RollingArbiter):
@@ -150,7 +150,7 @@ class SupervisingArbiter(RollingArbiter):
         self.ctrl.initialize = owner_only()(self.ctrl.initialize)
         self.killing = False
         self._tasks = tasks
-        self._events = events
+        self.events = events
         self._announcer = announcer
         self._make_watcher = make_watcher
         self._alive: dict[int, tuple[SupervisedWatcher, SupervisedProcess]] = {}
@@ -178,7 +178,7 @@ class SupervisingArbiter(RollingArbiter):
         the stop.
         """
         self.start_nothing()
-        await self._by_stage(self.watchers, SupervisedWatcher.end, self._events.stopping)
+        await self._by_stage(self.watchers, SupervisedWatcher.end, self.events.stopping)
         # `circusctl rm --nostop` may have removed watchers whose processes still run.
         for watcher, process in list(self._alive.values()):
             await watcher.kill_process(process)
@@ -201,7 +201,7 @@ class SupervisingArbiter(RollingArbiter):
 
     def stop(self) -> None:
         """Handle ``circusctl quit``."""
-        self._events.quit_requested()
+        self.events.quit_requested()
 
     def add_watcher(self, name: str, cmd: str, **options: Any) -> Any:
         """Handle ``circusctl add``: add a supervised watcher. Its name also names its log file."""
@@ -221,7 +221,7 @@ class SupervisingArbiter(RollingArbiter):
         self.watchers.append(watcher)
         self._watchers_names[watcher.name.lower()] = watcher
         watcher.notify_event("add", {})
-        self._events.changed()
+        self.events.changed()
         return watcher
 
     async def remove(self, watchers: Sequence[SupervisedWatcher]) -> None:
@@ -231,12 +231,12 @@ class SupervisingArbiter(RollingArbiter):
             self.watchers.remove(watcher)
             watcher.notify_event("remove", {"time": time.time()})
         await self._by_stage(watchers, SupervisedWatcher.end)
-        self._events.changed()
+        self.events.changed()
 
     def rm_watcher(self, name: str, nostop: bool = False) -> Any:
         """Handle ``circusctl rm``: remove a watcher; stop its processes unless ``nostop``."""
         removed = super().rm_watcher(name, nostop)
-        self._events.changed()
+        self.events.changed()
         return removed
 
     async def _stop_watchers(
@@ -270,14 +270,10 @@ class SupervisingArbiter(RollingArbiter):
             return super().manage_watchers()
         return None
 
-    def changed(self) -> None:
-        """Handle a changed status of a watcher."""
-        self._events.changed()
-
     def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """Record a started process of ``watcher``."""
         self._alive[process.pid] = (watcher, process)
-        self._events.changed()
+        self.events.changed()
 
     def reap_processes(self) -> None:
         """Reap every child that has exited, and kill the rest of its group and descendants."""
@@ -304,7 +300,7 @@ class SupervisingArbiter(RollingArbiter):
             return  # an adopted orphan
         process.reaped(status)
         watcher.ended(process, status)
-        self._events.changed()
+        self.events.changed()
 
     def _end_orphans(self) -> None:
         """Kill adopted orphans of processes that exited; spare the daemons of living ones.
@@ -333,7 +329,7 @@ class SupervisingArbiter(RollingArbiter):
         """Report a process that exited by itself and is going to be restarted."""
         when = f"in {delay_s:g} s" if delay_s else "now"
         ended = describe_exit(process.exit_status)
-        last = self._events.last_line(watcher.name)
+        last = self.events.last_line(watcher.name)
         hint = "; the kernel does that when memory runs out, see: journalctl -k"
         self._announcer.announce(
             f"{watcher.name} (pid {process.pid}) {ended}; restarting it {when}"
@@ -342,24 +338,12 @@ class SupervisingArbiter(RollingArbiter):
             logging.WARNING,
         )
 
-    def has_served(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> bool:
-        """Whether the process registered a model, or is of a program that need not."""
-        return self._events.has_served(watcher, process.pid)
-
-    def refusal(self, watcher: SupervisedWatcher) -> str:
-        """Return the error with which its program has refused to start; "" without one."""
-        return self._events.refusal(watcher.name)
-
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """Handle a watcher that is not restarted any more; the others continue."""
-        self._events.gave_up(watcher, reason)
-        self._events.changed()
+        self.events.gave_up(watcher, reason)
+        self.events.changed()
         if not watcher.processes and not self._stopping and not watcher.rolling:
             self._tasks.spawn(watcher.end(), name=f"end {watcher.name}")
-
-    async def conflict(self, watcher: SupervisedWatcher) -> str:
-        """Assign free GPUs if it holds none; return "", or which others have them."""
-        return await self._events.conflict(watcher)
 
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """Report a process that did not exit in time, before it is killed."""
@@ -372,7 +356,7 @@ class SupervisingArbiter(RollingArbiter):
 
     def drained(self, watcher: SupervisedWatcher) -> bool:
         """Whether an exit, with any status, ends a scale-down; the last one ends its watcher."""
-        draining = self._events.is_draining(watcher)
+        draining = self.events.is_draining(watcher)
         if draining and not watcher.processes:
             self._tasks.spawn(self.remove([watcher]), name=f"remove {watcher.name}")
         return draining

@@ -101,6 +101,7 @@ class Restarts:
             return _delay_s(self._refused + 1)
         self._refused = 0
         self._deaths.append(now_s)
+        # A model that loads for longer than the window would otherwise be loaded for ever.
         self._unserved = 0 if served else self._unserved + 1
         recent = sum(now_s - death <= self._policy.window_s for death in self._deaths)
         if recent >= self._policy.burst:
@@ -168,7 +169,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._restarts.forget()
         self._not_before_s = 0.0
         self._drained = False
-        if conflict := await self.arbiter.conflict(self):
+        if conflict := await self.arbiter.events.conflict(self):
             self._give_up(conflict)
             return
         await super()._start()
@@ -176,9 +177,9 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     async def _stop(self, close_output_streams: bool = False) -> None:
         self.listener.close()  # first, so that no client waits for a process that does not come
         stopping = super()._stop(close_output_streams)  # it begins here: the status is set
-        self.arbiter.changed()
+        self.arbiter.events.changed()
         await stopping
-        self.arbiter.changed()
+        self.arbiter.events.changed()
 
     async def _restart(self) -> None:
         await self.arbiter.roll([self], False)
@@ -285,7 +286,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         Returns False: True would make circus forget the process, which the reaper has done already.
         """
         if not process.stopping:
-            process.stopping = True
+            process.stopping = True  # before the signal: its exit is then no death
             process.send_signal(self.stop_signal if stop_signal is None else stop_signal)
             self.notify_event("kill", {"process_pid": process.pid, "time": time.time()})
         given = self.graceful_timeout if graceful_timeout is None else graceful_timeout
@@ -317,14 +318,14 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             return
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started
-        served = self.arbiter.has_served(self, process)
+        served = self.arbiter.events.has_served(self, process.pid)
         self.last_exit = describe_exit(status)
         self.restarts += 1
         verdict = self._restarts.died(
             loop.time(), lived_s, status, served=served, is_ours=self._is_ours
         )
         if isinstance(verdict, str):
-            cause = self.arbiter.refusal(self) if status == USAGE_STATUS else ""
+            cause = self.arbiter.events.refusal(self.name) if status == USAGE_STATUS else ""
             self._give_up(f"{cause} (exit status {status})" if cause else verdict)
             return
         self._not_before_s = loop.time() + verdict
