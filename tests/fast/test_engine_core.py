@@ -33,7 +33,12 @@ _VALUES: st.SearchStrategy[Any] = st.recursive(
 _FURTHER = st.lists(st.sampled_from([None, 0]), min_size=3, max_size=_FIELDS) | st.lists(
     _VALUES, max_size=_FIELDS
 )
-_TOKENS = st.lists(_IDS, min_size=1, max_size=1) | st.lists(_IDS, max_size=20) | _VALUES
+_TOKENS = (
+    st.lists(_IDS, min_size=1, max_size=1)
+    | st.lists(st.sampled_from([-1, 0, 2**32 - 1, 2**32]), min_size=1, max_size=1)
+    | st.lists(_IDS, max_size=20)
+    | _VALUES
+)
 _OUTPUTS = st.lists(st.tuples(_NAMES, _TOKENS, _FURTHER), max_size=20)
 
 

@@ -74,7 +74,11 @@ class OracleTokenRouter:
 
 def _plain(ids: Any, further: Sequence[Any]) -> bool:
     one = isinstance(ids, list) and len(ids) == 1 and type(ids[0]) is int
-    return one and all(value is None or (type(value) is int and value == 0) for value in further)
+    return (
+        one
+        and 0 <= ids[0] < 2**32
+        and all(value is None or (type(value) is int and value == 0) for value in further)
+    )
 
 
 def _item_id(token: int) -> bytes:
