@@ -82,7 +82,7 @@ class ChaosReport:
             "cancelled": verdict.cancelled,
             "frontend_lost": verdict.frontend_lost,
             "no_worker": verdict.no_worker,
-            "two_lost": verdict.two_lost,
+            "workers_lost": verdict.workers_lost,
             "counted": verdict.counted,
             "succeeded": verdict.succeeded,
             "success_rate": round(verdict.success_rate, 5),

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from history import Answer, Event, Fault, History, Life, Record, Request, read
-from validator import Coverage, check_request, validate
+from validator import TWO_LOST, WORKERS_LOST, Coverage, check_request, validate
 
 ANSWER = Answer("one two three", "length", 7, 3)
 WORDS = ("one", " two", " three")
@@ -198,14 +198,16 @@ def test_the_rate_counts_requests_with_a_worker_and_a_frontend_throughout() -> N
     assert verdict.longest_gap_s == 0.5
 
 
-def test_a_request_that_two_workers_did_not_survive_is_not_counted() -> None:
+@pytest.mark.parametrize("text", WORKERS_LOST)
+def test_a_request_that_lost_more_workers_than_promised_is_not_counted(text: str) -> None:
     lives = [Life("frontend", "f", 0), Life("worker", "a", 0, 1.0), Life("worker", "b", 0)]
-    error = [Event(1.3, "error", "Two workers died or stopped answering before the first token")]
-    records: list[Record] = [unary(status=500, events=error)]
+    error = [Event(1.3, "error", f"{text} in this request")]
+    status = 500 if text == TWO_LOST else 503
+    records: list[Record] = [unary(status=status, events=error)]
     assert [one.rule for one in validate(records, lives).violations] == ["no loss"]
     verdict = validate([*records, Fault("requests cut", "b", 1.2)], lives)
     assert verdict.violations == []
-    assert (verdict.two_lost, verdict.counted) == (1, 0)
+    assert (verdict.workers_lost, verdict.counted) == (1, 0)
 
 
 def test_two_histories_of_one_request_are_rejected() -> None:

@@ -19,6 +19,9 @@ ALLOWED_STATUSES = (200, 503)
 TWO_LOST = "Two workers died"
 """How the error of a request begins that two workers did not survive before its first token."""
 
+WORKERS_LOST = (TWO_LOST, "Migration limit exhausted")
+"""How the errors begin of requests that lost more workers than is promised, at least two."""
+
 SILENCE_S = 5.0
 """A request may be sent to a worker that fell silent this long ago, and lose it."""
 
@@ -64,9 +67,9 @@ class Verdict:
 
     ``requests`` reached a frontend, ``refused`` ones found none.
     ``counted`` requests were not cancelled, met no death of a frontend, and had a live worker at
-    every moment; ``succeeded`` of them got their complete answer. ``two_lost`` are not counted
-    either: two workers were lost before their first token. ``longest_gap_s`` is the longest
-    time in which a stream of these received nothing.
+    every moment; ``succeeded`` of them got their complete answer. ``workers_lost`` are not
+    counted either: they met more losses of workers than is promised. ``longest_gap_s`` is the
+    longest time in which a stream of these received nothing.
     """
 
     requests: int = 0
@@ -77,7 +80,7 @@ class Verdict:
     cancelled: int = 0
     frontend_lost: int = 0
     no_worker: int = 0
-    two_lost: int = 0
+    workers_lost: int = 0
     tokens: int = 0
     longest_gap_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
@@ -108,7 +111,7 @@ def validate(records: Iterable[Record], lives: Iterable[Life]) -> Verdict:
             alive = any(_outlives(one, record) for one in frontends)
             served = workers.covers(record.started_s, record.ended_s)
             _count(verdict, record, alive, served)
-            if _error(record).startswith(TWO_LOST):
+            if _error(record).startswith(WORKERS_LOST):
                 lost.append(record)
         elif not isinstance(record, Life):
             verdict.faults[record.kind] += 1
@@ -120,7 +123,7 @@ def validate(records: Iterable[Record], lives: Iterable[Life]) -> Verdict:
 
 
 def _check_losses(lost: Iterable[Request], losses: Sequence[float]) -> Iterator[Violation]:
-    """Yield the requests that say that they lost two workers, when fewer were lost."""
+    """Yield the requests that say that they lost their workers, when fewer than two were lost."""
     for request in lost:
         first = bisect_left(losses, request.started_s - SILENCE_S)
         found = bisect_right(losses, request.ended_s) - first
@@ -156,8 +159,8 @@ def _count(verdict: Verdict, request: Request, alive: bool, served: bool) -> Non
         verdict.frontend_lost += 1
     elif not served:
         verdict.no_worker += 1
-    elif _error(request).startswith(TWO_LOST):
-        verdict.two_lost += 1
+    elif _error(request).startswith(WORKERS_LOST):
+        verdict.workers_lost += 1
     else:
         verdict.counted += 1
         verdict.succeeded += complete
