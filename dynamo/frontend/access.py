@@ -50,7 +50,7 @@ def is_reserved(path: str) -> bool:
 
 
 def operator_guard(settings: FrontendSettings, own_pages: bool = False) -> OperatorGuard:
-    """Return what tells operators from other clients; ``own_pages`` of this frontend may ask."""
+    """Return the check for operators; with ``own_pages`` it admits pages of this frontend."""
     names = (settings.http_host, *settings.allowed_hosts)
     return OperatorGuard(settings.api_key_file is not None, names, own_pages=own_pages)
 

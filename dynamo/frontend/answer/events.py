@@ -7,6 +7,7 @@ request that does not stream.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from dynamo.errors import DynamoError
@@ -141,21 +142,21 @@ class EventStream(ChatStream):
 
     # --- abstract: each API implements them
 
+    @abstractmethod
     def _events(self, delta: AnswerDelta) -> bytes:
         """The events for ``delta``, which is not empty."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _last_events(self) -> bytes:
         """The events after the last delta of an answer that is complete."""
-        raise NotImplementedError
 
-    def _body(self, deltas: list[AnswerDelta]) -> dict[str, Any]:
+    @abstractmethod
+    def _body(self, deltas: list[AnswerDelta]) -> bytes:
         """The body of a request that does not stream; ``deltas`` are the whole message."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _failed(self, error: DynamoError) -> bytes:
         """The events that end a stream with ``error``, a result of ``explained``."""
-        raise NotImplementedError
 
     @property
     def _finish_reason(self) -> str | None:
@@ -174,9 +175,9 @@ class EventStream(ChatStream):
 
     # --- what the request calls
 
+    @abstractmethod
     def opening(self) -> bytes:
         """The events before the first delta. There are no annotations in these APIs."""
-        raise NotImplementedError
 
     def flush(self) -> bytes:
         """The events for everything pushed since the last time."""
@@ -201,7 +202,7 @@ class EventStream(ChatStream):
             choice.close()
         deltas = self._take()
         self.final_usage = self.usage()
-        return json_bytes(self._body(deltas))
+        return self._body(deltas)
 
     # --- private
 

@@ -10,6 +10,7 @@ A stream object lives as long as its request and touches neither sockets nor rou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -65,7 +66,7 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
-class GenerationStream:
+class GenerationStream(ABC):
     """The answer to one request with its ``n`` choices for each prompt.
 
     Its user sets ``worker_id`` (a dict) and ``timing`` (called at the end), which are shown if the
@@ -248,15 +249,15 @@ class GenerationStream:
     ) -> Choice:
         return Choice(tokenizer, rules, collector)
 
+    @abstractmethod
     def _collectors(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> Sequence[LogprobsCollector]:
         """A collector of log probabilities for each choice; empty if not asked for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _part(self, index: int, text: str) -> dict[str, Any]:
         """The beginning of one element of ``choices`` in a unary body."""
-        raise NotImplementedError
 
     def _add_prompt_logprobs(self, body: dict[str, Any], parts: list[dict[str, Any]]) -> None:
         """Add ``prompt_logprobs`` where vLLM's server has it: here to each choice."""

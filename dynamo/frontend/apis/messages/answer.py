@@ -135,7 +135,7 @@ class MessagesStream(EventStream):
         events.append(named_event("message_stop", {"type": "message_stop"}))
         return b"".join(events)
 
-    def _body(self, deltas: list[AnswerDelta]) -> dict[str, Any]:
+    def _body(self, deltas: list[AnswerDelta]) -> bytes:
         blocks: list[dict[str, Any]] = []
         for delta in deltas:
             if delta.reasoning:
@@ -144,7 +144,8 @@ class MessagesStream(EventStream):
             if delta.content:
                 blocks.append({"type": "text", "text": delta.content})
             blocks += map(_tool_use, delta.calls)
-        return {**self._head(), "content": blocks, **self._stop(), "usage": self._usage()}
+        head = self._head()
+        return json_bytes({**head, "content": blocks, **self._stop(), "usage": self._usage()})
 
     def _failed(self, error: DynamoError) -> bytes:
         return named_event("error", error_object(error.status, error))

@@ -287,14 +287,9 @@ class ResponsesStream(EventStream):
         response = orjson.Fragment(self._final(status))
         return events + self._output.event(f"response.{status}", {"response": response}) + DONE
 
-    def unary(self) -> bytes:
-        """The whole answer as one JSON body."""
-        choice = self.choices[0]
-        if choice.finish_reason is None:
-            choice.close()
-        for delta in self._take():
+    def _body(self, deltas: list[AnswerDelta]) -> bytes:
+        for delta in deltas:
             self._events(delta)
-        self.final_usage = self.usage()
         status = self._status
         self._output.close(status)
         return self._final(status)
