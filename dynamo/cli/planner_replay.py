@@ -12,6 +12,7 @@ from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.planner.policies.factory import resolve_mode
 from dynamo.simulation.compare import Comparison, compare, comparison_figure, draw_comparison
 from dynamo.simulation.request import (
     ReplayRequest,
@@ -50,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dynamo planner replay", DESCRIPTION, [ReplaySettings, PlannerSettings], argv, epilog=EPILOG
     )
     try:
+        if not settings.policy or "auto" in settings.policy:
+            planner, reason = resolve_mode(planner)
+            if reason:
+                print(f"--mode auto: {reason}", file=sys.stderr)
         if settings.plot is not None:
             comparison_figure()
         found = compare(

@@ -22,6 +22,8 @@ T = TypeVar("T")
 _TRUE = frozenset(("true", "1", "yes", "on"))
 _FALSE = frozenset(("false", "0", "no", "off", "none", ""))
 _UNSET = ("", "None")
+_GIVEN = "given"
+"""Field of a group that gets the names of the options that a flag or a variable has set."""
 
 
 def option(
@@ -176,6 +178,8 @@ def try_build(
             problems[field.name] = error
     if problems:
         return None, problems
+    if _GIVEN in group.__dict__.get("__dataclass_fields__", {}):
+        values[_GIVEN] = frozenset(values)
     try:
         return group(**values), {}
     except ConfigError as error:

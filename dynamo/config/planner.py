@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
@@ -19,11 +19,12 @@ class PlannerSettings:
         "local", "--environment", choices=("local", "kubernetes"), help="only local is supported"
     )
     mode: str = option(
-        "load",
+        "auto",
         "--mode",
-        choices=("load", "sla", "load+sla"),
+        choices=("auto", "load", "sla", "load+sla"),
         help="load: KV load and prefill queue against thresholds; sla: forecast of the traffic "
-        "against --ttft and --itl; load+sla: the forecast and a fast reaction to load",
+        "against --ttft and --itl; load+sla: the forecast and a fast reaction to load; auto: load "
+        "if a threshold is given, else load+sla",
     )
     no_operation: bool = option(
         False, "--no-operation", help="observe and log only; never change the workers"
@@ -109,7 +110,7 @@ class PlannerSettings:
         exclusive_minimum=True,
         metavar="MS",
         heading="sla: targets and forecast",
-        help="target of the time to first token",
+        help="target of the time to first token; auto without it: from the profile, else 2000",
     )
     itl_ms: float = option(
         50.0,
@@ -117,7 +118,7 @@ class PlannerSettings:
         minimum=0,
         exclusive_minimum=True,
         metavar="MS",
-        help="target of the time between tokens",
+        help="target of the time between tokens; auto without it: from the profile, else 50",
     )
     load_predictor: str = option(
         "kalman",
@@ -160,6 +161,14 @@ class PlannerSettings:
         metavar="SECONDS",
         help="time a new worker has to serve; then it is removed again",
     )
+
+    given: frozenset[str] = frozenset()
+    """Names of the options that a command line has set, be it to their defaults."""
+
+    def is_set(self, *names: str) -> bool:
+        """Return whether one of the options ``names`` is given, or not at its default."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return any(name in self.given or getattr(self, name) != defaults[name] for name in names)
 
     def __post_init__(self) -> None:
         """Reject another backend, and values that contradict each other."""

@@ -27,7 +27,7 @@ from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.planner.live.local_connector import LocalConnector, gpu_capacity, open_connector
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.live.sources import LiveSources
-from dynamo.planner.policies.factory import make_policy
+from dynamo.planner.policies.factory import make_policy, resolve_mode
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
 from dynamo.planner.reports.explain import StateFile, serve_explain, serve_pause
 from dynamo.planner.reports.metrics import PlannerMetrics
@@ -69,7 +69,10 @@ async def run_planner(settings: PlannerSettings, runtime_settings: RuntimeSettin
 
     Raises ConfigError without a deployment, or if another planner scales it.
     """
-    # First: a runtime makes the directories of its namespace.
+    settings, reason = resolve_mode(settings)
+    if reason:
+        log.info("--mode auto: %s", reason)
+    # Before the runtime, which makes the directories of its namespace.
     read_deployment(Statefile(state_path(runtime_settings), runtime_settings.namespace))
     runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
     try:

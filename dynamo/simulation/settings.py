@@ -20,8 +20,8 @@ class ReplaySettings:
         (),
         "--policy",
         repeat=True,
-        help="load, sla, load+sla, fixed:N, hpa:N, oracle, or module:attribute; may be repeated; "
-        "default: --mode",
+        help="auto, load, sla, load+sla, fixed:N, hpa:N, oracle, or module:attribute; may be "
+        "repeated; default: --mode",
     )
     rate: float = option(
         1.0,

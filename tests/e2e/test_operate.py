@@ -230,7 +230,7 @@ def test_top_and_its_keys(box: Box) -> None:
     assert once.returncode == 0
     assert "\x1b" not in once.stdout
     assert re.search(r"tiny +ready", once.stdout)
-    assert "\nplanner: running, mode load, next decision in " in once.stdout
+    assert "\nplanner: running, mode load+sla, next decision in " in once.stdout
 
 
 def _press_keys(box: Box, top: PtyScreen) -> None:

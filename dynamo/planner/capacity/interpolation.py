@@ -18,6 +18,7 @@ after reading it; the stored figures were milliseconds there, too.
 from __future__ import annotations
 
 import importlib
+import math
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,6 +169,11 @@ class PrefillCurve:
     def ttft_ms(self, isl: float) -> float:
         """Return the time to first token of a prompt that finds the worker idle."""
         return float(self._ttft(min(max(isl, self._range[0]), self._range[1])))
+
+    @property
+    def middle_isl(self) -> float:
+        """The geometric mean of the shortest and the longest prompt that was profiled."""
+        return math.sqrt(self._range[0] * self._range[1])
 
     def tokens_per_s(self, isl: float) -> float:
         """Return the prompt tokens per second and GPU."""

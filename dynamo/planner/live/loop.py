@@ -266,7 +266,7 @@ class ScalingLoop:
                     *(name, policy.name, policy.interval_s),
                     " and ".join(service.name for service in model.services),
                 )
-                needs_traffic = self._settings.mode != "load"
+                needs_traffic = self._settings.mode in ("sla", "load+sla")
                 self._models[name] = ModelState(model, policy, needs_traffic)
             else:
                 state.model = model

@@ -12,10 +12,12 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import cast
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
+from dynamo.planner.capacity.interpolation import read_capacity
 from dynamo.planner.policies.base import (
     DECODE,
     PREFILL,
@@ -33,11 +35,23 @@ from dynamo.planner.policies.sla import SlaPolicy
 Factory = Callable[[PlannerSettings, bool], Policy]
 """Makes a policy; the second argument is True in disaggregated serving."""
 POLICIES: dict[str, Factory] = {
+    "auto": lambda settings, prefill: make_policy(replace(settings, mode="auto"), prefill),
     "load": lambda settings, prefill: LoadPolicy(settings),
     "sla": SlaPolicy,
     "load+sla": CombinedPolicy,
 }
 """Policies without an argument. Those of --mode must be here."""
+_THRESHOLDS = tuple(
+    f"{metric}_scale_{way}_threshold"
+    for metric in ("decode_kv", "prefill_queue")
+    for way in ("up", "down")
+)
+_TTFT_MS, _ITL_MS = 2000.0, 50.0
+"""Targets where nothing is known: for people who wait for an answer and read it."""
+_TIGHT_TTFT_MS, _TIGHT_ITL_MS = 500.0, 50.0
+_TTFT_FACTOR, _ITL_FACTOR = 5.0, 4.0
+"""Targets from a profile: multiples of what an idle worker takes, never tighter than Dynamo's
+defaults."""
 _SYNC_PERIOD_S = 15.0
 _TOLERANCE = 0.1
 _SCALE_DOWN_WINDOW_S = 300.0
@@ -191,8 +205,46 @@ _WITH_ARGUMENT: dict[str, Callable[[PlannerSettings, bool, str], Policy]] = {
 }
 
 
+def resolve_mode(settings: PlannerSettings) -> tuple[PlannerSettings, str]:
+    """Return the settings with a mode and targets instead of ``auto``, and why; "" if given.
+
+    Raises ConfigError for a profile that cannot be read.
+    """
+    if settings.mode != "auto":
+        return settings, ""
+    if settings.is_set(*_THRESHOLDS):
+        return replace(settings, mode="load"), "mode load: thresholds are given"
+    chosen = replace(settings, mode="load+sla")
+    ttft_ms, itl_ms = _targets(settings.profile_results_dir)
+    source = "conservative" if settings.profile_results_dir is None else "of the profile"
+    reasons = []
+    if settings.is_set("ttft_ms"):
+        reasons.append(f"TTFT {settings.ttft_ms:g} ms as given")
+    else:
+        chosen = replace(chosen, ttft_ms=ttft_ms)
+        reasons.append(f"TTFT {ttft_ms:g} ms ({source}; --ttft sets it)")
+    if settings.is_set("itl_ms"):
+        reasons.append(f"ITL {settings.itl_ms:g} ms as given")
+    else:
+        chosen = replace(chosen, itl_ms=itl_ms)
+        reasons.append(f"ITL {itl_ms:g} ms ({source}; --itl sets it)")
+    return chosen, f"mode load+sla: {', '.join(reasons)}"
+
+
+def _targets(profile: str | None) -> tuple[float, float]:
+    """Return the targets of TTFT and ITL in ms that a worker of ``profile`` keeps with room."""
+    capacity = read_capacity(profile)
+    if capacity is None:
+        return _TTFT_MS, _ITL_MS
+    isl = capacity.prefill.middle_isl
+    ttft_ms = _TTFT_FACTOR * capacity.prefill.ttft_ms(isl)
+    itl_ms = _ITL_FACTOR * capacity.decode.itl_ms(0.0, isl)
+    return max(float(round(ttft_ms)), _TIGHT_TTFT_MS), max(float(round(itl_ms)), _TIGHT_ITL_MS)
+
+
 def make_policy(settings: PlannerSettings, prefill: bool) -> Policy:
     """Return the policy of ``settings.mode``; ``prefill``: serving is disaggregated."""
+    settings, _ = resolve_mode(settings)
     return named_policy(settings.mode, settings, prefill)
 
 

@@ -98,7 +98,7 @@ def test_the_planner_needs_a_deployment(tmp_path: Path) -> None:
         (["--min-gpu-budget", "9"], "is above --max-gpu-budget 8"),
         (["--metric-pulling-interval", "31"], "is above --adjustment-interval 30"),
         (["--environment", "virtual"], "must be one of local, kubernetes"),
-        (["--mode", "fast"], "must be one of load, sla, load+sla"),
+        (["--mode", "fast"], "must be one of auto, load, sla, load+sla"),
         (["--min-endpoint", "-1"], "must be >= 0"),
     ],
 )

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from dynamo.config.option import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
+from dynamo.planner.capacity.interpolation import (
+    DecodePoints,
+    PrefillPoints,
+    WorkerProfile,
+    write_profile,
+)
 from dynamo.planner.policies.base import Observation, Policy, Pool, Pull, Traffic, WorkerLoad
-from dynamo.planner.policies.factory import FixedPolicy, make_policy, named_policy
+from dynamo.planner.policies.combined import CombinedPolicy
+from dynamo.planner.policies.factory import (
+    FixedPolicy,
+    make_policy,
+    named_policy,
+    resolve_mode,
+)
 from dynamo.planner.policies.load import LoadPolicy
 
 SETTINGS = PlannerSettings()
@@ -58,7 +75,7 @@ def test_a_fixed_policy_keeps_its_workers_within_the_limits() -> None:
         ("fixed:-1", True, "policy fixed:-1: write fixed:PxD, such as fixed:2x2"),
         ("hpa:0", False, "policy hpa:0: write the requests per worker"),
         ("hpa:many", False, "policy hpa:many: write the requests per worker"),
-        ("magic", False, "policy 'magic': unknown; there are load,"),
+        ("magic", False, "policy 'magic': unknown; there are auto, load,"),
         ("no_such_module:policy", False, "policy 'no_such_module:policy': No module named"),
         (f"{__name__}:missing", False, "has no attribute 'missing'"),
         (f"{__name__}:NOT_CALLABLE", False, "it is no class or function that makes a policy"),
@@ -71,7 +88,8 @@ def test_a_wrong_name_says_what_is_right(name: str, prefill: bool, text: str) ->
 
 
 def test_policies_are_made_by_name_or_imported() -> None:
-    assert isinstance(make_policy(SETTINGS, prefill=False), LoadPolicy)
+    assert isinstance(make_policy(SETTINGS, prefill=False), CombinedPolicy)
+    assert isinstance(make_policy(replace(SETTINGS, mode="load"), prefill=False), LoadPolicy)
     own = named_policy(f"{__name__}:own_policy", SETTINGS, False)
     assert wanted(own, seen(0, Pool(ready=1))) == (3,)
 
@@ -145,3 +163,48 @@ def test_hpa_does_not_remove_the_last_worker() -> None:
     for sync in range(40):
         (replicas,) = wanted(policy, seen(0, Pool(ready=1, minimum=0), 15.0 * sync))
     assert replicas == 1
+
+
+def resolved(*words: str) -> tuple[str, float, float, str]:
+    (settings,) = load("planner", "", [PlannerSettings], words, env={})
+    chosen, reason = resolve_mode(settings)
+    return chosen.mode, chosen.ttft_ms, chosen.itl_ms, reason
+
+
+def test_auto_is_load_if_a_threshold_is_given_even_at_its_default() -> None:
+    mode, *_, reason = resolved("--decode-kv-scale-up-threshold", "0.9", "--ttft", "300")
+    assert (mode, reason) == ("load", "mode load: thresholds are given")
+
+
+def test_auto_takes_given_targets_and_conservative_ones_for_the_rest() -> None:
+    mode, ttft_ms, itl_ms, reason = resolved()
+    assert (mode, ttft_ms, itl_ms) == ("load+sla", 2000.0, 50.0)
+    assert reason.count("(conservative; ") == 2
+    mode, ttft_ms, itl_ms, reason = resolved("--ttft", "500")  # the default of --ttft, but given
+    assert (mode, ttft_ms, itl_ms) == ("load+sla", 500.0, 50.0)
+    assert "TTFT 500 ms as given" in reason and "ITL 50 ms (conservative" in reason
+
+
+@pytest.mark.parametrize(("factor", "targets"), [(1.0, (500.0, 50.0)), (20.0, (4000.0, 800.0))])
+def test_auto_has_targets_that_a_profiled_worker_can_keep(
+    factor: float, targets: tuple[float, float], tmp_path: Path
+) -> None:
+    isl, usage = np.array([100.0, 400.0, 1600.0]), np.array([0.1, 0.5, 0.9, 0.1, 0.5, 0.9])
+    rate = np.ones(3)
+    decode = DecodePoints(
+        kv_usage=usage,
+        context=np.repeat([100.0, 1600.0], 3),
+        itl_ms=factor * np.full(6, 10.0),
+        tokens_per_s=np.ones(6),
+        max_kv_tokens=10_000,
+    )
+    prefill = PrefillPoints(isl=isl, ttft_ms=factor * isl / 10, tokens_per_s=rate)
+    write_profile(tmp_path, WorkerProfile(prefill=prefill, decode=decode))
+    mode, ttft_ms, itl_ms, reason = resolved("--profile-results-dir", str(tmp_path))
+    assert (mode, ttft_ms, itl_ms) == ("load+sla", *targets)
+    assert reason.count("(of the profile; ") == 2
+
+
+@pytest.mark.parametrize("mode", ["load", "sla", "load+sla"])
+def test_a_given_mode_and_its_targets_stay(mode: str) -> None:
+    assert resolved("--mode", mode) == (mode, 500.0, 50.0, "")

@@ -26,7 +26,7 @@ from dynamo.planner.sharing.gpu_sharing import (
 from dynamo.protocols.control import OnDemandModel
 
 FAST = PlannerSettings(
-    metric_pulling_interval_s=0.005, adjustment_interval_s=0.02, max_gpu_budget=4
+    mode="load", metric_pulling_interval_s=0.005, adjustment_interval_s=0.02, max_gpu_budget=4
 )
 
 
