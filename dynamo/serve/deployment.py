@@ -152,9 +152,9 @@ class Deployment:
             for name, processes in held.items()
         ]
 
-    def is_draining(self, watcher: SupervisedWatcher) -> bool:
+    def is_draining(self, watcher: SupervisedWatcher, or_asleep: bool) -> bool:
         """Whether this watcher is marked as draining in the statefile (scale-down)."""
-        return self._record.is_draining(watcher.name)
+        return self._record.is_draining(watcher.name, or_asleep)
 
     async def conflict(self, watcher: SupervisedWatcher) -> str:
         """Assign free GPUs if it holds none; return "", or which others have them."""

@@ -129,9 +129,9 @@ class StatefileWriter:
         """Schedule a write: a process, a watcher or a lease appeared or disappeared."""
         self._dirty.set()
 
-    def is_draining(self, name: str) -> bool:
+    def is_draining(self, name: str, or_asleep: bool = True) -> bool:
         """Whether an exit is the end of a component: it drains, or sleeps and has no GPU."""
-        return self.states().get(name) in (DRAINING, ASLEEP)
+        return self.states().get(name) in (DRAINING, ASLEEP if or_asleep else DRAINING)
 
     def states(self) -> dict[str, str]:
         """Return the ``state`` of each component."""

@@ -354,9 +354,12 @@ class SupervisingArbiter(RollingArbiter):
                 logging.WARNING,
             )
 
-    def drained(self, watcher: SupervisedWatcher) -> bool:
-        """Whether an exit, with any status, ends a scale-down; the last one ends its watcher."""
-        draining = self.events.is_draining(watcher)
+    def drained(self, watcher: SupervisedWatcher, stopped: bool) -> bool:
+        """Whether an exit, with any status, ends a scale-down; the last one ends its watcher.
+
+        ``stopped``: by a command. One that drains is removed then, too; one that sleeps stays.
+        """
+        draining = self.events.is_draining(watcher, or_asleep=not stopped)
         if draining and not watcher.processes:
             self._tasks.spawn(self.remove([watcher]), name=f"remove {watcher.name}")
         return draining

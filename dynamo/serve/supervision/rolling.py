@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dynamo.config.programs import PLANNER
 from dynamo.errors import ConfigError, StatefileError, Unavailable
 from dynamo.serve.graph.watchers import WatcherSpec
+from dynamo.serve.state.document import ASLEEP
 from dynamo.serve.state.record import StatefileWriter
 from dynamo.serve.supervision.output import Announcer
 from dynamo.serve.supervision.supervised import SupervisedWatcher
@@ -157,6 +158,8 @@ class RollingRestart:
         if level == UNKNOWN or taken or not watcher.get_active_processes():
             return False
         # One that sleeps or loads serves nothing, and its GPUs may be those of others by now.
+        if self._record.states().get(watcher.name) == ASLEEP:
+            return False
         if level == MODEL and all(self._registered(pid) < MODEL for pid in watcher.processes):
             return False
         if spec.is_frontend and not watcher.listener.is_shared:

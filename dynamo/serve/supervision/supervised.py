@@ -165,6 +165,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         return SupervisedProcess
 
     async def _start(self) -> None:
+        if not self.is_stopped() and len(self.processes) >= self.numprocesses:
+            return  # one that sleeps must not claim its GPUs: its engine would sleep on
         self.given_up = None
         self._restarts.forget()
         self._not_before_s = 0.0
@@ -310,11 +312,13 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.notify_event("reap", message)
         if process.on_trial:
             return  # another one still serves
-        kept = self in self.arbiter.watchers and not self.arbiter.stopping
-        if not kept or process.stopping or self.is_stopping() or self.is_stopped():
+        if self not in self.arbiter.watchers or self.arbiter.stopping:
             return
-        if self.arbiter.drained(self):
+        stopped = process.stopping or self.is_stopping() or self.is_stopped()
+        if self.arbiter.drained(self, stopped):
             self._drained = True  # circus's periodic check may come before the removal
+            return
+        if stopped:
             return
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started
