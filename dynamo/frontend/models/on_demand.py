@@ -67,7 +67,7 @@ class GraphModels:
         """
         while True:
             await asyncio.sleep(_POLL_S)
-            await self._read()
+            await self.load()
             for model in self.removed(workers()):
                 if remove(model):
                     del self._services[model]
@@ -95,7 +95,11 @@ class GraphModels:
             if not any(self._stated.get(name) == stated for name, stated in services.items())
         ]
 
-    async def _read(self) -> None:
+    def has(self, model: str) -> bool:
+        """Whether a service of the graph serves ``model``, which may have no worker yet."""
+        return model in self._stated.values()
+
+    async def load(self) -> None:
         """Read the statefile if it has changed; without one the graph is as it was."""
         try:
             modified_ns = self._statefile.path.stat().st_mtime_ns

@@ -144,6 +144,8 @@ class Models:
         self._prefill = PrefillCards(self._entries, self._reject)
         self._watch: Watch | None = None
         self._forgot = False
+        settings_of = runtime.settings
+        self._graph = GraphModels(Statefile(state_path(settings_of), settings_of.namespace))
         self._on_loaded = on_loaded
         self._on_relayed = on_relayed
 
@@ -152,9 +154,8 @@ class Models:
         await self.on_demand.start()
         self._watch = self._runtime.discovery.watch(MODEL_CARDS, self._on_event)
         await self._watch.ready()
-        runtime = self._runtime.settings
-        graph = GraphModels(Statefile(state_path(runtime), runtime.namespace))
-        self._tasks.spawn(graph.run(self._worker_ids, self._forget), name="graph")
+        await self._graph.load()
+        self._tasks.spawn(self._graph.run(self._worker_ids, self._forget), name="graph")
 
     async def loaded(self) -> None:
         """Return when every model seen so far is loaded, or has failed to load."""
@@ -172,12 +173,13 @@ class Models:
     def find(self, name: str, model_type: str) -> TokenModel:
         """The model for a request of ``model_type`` (Chat, Completions).
 
-        Raises ModelNotFound, or NoInstances if the model is known but has no worker now. Before the
-        first model is known any may come: clients repeat a request after 503, not after 404.
+        Raises ModelNotFound, or NoInstances if the model is known, or of the graph, but has no
+        worker now. Before the first model is known any may come: clients repeat a request after
+        503, not after 404.
         """
         entry = self._names.get(name)
         if entry is None:
-            if not self._names and not self._forgot:
+            if (not self._names and not self._forgot) or self._graph.has(name):
                 raise NoInstances
             raise ModelNotFound(f"Model not found: {shorten(name)}")
         if model_type not in entry.types:
