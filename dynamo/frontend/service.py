@@ -62,6 +62,7 @@ _MIB = 1024 * 1024
 _SPARE_FILES = 256
 _LAST_REQUEST_S = 1.0  # for a connected client to send it
 _LOAD_S = 30.0  # then listen without the models that are still loading
+_LEASE_AGAIN_S = 5.0
 _PERIOD_S = 0.1
 _STALL_S = 0.1
 
@@ -242,9 +243,19 @@ class Frontend:
             log.info("web page at %s/ui", self.url(*bound))
         warn_if_exposed(settings, bound[0])
         if self._runtime.settings.discovery_backend == "file":
-            # By its lease `dynamo serve` sees that it listens.
-            self._tasks.spawn(self._runtime.granted(), name="lease")
+            self._tasks.spawn(self._hold_lease(), name="lease")
         return bound
+
+    async def _hold_lease(self) -> None:
+        """Grant the lease by which `dynamo serve` sees that it listens, also on a full disk."""
+        while True:
+            try:
+                await self._runtime.granted()
+            except Unavailable as error:
+                log.warning("%s; trying again in %g s", error.message, _LEASE_AGAIN_S)
+                await asyncio.sleep(_LEASE_AGAIN_S)
+            else:
+                return
 
     async def _load_models(self) -> None:
         """Wait for the models that are loading, up to a limit and until stopped."""
