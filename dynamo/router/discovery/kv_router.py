@@ -154,6 +154,8 @@ class Maintenance:
                 )
 
     def _arm(self, name: str, delay_s: float) -> None:
+        if name in self._timers:  # of a worker that has slept, or has left and returned
+            self._timers[name].cancel()
         timer = asyncio.get_running_loop().call_later(delay_s, self._fire, name)
         self._timers[name] = timer
 
