@@ -127,6 +127,8 @@ class RunDirectory:
             shutil.rmtree(self.store, ignore_errors=True)
         if fallback is not None:
             shutil.rmtree(fallback, ignore_errors=True)
+        for path in self.path.glob(".*"):  # of a process that was killed while it wrote
+            path.unlink(missing_ok=True)
         (self.path / _FALLBACK_RECORD).unlink(missing_ok=True)
 
     def release(self) -> None:
