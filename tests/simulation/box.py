@@ -1,0 +1,469 @@
+"""The deployment of a run: starts ``dynamo serve``, clients and operators; lets faults happen."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import shutil
+import signal
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import planes
+import programs
+from history import Answer, Life, Request
+from machine import START_S, Machine, Process
+from network import Network
+from recording_client import Plan, RecordingClient
+from scenario import PROFILES, Scenario, Step
+
+__all__ = ["Box", "PoolEntry"]
+
+REQUEST_TIMEOUT_S = 150.0
+OPERATION_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 120.0
+NAMESPACE = "box"
+RESTART_S = 10.0
+"""A fault may be felt so long: until what died is back."""
+_REMOVING = ("drain", "unload", "sleep", "circus stop", "circus rm", "circus decr", "pause planner")
+
+
+class PoolEntry(msgspec.Struct, frozen=True):
+    """A request body without its model and stream fields, and its complete answer."""
+
+    api: str
+    body: dict[str, Any]
+    answer: Answer
+
+
+class Box:
+    """One simulated machine with a deployment. ``requests`` and ``operations`` are what ended."""
+
+    def __init__(
+        self, machine: Machine, scenario: Scenario, pool: list[PoolEntry], directory: Path
+    ) -> None:
+        self.machine = machine
+        self.scenario = scenario
+        self.profile = PROFILES[scenario.profile]
+        self.pool = pool
+        self.state = directory
+        self.requests: list[Request] = []
+        self.operations: list[tuple[Step, str]] = []
+        self.open_requests = 0
+        self.open_operations = 0
+        self.serve: Process | None = None
+        self.wanted = True
+        self.healthy_since: dict[int, float] = {}
+        self.done: list[Step] = []
+        self.ready_s = 0.0
+        self.frontend_lives: list[Life] = []
+        self.life_ports: dict[int, int] = {}
+        self.ports: dict[str, int] = {}
+        """The port of each request, by its id."""
+        self.models: dict[str, str] = {}
+        """The model of each request."""
+        self._operating: dict[int, float] = {}
+        self._operated: list[tuple[float, float]] = []
+        self._removed: list[tuple[float, float]] = []
+        self._env = {
+            "DYN_LOCAL_STATE_DIR": str(directory),
+            "HOME": str(directory),
+            "PATH": os.environ.get("PATH", ""),
+            "DYN_SYSTEM_PORT": "0",
+            "DYN_SERVE_RESTART_BURST": "100000",
+            "DYN_SERVE_RESTART_WINDOW_S": "1",
+            "DYN_LOG": "info",
+        }
+        self._armed: dict[int, int] = {}
+        self._full_until_s = 0.0
+        self._thaw: list[Process] = []
+        machine.file_faults = self._file_fault
+        network = Network.of(machine)
+        network.on_listen, network.on_close = self._listening, self._closed
+        self._graph = directory / "graph.yaml"
+        self._write_graph(scenario.graph)
+
+    def _write_graph(self, text: str) -> None:
+        root = Path(__file__).resolve().parents[2]
+        full = text.format(model_path=root / "examples/model")
+        self._graph.write_text(f"namespace: {NAMESPACE}\n{full}")
+
+    # -- processes
+
+    def start(self) -> None:
+        """Start ``dynamo serve``; start it again when it ends while it is wanted."""
+        main = programs.arbiter(str(self._graph), gpus=self.profile.gpus)
+
+        async def serve(process: Process) -> int:
+            try:
+                return await main(process)
+            except Exception as error:  # noqa: BLE001 - a refused start is repeated
+                self.machine.note(f"serve failed: {error!r}")
+                self._refused(error)
+                return 1
+
+        self.serve = self.machine.spawn("serve", dict(self._env), serve)
+        self.serve.on_death[self._serve_ended] = None
+
+    def _refused(self, error: Exception) -> None:
+        from dynamo.errors import DynamoError
+
+        if not isinstance(error, (DynamoError, OSError)):
+            self.machine.failures.append(f"dynamo serve failed: {error!r}")
+
+    def _serve_ended(self) -> None:
+        if self.wanted:
+            self.machine.after(1.0, self._start_again)
+
+    def _start_again(self) -> None:
+        if self.wanted and (self.serve is None or not self.serve.alive):
+            self.start()
+
+    def processes(self, module: str) -> list[Process]:
+        """The living processes of a program: frontend, mocker, planner."""
+        return [
+            one
+            for one in self.machine.processes.values()
+            if one.alive and one.program == f"dynamo.{module}"
+        ]
+
+    def ready(self) -> bool:
+        """Whether the deployment said that it is ready, or has ended."""
+        return any("ready: " in line or "started: " in line for line in self.machine.history)
+
+    def _listening(self, process: Process, address: Any) -> None:
+        if isinstance(address, tuple) and 8000 <= address[1] < 8010 and process.program:
+            life = Life("frontend", process.name, self.clock(), pid=process.pid)
+            self.life_ports[id(life)] = address[1]
+            self.frontend_lives.append(life)
+            process.on_death[partial(self._closed, process)] = None
+
+    def _closed(self, process: Process, address: Any = None) -> None:
+        for life in self.frontend_lives:
+            if life.pid == process.pid and life.until_s is None:
+                life.closing_s = self.clock() if life.closing_s is None else life.closing_s
+                if not process.alive:
+                    life.until_s = self.clock()
+
+    # -- requests
+
+    def request(self, step: Step) -> None:
+        """Send the request of ``step`` in a process of its own."""
+        details = step.details
+        entry = self.pool[details["entry"]]
+        body = dict(entry.body) | {"model": step.what}
+        if details["stream"]:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if "n" in details:
+            body["n"] = details["n"]
+        plan = Plan(
+            f"request {step.number}",
+            entry.api,
+            body,
+            entry.answer,
+            details.get("cancel", ""),
+            details.get("after", 0),
+        )
+        port = self.ports[plan.id] = 8000 + details.get("frontend", 0)
+        self.models[plan.id] = step.what
+        self.open_requests += 1
+
+        async def client(process: Process) -> int:
+            from dynamo.http.client import Target
+
+            connection = RecordingClient(
+                Target("127.0.0.1", port, False), lambda: self.machine.now_s - START_S
+            )
+            record = await connection.perform(plan, REQUEST_TIMEOUT_S)
+            connection.close()
+            self.requests.append(record)
+            self.open_requests -= 1
+            self.machine.note(f"{plan.id} ended: {record.ending} {record.status} {_end_of(record)}")
+            return 0
+
+        self.machine.note(f"{plan.id}: {step.what}, {details}")
+        self.machine.spawn(f"client {step.number}", dict(self._env), client)
+
+    # -- operators
+
+    def operate(self, step: Step) -> None:
+        """Run the operation of ``step`` in a process of its own, as the CLI does."""
+        name = f"{step.what} {' '.join(map(str, step.details.values()))}"
+        self.open_operations += 1
+
+        async def operator(process: Process) -> int:
+            from dynamo.errors import DynamoError
+
+            result = "ended"
+            try:
+                async with asyncio.timeout(OPERATION_TIMEOUT_S):
+                    await self._operation(step)
+            except DynamoError as error:
+                result = f"refused: {error.message}"
+            except TimeoutError:
+                result = "never ended"
+            self.operations.append((step, result))
+            self.machine.note(f"operator {step.number} {name}: {result}")
+            return 0
+
+        self.machine.note(f"operator {step.number}: {name}")
+        self._operating[step.number] = self.clock()
+        if step.what in _REMOVING or step.details.get("value") == 0:
+            self._removed.append((self.clock(), float("inf")))  # until someone loads it
+        process = self.machine.spawn(f"operator {step.number}", dict(self._env), operator)
+        process.on_death[partial(self._operator_ended, step.number)] = None
+
+    def _operator_ended(self, number: int) -> None:
+        self.open_operations -= 1
+        self._operated.append((self._operating.pop(number), self.clock()))
+
+    def clock(self) -> float:
+        """Seconds since the start of the run."""
+        return self.machine.now_s - START_S
+
+    def disturbances(self) -> list[tuple[float, float]]:
+        """The spans in which faults or operations may have ended requests."""
+        found = [
+            *self._operated,
+            *self._removed,
+            *((since_s, self.clock()) for since_s in self._operating.values()),
+        ]
+        for step in self.done:
+            if step.kind == "fault":
+                at_s = step.at_s + self.ready_s
+                found.append((at_s, at_s + step.details["seconds"] + RESTART_S))
+        return found
+
+    async def _operation(self, step: Step) -> None:
+        from dynamo.config import from_env
+        from dynamo.config.runtime import RuntimeSettings
+        from dynamo.operations.operate import BoxActions
+
+        if step.what == "reload":
+            await self._reload(step)
+            return
+        if step.what.startswith("circus"):
+            await self._circus(step)
+            return
+        actions = BoxActions(from_env(RuntimeSettings, namespace=NAMESPACE))
+        if "planner" in step.what:
+            verb = actions.pause_planner if "pause" in step.what else actions.resume_planner
+            steps = verb()
+        elif "model" in step.details:
+            steps = getattr(actions, step.what)(step.details["model"])
+        else:
+            steps = getattr(actions, step.what)(self._target(step))
+        async for text in steps:
+            self.machine.note(f"operator {step.number}: {text}")
+
+    def _target(self, step: Step) -> str:
+        """The service, or one of its workers by number."""
+        service, number = step.details["service"], step.details["worker"]
+        if number < 0:
+            return str(service)
+        return f"{NAMESPACE}_{service}" + (f"_{number}" if number else "")
+
+    async def _reload(self, step: Step) -> None:
+        change, service = step.details["change"], step.details["service"]
+        words: dict[str, list[str]] = {
+            "workers": [f"--{service}.ServiceArgs.workers={step.details['value']}"],
+            "flag": [f"--{service}.max-num-seqs={4 + step.details['value']}"],
+            "env": [f"--{service}.envs.SOME={step.details['value']}"],
+        }
+        if self.profile.planner and change == "workers":
+            words["workers"] = [f"--{service}.ServiceArgs.max={1 + step.details['value']}"]
+        request = {"graph": str(self._graph), "overrides": words.get(change, []), "waiting": True}
+        await self._ask_circus("reload_graph", request)
+
+    async def _circus(self, step: Step) -> None:
+        command = step.what.partition(" ")[2]
+        worker = max(0, step.details["worker"])
+        name = f"{NAMESPACE}_{step.details['service']}" + (f"_{worker}" if worker else "")
+        waiting = command in ("stop", "start", "restart")
+        await self._ask_circus(command, {"name": name, "waiting": waiting, "match": "simple"})
+
+    async def _ask_circus(self, command: str, properties: dict[str, Any]) -> None:
+        from dynamo.errors import StatefileError
+        from dynamo.operations.steps.circus import CircusEndpoint
+        from dynamo.serve.state.process_table import runs_here
+        from dynamo.serve.state.statefile import Statefile
+
+        document = Statefile(self.state, NAMESPACE).read()
+        if document is None or not runs_here(document.arbiter):
+            raise StatefileError("no deployment runs")
+        circus = CircusEndpoint(document.circus_endpoint)
+        try:
+            reply = await circus._exchange(command, properties, lambda: runs_here(document.arbiter))
+        finally:
+            circus.close()
+        self.machine.note(f"circus {command} {properties.get('name', '')}: {reply}")
+
+    # -- faults
+
+    def fault(self, step: Step) -> None:
+        """Let the fault of ``step`` happen."""
+        dice = random.Random(step.dice)
+        act = getattr(self, "_" + step.what.replace(" ", "_"))
+        self.machine.note(f"fault {step.number}: {step.what} {step.details}")
+        act(dice, step.details["seconds"])
+
+    def heal(self) -> None:
+        """End the faults that last."""
+        self._full_until_s = 0.0
+        self._armed.clear()
+        for process in self._thaw:
+            self._continue(process)
+        self._thaw.clear()
+
+    def _any(self, dice: random.Random, module: str) -> Process | None:
+        found = sorted(self.processes(module), key=lambda one: one.pid)
+        return dice.choice(found) if found else None
+
+    def _signal(self, process: Process | None, signum: int) -> None:
+        if process is not None and process.alive:
+            self.machine.kill(process.pid, signum)
+
+    def _stop_for(self, process: Process | None, seconds: float) -> None:
+        if process is not None and process.alive:
+            self._thaw.append(process)
+            self.machine.kill(process.pid, signal.SIGSTOP)
+            self.machine.after(seconds, self._continue, process)
+
+    def _continue(self, process: Process) -> None:
+        if process.alive:
+            self.machine.kill(process.pid, signal.SIGCONT)
+
+    def _kill_worker(self, dice: random.Random, seconds: float) -> None:
+        self._signal(self._any(dice, "mocker"), signal.SIGKILL)
+
+    def _terminate_worker(self, dice: random.Random, seconds: float) -> None:
+        self._signal(self._any(dice, "mocker"), signal.SIGTERM)
+
+    def _stop_worker(self, dice: random.Random, seconds: float) -> None:
+        self._stop_for(self._any(dice, "mocker"), seconds)
+
+    def _kill_frontend(self, dice: random.Random, seconds: float) -> None:
+        self._signal(self._any(dice, "frontend"), signal.SIGKILL)
+
+    def _terminate_frontend(self, dice: random.Random, seconds: float) -> None:
+        self._signal(self._any(dice, "frontend"), signal.SIGTERM)
+
+    def _stop_frontend(self, dice: random.Random, seconds: float) -> None:
+        self._stop_for(self._any(dice, "frontend"), min(seconds, 4.0))
+
+    def _kill_planner(self, dice: random.Random, seconds: float) -> None:
+        self._signal(self._any(dice, "planner"), signal.SIGKILL)
+
+    def _stop_planner(self, dice: random.Random, seconds: float) -> None:
+        self._stop_for(self._any(dice, "planner"), seconds)
+
+    def _stop_arbiter(self, dice: random.Random, seconds: float) -> None:
+        self._stop_for(self.serve, seconds)
+
+    def _kill_arbiter(self, dice: random.Random, seconds: float) -> None:
+        self._signal(self.serve, signal.SIGKILL)
+
+    def _kill_operator(self, dice: random.Random, seconds: float) -> None:
+        found = [
+            one
+            for one in self.machine.processes.values()
+            if one.alive and one.name.startswith("operator")
+        ]
+        if found:
+            signum = dice.choice((signal.SIGKILL, signal.SIGINT))
+            self._signal(dice.choice(sorted(found, key=lambda one: one.pid)), signum)
+
+    def _kill_at_file(self, dice: random.Random, seconds: float) -> None:
+        """Kill some process in one of its next changes of a file."""
+        able = [
+            one
+            for one in self.machine.processes.values()
+            if one.alive and not one.name.startswith("client")
+        ]
+        if able:
+            chosen = dice.choice(sorted(able, key=lambda one: one.pid))
+            self._armed[chosen.pid] = dice.randrange(1, 12)
+
+    def _cut_requests(self, dice: random.Random, seconds: float) -> None:
+        found = [
+            one
+            for one in Network.of(self.machine).connections
+            if isinstance(one.address, str) and one.address.endswith(".sock")
+        ]
+        if found:
+            dice.choice(found).cut()
+
+    def _cut_events(self, dice: random.Random, seconds: float) -> None:
+        import fake_os
+
+        assert fake_os.machine() is self.machine
+        found = list(planes.EventHub.here().links)
+        if found:
+            dice.choice(found).cut()
+
+    def _remove_lease(self, dice: random.Random, seconds: float) -> None:
+        self._remove(dice, self.state / NAMESPACE / "store/leases")
+
+    def _remove_record(self, dice: random.Random, seconds: float) -> None:
+        buckets = self.state / NAMESPACE / "store/v1"
+        with suppress(OSError):
+            self._remove(dice, dice.choice(sorted(buckets.iterdir())))
+
+    def _remove_socket(self, dice: random.Random, seconds: float) -> None:
+        with suppress(OSError):
+            run = self.state / NAMESPACE
+            found = [
+                path
+                for path in sorted(run.iterdir())
+                if path.name.endswith(".sock") and "circus" not in path.name
+            ]
+            if found:
+                dice.choice(found).unlink()
+
+    def _remove(self, dice: random.Random, directory: Path) -> None:
+        with suppress(OSError):
+            found = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+            if found:
+                dice.choice(found).unlink()
+
+    def _disk_full(self, dice: random.Random, seconds: float) -> None:
+        self._full_until_s = self.machine.now_s + seconds
+
+    def _power_loss(self, dice: random.Random, seconds: float) -> None:
+        """Every process of the deployment dies at once."""
+        for process in list(self.machine.processes.values()):
+            if process.alive and not process.name.startswith("client"):
+                process.state = "R"
+                self._signal(process, signal.SIGKILL)
+
+    def _file_fault(self, process: Process, path: Any, grows: bool) -> None:
+        left = self._armed.get(process.pid)
+        if left is not None:
+            if left <= 1:
+                del self._armed[process.pid]
+                self.machine.note(f"killed while it changes {path}")
+                self.machine.kill(process.pid, signal.SIGKILL)
+            else:
+                self._armed[process.pid] = left - 1
+        if grows and self.machine.now_s < self._full_until_s:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    # -- the end
+
+    def stop(self) -> None:
+        """Stop the deployment."""
+        self.wanted = False
+        self._signal(self.serve, signal.SIGTERM)
+
+    def remove(self) -> None:
+        """Remove the state directory."""
+        shutil.rmtree(self.state, ignore_errors=True)
+
+
+def _end_of(record: Request) -> str:
+    return "; ".join(event.text for event in record.events if event.kind == "error")[:200]

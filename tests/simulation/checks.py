@@ -1,0 +1,275 @@
+"""What must hold in a run: after every step, when all is quiet, and after the stop."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from history import Fault, Life, Request
+from machine import START_S, Process
+from network import Network
+from validator import validate
+
+if TYPE_CHECKING:
+    from box import Box
+
+    from dynamo.serve.state.document import Document, Entry
+
+__all__ = ["check_always", "check_end", "check_quiet", "check_requests"]
+
+IN_FLIGHT = re.compile(
+    r"dynamo_frontend_(active|inflight|queued|stage|prefill_active)_requests"
+    r"|dynamo_frontend_prefill_queue_depth"
+    r"|dynamo_frontend_worker_active_(prefill_tokens|decode_blocks)"
+    r"|dynamo_request_plane_inflight_requests"
+    r"|dynamo_component_inflight_requests"
+    r"|dynamo_component_router_queue_\w+"
+    r"|dynamo_work_handler_(pool_active_tasks|queue_depth)"
+    r"|dynamo_(engine_request|request_queue)"
+    r"|vllm:num_requests_(running|waiting)"
+)
+_ACCOUNTED_S = 6.0
+_SHARE_ERROR = 1e-6
+_LEASED_S = 30.0
+_UNAVAILABLE = 503
+
+
+def check_always(box: Box) -> Iterator[str]:
+    """No GPU is used beyond one, by processes that are awake."""
+    used: dict[str, float] = defaultdict(float)
+    users: dict[str, list[str]] = defaultdict(list)
+    for process in box.processes("mocker"):
+        if process.state == "R" and not _asleep(process):
+            for gpu in process.env.get("CUDA_VISIBLE_DEVICES", "").split(","):
+                if gpu:
+                    used[gpu] += 0.5 if "_Half" in process.name else 1.0
+                    users[gpu].append(str(process))
+    for gpu, share in used.items():
+        if share > 1 + _SHARE_ERROR:
+            yield f"GPU {gpu} is used {share:g} times: {', '.join(users[gpu])}"
+
+
+def _asleep(process: Process) -> bool:
+    return any(getattr(part, "_asleep", False) for part in process.parts)
+
+
+def check_requests(box: Box) -> Iterator[str]:
+    """Each request ended once, with the tokens of an undisturbed run or an allowed error."""
+    lives = list(_lives(box))
+    faults = [
+        Fault(_FAULT_NAMES.get(step.what, step.what), "", step.at_s + box.ready_s)
+        for step in box.done
+        if step.kind == "fault"
+        for _ in range(2 if step.what == "stop worker" else 1)  # a lone one is asked twice
+    ]
+    for port in sorted(set(box.ports.values())):
+        requests = [one for one in box.requests if box.ports[one.id] == port]
+        mine = [one for one in lives if one.role == "worker" or box.life_ports[id(one)] == port]
+        for violation in validate([*requests, *faults], mine).violations:
+            yield f"{violation.request}: {violation.rule}: {violation.detail}"
+    for request in box.requests:
+        if not (_is_fine(request) or _is_cold(box, request) or _was_disturbed(box, request)):
+            yield (
+                f"{request.id}: failed without a cause: {request.ending} {request.status} "
+                + ("; ".join(event.text for event in request.events if event.kind == "error")[:300])
+            )
+
+
+_FAULT_NAMES = {"cut requests": "requests cut", "stop worker": "worker stopped"}
+
+
+def _is_fine(request: Request) -> bool:
+    if request.ending == "cancelled":
+        return True
+    failed = any(event.kind == "error" for event in request.events)
+    return request.ending == "complete" and request.status == 200 and not failed
+
+
+def _is_cold(box: Box, request: Request) -> bool:
+    """Whether it is for a model that is served only after a person has loaded it."""
+    return request.status == _UNAVAILABLE and box.models[request.id] in box.profile.cold
+
+
+def _was_disturbed(box: Box, request: Request) -> bool:
+    """Whether a fault or an operation may be the cause of an error of ``request``."""
+    since_s = request.started_s - _ACCOUNTED_S
+    return any(
+        from_s <= request.ended_s and until_s >= since_s for from_s, until_s in box.disturbances()
+    )
+
+
+def _lives(box: Box) -> Iterator[Life]:
+    yield from box.frontend_lives
+    for process in box.machine.lived:
+        if process.program == "dynamo.mocker":
+            yield Life(
+                "worker",
+                process.name,
+                process.started_s - START_S,
+                None if process.alive else process.ended_s - START_S,
+                pid=process.pid,
+            )
+
+
+def check_quiet(box: Box) -> Iterator[str]:
+    """Nothing is in flight, the records agree with the processes, the index with the caches."""
+    yield from _check_gauges(box)
+    yield from _check_statefile(box)
+    yield from _check_leases(box)
+    yield from _check_index(box)
+    for step, result in box.operations:
+        if result == "never ended":
+            yield f"operator {step.number} ({step.what}) did not end"
+    if box.open_operations:
+        yield f"{box.open_operations} operators still run"
+
+
+def _check_gauges(box: Box) -> Iterator[str]:
+    for process in (*box.processes("frontend"), *box.processes("mocker")):
+        for part in process.parts:
+            if hasattr(part, "metrics") and hasattr(part, "serving"):  # the runtime
+                yield from _check_page(process, part.metrics.render().decode())
+
+
+def _check_page(process: Process, page: str) -> Iterator[str]:
+    counts: dict[str, float] = defaultdict(float)
+    for line in page.splitlines():
+        if line.startswith("#") or not line:
+            continue
+        series, _, value = line.rpartition(" ")
+        name = series.partition("{")[0]
+        counts[name] += float(value)
+        if float(value) and IN_FLIGHT.fullmatch(name):
+            yield f"{process.name}: {line}"
+    started = counts["dynamo_frontend_requests_started_total"]
+    ended = counts["dynamo_frontend_requests_total"]
+    if started > ended:
+        yield f"{process.name}: {started:g} requests were accepted, {ended:g} ended"
+
+
+def _check_statefile(box: Box) -> Iterator[str]:
+    from dynamo.errors import StatefileError
+    from dynamo.serve.state.statefile import Statefile
+
+    try:
+        document = Statefile(box.state, "box").read()
+    except StatefileError as error:
+        yield f"statefile: {error.message}"
+        return
+    if document is None:
+        yield "there is no statefile"
+        return
+    alive = {p.pid: p for kind in ("mocker", "frontend", "planner") for p in box.processes(kind)}
+    recorded = set()
+    for name, entry in document.components.items():
+        yield from _check_entry(name, entry, alive)
+        recorded |= {process.pid for process in entry.processes}
+    for pid, process in alive.items():
+        if pid not in recorded:
+            yield f"statefile: {process} is not recorded"
+    yield from _check_ledger(document, alive)
+
+
+def _check_entry(name: str, entry: Entry, alive: dict[int, Process]) -> Iterator[str]:
+    for one in entry.processes:
+        if one.pid not in alive:
+            yield f"statefile: {name} has process {one.pid}, which does not run"
+    if entry.reserved_by is not None:
+        yield f"statefile: {name} is reserved by {entry.reserved_by.written()}"
+    process = next((alive[one.pid] for one in entry.processes if one.pid in alive), None)
+    if entry.draining and process is None:
+        yield f"statefile: {name} drains and has no process"
+    is_worker = process is not None and process.program == "dynamo.mocker"
+    if process is not None and is_worker and not entry.draining:
+        sleeps = _asleep(process)
+        if sleeps != entry.asleep:
+            what = "sleeps" if sleeps else "is awake"
+            yield f"statefile: {name} has state {entry.state!r}, but its engine {what}"
+
+
+def _check_ledger(document: Document, alive: dict[int, Process]) -> Iterator[str]:
+    from dynamo.serve.state.process_table import ledger_of
+
+    held: dict[str, float] = defaultdict(float)
+    for name, shares in ledger_of(document).held.items():
+        for gpu, share in shares.items():
+            held[gpu] += share
+        entry = document.components[name]
+        ended = entry.watcher is not None and entry.watcher.status in ("given up", "absent")
+        if ended and not any(process.pid in alive for process in entry.processes):
+            yield f"statefile: {name} holds {shares} without a process"
+    for gpu, share in held.items():
+        if share > 1 + _SHARE_ERROR:
+            yield f"statefile: GPU {gpu} is held {share:g} times"
+
+
+def _check_leases(box: Box) -> Iterator[str]:
+    store = box.state / "box/store"
+    leases = {path.name: path for path in _files(store / "leases")}
+    owners: dict[str, int] = {}
+    for name, path in leases.items():
+        pid = msgspec.json.decode(path.read_bytes())["pid"]
+        owners[name] = pid
+        process = box.machine.processes.get(pid)
+        if process is None or not process.alive:
+            yield f"lease {name} belongs to process {pid}, which does not run"
+    for bucket in sorted((store / "v1").iterdir()) if (store / "v1").exists() else ():
+        for path in _files(bucket):
+            lease = _lease_of(path)
+            if lease not in leases:
+                yield f"record {path.name} has lease {lease}, which does not exist"
+    for process in box.processes("mocker"):
+        if process.pid not in owners.values() and process.started_s < box.machine.now_s - _LEASED_S:
+            yield f"{process} has no lease"
+
+
+def _lease_of(path: Path) -> str:
+    from dynamo.runtime.discovery.layout import decode_stored
+
+    return f"{decode_stored(path.read_bytes()).lease_id:x}"
+
+
+def _files(directory: Path) -> list[Path]:
+    if not directory.exists():
+        return []
+    return sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def _check_index(box: Box) -> Iterator[str]:
+    held: dict[int, set[int]] = {}
+    for process in box.processes("mocker"):
+        for part in process.parts:
+            if hasattr(part, "ranks") and hasattr(part, "endpoint"):
+                worker = part.endpoint.runtime.instance_id
+                held[worker] = set().union(*(rank.pool.hashes() for rank in part.ranks))
+    for process in box.processes("frontend"):
+        for part in process.parts:
+            if hasattr(part, "recovering_slots"):  # an Indexer
+                for worker, _, _, blocks, _ in part._index.dump():
+                    extra = set(blocks) - held.get(worker, set())
+                    if extra and part._streams:
+                        yield (
+                            f"{process.name}: the index has {len(extra)} blocks of {worker:x} that "
+                            "it does not hold" + ("" if worker in held else ": it does not run")
+                        )
+
+
+def check_end(box: Box) -> Iterator[str]:
+    """The stop leaves nothing: no process, file, socket or listener."""
+    for process in box.machine.processes.values():
+        if process.alive and not process.name.startswith(("client", "operator")):
+            yield f"{process} still runs after the stop"
+    if box.serve is not None and box.serve.status:
+        yield f"dynamo serve ended with status {box.serve.status}"
+    for path in sorted(box.state.rglob("*")):
+        relative = path.relative_to(box.state)
+        kept = relative.parts[0] == "graph.yaml" or relative.parts[1:2] == ("logs",)
+        if path.is_dir() or kept:
+            continue
+        yield f"left after the stop: {relative}"
+    if Network.of(box.machine).listeners:
+        yield f"left after the stop: {list(Network.of(box.machine).listeners)}"

@@ -1,0 +1,118 @@
+"""Defects that were fixed once, and are put back to see that the simulation finds them.
+
+``scripts/simulate --defect NAME`` compiles a module with the old text in place of the new one.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import NamedTuple
+
+__all__ = ["DEFECTS", "Defect", "broken_source", "install"]
+
+
+class Defect(NamedTuple):
+    """``fixed`` is the present text of ``module``, ``broken`` the text that brings it back."""
+
+    name: str
+    module: str
+    fixed: str
+    broken: str
+    what: str
+
+
+DEFECTS = (
+    Defect(
+        "start-of-a-sleeper",
+        "dynamo.serve.supervision.supervised",
+        "if not self.is_stopped() and len(self.processes) >= self.numprocesses:",
+        "if False:",
+        "circusctl start of a worker that sleeps: its entry says running, its engine sleeps on.",
+    ),
+    Defect(
+        "restart-of-a-sleeper",
+        "dynamo.serve.supervision.rolling",
+        "if self._record.states().get(watcher.name) == ASLEEP:",
+        "if False:",
+        "A restart of a worker that sleeps starts one that is awake, on the GPU of another.",
+    ),
+    Defect(
+        "drained-while-stopped",
+        "dynamo.serve.supervision.supervised",
+        "        if self.arbiter.drained(self, stopped):",
+        "        if not stopped and self.arbiter.drained(self, stopped):",
+        "A worker that drains is stopped, and who drains it is killed: its entry stays for ever.",
+    ),
+    Defect(
+        "silence-armed-twice",
+        "dynamo.router.discovery.kv_router",
+        "if name in self._timers:",
+        "if False:",
+        "A worker serves, sleeps, wakes and serves: its timer fires twice, with a KeyError.",
+    ),
+    Defect(
+        "unknown-after-restart",
+        "dynamo.frontend.models.registry",
+        " or self._graph.has(name):",
+        ":",
+        "The box starts again: 404 for a model of its graph until the planner announces it.",
+    ),
+    Defect(
+        "file-of-a-killed-writer",
+        "dynamo.serve.state.rundir",
+        'for path in self.path.glob(".*"):',
+        "for path in ():",
+        "A process is killed while it writes a file: its temporary file outlives the deployment.",
+    ),
+)
+
+
+def broken_source(defect: Defect, source: str) -> str:
+    """Return the source with the defect. ValueError: the fixed text is not in it exactly once."""
+    found = source.count(defect.fixed)
+    if found != 1:
+        raise ValueError(f"{defect.name}: {defect.module} has its fixed text {found} times, not 1")
+    return source.replace(defect.fixed, defect.broken)
+
+
+def install(name: str) -> None:
+    """Put the defect ``name`` back, before its module is imported. ValueError: unknown."""
+    defect = next((one for one in DEFECTS if one.name == name), None)
+    if defect is None:
+        names = ", ".join(one.name for one in DEFECTS)
+        raise ValueError(f"--defect {name!r} is unknown; there are: {names}")
+    if defect.module in sys.modules:
+        raise ValueError(f"{defect.module} is imported already")
+    sys.meta_path.insert(0, _Finder(defect))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, defect: Defect) -> None:
+        self._defect = defect
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module of the defect."""
+        if fullname != self._defect.module:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        assert spec is not None and spec.origin is not None
+        loader = _Loader(fullname, spec.origin, self._defect)
+        return importlib.util.spec_from_loader(fullname, loader, origin=spec.origin)
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, fullname: str, path: str, defect: Defect) -> None:
+        super().__init__(fullname, path)
+        self._defect = defect
+
+    def get_code(self, fullname: str) -> object:  # type: ignore[override]
+        """Compile the source with the defect; no cached code is used."""
+        source = self.get_data(self.path).decode()
+        return compile(broken_source(self._defect, source), self.path, "exec", dont_inherit=True)

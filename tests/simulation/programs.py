@@ -1,0 +1,322 @@
+"""Starts the programs of a deployment as simulated processes, and connects them to the machine.
+
+:func:`connect` replaces, in the modules of ``dynamo``, what has no simulated system call below it:
+ZeroMQ, the start of a process, the files of /proc, log handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import fake_os
+import planes
+from fake_os import Launched
+from machine import Process
+from process_end import ProcessKilled
+
+__all__ = ["connect", "program"]
+
+HOST = "simulated-boot/pid:[1]"
+_LEVEL = logging.INFO
+
+
+def connect() -> None:
+    """Import the programs and connect them. After :func:`fake_os.install`."""
+    import uvloop
+    import zmq
+    import zmq.asyncio
+
+    uvloop.run = fake_os.run_main
+    zmq.Context = planes.SimulatedContext  # type: ignore[misc, assignment]
+    zmq.asyncio.Context = planes.SimulatedContext  # type: ignore[misc, assignment]
+    _connect_proc()
+    import circus.controller
+
+    from dynamo.runtime.events import channels
+
+    circus.controller.zmqstream = SimpleNamespace(ZMQStream=planes.SimulatedStream)
+    _patch(
+        channels,
+        ZmqPublisher=planes.SimulatedPublisher,
+        ZmqSubscriber=planes.simulated_subscriber(),
+    )
+    _connect_supervision()
+    _connect_programs()
+    root = logging.getLogger()
+    root.handlers[:] = [HistoryHandler()]
+    root.setLevel(_LEVEL)
+    for noisy in ("circus", "tornado", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _patch(owner: Any, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+
+
+class HistoryHandler(logging.Handler):
+    """Appends log records to the history of the machine."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a line; an error with its traceback is a failure."""
+        text = f"{record.levelname} {record.name}: {record.getMessage()}"
+        machine = fake_os.machine()
+        machine.note(text)
+        if record.exc_info and record.exc_info[1] is not None:
+            for line in logging.Formatter().formatException(record.exc_info).splitlines():
+                machine.note("    " + line)
+            error = record.exc_info[1]
+            refused = "No space left on device" in str(error)  # it exits, and is started again
+            ended = (asyncio.CancelledError, GeneratorExit, ProcessKilled)
+            if not refused and not isinstance(error, ended):
+                machine.failures.append(f"traceback in a log: {text}: {error!r}")
+
+
+def _connect_proc() -> None:
+    from dynamo.runtime.process import os_process
+
+    os_process.host_id = lambda: HOST
+    os_process.start_ticks = lambda pid: p.start_ticks if (p := _process(pid)) else None
+    from dynamo.serve.state import process_table
+
+    def stat(pid: int) -> process_table.ProcessStat | None:
+        process = _process(pid)
+        if process is None:
+            return None
+        parent = process.parent.pid if process.parent is not None else 1
+        return process_table.ProcessStat(pid, process.state, parent, pid, pid, process.start_ticks)
+
+    process_table.stat = stat
+    process_table.snapshot = lambda: [
+        one for pid in list(fake_os.machine().processes) if (one := stat(pid)) is not None
+    ]
+    process_table.environment = lambda pid: dict(p.env) if (p := _process(pid)) else {}
+    import asyncinotify
+
+    opened = asyncinotify.Inotify.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        opened(self, *args, **kwargs)
+        machine = fake_os.machine()
+        machine.files.pop(self.fd, None)  # the number of a file that was closed
+        if machine.current is not None:
+            machine.current.held.append(self)
+            holders[id(self)] = machine.current
+
+    def close(self: Any) -> None:
+        holder = holders.pop(id(self), None)
+        if holder is not None and self in holder.held:
+            holder.held.remove(self)
+        closed(self)
+
+    holders: dict[int, Process] = {}
+    closed = asyncinotify.Inotify.close
+    asyncinotify.Inotify.__init__ = init  # type: ignore[method-assign]
+    asyncinotify.Inotify.close = close  # type: ignore[method-assign]
+
+
+def _process(pid: int) -> Process | None:
+    return fake_os.machine().processes.get(pid)
+
+
+# -- supervision
+
+
+class NoOutput:
+    """The output of a process goes to the history, not through a pipe."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _connect_supervision() -> None:
+    from network import Network
+
+    from dynamo.serve import deployment
+    from dynamo.serve.supervision import supervised_process
+
+    def spawn(self: Any) -> None:
+        machine = fake_os.machine()
+        self.started = time.time()
+        self.exited = asyncio.Event()
+        self.output = NoOutput()
+        made = machine.spawn(
+            self.watcher.name, dict(self.env), program(self.format_args()), machine.current
+        )
+        self._popen = SimpleNamespace(pid=made.pid, returncode=None)
+        self._worker = SimpleNamespace(pid=made.pid)
+        self.start_ticks = made.start_ticks
+
+    def is_listening(self: Any, port: int) -> bool:
+        listeners = Network.of(fake_os.machine()).listeners.values()
+        return any(
+            one.loop.process.pid == self.pid and one.address[1] == port
+            for one in listeners
+            if isinstance(one.address, tuple)
+        )
+
+    supervised_process.SupervisedProcess.spawn = spawn  # type: ignore[method-assign]
+    supervised_process.SupervisedProcess.is_listening = is_listening  # type: ignore[method-assign]
+    supervised_process._bind = lambda address: None
+
+    def end_descendants(timeout_s: float, *rest: Any) -> list[int]:
+        machine = fake_os.machine()
+        assert machine.current is not None
+        for child in list(machine.current.children.values()):
+            if child.alive:
+                machine.kill(child.pid, signal.SIGKILL)
+            machine.reap(machine.current, child.pid)
+        return []
+
+    _patch(deployment, end_descendants=end_descendants)
+
+
+def _connect_programs() -> None:
+    frontend = importlib.import_module("dynamo.frontend.__main__")
+    mocker = importlib.import_module("dynamo.mocker.__main__")
+    planner = importlib.import_module("dynamo.planner.__main__")
+    for module in (frontend, mocker, planner):
+        module.setup_logging = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+    frontend.print = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+    frontend.freeze_heap = lambda: None  # type: ignore[attr-defined]
+    frontend.end_without_threads = lambda *args: None  # type: ignore[attr-defined]
+    from dynamo.planner.live.loop import LoopObserver
+
+    class NoTensorboard(LoopObserver):
+        def __init__(self, path: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    planner.TensorboardLog = NoTensorboard  # type: ignore[attr-defined]
+    from dynamo.mocker import engine, worker
+    from dynamo.router.caches import indexer
+    from dynamo.runtime import distributed
+
+    engine.TimerFd = Timer  # type: ignore[misc, assignment]
+    for kind in (
+        worker.MockerWorker,
+        worker.SimulatedSleep,
+        indexer.Indexer,
+        distributed.DistributedRuntime,
+    ):
+        _keep(kind)
+
+
+class Timer:
+    """The engine's timerfd(2), on the loop."""
+
+    def __enter__(self) -> Timer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is open."""
+
+    async def sleep_until(self, due_s: float) -> None:
+        """Sleep until ``time.monotonic()`` reaches ``due_s``."""
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+
+
+def _keep(kind: type) -> None:
+    """Let the checks find the objects of this class in their process."""
+    made = vars(kind)["__init__"]
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        current = fake_os.machine().current
+        if current is not None:
+            current.parts.append(self)
+
+    _patch(kind, __init__=init)
+
+
+# -- programs
+
+
+def program(words: Sequence[str]) -> Callable[[Process], Coroutine[Any, Any, int]]:
+    """Return the main coroutine of ``python -m module args``."""
+    at = list(words).index("-m")
+    name, arguments = words[at + 1], list(words[at + 2 :])
+
+    async def main(process: Process) -> int:
+        from dynamo.errors import DynamoError
+
+        process.program = name
+        module = importlib.import_module(f"{name}.__main__")
+        try:
+            return int(module.main(arguments))
+        except Launched as launched:
+            work = launched.coroutine
+        try:
+            await work
+        except DynamoError as error:
+            fake_os.machine().note(f"{name} failed: {error.message}")
+            return 1
+        except BaseExceptionGroup as errors:
+            fake_os.machine().note(f"{name} failed: {errors!r} {errors.exceptions!r}")
+            return 1
+        return 0
+
+    return main
+
+
+def arbiter(
+    graph: str, overrides: Sequence[str] = (), gpus: int = 2
+) -> Callable[[Process], Coroutine[Any, Any, int]]:
+    """Return the main coroutine of ``dynamo serve``, without its guard."""
+
+    async def main(process: Process) -> int:
+        from dynamo.cli import serve
+        from dynamo.config import from_env
+        from dynamo.config.runtime import RuntimeSettings
+        from dynamo.config.serve import ServeSettings
+        from dynamo.runtime.process.paths import run_dir, state_dir, store_dir
+        from dynamo.serve.deployment import Deployment
+        from dynamo.serve.graph.overrides import split_overrides
+        from dynamo.serve.state.rundir import RunDirectory
+        from dynamo.serve.state.statefile import Statefile
+        from dynamo.setup.graph_plan import prepare
+
+        own = split_overrides(overrides)[1]
+        settings = from_env(ServeSettings, graph=graph, gpus=gpus, quiet=True)
+        read = serve._read(settings, own)
+        runtime = from_env(RuntimeSettings, namespace=read.namespace)
+        planned = prepare(read, settings, runtime)
+        directory = RunDirectory(
+            run_dir(runtime), store_dir(runtime), Statefile(state_dir(runtime), read.namespace)
+        )
+        directory.acquire()
+        for note in directory.reconcile():
+            fake_os.machine().note(note)
+        replan = serve._replanner(settings, own, runtime)
+        try:
+            return await Deployment(planned, settings, directory, Announcer(), replan).run()
+        finally:
+            directory.clear()
+            directory.release()
+
+    return main
+
+
+class Announcer:
+    """What ``dynamo serve`` prints goes to the history."""
+
+    def announce(self, text: str, level: int = logging.INFO) -> None:
+        """Add it."""
+        for line in text.splitlines():
+            fake_os.machine().note("serve: " + line)
+
+    def output(self, watcher: str, line: bytes) -> None:
+        """There is none."""
+
+
+_ = os

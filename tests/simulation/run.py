@@ -1,0 +1,173 @@
+"""One run: a scenario from the start of the deployment to its stop, and the verdict."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fake_os
+from box import Box, PoolEntry
+from chaos_load import make_pool
+from checks import check_always, check_end, check_quiet, check_requests
+from history import Answer
+from machine import START_S, Livelock, Machine
+from scenario import Scenario, Step
+
+__all__ = ["Outcome", "learn_answers", "run_scenario"]
+
+START_LIMIT_S = 60.0
+QUIET_LIMIT_S = 700.0
+SETTLE_S = 45.0
+"""After the last request: leases expire, planners act, probes of lost workers end."""
+STOP_LIMIT_S = 200.0
+_CHECK_EVERY_S = 0.25
+
+
+@dataclass
+class Outcome:
+    """What a run found. ``failures`` is empty if every promise was kept."""
+
+    seed: int
+    profile: str
+    failures: list[str] = field(default_factory=list)
+    history: list[str] = field(default_factory=list)
+    steps: int = 0
+    requests: int = 0
+    complete: int = 0
+    faults: int = 0
+    operations: int = 0
+    virtual_s: float = 0.0
+    digest: str = ""
+
+
+def run_scenario(scenario: Scenario, pool: list[PoolEntry]) -> Outcome:
+    """Run ``scenario`` on a machine of its own."""
+    machine = Machine(scenario.seed)
+    directory = _directory(scenario.seed)
+    fake_os.use(machine)
+    box = Box(machine, scenario, pool, directory)
+    outcome = Outcome(scenario.seed, scenario.profile)
+    try:
+        _run(box, outcome)
+    except Livelock as error:
+        outcome.failures.append(f"livelock: {error}")
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    outcome.failures = list(dict.fromkeys([*machine.failures, *outcome.failures]))
+    outcome.history = [line.replace(str(directory), "STATE") for line in machine.history]
+    outcome.steps = machine.steps
+    outcome.requests = len(box.requests)
+    outcome.complete = sum(one.ending == "complete" and one.status == 200 for one in box.requests)
+    outcome.faults = sum(step.kind == "fault" for step in box.done)
+    outcome.operations = sum(step.kind == "operator" for step in box.done)
+    outcome.virtual_s = machine.now_s - START_S
+    return outcome
+
+
+def _directory(seed: int) -> Path:
+    """Make the state directory, in memory. A seed has the same one always: hashes depend on it."""
+    root = Path("/dev/shm", f"dynamo-simulate-{os.getuid()}")
+    root.mkdir(mode=0o700, exist_ok=True)
+    for attempt in range(1000):
+        found = root / (f"{seed}" if not attempt else f"{seed}.{attempt}")
+        try:
+            found.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return found
+    raise RuntimeError(f"too many directories in {root}: remove it")
+
+
+def _run(box: Box, outcome: Outcome) -> None:
+    machine, failures = box.machine, outcome.failures
+    box.start()
+    if not machine.run(box.ready, START_S + START_LIMIT_S):
+        failures.append(f"not ready after {START_LIMIT_S:g} s")
+        return
+    box.ready_s = machine.now_s - START_S
+    begin_s = machine.now_s
+    _watch(box)
+    for step in box.scenario.steps:
+        at_s = begin_s + step.at_s
+        machine.run(lambda: False, at_s)
+        machine.now_s = max(machine.now_s, at_s)
+        _do(box, step)
+    machine.run(lambda: False, machine.now_s + 1.0)
+    box.heal()
+    _until_quiet(box, failures)
+    failures += check_requests(box)
+    failures += check_quiet(box)
+    box.stop()
+    serve = box.serve
+    if not machine.run(lambda: serve is None or not serve.alive, machine.now_s + STOP_LIMIT_S):
+        failures.append(f"dynamo serve did not end within {STOP_LIMIT_S:g} s")
+    failures += check_end(box)
+
+
+def _do(box: Box, step: Step) -> None:
+    box.done.append(step)
+    if step.kind == "request":
+        box.request(step)
+    elif step.kind == "operator":
+        box.operate(step)
+    else:
+        box.fault(step)
+
+
+def _watch(box: Box) -> None:
+    """Check what must hold always, every quarter of a second."""
+    for failure in check_always(box):
+        if failure not in box.machine.failures:
+            box.machine.note(f"VIOLATION {failure}")
+            box.machine.failures.append(failure)
+    box.machine.after(_CHECK_EVERY_S, _watch, box)
+
+
+def _until_quiet(box: Box, failures: list[str]) -> None:
+    machine = box.machine
+
+    def quiet() -> bool:
+        return not box.open_requests and not box.open_operations
+
+    if not machine.run(quiet, machine.now_s + QUIET_LIMIT_S):
+        failures.append(f"{box.open_requests} requests and {box.open_operations} operators wait")
+    for process in machine.processes.values():
+        if process.state == "T":
+            failures.append(f"{process} is still stopped")
+    machine.run(lambda: False, machine.now_s + SETTLE_S)
+    machine.now_s += SETTLE_S / 100
+
+
+def learn_answers(scenario: Scenario, size: int) -> list[PoolEntry]:
+    """Ask an undisturbed deployment for the complete answer of every request of the pool."""
+    unknown = Answer("", "", 0, 0)
+    asked = [
+        PoolEntry(api, {**body, "max_tokens": min(int(body["max_tokens"]), 80)}, unknown)
+        for api, body in make_pool(1, 48)
+        if len(str(body)) < 4000
+    ][:size]
+    machine = Machine(0)
+    directory = _directory(0)
+    fake_os.use(machine)
+    box = Box(machine, scenario, asked, directory)
+    box.start()
+    machine.run(box.ready, START_S + START_LIMIT_S)
+    for number in range(len(asked)):
+        details = {"entry": number, "stream": False}
+        box.request(Step(number, 0.0, "request", "one", 0, details))
+    machine.run(lambda: not box.open_requests, machine.now_s + QUIET_LIMIT_S)
+    found = {}
+    for record in box.requests:
+        number = int(record.id.split()[1])
+        text = "".join(event.text for event in record.events if event.kind == "text")
+        reason = next((event.text for event in record.events if event.kind == "finish"), "")
+        usage = next((event.usage for event in record.events if event.usage), None)
+        if usage is None:
+            raise RuntimeError(f"no answer in an undisturbed run: {record}")
+        found[number] = Answer(text, reason, *usage)
+    box.stop()
+    machine.run(lambda: not box.serve or not box.serve.alive, machine.now_s + STOP_LIMIT_S)
+    shutil.rmtree(directory, ignore_errors=True)
+    return [PoolEntry(one.api, one.body, found[n]) for n, one in enumerate(asked)]

@@ -1,0 +1,313 @@
+"""What happens in a run: the deployment, the requests, operators and faults of a seed. Pure.
+
+A scenario is a list of steps with times, so a failing one can be shrunk by leaving steps out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["POOL_SIZE", "PROFILES", "Profile", "Scenario", "Step", "make_scenario"]
+
+POOL_SIZE = 24
+"""How many different requests there are."""
+
+ENGINE = """
+  run: dynamo.mocker
+  model-path: {model_path}
+  reply: sequence
+  block-size: 16
+  num-gpu-blocks-override: {blocks}
+  max-num-seqs: {sequences}
+  kv-bytes-per-token: 16384
+"""
+FRONTEND = """
+  run: dynamo.frontend
+  router-event-threads: 1
+  router-mode: {mode}
+"""
+PLANNER = """
+Planner:
+  run: dynamo.planner
+  mode: load
+  adjustment-interval: {interval}
+  metric-pulling-interval: 1
+  idle-timeout: {idle}
+  min-residency: 2
+  max-gpu-budget: {gpus}
+"""
+_SLEEPS = "  enable-sleep-mode: true\n  wake-time: 0.4\n"
+CANCEL_STAGES = ("head", "queued", "first token", "mid-stream", "before done")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A kind of deployment. ``models`` are those that requests name, ``services`` their workers."""
+
+    graph: Callable[[random.Random], str]
+    models: tuple[str, ...]
+    services: tuple[str, ...]
+    gpus: int = 0
+    frontends: int = 1
+    sleeps: bool = False
+    planner: bool = False
+    cold: tuple[str, ...] = ()
+    """Models that have no worker until a person loads them."""
+
+
+def _frontends(dice: random.Random, count: int) -> str:
+    mode = dice.choice(("kv", "kv", "kv", "round-robin", "least-loaded"))
+    text = ""
+    for number in range(count):
+        name = f"Frontend{number or ''}"
+        text += f"{name}:{FRONTEND.format(mode=mode)}  http-port: {8000 + number}\n"
+        text += "  cold-start-timeout: 100\n"
+        if count > 1 and mode == "kv":
+            text += "  router-replica-sync: true\n"
+    return text
+
+
+def _engine(dice: random.Random) -> str:
+    return ENGINE.format(
+        model_path="{model_path}",
+        blocks=dice.choice((96, 400, 4000)),
+        sequences=dice.choice((2, 4, 32)),
+    )
+
+
+def _agg(dice: random.Random) -> str:
+    graph = _frontends(dice, 1) + f"Worker:{_engine(dice)}  model-name: one\n"
+    return graph + f"  ServiceArgs: {{{{workers: {dice.choice((2, 3, 4))}}}}}\n"
+
+
+def _replicas(dice: random.Random) -> str:
+    graph = _frontends(dice, 2) + f"Worker:{_engine(dice)}  model-name: one\n"
+    return graph + "  ServiceArgs: {{workers: 3}}\n"
+
+
+def _disagg(dice: random.Random) -> str:
+    return (
+        _frontends(dice, 1)
+        + f"Prefill:{_engine(dice)}  model-name: one\n  disaggregation-mode: prefill\n"
+        + "  ServiceArgs: {{workers: 2}}\n"
+        + f"Worker:{_engine(dice)}  model-name: one\n  disaggregation-mode: decode\n"
+        + "  ServiceArgs: {{workers: 2}}\n"
+    )
+
+
+def _box(dice: random.Random) -> str:
+    """Three models share two GPUs; the planner starts, wakes and ends their workers."""
+    planner = PLANNER.format(interval=dice.choice((2, 5)), idle=dice.choice((3, 8)), gpus=2)
+    engine = _engine(dice) + f"  startup-time: {dice.choice((0, 0.5, 2))}\n"
+    return (
+        _frontends(dice, 1)
+        + planner
+        + f"One:{engine}  model-name: one\n{_SLEEPS}"
+        + "  ServiceArgs: {{workers: 1, min: 0, max: 2, resources: {{gpu: 1}}}}\n"
+        + f"Two:{engine}  model-name: two\n{_SLEEPS if dice.random() < 0.6 else ''}"
+        + "  ServiceArgs: {{workers: 0, min: 0, max: 1, resources: {{gpu: 1}}}}\n"
+        + f"Half:{engine}  model-name: half\n"
+        + "  ServiceArgs: {{workers: 0, min: 0, max: 2, resources: {{gpu: 0.5}}}}\n"
+    )
+
+
+def _manual(dice: random.Random) -> str:
+    """Workers that sleep and wake by a person's verbs, without a planner."""
+    return (
+        _frontends(dice, 1)
+        + f"One:{_engine(dice)}  model-name: one\n{_SLEEPS}"
+        + "  ServiceArgs: {{workers: 2, resources: {{gpu: 1}}}}\n"
+        + f"Two:{_engine(dice)}  model-name: two\n{_SLEEPS}"
+        + "  ServiceArgs: {{workers: 0, resources: {{gpu: 1}}}}\n"
+    )
+
+
+def _scaled(dice: random.Random) -> str:
+    """A planner that follows the load of one model."""
+    planner = PLANNER.format(interval=2, idle=60, gpus=3)
+    return (
+        _frontends(dice, 1)
+        + planner
+        + f"One:{_engine(dice)}  model-name: one\n  startup-time: 0.5\n"
+        + "  ServiceArgs: {{workers: 1, min: 1, max: 3, resources: {{gpu: 1}}}}\n"
+    )
+
+
+PROFILES = {
+    "agg": Profile(_agg, ("one",), ("Worker",)),
+    "replicas": Profile(_replicas, ("one",), ("Worker",), frontends=2),
+    "disagg": Profile(_disagg, ("one",), ("Prefill", "Worker")),
+    "box": Profile(_box, ("one", "two", "half"), ("One", "Two", "Half"), 2, 1, True, True),
+    "manual": Profile(_manual, ("one", "two"), ("One", "Two"), 3, 1, True, cold=("two",)),
+    "scaled": Profile(_scaled, ("one",), ("One",), 3, 1, False, True),
+}
+
+FAULTS: dict[str, float] = {
+    "kill worker": 4,
+    "terminate worker": 3,
+    "stop worker": 3,
+    "kill at file": 3,
+    "cut requests": 3,
+    "cut events": 2,
+    "kill frontend": 1,
+    "terminate frontend": 1,
+    "stop frontend": 1,
+    "stop arbiter": 1,
+    "kill arbiter": 1,
+    "kill planner": 2,
+    "stop planner": 1,
+    "remove lease": 1,
+    "remove socket": 1,
+    "remove record": 1,
+    "disk full": 1,
+    "kill operator": 3,
+    "power loss": 0.5,
+}
+"""The faults and how often they are drawn."""
+
+OPERATIONS: dict[str, float] = {
+    "restart": 4,
+    "drain": 3,
+    "load": 3,
+    "unload": 2,
+    "sleep": 4,
+    "wake": 4,
+    "reload": 4,
+    "circus incr": 1,
+    "circus decr": 1,
+    "circus stop": 1,
+    "circus start": 1,
+    "circus rm": 0.5,
+    "circus restart": 1,
+    "pause planner": 1,
+    "resume planner": 1.5,
+}
+"""The operations and how often they are drawn."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that happens ``at_s`` seconds after the deployment is ready."""
+
+    number: int
+    at_s: float
+    kind: str
+    what: str
+    dice: int
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        details = " ".join(f"{key}={value}" for key, value in self.details.items())
+        return f"{self.number:3d} {self.at_s:8.3f} s  {self.kind} {self.what} {details}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run: its graph, its steps in order of time, and when the last of them is begun."""
+
+    seed: int
+    profile: str
+    graph: str
+    steps: tuple[Step, ...]
+    seconds: float
+
+
+def make_scenario(
+    seed: int, profile: str = "", seconds: float = 0.0, faults: bool = True
+) -> Scenario:
+    """Return the scenario of ``seed``: its profile, unless given, is drawn, too."""
+    dice = random.Random(f"scenario {seed}")
+    name = profile or dice.choice(sorted(PROFILES))
+    chosen = PROFILES[name]
+    graph = chosen.graph(dice)
+    length_s = seconds or dice.choice((4.0, 4.0, 8.0, 20.0))
+    steps: list[Step] = []
+    for at_s in _times(dice, dice.choice((1.0, 2.0, 4.0)), length_s):
+        steps.append(_request(dice, chosen, at_s))
+    kinds = _some(dice, FAULTS)
+    for at_s in _times(dice, dice.choice((0.1, 0.3, 0.8)) if faults else 0.0, length_s):
+        details = {"seconds": round(dice.choice((0.05, 0.5, 1.5, 4.0, 12.0)), 2)}
+        steps.append(Step(0, at_s, "fault", _draw(dice, kinds), dice.getrandbits(32), details))
+    kinds = _some(dice, _able(chosen))
+    for at_s in _times(dice, dice.choice((0.1, 0.5, 1.5)), length_s):
+        steps.append(_operation(dice, chosen, kinds, at_s))
+    if dice.random() < 0.5:
+        steps = _bunch(dice, steps)
+    steps.sort(key=lambda step: step.at_s)
+    numbered = tuple(
+        Step(number, step.at_s, step.kind, step.what, step.dice, step.details)
+        for number, step in enumerate(steps)
+    )
+    return Scenario(seed, name, graph, numbered, length_s)
+
+
+def _some(dice: random.Random, weights: dict[str, float]) -> dict[str, float]:
+    """Leave out many kinds, others in each run: those that are left meet each other more often."""
+    return {kind: weight for kind, weight in weights.items() if dice.random() < 0.4} or weights
+
+
+def _times(dice: random.Random, rate: float, until_s: float) -> list[float]:
+    if not rate:
+        return []
+    times, at_s = [], dice.expovariate(rate)
+    while at_s < until_s:
+        times.append(round(at_s, 4))
+        at_s += dice.expovariate(rate)
+    return times
+
+
+def _bunch(dice: random.Random, steps: list[Step]) -> list[Step]:
+    """Move some steps next to others: what lies between two features happens at one moment."""
+    moved = []
+    for step in steps:
+        if step.kind != "request" and dice.random() < 0.6:
+            other = dice.choice(steps)
+            at_s = max(0.0, round(other.at_s + dice.choice((0.0, 0.001, 0.02, 0.2, 1.0)), 4))
+            step = Step(0, at_s, step.kind, step.what, step.dice, step.details)
+        moved.append(step)
+    return moved
+
+
+def _request(dice: random.Random, profile: Profile, at_s: float) -> Step:
+    cancel = dice.choice(CANCEL_STAGES) if dice.random() < 0.2 else ""
+    details: dict[str, Any] = {
+        "entry": dice.randrange(POOL_SIZE),
+        "stream": dice.random() < 0.7 or cancel in CANCEL_STAGES[2:],
+    }
+    if profile.frontends > 1:
+        details["frontend"] = dice.randrange(profile.frontends)
+    if cancel:
+        details |= {"cancel": cancel, "after": dice.randrange(1, 20)}
+    if dice.random() < 0.1:
+        details["n"] = 2
+    return Step(0, at_s, "request", dice.choice(profile.models), dice.getrandbits(32), details)
+
+
+def _able(profile: Profile) -> dict[str, float]:
+    return {
+        name: weight
+        for name, weight in OPERATIONS.items()
+        if (profile.planner or "planner" not in name)
+        and (profile.sleeps or name not in ("sleep", "wake"))
+    }
+
+
+def _operation(dice: random.Random, profile: Profile, kinds: dict[str, float], at_s: float) -> Step:
+    what = _draw(dice, kinds)
+    service = dice.choice(profile.services)
+    details = {"service": service, "worker": dice.choice((-1, 0, 1))}
+    if what in ("load", "unload"):
+        details = {"model": dice.choice(profile.models)}
+    elif what == "reload":
+        details = {"service": service, "change": dice.choice(("workers", "flag", "env", "same"))}
+        details["value"] = dice.choice((0, 1, 2, 3))
+    elif "planner" in what:
+        details = {}
+    return Step(0, at_s, "operator", what, dice.getrandbits(32), details)
+
+
+def _draw(dice: random.Random, weights: dict[str, float]) -> str:
+    return dice.choices(list(weights), list(weights.values()))[0]

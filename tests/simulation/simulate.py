@@ -1,0 +1,323 @@
+"""``scripts/simulate``: runs seeds, shrinks the failing ones, prints their histories."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import re
+import select
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from run import Outcome
+    from scenario import Scenario
+
+__all__ = ["main"]
+
+_NO_RANDOM_ADDRESSES = 0x0040000
+_SHRINK_RUNS = 120
+_SHOWN_LINES = 250
+_TESTS = Path(__file__).resolve().parents[1]
+_NUMBERS = re.compile(r"\d+(\.\d+)?|\b[0-9a-f]{12,16}\b")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return 0 if every promise was kept, 1 if not, 2 for wrong options."""
+    options = _options(argv)
+    _same_addresses()
+    sys.path[:0] = [str(_TESTS / name) for name in ("simulation", "chaos", "")]
+    if options.defect:
+        import defects
+
+        try:
+            defects.install(options.defect)
+        except ValueError as error:
+            print(f"scripts/simulate: {error}", file=sys.stderr)
+            return 2
+    import fake_os
+
+    clock = time.perf_counter
+    fake_os.install()
+    import programs
+
+    programs.connect()
+    import run
+    import scenario
+
+    gc.collect()
+    gc.freeze()
+    pool = run.learn_answers(scenario.make_scenario(0, "agg", faults=False), scenario.POOL_SIZE)
+    simulation = Simulation(options, pool, clock)
+    return simulation.run()
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    from scenario_names import PROFILE_NAMES
+
+    parser = argparse.ArgumentParser(
+        prog="scripts/simulate",
+        description="Simulate a box: real frontend, router, arbiter, planner, operators and mock "
+        "workers in virtual time, with random requests, operations and faults of a seed.",
+        epilog="Exit status: 0 every promise was kept, 1 a seed failed, 2 an option is wrong. "
+        "A failing seed is replayed with --seed N.",
+    )
+    seeds = parser.add_argument_group("which runs")
+    seeds.add_argument("--seeds", type=int, default=100, metavar="N", help="run N seeds (100)")
+    seeds.add_argument("--first", type=int, default=1, metavar="SEED", help="the first of them (1)")
+    seeds.add_argument("--seed", type=int, help="run this one, and print its history")
+    seeds.add_argument("--profile", choices=PROFILE_NAMES, default="", help="default: by the seed")
+    seeds.add_argument(
+        "--seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="virtual seconds with requests and faults; default: 4 to 20, by the seed",
+    )
+    seeds.add_argument("--keep", type=_numbers, metavar="N,N", help="only these steps of --seed")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N",
+                        help="runs at once (one per core)")  # fmt: skip
+    parser.add_argument("--stop-at-failure", action="store_true", help="end at a failure")
+    parser.add_argument("--no-shrink", action="store_true", help="do not shrink failing seeds")
+    parser.add_argument("--replay", action="store_true", help="run each seed twice: same history?")
+    parser.add_argument(
+        "--defect",
+        default="",
+        metavar="NAME",
+        help="put a fixed defect back first: a name of tests/simulation/defects.py",
+    )
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    options = parser.parse_args(argv)
+    if options.keep is not None and options.seed is None:
+        parser.error("--keep needs --seed")
+    return options
+
+
+def _numbers(text: str) -> frozenset[int]:
+    return frozenset(int(word) for word in text.split(",") if word)
+
+
+def _same_addresses() -> None:
+    """Start again without random hashes and addresses, on which the order of sets depends."""
+    if os.environ.get("PYTHONHASHSEED") == "0":
+        return
+    ctypes.CDLL(None).personality(_NO_RANDOM_ADDRESSES)
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "CUDA_"))
+    }
+    environment["PYTHONHASHSEED"] = "0"
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+class Simulation:
+    """Runs seeds in child processes, ``options.jobs`` at once."""
+
+    def __init__(self, options: argparse.Namespace, pool: Any, clock: Any) -> None:
+        self._options = options
+        self._pool = pool
+        self._clock = clock
+        self._running: dict[int, tuple[int, int]] = {}  # pipe: pid, seed
+
+    def run(self) -> int:
+        """Run all; return the exit status."""
+        options = self._options
+        started_s = self._clock()
+        wanted = iter([options.seed] if options.seed is not None else
+                      range(options.first, options.first + options.seeds))  # fmt: skip
+        outcomes: list[Outcome] = []
+        failed: list[Outcome] = []
+        for outcome in self._all(wanted, failed):
+            outcomes.append(outcome)
+            if outcome.failures:
+                failed.append(outcome)
+                self._report(outcome)
+        if options.seed is not None and not failed and not options.json:
+            print("\n".join(outcomes[0].history))
+        self._summary(outcomes, failed, self._clock() - started_s)
+        return 1 if failed else 0
+
+    def _all(self, seeds: Iterable[int], failed: list[Outcome]) -> Iterable[Outcome]:
+        seeds = iter(seeds)
+        more = True
+        while more or self._running:
+            while more and len(self._running) < self._options.jobs:
+                seed = next(seeds, None)
+                more = seed is not None and not (failed and self._options.stop_at_failure)
+                if more:
+                    assert seed is not None
+                    self._start(self._scenario(seed))
+            if self._running:
+                ready, _, _ = select.select(list(self._running), [], [])
+                for pipe in ready:
+                    yield self._result(pipe)
+
+    def _scenario(self, seed: int) -> Scenario:
+        from scenario import make_scenario
+
+        options = self._options
+        made = make_scenario(seed, options.profile, options.seconds)
+        return made if options.keep is None else _kept(made, options.keep)
+
+    def _start(self, scenario: Scenario) -> int:
+        pipe, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(pipe)
+            _child(scenario, self._pool, write, self._options.replay)
+        os.close(write)
+        self._running[pipe] = pid, scenario.seed
+        return pipe
+
+    def _result(self, pipe: int) -> Outcome:
+        from run import Outcome
+
+        pid, seed = self._running.pop(pipe)
+        with os.fdopen(pipe, "rb") as file:
+            data = file.read()
+        os.waitpid(pid, 0)
+        if not data:
+            return Outcome(seed, "?", ["the run itself crashed: see above"])
+        return Outcome(**json.loads(data))
+
+    def _one(self, scenario: Scenario) -> Outcome:
+        return self._result(self._start(scenario))
+
+    def _report(self, outcome: Outcome) -> None:
+        options = self._options
+        if options.json:
+            return
+        print(f"\nseed {outcome.seed} ({outcome.profile}) failed:")
+        for failure in outcome.failures[:10]:
+            print(f"  {failure}")
+        scenario = self._scenario(outcome.seed)
+        if not options.no_shrink and not self._running:
+            scenario, outcome = self._shrink(scenario, outcome)
+        if options.seed is None and options.no_shrink:
+            return
+        print("steps:")
+        for step in scenario.steps:
+            print(f"  {step}")
+        print("history:")
+        for line in outcome.history[-_SHOWN_LINES:]:
+            if "Selected worker" not in line:
+                print(f"  {line}")
+        steps = ",".join(str(step.number) for step in scenario.steps)
+        print(f"again: scripts/simulate --seed {outcome.seed} --keep {steps}")
+
+    def _shrink(self, scenario: Scenario, outcome: Outcome) -> tuple[Scenario, Outcome]:
+        """Leave out steps as long as the same promise is broken."""
+        wanted, runs = _kind(outcome), 0
+        size = max(1, len(scenario.steps) // 2)
+        while runs < _SHRINK_RUNS:
+            at, before = 0, len(scenario.steps)
+            while at < len(scenario.steps) and runs < _SHRINK_RUNS:
+                left = scenario.steps[:at] + scenario.steps[at + size :]
+                tried = replace(scenario, steps=left)
+                found, runs = self._one(tried), runs + 1
+                if _kind(found) & wanted:
+                    scenario, outcome = tried, found
+                else:
+                    at += size
+            if size == 1 and len(scenario.steps) == before:
+                break
+            size = max(1, size // 2)
+        print(f"  shrunk to {len(scenario.steps)} steps in {runs} runs:")
+        for failure in outcome.failures[:10]:
+            print(f"  {failure}")
+        return scenario, outcome
+
+    def _summary(self, outcomes: list[Outcome], failed: list[Outcome], took_s: float) -> None:
+        total = {
+            name: sum(getattr(one, name) for one in outcomes)
+            for name in ("requests", "complete", "faults", "operations", "steps")
+        }
+        total["virtual_s"] = round(sum(one.virtual_s for one in outcomes))
+        if self._options.json:
+            rows = [{**asdict(one), "history": []} for one in failed]
+            print(json.dumps({"seeds": len(outcomes), **total, "failed": rows}, indent=2))
+            return
+        print(
+            f"{len(outcomes)} seeds in {took_s:.0f} s: {total['virtual_s']} virtual seconds, "
+            f"{total['requests']} requests ({total['complete']} complete), "
+            f"{total['faults']} faults, {total['operations']} operations; {len(failed)} failed"
+            + (": " + ", ".join(str(one.seed) for one in failed) if failed else "")
+        )
+
+
+def _kept(scenario: Scenario, numbers: frozenset[int]) -> Scenario:
+    return replace(scenario, steps=tuple(s for s in scenario.steps if s.number in numbers))
+
+
+def _kind(outcome: Outcome) -> set[str]:
+    """The failures without their numbers."""
+    return {_NUMBERS.sub("#", failure)[:60] for failure in outcome.failures}
+
+
+def _child(scenario: Scenario, pool: Any, pipe: int, replay: bool) -> None:
+    """Run in the child: send the outcome as JSON, exit."""
+    import fake_os
+
+    gc.disable()  # a run is short, and the objects of dead processes must not end with effects
+    try:
+        from run import run_scenario
+
+        outcome = _twice(scenario, pool) if replay else run_scenario(scenario, pool)
+        data = json.dumps(asdict(outcome)).encode()
+        fake_os.use(None)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(pipe, view) :]
+    except BaseException:  # noqa: BLE001 - the child ends
+        fake_os.use(None)
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _twice(scenario: Scenario, pool: Any) -> Outcome:
+    """Run it in two children of the same state, one after the other; a difference is a failure."""
+    import fake_os
+    from run import Outcome, run_scenario
+
+    go, run_second = os.pipe()
+    pipes = [os.pipe(), os.pipe()]
+    pids = []
+    for number, (_, write) in enumerate(pipes):
+        pid = os.fork()
+        if pid == 0:
+            if number:
+                os.close(pipes[0][1])
+                os.read(go, 1)
+            outcome = run_scenario(scenario, pool)
+            fake_os.use(None)
+            with os.fdopen(write, "wb") as file:
+                file.write(json.dumps(asdict(outcome)).encode())
+            os._exit(0)
+        pids.append(pid)
+    found = []
+    for (read, write), pid in zip(pipes, pids, strict=True):
+        os.close(write)
+        with os.fdopen(read, "rb") as file:
+            found.append(Outcome(**json.loads(file.read())))
+        os.waitpid(pid, 0)
+        os.write(run_second, b"1")
+    first, second = found
+    for number, (one, other) in enumerate(zip(first.history, second.history, strict=False)):
+        if one != other:
+            second.failures.append(f"another history from line {number}: {one!r}, {other!r}")
+            break
+    return second
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The simulation keeps its promises: replays, finds defects, agrees with the system at the seams.
+
+`scripts/simulate` runs more seeds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contracts import CONTRACTS
+from defects import DEFECTS, broken_source
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def simulate(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(HERE / "simulate.py"), "--jobs", "1", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_seeds_keep_every_promise() -> None:
+    done = simulate("--seeds", "40")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_seed_replays_exactly() -> None:
+    """The same history twice, for seeds of several profiles, with faults in them."""
+    done = simulate("--first", "1001", "--seeds", "6", "--replay", "--json")
+    report = json.loads(done.stdout)
+    assert report["failed"] == []
+    assert report["faults"] > 0
+
+
+def test_a_defect_is_found_and_shrunk() -> None:
+    done = simulate(
+        "--profile", "box", "--seeds", "150", "--stop-at-failure",
+        "--defect", "unknown-after-restart",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "404: Model not found" in done.stdout
+    assert "shrunk to" in done.stdout
+    assert "again: scripts/simulate --seed" in done.stdout
+
+
+def test_an_unknown_defect_is_refused() -> None:
+    done = simulate("--defect", "nonsense")
+    assert done.returncode == 2
+    assert "unknown-after-restart" in done.stderr
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda one: one.name)
+def test_a_defect_still_applies(defect: Any) -> None:
+    spec = importlib.util.find_spec(defect.module)
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).read_text()
+    compile(broken_source(defect, source), spec.origin, "exec")
+
+
+def contract_results(kind: str) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / "contracts.py"), kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_seams_are_as_the_systems() -> None:
+    """Streams, timers, events and ends of processes behave in both as programs expect."""
+    real = contract_results("real")
+    assert contract_results("simulated") == real
+    assert real.keys() == CONTRACTS.keys()
+    assert real["bytes_in_order"] == [True, "eof lost", "lost"]
+    assert real["back_pressure"] == [0, 1, 1]
+    assert real["events_in_order"] == [True, [], True, False]
