@@ -127,6 +127,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "explain": ("cli.options.RequestExplainSettings", "config.client.FrontendClientSettings"),
     "planner explain": ("config.planner.ExplainSettings", _DEPLOYMENT),
     "planner replay": ("simulation.settings.ReplaySettings", "config.planner.PlannerSettings"),
+    "planner set": ("config.planner.SetSettings", _DEPLOYMENT),
     "planner pause": (_DEPLOYMENT,),
     "planner resume": (_DEPLOYMENT,),
     "key": ("cli.options.KeySettings",),

@@ -62,7 +62,7 @@ def unload(argv: Sequence[str] | None = None) -> int:
 
 def pause_planner(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo planner pause``; return the exit status."""
-    text = "Let the planner observe only, until it is resumed or restarted."
+    text = "Let the planner observe only, until it is resumed."
     (deployment,) = load_options("dynamo planner pause", text, [DeploymentSettings], argv)
     return _run("planner pause", deployment, BoxActions.pause_planner)
 

@@ -1,26 +1,31 @@
-"""``dynamo planner``: scale a deployment, explain the decisions, pause it, replay a trace."""
+"""``dynamo planner``: scale a deployment, explain the decisions, change it, replay a trace."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from dynamo.cli.options import DeploymentSettings
 from dynamo.config import load
-from dynamo.config.planner import ExplainSettings
+from dynamo.config.planner import ExplainSettings, SetSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError, DynamoError, InvalidArgument
+from dynamo.operations.operate import BoxActions
 from dynamo.operations.outside import call_planner
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog
 from dynamo.planner.reports.explain import EXPLAIN, ExplainReport, ModelReport, report_text
+from dynamo.protocols.control import PlannerChange, PlannerState
 from dynamo.runtime.process.paths import state_path
 from dynamo.status.deployment import chosen_runtime
 
 _DESCRIPTION = """Show the last decisions of the planner, and what it would decide now."""
+_SET_DESCRIPTION = (
+    """Change the targets and limits of a running planner until the deployment ends."""
+)
 _VERBS = {
     "replay": "dynamo.cli.planner_replay",
 }
@@ -31,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["explain"]:
         return _explain(words[1:])
+    if words[:1] == ["set"]:
+        return _set(words[1:])
     if words[:1] and words[0] in ("pause", "resume"):
         from dynamo.cli import operate
 
@@ -41,6 +48,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dynamo.planner.__main__ import main as run  # tensorboardX takes a second to import
 
     return run(words, "dynamo planner")
+
+
+def _set(words: Sequence[str]) -> int:
+    settings, deployment = load(
+        "dynamo planner set", _SET_DESCRIPTION, [SetSettings, DeploymentSettings], words
+    )
+    try:
+        change = PlannerChange(
+            ttft_ms=settings.ttft_ms,
+            itl_ms=settings.itl_ms,
+            max_gpu_budget=settings.max_gpu_budget,
+            min_gpu_budget=settings.min_gpu_budget,
+            minima=_minima(settings.minima) or None,
+        )
+        actions = BoxActions(chosen_runtime(deployment.namespace))
+        state = asyncio.run(actions.change_planner(change))
+    except (DynamoError, OSError) as error:
+        print(f"dynamo planner set: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
+    print(msgspec.json.encode(state).decode() if settings.json else "\n".join(_state_lines(state)))
+    return 0
+
+
+def _minima(given: Sequence[str]) -> dict[str, int | None]:
+    """Return the minima of ``SERVICE=N``. Raises InvalidArgument."""
+    minima: dict[str, int | None] = {}
+    for text in given:
+        service, _, count = text.partition("=")
+        if not service or not (count == "graph" or (count.isascii() and count.isdigit())):
+            raise InvalidArgument(f"--min must be SERVICE=N or SERVICE=graph, got {text!r}")
+        minima[service] = None if count == "graph" else int(count)
+    return minima
+
+
+def _state_lines(state: PlannerState) -> Iterator[str]:
+    yield f"mode {state.mode}" + ("; paused" if state.paused else "")
+    if state.ttft_ms is not None and state.itl_ms is not None:
+        yield f"targets: TTFT {state.ttft_ms:g} ms, ITL {state.itl_ms:g} ms"
+    yield f"at most {state.max_gpu_budget} GPUs; each pool keeps {state.min_gpu_budget} workers"
+    for service, count in sorted(state.minima.items()):
+        yield f"  {service} keeps {count}"
 
 
 def _explain(words: Sequence[str]) -> int:

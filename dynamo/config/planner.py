@@ -207,3 +207,29 @@ class ExplainSettings:
     timeout_s: float = option(
         10.0, "--timeout-secs", minimum=0.1, help="seconds to wait for the planner"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetSettings:
+    """set: what to change; without an option the settings are shown"""
+
+    ttft_ms: float | None = option(
+        None, "--ttft", metavar="MS", help="target of the time to first token"
+    )
+    itl_ms: float | None = option(
+        None, "--itl", metavar="MS", help="target of the time between tokens"
+    )
+    max_gpu_budget: int | None = option(
+        None, "--max-gpu-budget", help="GPUs that all workers together may hold"
+    )
+    min_gpu_budget: int | None = option(
+        None, "--min-gpu-budget", help="workers that each pool without a min of its own keeps"
+    )
+    minima: tuple[str, ...] = option(
+        (),
+        "--min",
+        repeat=True,
+        metavar="SERVICE=N",
+        help="workers that a service keeps, such as Worker=2; Worker=graph: as the graph says",
+    )
+    json: bool = option(False, "--json", help="print the settings as JSON")

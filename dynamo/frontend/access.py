@@ -19,6 +19,7 @@ _OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
 _OPEN_WITH_UI = _OPEN_PATHS | OPEN_UI_PATHS
 _OPERATOR_ROUTES = {
     "/v1/route": ("GET", "HEAD", "POST"),
+    "/v1/planner": ("GET", "HEAD", "POST"),
     "/v1/record": ("GET", "HEAD"),
     "/v1/status": ("GET", "HEAD"),
     "/v1/requests": ("GET", "HEAD"),

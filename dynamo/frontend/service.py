@@ -28,6 +28,7 @@ from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.embeddings.route import EmbeddingRoutes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
 from dynamo.frontend.apis.operator.info import BusyThresholdRoutes, InfoRoutes
+from dynamo.frontend.apis.operator.planner import PlannerRoutes
 from dynamo.frontend.apis.operator.record import RecordRoutes
 from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.apis.operator.status import RecentRoutes, StatusRoutes
@@ -187,6 +188,7 @@ class Frontend:
         explain.install(routes)
         BusyThresholdRoutes(models, tasks).install(routes)
         RecordRoutes(requests, models, tasks).install(routes)
+        PlannerRoutes(self._runtime, tasks, requests.overload_status).install(routes)
         self._status.install(routes)
         RecentRoutes(requests.metrics.recent).install(routes)
         guard_operator_routes(routes, guard)

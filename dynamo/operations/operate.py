@@ -36,7 +36,7 @@ from dynamo.operations.steps.sleeping import (
     wake_worker,
 )
 from dynamo.operations.targets import find_model, find_processes, find_workers, restartable
-from dynamo.protocols.control import PlannerState
+from dynamo.protocols.control import PlannerChange, PlannerState
 from dynamo.serve.state.process_table import is_reserved, runs_here
 
 Steps = AsyncIterator[str]
@@ -162,13 +162,13 @@ class BoxActions:
         yield f"{model}: unloaded" + _freed([*sleepers, *drained])
 
     async def pause_planner(self) -> Steps:
-        """Let the planner observe only, until it is resumed or restarted."""
-        await self._set_planner(True)
+        """Let the planner observe only, until it is resumed."""
+        await self.change_planner(PlannerChange(paused=True))
         yield "the planner is paused: it observes, and changes no workers; changes in flight end"
 
     async def resume_planner(self) -> Steps:
         """End the pause."""
-        await self._set_planner(False)
+        await self.change_planner(PlannerChange(paused=False))
         yield "the planner is resumed: its next decisions follow within an interval"
 
     @contextlib.asynccontextmanager
@@ -192,13 +192,15 @@ class BoxActions:
             stack.enter_context(access.acting_on(name))
         mark_draining(access, names)
 
-    async def _set_planner(self, paused: bool) -> None:
-        state = await ask_planner(self._runtime, paused)
+    async def change_planner(self, change: PlannerChange) -> PlannerState:
+        """Change a running planner, return its state. Raises InvalidArgument without one."""
+        state = await ask_planner(self._runtime, change)
         if state is None:
             raise InvalidArgument(
                 f"no planner runs in namespace {self._runtime.namespace!r}; add a service with "
                 "run: dynamo.planner to the graph, or start one with: dynamo planner"
             )
+        return state
 
     async def _scaling(self) -> PlannerState | None:
         """Return the state of a planner that changes workers now, None without one."""

@@ -22,7 +22,13 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, StatefileError
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.operations.steps.sleeping import RemoteEngines
-from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, LeaseRecord, PlannerPause, PlannerState
+from dynamo.protocols.control import (
+    PLANNER,
+    PLANNER_PAUSE,
+    LeaseRecord,
+    PlannerChange,
+    PlannerState,
+)
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import BadRecord, decode_lease, lease_path, names, read_file
 from dynamo.runtime.discovery.leases import ProcessEnd
@@ -48,8 +54,21 @@ async def call_planner(
         return None  # and nothing is created for a namespace that does not exist
     runtime = DistributedRuntime(asyncio.get_running_loop(), settings)
     try:
+        return await call_planner_of(runtime, endpoint, request, timeout_s)
+    finally:
+        await runtime.close()
+
+
+async def call_planner_of(
+    runtime: DistributedRuntime, endpoint: str, request: object, timeout_s: float = _ANSWER_S
+) -> Any:
+    """Return the answer of the planner in the namespace of ``runtime``; None without a planner.
+
+    Raises DynamoError if it does not answer.
+    """
+    try:
         async with asyncio.timeout(timeout_s):
-            path = f"{settings.namespace}.{PLANNER}.{endpoint}"
+            path = f"{runtime.settings.namespace}.{PLANNER}.{endpoint}"
             client = await runtime.endpoint(path).client()
             if not client.instance_ids():
                 return None
@@ -57,17 +76,17 @@ async def call_planner(
                 return item.data()
     except TimeoutError:
         raise DynamoError(f"the planner did not answer in {timeout_s:g} s") from None
-    finally:
-        await runtime.close()
     return None
 
 
-async def ask_planner(settings: RuntimeSettings, paused: bool | None = None) -> PlannerState | None:
-    """Pause or resume the planner, or only ask it; return its state, None without a planner.
+async def ask_planner(
+    settings: RuntimeSettings, change: PlannerChange | None = None
+) -> PlannerState | None:
+    """Change the planner, or only ask it; return its state, None without a planner.
 
     Raises DynamoError.
     """
-    request = msgspec.to_builtins(PlannerPause(paused=paused))
+    request = msgspec.to_builtins(change or PlannerChange())
     answer = await call_planner(settings, PLANNER_PAUSE, request)
     try:
         return None if answer is None else msgspec.convert(answer, PlannerState)

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -24,19 +23,22 @@ from dynamo.observability.logs import setup_logging
 from dynamo.operations.steps.access import read_deployment
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.operations.steps.sleeping import RemoteEngines
+from dynamo.planner.live.control import PlannerControl
 from dynamo.planner.live.local_connector import LocalConnector, gpu_capacity, open_connector
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.live.sources import LiveSources
+from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.factory import make_policy, resolve_mode
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
-from dynamo.planner.reports.explain import StateFile, serve_explain, serve_pause
+from dynamo.planner.reports.explain import StateFile, serve_control, serve_explain
 from dynamo.planner.reports.metrics import PlannerMetrics
 from dynamo.planner.reports.tensorboard import TensorboardLog, default_log_dir
-from dynamo.planner.sharing.gpu_sharing import GpuSharing, OnDemandRegistry
+from dynamo.planner.sharing.gpu_sharing import GpuCapacity, GpuSharing, OnDemandRegistry
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file
 from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, state_path
+from dynamo.serve.state.rundir import PLANNER_CONTROL
 from dynamo.serve.state.statefile import FileLock, Statefile
 from dynamo.status.planner_file import PLANNER_FILE
 
@@ -73,13 +75,20 @@ async def run_planner(settings: PlannerSettings, runtime_settings: RuntimeSettin
     if reason:
         log.info("--mode auto: %s", reason)
     # Before the runtime, which makes the directories of its namespace.
-    read_deployment(Statefile(state_path(runtime_settings), runtime_settings.namespace))
+    document = read_deployment(Statefile(state_path(runtime_settings), runtime_settings.namespace))
+    arbiter = document.arbiter
+    control = PlannerControl(
+        settings,
+        state_path(runtime_settings) / runtime_settings.namespace / PLANNER_CONTROL,
+        f"{arbiter.pid}/{arbiter.start_ticks}",
+    )
+    settings = control.settings
     runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
     try:
         engines = RemoteEngines(runtime, runtime.system.shutdown_timeout_s)
         async with open_connector(runtime_settings, settings, engines) as connector:
             with _only_planner(settings, runtime_settings):
-                await _run(runtime, connector, settings)
+                await _run(runtime, connector, control)
     finally:
         await runtime.close()
 
@@ -103,25 +112,35 @@ class DecisionWriter(LoopObserver):
 
 
 async def _run(
-    runtime: DistributedRuntime, connector: LocalConnector, settings: PlannerSettings
+    runtime: DistributedRuntime, connector: LocalConnector, control: PlannerControl
 ) -> None:
+    settings = control.settings
     namespace = runtime.settings.namespace
     statefile = Statefile(state_dir(runtime.settings), namespace)
     sources = LiveSources(runtime, statefile, settings)
     tensorboard = TensorboardLog(Path(settings.log_dir or default_log_dir()))
     state_file = StateFile(run_dir(runtime.settings) / PLANNER_FILE, settings)
+    metrics = PlannerMetrics(runtime.metrics, namespace, settings)
     observers = (
         state_file,
-        PlannerMetrics(runtime.metrics, namespace, settings),
+        metrics,
         tensorboard,
         DecisionWriter(run_dir(runtime.settings) / DECISIONS_FILE),
     )
-    policies = partial(make_policy, settings)
     demand = OnDemandRegistry(runtime, time.monotonic)
-    capacity = partial(gpu_capacity, statefile, ActionLimits.of_planner(settings))
+
+    def capacity() -> GpuCapacity:
+        return gpu_capacity(statefile, ActionLimits.of_planner(control.settings))
+
+    def policies(prefill: bool) -> Policy:
+        return make_policy(control.settings, prefill)
+
     sharing = GpuSharing(settings, namespace, demand, capacity, time.monotonic)
     loop = ScalingLoop(connector, sources, settings, policies, observers, sharing=sharing)
     demand.on_waiting = loop.wake
+    control.listeners += [part.configure for part in (connector, sharing, metrics, loop)]
+    control.on_pause = state_file.paused
+    control.attach(loop)
     stop = asyncio.Event()
     try:
         with _signals(stop, loop):
@@ -129,7 +148,7 @@ async def _run(
             await sources.start()
             await demand.start()
             await _repair(connector, settings)
-            for serving in (serve_explain(runtime, loop), serve_pause(runtime, loop, state_file)):
+            for serving in (serve_explain(runtime, loop), serve_control(runtime, control)):
                 served = runtime.tasks.spawn(serving, name="endpoint")
                 served.add_done_callback(lambda _: stop.set())  # the lease is revoked
             work = runtime.tasks.spawn(loop.run(), name="planner")

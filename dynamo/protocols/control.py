@@ -17,7 +17,7 @@ PLANNER = "planner"
 """Component of a running planner, in its namespace."""
 
 PLANNER_PAUSE = "pause"
-"""Endpoint of the planner that takes :class:`PlannerPause` and sends :class:`PlannerState`."""
+"""Endpoint of the planner that takes :class:`PlannerChange` and sends :class:`PlannerState`."""
 
 INSTANCES = "v1/instances/"
 MODEL_CARDS = "v1/mdc/"
@@ -119,20 +119,36 @@ class EngineCommand(msgspec.Struct, omit_defaults=True):
     body: dict[str, Any] | None = None
 
 
-class PlannerPause(msgspec.Struct, omit_defaults=True):
-    """``paused`` sets whether the planner leaves the workers alone; None only asks."""
+class PlannerChange(msgspec.Struct, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
+    """What a running planner is to change; None leaves a setting as it is, nothing at all asks.
+
+    ``paused``: whether it leaves the workers alone. Targets are in ms. ``minima`` has the workers
+    that services keep, by their names; None is what the graph says.
+    """
 
     paused: bool | None = None
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    max_gpu_budget: int | None = None
+    min_gpu_budget: int | None = None
+    minima: dict[str, int | None] | None = None
 
 
 class PlannerState(msgspec.Struct, kw_only=True):
     """A running planner. ``models`` are those that it scales, ``on_demand`` those of them whose
-    workers start with the first request. ``acts`` is false with --no-operation."""
+    workers start with the first request. ``acts`` is false with --no-operation. ``minima`` has the
+    workers that each service keeps; the targets are None in mode load."""
 
     paused: bool
     acts: bool = True
     models: list[str] = []
     on_demand: list[str] = []
+    mode: str = ""
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    max_gpu_budget: int = 0
+    min_gpu_budget: int = 0
+    minima: dict[str, int] = {}
 
 
 def instance_key(namespace: str, component: str, endpoint: str, instance_id: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import httpx2 as httpx
 import jsonschema
 import pytest
 from deployment import MODEL, Deployment, free_port
@@ -208,8 +209,33 @@ def _unload(box: Box) -> None:
     assert box.states() == {"Worker": "asleep"}
     assert "loaded, ready" in box.act(box.control.actions.load, "tiny")
     assert box.states() == {"Worker": "running"}
+    _kill_planner(box)  # it stays paused
     assert "resumed" in box.act(box.control.actions.resume_planner)
     assert box.planner_state() == "running"
+
+
+def _kill_planner(box: Box) -> None:
+    shown = box.dynamo("planner", "set", "--ttft", "900", "--min", "Other=0", "--json")
+    assert json.loads(shown.stdout)["ttft_ms"] == 900
+    report = json.loads((box.run_dir / "planner.json").read_text())
+    os.kill(report["pid"], signal.SIGKILL)
+
+    def restarted() -> bool:
+        path = box.run_dir / "planner.json"
+        found = json.loads(path.read_text()) if path.exists() else report
+        return bool(found["pid"] != report["pid"] and found["state"] == "paused")
+
+    box.serving.until(restarted)
+    url = f"http://127.0.0.1:{box.port}/v1/planner"
+    box.serving.until(lambda: httpx.get(url, timeout=20).status_code == 200)
+    state = httpx.get(url, timeout=20).json()
+    assert (state["paused"], state["ttft_ms"], state["mode"]) == (True, 900, "load+sla")
+    changed = httpx.post(url, json={"itl_ms": 40, "minima": {"Other": None}}, timeout=20)
+    assert changed.status_code == 200 and changed.json()["itl_ms"] == 40
+    refused = httpx.post(url, json={"minima": {"None": 1}}, timeout=20)
+    assert refused.status_code == 400 and "there are: Other, Worker" in refused.text
+    assert httpx.post(url, json={"itl": 1}, timeout=20).status_code == 400
+    assert "must be SERVICE=N" in box.dynamo("planner", "set", "--min", "Worker").stderr
 
 
 def test_top_and_its_keys(box: Box) -> None:

@@ -161,6 +161,10 @@ def test_operators(secured: Secured) -> None:
         assert ask(method, path, body, operator)[0] == 200
     recorders = (None, user, operator)  # HEAD: a GET streams until it is closed
     assert [ask("HEAD", "/v1/record", None, key)[0] for key in recorders] == [401, 403, 200]
+    for body in (None, {"ttft_ms": 900}):  # 503: this deployment has no planner
+        method = "GET" if body is None else "POST"
+        answers = [ask(method, "/v1/planner", body, key)[0] for key in recorders]
+        assert answers == [401, 403, 503]
     assert ask("GET", "/busy_threshold")[0] == 401
     assert ask("GET", "/busy_threshold", key=user)[0] == 200
     for path in ("/health", "/live", "/metrics"):

@@ -80,6 +80,10 @@ class WorkerActions:
         self._adding: set[asyncio.Task[object]] = set()
         self._gate = asyncio.Lock()
 
+    def configure(self, limits: ActionLimits, minimum: int) -> None:
+        """Keep ``limits`` and ``minimum`` from the next action on."""
+        self._limits, self._minimum = limits, minimum
+
     def pool(self, service: ScaledService, *, admitted: bool = False) -> Pool:
         """Return the pool of ``service`` with the actions in flight, or only the ``admitted``."""
         flight = self._flight(service.name)

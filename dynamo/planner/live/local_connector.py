@@ -172,6 +172,10 @@ class LocalConnector:
         self._access = access
         self._engines = engines
 
+    def configure(self, settings: PlannerSettings) -> None:
+        """Keep within the limits of ``settings`` from now on."""
+        self._access.limits = ActionLimits.of_planner(settings)
+
     async def services(self) -> Mapping[str, ScaledService]:
         """See :class:`Connector`."""
         statuses = await self._access.statuses()

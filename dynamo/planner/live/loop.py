@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
@@ -15,7 +15,14 @@ from dynamo.planner.connector import Connector, ScaledService
 from dynamo.planner.live.actions import WorkerAction, WorkerActions
 from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel, left_out, models_of
 from dynamo.planner.live.sources import LiveSources
-from dynamo.planner.policies.base import Observation, Policy, Pull, ScalingDecision
+from dynamo.planner.policies.base import (
+    Observation,
+    Policy,
+    Pull,
+    ScalingDecision,
+    TargetedPolicy,
+)
+from dynamo.planner.policies.load import LoadFallback
 from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
 from dynamo.planner.sharing.gpu_sharing import GpuSharing, cold_decision, is_cold, is_on_demand
 from dynamo.runtime.process.tasks import Tasks
@@ -90,6 +97,8 @@ class ScalingLoop:
         self._stopped = asyncio.Event()
         self._problem = ""
         self._paused = False
+        self._minima: Mapping[str, int | None] = {}
+        self._listed: Mapping[str, ScaledService] = {}
 
     async def run(self) -> None:
         """Pull and decide until :meth:`stop`."""
@@ -111,6 +120,14 @@ class ScalingLoop:
         self._woken.set()
 
     @property
+    def services(self) -> Mapping[str, ScaledService]:
+        """The services by name, as they were listed last, with the minima of an operator."""
+        return {
+            name: replace(service, minimum=self._minima.get(name, service.minimum))
+            for name, service in self._listed.items()
+        }
+
+    @property
     def paused(self) -> bool:
         """Whether the loop only observes."""
         return self._paused
@@ -129,6 +146,18 @@ class ScalingLoop:
                 state.is_new = state.begins = True
         self._paused = False
         self.wake()
+
+    def configure(self, settings: PlannerSettings) -> None:
+        """Go on with the budgets and targets of ``settings``; what was learned stays."""
+        self._settings = settings
+        self._actions.configure(ActionLimits.of_planner(settings), settings.min_gpu_budget)
+        for state in self._models.values():
+            if isinstance(state.policy, TargetedPolicy):
+                state.policy.aim(settings.ttft_ms, settings.itl_ms)
+
+    def set_minima(self, minima: Mapping[str, int | None]) -> None:
+        """Let services keep these workers instead of what the graph says."""
+        self._minima = minima
 
     def models(self) -> list[str]:
         """Return the names of the models that are scaled."""
@@ -248,7 +277,8 @@ class ScalingLoop:
             self._problem = error.message
             return None
         self._problem = ""
-        return services
+        self._listed = services
+        return self.services
 
     def _update_models(self, models: Mapping[str, ScaledModel]) -> None:
         for name in self._models.keys() - models.keys():
@@ -266,10 +296,16 @@ class ScalingLoop:
                     *(name, policy.name, policy.interval_s),
                     " and ".join(service.name for service in model.services),
                 )
-                needs_traffic = self._settings.mode in ("sla", "load+sla")
-                self._models[name] = ModelState(model, policy, needs_traffic)
+                self._models[name] = ModelState(model, policy, self._fallback())
             else:
                 state.model = model
+
+    def _fallback(self) -> LoadFallback | None:
+        """Return what decides while the traffic is unknown, for the modes that need it."""
+        if self._settings.mode not in ("sla", "load+sla"):
+            return None
+        # As long as the traffic of a silent frontend is waited for, see LiveSources.
+        return LoadFallback(self._settings, 2 * self._settings.adjustment_interval_s)
 
     def _counted(self, model: ScaledModel) -> None:
         for observer in self._observers:
@@ -350,7 +386,8 @@ class ScalingLoop:
             state.pending.remove(record)
             state.applied(made, errors.keys())
             if outcome.failed or not outcome.postponed:
-                state.changed(bool(outcome.failed), self._clock())
+                adds = any(pool.wanted > pool.before for pool in record.pools)
+                state.changed(bool(outcome.failed), adds, self._clock())
             after = {name: pool.workers for name, pool in self._pools(state.model).items()}
             for observer in self._observers:
                 observer.finished(record.finished(after, self._clock() - started_s, errors))

@@ -17,11 +17,11 @@ from dynamo.planner.policies.base import (
     Observation,
     Policy,
     Pool,
-    PoolDecision,
     Pull,
     ScalingDecision,
     Traffic,
 )
+from dynamo.planner.policies.load import LoadFallback
 from dynamo.planner.reports.decisions import DecisionRecord
 
 Pools = Mapping[str, Pool]
@@ -29,7 +29,8 @@ Pools = Mapping[str, Pool]
 _Applied: TypeAlias = tuple[ScalingDecision, tuple[str, ...]]
 """A decision that was carried out, and the pools in which that failed."""
 _PULLS = 100_000
-_LONGEST_PAUSE_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
+_DOUBLINGS = 10  # more would overflow in the end, and change nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +129,16 @@ class ModelState:
     ``wanted`` has the workers of the pools that the last decision of its policy enlarges once other
     models have given up GPUs. Before ``retry_s`` nothing is started: the last change has failed.
 
-    A policy that ``needs_traffic`` is not asked while a frontend's metrics are missing: the traffic
-    would look as if it had ended.
+    A policy with a ``fallback`` needs the traffic. While a frontend's metrics are missing, the
+    fallback decides instead: the traffic would look as if it had ended.
     """
 
-    def __init__(self, model: ScaledModel, policy: Policy, needs_traffic: bool) -> None:
+    def __init__(
+        self, model: ScaledModel, policy: Policy, fallback: LoadFallback | None = None
+    ) -> None:
         self.model = model
         self.policy = policy
-        self._needs_traffic = needs_traffic
+        self._fallback = fallback
         self.pulls: deque[Pull] = deque(maxlen=_PULLS)
         self.pending: list[DecisionRecord] = []
         self.tasks: set[asyncio.Task[None]] = set()
@@ -171,10 +174,17 @@ class ModelState:
         self.tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def changed(self, failed: bool, now_s: float) -> None:
-        """Count the outcome of a change: each failure in a row doubles the pause behind it."""
-        self._failures = self._failures + 1 if failed else 0
-        self.retry_s = now_s + min(_LONGEST_PAUSE_S, 2.0**self._failures) if failed else -math.inf
+    def changed(self, failed: bool, adds: bool, now_s: float) -> None:
+        """Count the outcome of a change: each failure in a row doubles the pause behind it.
+
+        Only a worker that has started ends a row: a removal says nothing about the next start.
+        """
+        if failed:
+            self._failures += 1
+            pause_s = _FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, _DOUBLINGS)
+            self.retry_s = now_s + min(_LONGEST_PAUSE_S, pause_s)
+        elif adds:
+            self._failures, self.retry_s = 0, -math.inf
 
     def observation(
         self, now_s: float, pools: Pools, traffic: Traffic, max_gpus: float
@@ -198,13 +208,14 @@ class ModelState:
         """
         async with self._deciding:
             applied, self._applied = self._applied, []
-            return await asyncio.to_thread(self._ask, self.policy, applied, seen)
+            return await asyncio.to_thread(self._ask, self.policy, self._fallback, applied, seen)
 
     async def rehearse(self, seen: Observation) -> ScalingDecision:
         """Return what the policy would decide, without effect on it."""
         async with self._deciding:
-            policy, applied = copy.deepcopy(self.policy), list(self._applied)
-        return await asyncio.to_thread(self._ask, policy, applied, seen)
+            policy, fallback = copy.deepcopy((self.policy, self._fallback))
+            applied = list(self._applied)
+        return await asyncio.to_thread(self._ask, policy, fallback, applied, seen)
 
     def applied(self, made: ScalingDecision, failed: Collection[str]) -> None:
         """Count ``made`` as carried out, except in the pools ``failed``.
@@ -213,20 +224,20 @@ class ModelState:
         """
         self._applied.append((made, tuple(failed)))
 
+    @staticmethod
     def _ask(
-        self, policy: Policy, applied: Sequence[_Applied], seen: Observation
+        policy: Policy,
+        fallback: LoadFallback | None,
+        applied: Sequence[_Applied],
+        seen: Observation,
     ) -> ScalingDecision:
         for made, failed in applied:
             policy.applied(made, failed)
-        if seen.traffic.known or not self._needs_traffic:
-            return policy.decide(seen)
-        rule = "the traffic is unknown: a frontend does not answer"
-        return ScalingDecision(
-            pools=tuple(
-                PoolDecision(pool=name, wanted=pool.workers, rule=rule)
-                for name, pool in seen.pools.items()
-            )
-        )
+        if fallback is not None and not seen.traffic.known:
+            return fallback.decide(seen)
+        if fallback is not None:
+            fallback.known()
+        return policy.decide(seen)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)

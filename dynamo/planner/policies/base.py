@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -143,6 +144,14 @@ class ScalingDecision:
 
     pools: tuple[PoolDecision, ...] = ()
     forecast: Mapping[str, float] = field(default_factory=dict)
+
+
+class TargetedPolicy(ABC):
+    """A policy whose targets may change while it runs."""
+
+    @abstractmethod
+    def aim(self, ttft_ms: float, itl_ms: float) -> None:
+        """Keep these targets from the next decision on."""
 
 
 class Policy(Protocol):

@@ -25,6 +25,7 @@ from dynamo.planner.policies.base import (
     Pool,
     PoolDecision,
     ScalingDecision,
+    TargetedPolicy,
 )
 from dynamo.planner.policies.budget import (
     ActionLimit,
@@ -61,7 +62,7 @@ _DRAIN = 12
 """Decisions in which a backlog should be gone."""
 
 
-class CombinedPolicy:
+class CombinedPolicy(TargetedPolicy):
     """Sizes the pools for the forecast, and for the backlog if there is one.
 
     Nothing has to be configured but the targets: what a request costs, how bursty the traffic is
@@ -100,6 +101,11 @@ class CombinedPolicy:
             if model is not None and self._forecast.known:
                 needs[name] = sizing.need(model, self._outlook(sizing, seen), seen)
         return self._decision(needs, seen)
+
+    def aim(self, ttft_ms: float, itl_ms: float) -> None:
+        """Keep these targets from the next decision on."""
+        for sizing in self._pools.values():
+            sizing.limits = mean_limits(ttft_ms, itl_ms)
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
         """Forget the starts that failed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from dynamo.config.planner import PlannerSettings
@@ -21,7 +21,7 @@ from dynamo.planner.policies.base import (
     ScalingDecision,
     WorkerLoad,
 )
-from dynamo.planner.policies.budget import free_gpus
+from dynamo.planner.policies.budget import at_limits, free_gpus
 from dynamo.serve.gpus.gpus import fits
 
 NEW_DECODE_WORKER_GRACE_PERIOD = 3
@@ -112,6 +112,42 @@ class LoadPolicy:
             remove_blocked=blocked,
             more_inputs={"grace": float(self._grace)},
         )
+
+
+class LoadFallback:
+    """Adds workers by load alone while the traffic is unknown, after ``patience_s`` of that.
+
+    It removes none: the workers may be idle because nothing reaches them, or because nothing is
+    read. It adds one at a time, as nothing says how many are needed.
+    """
+
+    def __init__(self, settings: PlannerSettings, patience_s: float) -> None:
+        self._settings = settings
+        self._patience_s = patience_s
+        self._since_s: float | None = None
+
+    def known(self) -> None:
+        """End the outage: the traffic is known again."""
+        self._since_s = None
+
+    def decide(self, seen: Observation) -> ScalingDecision:
+        """Return the workers to have while the traffic is unknown."""
+        if self._since_s is None:
+            self._since_s = seen.now_s - seen.interval_s
+        outage_s = seen.now_s - self._since_s
+        rule = "the traffic is unknown: a frontend does not answer"
+        if outage_s < self._patience_s or any(pool.starting for pool in seen.pools.values()):
+            return at_limits(seen, rule)
+        made = LoadPolicy(self._settings).decide(seen)
+        pools = tuple(
+            replace(
+                one,
+                wanted=max(one.wanted, seen.pools[one.pool].workers),
+                rule=f"{rule} for {outage_s:.0f} s; by load: {one.rule}",
+            )
+            for one in made.pools
+        )
+        return ScalingDecision(pools=pools)
 
 
 def kv_load(worker: WorkerLoad) -> float:

@@ -21,9 +21,16 @@ from dynamo.planner.policies.base import (
     Observation,
     PoolDecision,
     ScalingDecision,
+    TargetedPolicy,
     Traffic,
 )
-from dynamo.planner.policies.budget import StartUpTime, Workers, allowed, at_limits
+from dynamo.planner.policies.budget import (
+    ActionLimit,
+    StartUpTime,
+    Workers,
+    allowed,
+    at_limits,
+)
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sizing import (
     DecodeCapacity,
@@ -56,6 +63,10 @@ class DisaggregatedSizing:
         profile = read_capacity(settings.profile_results_dir)
         self._capacity = profile or self._learned
         self._correct = profile is not None and not settings.no_correction
+
+    def aim(self, ttft_ms: float, itl_ms: float) -> None:
+        """Size for these targets; prefill workers are sized by throughput alone."""
+        self._itl_ms = itl_ms
 
     def observe(self, seen: Observation) -> None:
         """Take one interval."""
@@ -124,6 +135,10 @@ class AggregatedSizing:
         self._meter = LoadMeter(aggregated=True, profile=self._profile)
         self._queued = 0
 
+    def aim(self, ttft_ms: float, itl_ms: float) -> None:
+        """Size for these targets."""
+        self._limits = mean_limits(ttft_ms, itl_ms)
+
     def observe(self, seen: Observation) -> None:
         """Take one interval."""
         self._meter.observe(seen, self._queued)
@@ -161,7 +176,7 @@ def _as_profiled(profile: ProfiledCapacity, demand: Demand) -> WorkerLoadModel:
     )
 
 
-class SlaPolicy:
+class SlaPolicy(TargetedPolicy):
     """Predicts the rate until a worker that is added now serves, and sizes the pools for it.
 
     Requests that wait then are part of the demand. With a profile the capacity is the profile's,
@@ -182,12 +197,15 @@ class SlaPolicy:
         self._sizing = (DisaggregatedSizing if prefill else AggregatedSizing)(settings)
         self._start_ups = {name: StartUpTime() for name in (PREFILL, DECODE)}
         self._recent: deque[tuple[float, Workers]] = deque()
+        self._actions = ActionLimit()
+        self._wanted: dict[str, int] = {}
         self._idle = 0
         self._now_s = 0.0
 
     def decide(self, seen: Observation) -> ScalingDecision:
         """Return the workers for the predicted traffic."""
         self._now_s, traffic = seen.now_s, seen.traffic
+        self._actions.refill(seen.now_s)
         for name, pool in seen.pools.items():
             self._start_ups[name].observe(pool, seen.now_s)
         self._sizing.observe(seen)
@@ -214,6 +232,11 @@ class SlaPolicy:
         if demand.queued >= 1:
             rule += f", {demand.queued:.0f} queued requests"
         return self._decision(seen, self._held(sized, seen), rule, forecast)
+
+    def aim(self, ttft_ms: float, itl_ms: float) -> None:
+        """Keep these targets from the next decision on."""
+        self._limits = mean_limits(ttft_ms, itl_ms)
+        self._sizing.aim(ttft_ms, itl_ms)
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
         """Forget the starts that failed."""
@@ -252,6 +275,17 @@ class SlaPolicy:
             counts[name] = max(sized.workers.of(name), min(needed, pool.workers))
         return replace(sized, workers=Workers(counts[PREFILL], counts[DECODE]))
 
+    def _paced(self, wanted: Workers, seen: Observation) -> Workers:
+        """Return ``wanted`` where the limit of changes allows it, else the workers of now."""
+        counts = {PREFILL: 0, DECODE: 0}
+        for name, pool in seen.pools.items():
+            count = wanted.of(name)
+            # A decision that was postponed is no further change.
+            again = count == self._wanted.get(name)
+            may = again or self._actions.allows(up=count > pool.workers)
+            counts[name] = count if may else pool.workers
+        return Workers(counts[PREFILL], counts[DECODE])
+
     def _hold_s(self, pool: str) -> float:
         return _HOLD * self.interval_s + _HOLD_STARTS * self._start_ups[pool].seconds
 
@@ -264,10 +298,16 @@ class SlaPolicy:
     ) -> ScalingDecision:
         """Return the workers of ``sized`` within the limits, prefill first."""
         wanted = sized.workers
-        within = allowed(wanted, seen)
+        within = allowed(self._paced(wanted, seen), seen)
         change, pools = 0, []
         for name, pool in seen.pools.items():
-            made = PoolDecision(pool=name, wanted=within.of(name), rule=rule, inputs=sized.inputs)
+            paced = "; the limit of changes keeps the workers"
+            held = wanted.of(name) != pool.workers and within.of(name) == pool.workers
+            why = rule + paced if held and not self._actions.allows(up=False) else rule
+            made = PoolDecision(pool=name, wanted=within.of(name), rule=why, inputs=sized.inputs)
+            if made.wanted not in (pool.workers, self._wanted.get(name)):
+                self._actions.use()
+            self._wanted[name] = made.wanted
             pools.append(made)
             change += made.wanted - pool.workers
             self._start_ups[name].changed(pool, made.wanted, seen.now_s)

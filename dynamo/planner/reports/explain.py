@@ -11,12 +11,14 @@ from pathlib import Path
 import msgspec
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.errors import InvalidArgument
+from dynamo.planner.live.control import PlannerControl
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.live.model_state import Pools
 from dynamo.planner.policies.base import Observation, ScalingDecision
 from dynamo.planner.reports.decisions import DecisionRecord
 from dynamo.planner.sharing.gpu_sharing import is_on_demand
-from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerPause, PlannerState
+from dynamo.protocols.control import PLANNER, PLANNER_PAUSE, PlannerChange
 from dynamo.protocols.status import PlannedModel, PlannerReport
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.paths import write_atomic
@@ -48,11 +50,6 @@ class StateFile(LoopObserver):
         self._acting = self._report.state
         self._failed = False
         self._interval_s = settings.adjustment_interval_s
-
-    @property
-    def acts(self) -> bool:
-        """Whether the planner changes workers when it is not paused."""
-        return self._acting == "running"
 
     def paused(self, paused: bool) -> None:
         """Write that the planner is paused, or is not any more."""
@@ -139,26 +136,18 @@ async def serve_explain(runtime: DistributedRuntime, loop: ScalingLoop) -> None:
     await endpoint.serve_endpoint(explain)
 
 
-async def serve_pause(
-    runtime: DistributedRuntime, loop: ScalingLoop, state_file: StateFile
-) -> None:
-    """Serve the endpoint that pauses and resumes ``loop``; return when the lease is revoked."""
+async def serve_control(runtime: DistributedRuntime, control: PlannerControl) -> None:
+    """Serve the endpoint that pauses and changes the planner; return when the lease is revoked."""
 
-    async def pause(request: object) -> AsyncIterator[object]:
-        wanted = msgspec.convert(request, PlannerPause).paused
-        if wanted is not None:
-            (loop.pause if wanted else loop.resume)()
-            state_file.paused(wanted)
-        state = PlannerState(
-            paused=loop.paused,
-            acts=state_file.acts,
-            models=loop.models(),
-            on_demand=loop.on_demand(),
-        )
-        yield msgspec.to_builtins(state)
+    async def change(request: object) -> AsyncIterator[object]:
+        try:
+            wanted = msgspec.convert(request, PlannerChange)
+        except msgspec.ValidationError as error:
+            raise InvalidArgument(str(error)) from error
+        yield msgspec.to_builtins(control.change(wanted))
 
     path = (runtime.settings.namespace, PLANNER, PLANNER_PAUSE)
-    await runtime.endpoint(".".join(path)).serve_endpoint(pause)
+    await runtime.endpoint(".".join(path)).serve_endpoint(change)
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):

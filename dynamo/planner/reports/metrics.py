@@ -67,6 +67,10 @@ class PlannerMetrics(LoopObserver):
         self._settings = settings
         self._counted_s: dict[str, float] = {}
 
+    def configure(self, settings: PlannerSettings) -> None:
+        """Show the targets of ``settings`` from now on."""
+        self._settings = settings
+
     def counted(self, model: str, now_s: float, pools: Pools) -> None:
         """See :class:`LoopObserver`."""
         for name in (DECODE, PREFILL):

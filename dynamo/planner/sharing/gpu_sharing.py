@@ -230,6 +230,11 @@ class GpuSharing:
         self._serving_since_s: dict[str, float] = {}
         self._plan = Sharing()
 
+    def configure(self, settings: PlannerSettings) -> None:
+        """Keep within the budget of ``settings`` from now on."""
+        self._settings = settings
+        self._limits = ActionLimits.of_planner(settings)
+
     async def update(self, models: Mapping[str, tuple[ModelState, Pools]]) -> None:
         """Announce the models on demand, and decide for all ``models``."""
         await self._source.announce(

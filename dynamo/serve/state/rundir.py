@@ -39,6 +39,8 @@ from dynamo.serve.state.statefile import FileLock, Statefile
 
 _END_TIMEOUT_S = 5.0
 _ABANDONED_AFTER_S = 60.0
+PLANNER_CONTROL = "planner-control.json"
+"""Changes of an operator to the planner, which end with the deployment."""
 _FALLBACK_RECORD = "sockets.path"
 log = logging.getLogger(__name__)
 
@@ -114,7 +116,8 @@ class RunDirectory:
             self.statefile.remove()
         except (StatefileError, OSError) as error:
             log.error("cannot remove the statefile: %s; delete it by hand", error)
-        (self.path / STOP_STAGE).unlink(missing_ok=True)
+        for name in (STOP_STAGE, PLANNER_CONTROL):
+            (self.path / name).unlink(missing_ok=True)
         living = self._sweep_store()
         fallback = fallback_dir(self.path)
         for directory in (self.path, *([fallback] if fallback else [])):

@@ -100,7 +100,7 @@ def _old(groups: list[Any]) -> set[str]:
 def test_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(VERBS) <= set(complete(capsys, ""))
     assert complete(capsys, "relo") == ["reload"]
-    assert complete(capsys, "planner", "") == ["explain", "replay", "pause", "resume"]
+    assert complete(capsys, "planner", "") == ["explain", "replay", "set", "pause", "resume"]
     assert "--json" in complete(capsys, "planner", "explain", "--")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
@@ -16,7 +17,10 @@ from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.live.actions import WorkerActions
 from dynamo.planner.live.loop import ScalingLoop
+from dynamo.planner.live.model_state import ModelState, models_of
+from dynamo.planner.policies.base import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.factory import make_policy
+from dynamo.planner.policies.load import LoadFallback
 from dynamo.planner.sharing.gpu_sharing import (
     GpuCapacity,
     GpuSharing,
@@ -352,17 +356,67 @@ async def test_a_worker_counts_once_when_the_connector_lists_it() -> None:
 
 
 async def test_a_policy_of_the_traffic_is_not_asked_without_it() -> None:
-    settings = PlannerSettings(
-        metric_pulling_interval_s=0.005, adjustment_interval_s=0.02, mode="sla"
-    )
-    connector, policy, sources = FakeConnector(service("Worker")), Wanted(2), FakeSources()
-    sources.known = False
+    settings = replace(FAST, mode="sla")
+    connector, policy, sources = FakeConnector(service("Worker")), Wanted(2), FakeSources(0.7)
+    sources.known = False  # and the load is between the thresholds of the fallback
     async with running(connector, policy, settings, sources) as (_, record):
         await until(lambda: len(record.records) >= 2)
         assert policy.seen == [] and connector.calls == []
         assert "a frontend does not answer" in record.records[-1].pools[0].rule
         sources.known = True
         await until(lambda: connector.count("Worker") == 2)
+
+
+async def test_without_the_traffic_load_alone_adds_workers_and_removes_none() -> None:
+    settings = replace(FAST, mode="sla")
+    connector, policy, sources = FakeConnector(service("Worker")), Wanted(1), FakeSources(0.95)
+    sources.known = False
+    async with running(connector, policy, settings, sources) as (_, record):
+        await until(lambda: connector.count("Worker") == 3)
+        rules = [one.pools[0].rule for one in record.records if one.changes]
+        assert "s; by load: KV load 0.95 > 0.9" in rules[0]
+        sources.usage = 0.0
+        decided = len(record.records)
+        await until(lambda: len(record.records) > decided + 5)
+        assert not any(call.startswith("remove") for call in connector.calls)
+        assert policy.seen == []
+        sources.known = True
+        await until(lambda: connector.count("Worker") == 1)
+
+
+def test_the_fallback_waits_for_frontends_and_for_workers_that_start() -> None:
+    fallback = LoadFallback(PlannerSettings(), patience_s=20.0)
+    full = Pull(at_s=0, decode=(WorkerLoad(worker_id=1, kv_used_blocks=95, kv_total_blocks=100),))
+
+    def wanted(now_s: float, starting: int = 0) -> int:
+        seen = Observation(
+            now_s=now_s,
+            interval_s=5.0,
+            decode=Pool(ready=1, starting=starting),
+            traffic=Traffic(duration_s=5.0, known=False),
+            pulls=(full,),
+        )
+        return fallback.decide(seen).pools[0].wanted
+
+    assert [wanted(now_s) for now_s in (5.0, 10.0, 15.0, 20.0)] == [1, 1, 1, 2]
+    assert wanted(25.0, starting=1) == 2  # the load of now does not show what that one will take
+    fallback.known()
+    assert wanted(40.0) == 1  # another outage
+
+
+def test_only_a_start_ends_the_pause_after_failed_ones() -> None:
+    connector = FakeConnector(service("Worker"))
+    (model,) = models_of(connector.by_name.values(), None).values()
+    state, pauses = ModelState(model, Wanted(2)), []
+    for _ in range(8):
+        state.changed(failed=True, adds=True, now_s=100.0)
+        pauses.append(state.retry_s - 100.0)
+        state.changed(failed=False, adds=False, now_s=100.0)  # a worker was removed
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
+    state.changed(failed=False, adds=True, now_s=100.0)
+    assert state.retry_s < 100.0
+    state.changed(failed=True, adds=True, now_s=100.0)
+    assert state.retry_s == 102.0
 
 
 async def test_a_service_that_is_left_out_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

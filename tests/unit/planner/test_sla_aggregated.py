@@ -150,3 +150,14 @@ def test_a_step_down_is_followed_without_flapping() -> None:
     assert found.reversals <= 3
     assert found.attainment >= 0.986
     assert found.samples[-1].ready <= 4  # but it is followed
+
+
+def test_a_bound_of_changes_an_hour_keeps_an_alternating_load_from_flapping() -> None:
+    policy, workers, changes = SlaPolicy(TARGETS, False), 4, 0
+    for number in range(240):  # two hours of 30 s; the load alternates every four minutes
+        busy = 4 if number // 8 % 2 else 1
+        observed = replace(seen(number, busy), decode=Pool(ready=workers))
+        wanted = policy.decide(observed).pools[0].wanted
+        changes += wanted != workers
+        workers = wanted
+    assert 0 < changes <= 2 * 29

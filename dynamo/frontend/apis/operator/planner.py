@@ -1,0 +1,65 @@
+"""The planner of this deployment over HTTP: its state, and changes of an operator."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from dynamo.errors import DynamoError, InvalidRequest, Unavailable, shorten
+from dynamo.frontend.requests.errors import error_response
+from dynamo.http import Exchange
+from dynamo.http.routes import Routes, in_task
+from dynamo.operations.outside import call_planner_of
+from dynamo.protocols.control import PLANNER_PAUSE, PlannerChange
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.process.tasks import Tasks
+
+_PATH = "/v1/planner"
+log = logging.getLogger(__name__)
+_change = msgspec.json.Decoder(PlannerChange).decode
+
+
+class PlannerRoutes:
+    """GET and POST /v1/planner. For operators.
+
+    The planner checks and applies a change; a frontend holds no state of it.
+    """
+
+    def __init__(self, runtime: DistributedRuntime, tasks: Tasks, overload_status: int) -> None:
+        self._runtime = runtime
+        self._tasks = tasks
+        self._overload_status = overload_status
+
+    def install(self, routes: Routes) -> None:
+        """Add the routes to the table."""
+        routes.get(_PATH, in_task(self._tasks.spawn, self._show))
+        routes.post(_PATH, in_task(self._tasks.spawn, self._set))
+
+    async def _show(self, exchange: Exchange) -> None:
+        await self._answer(exchange, PlannerChange())
+
+    async def _set(self, exchange: Exchange) -> None:
+        try:
+            change = _change(exchange.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            text = f"Failed to deserialize the JSON body: {shorten(str(error))}"
+            self._refuse(exchange, InvalidRequest(text))
+            return
+        await self._answer(exchange, change)
+
+    async def _answer(self, exchange: Exchange, change: PlannerChange) -> None:
+        try:
+            request = msgspec.to_builtins(change)
+            state = await call_planner_of(self._runtime, PLANNER_PAUSE, request)
+            if state is None:
+                raise Unavailable("no planner runs in this deployment; start one: dynamo planner")
+        except DynamoError as error:
+            self._refuse(exchange, error)
+            return
+        if change != PlannerChange():
+            log.info("planner changed: %s", msgspec.json.encode(change).decode())
+        exchange.respond(200, msgspec.json.encode(state))
+
+    def _refuse(self, exchange: Exchange, error: DynamoError) -> None:
+        exchange.respond(*error_response(error, self._overload_status))
