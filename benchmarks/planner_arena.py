@@ -11,6 +11,9 @@ At most 8 workers of the preset qwen3-8b-h100 with one GPU each, 4 of them ready
 * flash: 3 requests/s, 12 for 3 minutes every half hour;
 * whole-day: the daily curve, gaps of CV 2, and a crowd of 8 requests/s more for 3 minutes at noon.
 
+``--days`` compares the third of three equal days with and without what the planner keeps of the
+usual traffic: half an hour of the trace with a crowd is a day, at a rate of 0.4 and 1.8 times.
+
 ``--held-out`` has traffic that no constant of a policy was chosen with: the trace with periods of
 10 and 40 minutes, and the whole day with other random numbers.
 
@@ -54,6 +57,7 @@ PROFILED = ", profile"
 POLICIES = ("load", "sla", "sla, profile", "load+sla", "load+sla, profile", "hpa:12")
 START_UPS = (5.0, 60.0, 180.0)
 ATTAINMENT = 0.9
+DAY_S = 1800.0
 SETTINGS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
 SETUP = ReplaySetup(workers=4, ttft_ms=2000.0, itl_ms=50.0)
 
@@ -164,6 +168,39 @@ def contest(
     return rows
 
 
+def repeated(day: Sequence[ReplayRequest], days: int) -> list[ReplayRequest]:
+    """The same day again and again; no prefix of one day is cached on the next."""
+    return [
+        replace(
+            one,
+            at_s=one.at_s + number * DAY_S,
+            parent=None if one.parent is None else one.parent + number * len(day),
+            blocks=tuple(block + number * 10**9 for block in one.blocks),
+        )
+        for number in range(days)
+        for one in day
+    ]
+
+
+def third_day(trace: Path, start_ups: Sequence[float]) -> list[str]:
+    """Each day of three as the difference of replays of so many days."""
+    curve = parse_pattern("flash:0.4-1.8:1800", "curve")
+    day = [one for one in warp(from_trace(read_trace(trace)), curve) if one.at_s < DAY_S]
+    lines = ["| start-up | usual traffic | day 1 | day 2 | day 3 |", "|---|---|---|---|---|"]
+    for start_up_s in start_ups:
+        for day_s in (None, DAY_S):
+            setup = replace(SETUP, start_up_s=start_up_s, day_s=day_s)
+            attained, hours, cells = 0.0, 0.0, []
+            for days in (1, 2, 3):
+                result = run("load+sla", repeated(day, days), setup)
+                share = days * result.attainment - attained
+                cells.append(f"{share:.1%} at {result.gpu_hours - hours:.2f}")
+                attained, hours = days * result.attainment, result.gpu_hours
+            known = "unknown" if day_s is None else "known"
+            lines.append(f"| {start_up_s:g} s | {known} | {' | '.join(cells)} |")
+    return lines
+
+
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         "| start-up | policy | GPU-hours | attained | G/Go | score | worst minute | TTFT p99 "
@@ -222,7 +259,11 @@ def main() -> None:
     parser.add_argument("--start-up", action="append", type=float, help="default: 5, 60, 180")
     parser.add_argument("--held-out", action="store_true", help="the other traffic, see above")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--days", action="store_true", help="three equal days, see above")
     options = parser.parse_args()
+    if options.days:
+        print(*third_day(options.trace, options.start_up or START_UPS), sep="\n")
+        return
     known = traffics(options.trace, options.held_out)
     found: dict[str, list[dict[str, Any]]] = {}
     for name in options.traffic or known:

@@ -26,6 +26,7 @@ from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.planner.live.control import PlannerControl
 from dynamo.planner.live.local_connector import LocalConnector, gpu_capacity, open_connector
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
+from dynamo.planner.live.seasons import SEASONS_FILE, SeasonStore
 from dynamo.planner.live.sources import LiveSources
 from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.factory import make_policy, resolve_mode
@@ -136,7 +137,10 @@ async def _run(
         return make_policy(control.settings, prefill)
 
     sharing = GpuSharing(settings, namespace, demand, capacity, time.monotonic)
-    loop = ScalingLoop(connector, sources, settings, policies, observers, sharing=sharing)
+    seasons = SeasonStore(run_dir(runtime.settings) / SEASONS_FILE, not settings.no_operation)
+    loop = ScalingLoop(
+        connector, sources, settings, policies, observers, sharing=sharing, seasons=seasons
+    )
     demand.on_waiting = loop.wake
     control.listeners += [part.configure for part in (connector, sharing, metrics, loop)]
     control.on_pause = state_file.paused

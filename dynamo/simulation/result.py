@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from dynamo.bench.stats import percentile
+from dynamo.planner.capacity.season import USUAL_S, Season
 from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Policy, Pull, ScalingDecision
 from dynamo.simulation.cluster import ReplayCluster
@@ -44,6 +45,8 @@ class ReplayPlanner:
         self._pulls: list[Pull] = []
         self._before, self._before_s = TrafficCounters(), 0.0
         self._due_s = 0.0
+        day_s = cluster.setup.day_s
+        self._season = None if day_s is None else Season(day_s=day_s)
         self._ready: frozenset[tuple[str, int]] = frozenset()
         clock.at(0.0, self._begin)
 
@@ -77,15 +80,21 @@ class ReplayPlanner:
     def _observe(self) -> Observation:
         cluster, now_s = self._cluster, self._clock.now_s
         prefill = cluster.pools.get(PREFILL)
+        traffic = cluster.counters.since(self._before, now_s - self._before_s)
+        usual = None
+        if self._season is not None:
+            self._season.add(now_s, traffic.arrived, traffic.duration_s)
+            usual = self._season.usual(now_s, USUAL_S)
         return Observation(
             now_s=now_s,
             interval_s=self._policy.interval_s,
             decode=cluster.pools[DECODE].view(),
             prefill=prefill.view() if prefill else None,
-            traffic=cluster.counters.since(self._before, now_s - self._before_s),
+            traffic=traffic,
             pulls=tuple(self._pulls),
             max_gpus=cluster.setup.max_gpus,
             changed=self._ready_workers() != self._ready,
+            usual=usual,
         )
 
     def _advance(self, changes: _Changes) -> None:

@@ -158,7 +158,8 @@ class ReplaySetup:
     A worker needs ``start_up_s`` from its start to its first request, and ``stop_s`` from its last
     request to its exit. ``prefill_workers`` is None for aggregated serving. At most ``max_queue``
     requests wait for their first token; more are rejected. ``pull_s`` is the time between metric
-    pulls. A request attains its targets if its TTFT and its mean ITL are within them.
+    pulls. With ``day_s``, the planner knows the usual traffic of a day of that length. A request
+    attains its targets if its TTFT and its mean ITL are within them.
     """
 
     model: ServiceModel = field(default_factory=lambda: service_model("qwen3-8b-h100"))
@@ -174,3 +175,4 @@ class ReplaySetup:
     pull_s: float = 1.0
     ttft_ms: float = 2000.0
     itl_ms: float = 50.0
+    day_s: float | None = None

@@ -14,6 +14,7 @@ from dynamo.operations.steps.limits import ActionLimits
 from dynamo.planner.connector import Connector, ScaledService
 from dynamo.planner.live.actions import WorkerAction, WorkerActions
 from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel, left_out, models_of
+from dynamo.planner.live.seasons import SeasonStore
 from dynamo.planner.live.sources import LiveSources
 from dynamo.planner.policies.base import (
     Observation,
@@ -77,6 +78,7 @@ class ScalingLoop:
         observers: Sequence[LoopObserver] = (),
         clock: Callable[[], float] = time.monotonic,
         sharing: GpuSharing | None = None,
+        seasons: SeasonStore | None = None,
     ) -> None:
         self._connector = connector
         self._sources = sources
@@ -85,6 +87,7 @@ class ScalingLoop:
         self._observers = tuple(observers)
         self._clock = clock
         self._sharing = sharing
+        self._seasons = seasons
         self._woken = asyncio.Event()
         self._actions = WorkerActions(
             connector,
@@ -331,8 +334,14 @@ class ScalingLoop:
         if self._sharing is not None:
             pools = self._sharing.seen(pools)
             max_gpus = self._sharing.max_gpus(state.model.name)
-        traffic = self._sources.traffic(state.model.name, now_s, ends=ends)
-        return state.observation(now_s, pools, traffic, max_gpus)
+        name = state.model.name
+        traffic = self._sources.traffic(name, now_s, ends=ends)
+        seen = state.observation(now_s, pools, traffic, max_gpus)
+        if self._seasons is None:
+            return seen
+        if ends:
+            self._seasons.add(name, traffic)
+        return replace(seen, usual=self._seasons.usual(name))
 
     async def _decide(self, state: ModelState) -> None:
         seen = self._observe(state, ends=True)

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dynamo.planner.capacity.season import Usual
+
 DECODE, PREFILL = "decode", "prefill"
 """Names of the pools; an aggregated deployment has only ``DECODE``."""
 
@@ -99,7 +101,8 @@ class Observation:
     ``prefill`` is None in aggregated serving. ``pulls`` are those since the last decision, oldest
     first; none of them was made while workers were added or removed. ``changed`` says that the set
     of ready workers is not the one at the start of the interval. ``max_gpus`` bounds what both
-    pools may hold together; GPUs of other models are not part of it.
+    pools may hold together; GPUs of other models are not part of it. ``usual`` has the rates of
+    earlier days at this time of the day and the week, if any are known.
     """
 
     now_s: float
@@ -110,6 +113,7 @@ class Observation:
     pulls: Sequence[Pull] = field(default=())
     max_gpus: float = 8
     changed: bool = False
+    usual: Usual | None = None
 
     @property
     def pools(self) -> dict[str, Pool]:

@@ -117,7 +117,7 @@ class CombinedPolicy(TargetedPolicy):
         ahead_s = _AHEAD * self.interval_s + _AHEAD_STARTS * sizing.start_up.seconds
         # What is decided now must last until the next action is allowed.
         ahead_s = max(ahead_s, self._actions.next_s)
-        path = self._forecast.path(start_s + ahead_s)
+        path = self._forecast.path(start_s + ahead_s, seen.usual)
         first = min(int(start_s / self._forecast.interval_s), len(path) - 1)
         return _Outlook(
             start_s=start_s,

@@ -27,6 +27,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamo.planner.capacity.season import Usual, blended
+
 _LEVEL_NOISE = (1e-3, 1e-2, 1e-1, 1.0)
 _SLOPE_NOISE = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _DAMPING = (1.0, 0.98, 0.9)
@@ -86,12 +88,18 @@ class RateForecast:
             self._levels.append(max(self._filter.forecast(1).level, 0.0))
             self._arrived, self._duration_s, self._path = 0, 0.0, None
 
-    def path(self, horizon_s: float) -> _Rates:
-        """Return the rates after 1, 2, … intervals, up to ``horizon_s``. O(history)."""
+    def path(self, horizon_s: float, usual: Usual | None = None) -> _Rates:
+        """Return the rates after 1, 2, … intervals, up to ``horizon_s``. O(history).
+
+        What is ``usual`` at that time counts, too.
+        """
         steps = math.ceil(horizon_s / self.interval_s) + 1
         if self._path is None or len(self._path) < steps:
             self._path = self._with_history(self._trend(steps))
-        return np.maximum(self._path[:steps], self.surge)
+        rates = self._path[:steps]
+        if usual is not None:
+            rates = np.array(blended(rates.tolist(), self.interval_s, usual, self.rate))
+        return np.maximum(rates, self.surge)
 
     @property
     def surge(self) -> float:
