@@ -231,9 +231,11 @@ def make_scenario(
     for at_s in _times(dice, dice.choice((0.1, 0.3, 0.8)) if faults else 0.0, length_s):
         details = {"seconds": round(dice.choice((0.05, 0.5, 1.5, 4.0, 12.0)), 2)}
         steps.append(Step(0, at_s, "fault", _draw(dice, kinds), dice.getrandbits(32), details))
-    kinds = _some(dice, _able(chosen))
+    able = _able(chosen)
+    kinds = {kind: able[kind] for kind in dice.sample(sorted(able), dice.choice((2, 3, 5)))}
+    target = {"service": dice.choice(chosen.services), "worker": dice.choice((-1, 0, 1))}
     for at_s in _times(dice, dice.choice((0.1, 0.5, 1.5)), length_s):
-        steps.append(_operation(dice, chosen, kinds, at_s))
+        steps.append(_operation(dice, chosen, kinds, target, at_s))
     if dice.random() < 0.5:
         steps = _bunch(dice, steps)
     steps.sort(key=lambda step: step.at_s)
@@ -295,10 +297,19 @@ def _able(profile: Profile) -> dict[str, float]:
     }
 
 
-def _operation(dice: random.Random, profile: Profile, kinds: dict[str, float], at_s: float) -> Step:
+def _operation(
+    dice: random.Random,
+    profile: Profile,
+    kinds: dict[str, float],
+    target: dict[str, Any],
+    at_s: float,
+) -> Step:
+    """Return an operation, mostly on the ``target`` of the run."""
     what = _draw(dice, kinds)
-    service = dice.choice(profile.services)
-    details = {"service": service, "worker": dice.choice((-1, 0, 1))}
+    details = {"service": dice.choice(profile.services), "worker": dice.choice((-1, 0, 1))}
+    if dice.random() < 0.6:
+        details = dict(target)
+    service = details["service"]
     if what in ("load", "unload"):
         details = {"model": dice.choice(profile.models)}
     elif what == "reload":
