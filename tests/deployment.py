@@ -29,6 +29,9 @@ EPHEMERAL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 PORTS = range(10_000, max(EPHEMERAL, 30_000))[WORKER::WORKERS]
+OUTPUTS = ("--stream-interval", os.environ.get("DYN_TEST_STREAM_INTERVAL", "1"))
+"""How many tokens an output of the mockers has, in all tests of processes."""
+
 _port_numbers = itertools.count(secrets.randbelow(len(PORTS)))  # other test processes have others
 
 
@@ -79,9 +82,8 @@ class Deployment:
         return self.start("dynamo.frontend", "--http-port", str(self.port), *flags, **env)
 
     def mocker(self, *flags: str, **env: str) -> subprocess.Popen[bytes]:
-        return self.start(
-            "dynamo.mocker", "--model-path", str(MODEL), "--model-name", "tiny", *flags, **env
-        )
+        model = ("--model-path", str(MODEL), "--model-name", "tiny")
+        return self.start("dynamo.mocker", *model, *OUTPUTS, *flags, **env)
 
     def request(
         self,

@@ -70,6 +70,7 @@ def engine_shape(settings: MockerSettings) -> EngineShape:
             settings.kv_transfer_bandwidth_gb_s * 1e9,
             settings.speedup_ratio,
         ),
+        stream_interval=settings.stream_interval,
     )
 
 

@@ -178,7 +178,7 @@ class TimerFd:
 class Responder:
     """Sends the tokens of one sequence, which :meth:`Scheduler.commit` passes on."""
 
-    __slots__ = ("_done", "_engine", "_on_done", "_started", "sequence", "stream")
+    __slots__ = ("_done", "_engine", "_on_done", "_started", "_unsent", "sequence", "stream")
 
     sequence: Sequence
 
@@ -190,6 +190,7 @@ class Responder:
         self._on_done = on_done
         self._done = False
         self._started = asyncio.get_running_loop().time()
+        self._unsent: list[int] = []
 
     def allocated(self) -> None:
         """Start the transfer into the blocks of a prompt that a prefill worker computed; pause the
@@ -197,9 +198,17 @@ class Responder:
         self._engine.transfer(self.sequence)
 
     def token(self, token_id: int) -> None:
-        """Send one token; pause the sequence if the reader is slow."""
+        """Send one token, or keep it until there are as many as an output has; pause the sequence
+        if the reader is slow."""
         stream = self.stream
-        stream.send(token_item(token_id))
+        if self._engine.shape.stream_interval == 1:
+            stream.send(token_item(token_id))
+        else:
+            self._unsent.append(token_id)
+            full = len(self._unsent) >= self._engine.shape.stream_interval
+            if full or self.sequence.generated == 1:
+                stream.send(codec.encode(EngineOutput(token_ids=self._unsent)))
+                self._unsent = []
         if self.sequence.generated == 1:
             self._engine.metrics.first_token(self._started)
         if stream.above_high_water and not self.sequence.paused:
@@ -210,7 +219,7 @@ class Responder:
         """Send the last token with the reason and the usage, and end the stream."""
         if self.sequence.generated == 1:
             self._engine.metrics.first_token(self._started)
-        self._end([token_id], reason)
+        self._end([*self._unsent, token_id], reason)
 
     def cancel(self, kind: CancelKind) -> None:
         """Free the blocks at once: the client stopped the request or disconnected."""
@@ -254,6 +263,7 @@ class EngineShape:
     timing: Timing
     prefill_only: bool = False
     transfer: Transfer = field(default_factory=Transfer)
+    stream_interval: int = 1
 
 
 class EngineRank:

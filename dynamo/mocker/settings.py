@@ -59,6 +59,12 @@ class MockerSettings:
     max_model_len: int | None = option(
         None, "--max-model-len", minimum=2, help="longest prompt plus output, in tokens"
     )
+    stream_interval: int = option(
+        1,
+        "--stream-interval",
+        minimum=1,
+        help="tokens in an output, as vLLM has them: the first alone, then so many at once",
+    )
     enable_prefix_caching: bool = option(
         True, "--enable-prefix-caching", help="reuse the blocks of earlier prompts"
     )

@@ -35,6 +35,7 @@ _WORKER = """
   max-num-seqs: 32
   kv-bytes-per-token: 16384
   fatal-seed: {fatal_seed}
+  stream-interval: {tokens}
 """
 _FRONTEND = """
 Frontend:
@@ -53,6 +54,9 @@ PROFILES = {
     + "  disaggregation-mode: decode\n  ServiceArgs: {{workers: 3}}\n",
 }
 """The graphs: four workers, and three with two prefill workers before them."""
+
+TOKENS = {"agg": 1, "disagg": 7}
+"""The tokens in an output of the workers."""
 
 DECODE_WORKERS = {"agg": 4, "disagg": 3}
 
@@ -89,6 +93,7 @@ class World:
             reply="sequence",
             port=self.port,
             fatal_seed=FATAL_SEED,
+            tokens=TOKENS[profile],
         )
         text = text.replace("  router-mode: kv", f"  router-mode: kv{frontend}")
         self._graph = self.serving.graph(text)

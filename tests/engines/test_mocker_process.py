@@ -18,6 +18,12 @@ from dynamo.protocols.kv import KvQuery
 from dynamo.runtime import Context
 
 
+@pytest.fixture(autouse=True)
+def _one_token_in_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests count the mocker's own outputs."""
+    monkeypatch.setattr("deployment.OUTPUTS", ())
+
+
 async def ended(process: subprocess.Popen[bytes]) -> int:
     return await asyncio.to_thread(process.wait, 20)
 

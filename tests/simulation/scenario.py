@@ -23,6 +23,7 @@ ENGINE = """
   num-gpu-blocks-override: {blocks}
   max-num-seqs: {sequences}
   kv-bytes-per-token: 16384
+  stream-interval: {tokens}
 """
 FRONTEND = """
   run: dynamo.frontend
@@ -75,6 +76,7 @@ def _engine(dice: random.Random) -> str:
         model_path="{model_path}",
         blocks=dice.choice((96, 400, 4000)),
         sequences=dice.choice((2, 4, 32)),
+        tokens=dice.choice((1, 1, 2, 7, 16)),
     )
 
 

@@ -73,7 +73,10 @@ def parse_yaml(text: str, source: str) -> YamlDocument:
     """
     if len(text.encode(errors="surrogatepass")) > MAX_TEXT_BYTES:
         raise ConfigError(f"{source}: a graph is at most {MAX_TEXT_BYTES:,} bytes of YAML")
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.YAMLError as error:  # a control character
+        raise ConfigError(f"{source}: {error}") from None
     try:
         node = loader.get_single_node()
         if node is None:

@@ -144,6 +144,19 @@ async def test_tokens_stream_and_the_last_item_has_the_reason(tmp_path: Path) ->
         assert usage.prompt_tokens_details.cached_tokens == 16
 
 
+async def test_an_output_has_as_many_tokens_as_asked_for(tmp_path: Path) -> None:
+    """The first token alone, full outputs, and the rest with the reason; the same tokens."""
+    seed = SamplingOptions(seed=7)
+    async with deployment(tmp_path) as here:
+        single = await here.answer([1], 18, sampling_options=seed)
+    for size, sizes in ((2, [1, *[2] * 8, 1]), (7, [1, 7, 7, 3]), (16, [1, 16, 1])):
+        async with deployment(tmp_path, stream_interval=size) as here:
+            sink = await here.answer([1], 18, sampling_options=seed)
+        assert [len(item.token_ids) for item in sink.items] == sizes
+        assert sink.tokens == single.tokens
+        assert [item.finish_reason for item in sink.items][-2:] == [None, "length"]
+
+
 async def test_equal_seeds_give_equal_answers(tmp_path: Path) -> None:
     async with deployment(tmp_path) as here:
         one, two, other = [
