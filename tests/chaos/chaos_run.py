@@ -28,7 +28,18 @@ from history import History, read
 from small_disk import SmallDisk
 from validator import Verdict, Violation, validate
 
-__all__ = ["ChaosOptions", "ChaosReport", "main", "run_chaos"]
+__all__ = [
+    "RECOVERY_TIMEOUT_S",
+    "SUCCESS_RATE",
+    "ChaosOptions",
+    "ChaosReport",
+    "keep_logs",
+    "main",
+    "recovered",
+    "run_chaos",
+    "small_disk",
+    "stopped",
+]
 
 SUCCESS_RATE = 0.999
 CANCEL_LIMIT_S = 0.1
@@ -108,7 +119,7 @@ async def run_chaos(options: ChaosOptions, directory: Path) -> ChaosReport:
         return time.monotonic() - started_s
 
     started_s = time.monotonic()
-    with _small_disk(directory / "state") as disk:
+    with small_disk(directory / "state") as disk:
         world = World(directory, options.profile, options.frontend, clock)
         history = History(directory / "history.jsonl")
         actions = FaultActions(world, disk, history.add)
@@ -124,7 +135,7 @@ async def run_chaos(options: ChaosOptions, directory: Path) -> ChaosReport:
             report = ChaosReport(options, Verdict(), missed=actions.missed)
             report.impossible = actions.impossible
             report.problems += actions.violations
-            report.problems += await _recovered(world)
+            report.problems += await recovered(world)
             report.problems += await check_gauges(world)
             report.cancel_s = await cancel_latencies(world, pool, CANCEL_ROUNDS)
             middle_s = sorted(report.cancel_s)[CANCEL_ROUNDS // 2]
@@ -133,7 +144,7 @@ async def run_chaos(options: ChaosOptions, directory: Path) -> ChaosReport:
                 report.problems.append(Violation("deployment", "cancelled late", detail))
             report.problems += await check_gauges(world)
             watch.cancel()
-            report.problems += await _stopped(world)
+            report.problems += await stopped(world)
             report.tracebacks = tracebacks(world.run_directory / "logs")
             deaths = count_lines(world.run_directory / "logs", "has the fatal seed")
             if deaths > 2 * actions.fatal_requests:
@@ -145,7 +156,7 @@ async def run_chaos(options: ChaosOptions, directory: Path) -> ChaosReport:
             for life in world.lives:
                 history.add(life)
             history.close()
-            _keep_logs(world, directory)
+            keep_logs(world, directory)
         report.verdict = validate(read(history.path), world.lives)
     return report
 
@@ -168,7 +179,7 @@ async def _storm(
         load.stop()
 
 
-async def _recovered(world: World) -> list[Violation]:
+async def recovered(world: World) -> list[Violation]:
     """All workers are registered again, and a frontend serves them."""
     if await world.until(world.complete, RECOVERY_TIMEOUT_S) and await world.healthy():
         return []
@@ -176,7 +187,7 @@ async def _recovered(world: World) -> list[Violation]:
     return [Violation("deployment", "not recovered", found)]
 
 
-async def _stopped(world: World) -> list[Violation]:
+async def stopped(world: World) -> list[Violation]:
     """A stop ends with status 0 and leaves nothing."""
     found = []
     assert world.serving.process is not None
@@ -193,7 +204,8 @@ async def _stopped(world: World) -> list[Violation]:
 
 
 @contextlib.contextmanager
-def _small_disk(path: Path) -> Iterator[SmallDisk]:
+def small_disk(path: Path) -> Iterator[SmallDisk]:
+    """A small file system at ``path``, unmounted at the end."""
     disk = SmallDisk(path)
     try:
         yield disk
@@ -201,7 +213,8 @@ def _small_disk(path: Path) -> Iterator[SmallDisk]:
         disk.close()
 
 
-def _keep_logs(world: World, directory: Path) -> None:
+def keep_logs(world: World, directory: Path) -> None:
+    """Copy logs and output of the deployment to ``directory``."""
     (directory / "serve.log").write_text(world.serving.text() + "\n")
     logs = world.run_directory / "logs"
     if logs.is_dir():

@@ -43,6 +43,28 @@ Frontend:
   router-mode: kv
   http-port: {port}
 """
+ELDER = "elder"
+_ELDERS = """
+Elder:
+  run: dynamo.mocker
+  model-path: {model}
+  model-name: elder
+  endpoint: {namespace}.elder.generate
+  reply: {reply}
+  block-size: 16
+  kv-bytes-per-token: 16384
+  ServiceArgs: {{workers: 2}}
+
+Planner:
+  run: dynamo.planner
+  served-model-name: tiny
+  mode: load
+  adjustment-interval: 10
+  max-gpu-budget: 5
+  min-gpu-budget: 3
+  decode-kv-scale-up-threshold: 0.5
+  decode-kv-scale-down-threshold: 0.2
+"""
 PROFILES = {
     "agg": _FRONTEND + "Worker:" + _WORKER + "  ServiceArgs: {{workers: 4}}\n",
     "disagg": _FRONTEND
@@ -52,13 +74,16 @@ PROFILES = {
     + "Worker:"
     + _WORKER
     + "  disaggregation-mode: decode\n  ServiceArgs: {{workers: 3}}\n",
+    "soak": _FRONTEND + "Worker:" + _WORKER + "  ServiceArgs: {{workers: 3}}\n" + _ELDERS,
 }
-"""The graphs: four workers, and three with two prefill workers before them."""
+"""The graphs: four workers; three with two prefill workers before them; three that the planner
+makes five under load, and two that no fault ends."""
 
-TOKENS = {"agg": 1, "disagg": 7}
+TOKENS = {"agg": 1, "disagg": 7, "soak": 1}
 """The tokens in an output of the workers."""
 
-DECODE_WORKERS = {"agg": 4, "disagg": 3}
+DECODE_WORKERS = {"agg": 4, "disagg": 3, "soak": 3}
+"""How many there are; in ``soak`` at least."""
 
 _DECODE_INSTANCE = re.compile(r"%2Fbackend%2Fgenerate%2F([0-9a-f]+)$")
 
@@ -74,10 +99,16 @@ class World:
     """
 
     def __init__(
-        self, directory: Path, profile: str, frontend: str, clock: Callable[[], float]
+        self,
+        directory: Path,
+        profile: str,
+        frontend: str,
+        clock: Callable[[], float],
+        poll_s: float = POLL_S,
     ) -> None:
         self.serving = Serving(directory)
         self.clock = clock
+        self.poll_s = poll_s
         self.workers = DECODE_WORKERS[profile]
         self.port = free_port()
         self.target = Target("127.0.0.1", self.port, False)
@@ -94,6 +125,7 @@ class World:
             port=self.port,
             fatal_seed=FATAL_SEED,
             tokens=TOKENS[profile],
+            namespace=self.serving.namespace,
         )
         text = text.replace("  router-mode: kv", f"  router-mode: kv{frontend}")
         self._graph = self.serving.graph(text)
@@ -135,12 +167,13 @@ class World:
         return 0
 
     def pids(self, module: str) -> list[int]:
-        """The processes of ``python -m module`` under the arbiter."""
+        """The processes of ``python -m module`` under the arbiter, without the elders."""
         found = []
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.arbiter).children() if self.arbiter else []:
                 with contextlib.suppress(psutil.Error):
-                    if module in child.cmdline() and child.pid not in self._doomed:
+                    words = child.cmdline()
+                    if module in words and ELDER not in words and child.pid not in self._doomed:
                         found.append(child.pid)
         return found
 
@@ -168,7 +201,7 @@ class World:
 
     def complete(self) -> bool:
         """Whether all decode workers and a frontend live."""
-        return bool(self._frontend_pid) and len(self.live_workers()) == self.workers
+        return bool(self._frontend_pid) and len(self.live_workers()) >= self.workers
 
     # -- lives
 
@@ -199,7 +232,7 @@ class World:
         while True:
             self._watch_workers()
             await self._watch_frontend()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self.poll_s)
 
     def finish(self) -> None:
         """End all lives: the run is over."""

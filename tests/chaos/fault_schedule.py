@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["FAULTS", "PlannedFault", "make_schedule"]
+__all__ = ["FAULTS", "LASTING_FAULTS", "PlannedFault", "make_schedule"]
 
 FAULTS = {
     "worker killed": 20,
@@ -30,6 +31,18 @@ FAULTS = {
 }
 """The faults, and how often each comes among a hundred."""
 
+_ENDING = (
+    "fatal request",
+    "frontend killed",
+    "frontend terminated",
+    "all workers killed",
+    "arbiter killed",
+    "guard killed",
+    "deployment terminated",
+)
+LASTING_FAULTS = {kind: weight for kind, weight in FAULTS.items() if kind not in _ENDING}
+"""Those that frontend, arbiter, planner and some workers survive, for a soak of these."""
+
 
 class PlannedFault(NamedTuple):
     """A fault at ``at_s`` of the run; ``dice`` seeds its choice of target and duration."""
@@ -39,8 +52,10 @@ class PlannedFault(NamedTuple):
     dice: str
 
 
-def make_schedule(seed: int, seconds: float, per_second: float) -> list[PlannedFault]:
-    """Return the faults of a run in order: shuffled decks of all faults, at random times.
+def make_schedule(
+    seed: int, seconds: float, per_second: float, faults: Mapping[str, int] = FAULTS
+) -> list[PlannedFault]:
+    """Return the faults of a run in order: shuffled decks of ``faults``, at random times.
 
     One in each interval of ``1 / per_second``: in a cluster of faults, requests use up their
     migrations.
@@ -49,7 +64,7 @@ def make_schedule(seed: int, seconds: float, per_second: float) -> list[PlannedF
     count = int(seconds * per_second)
     kinds: list[str] = []
     while len(kinds) < count:
-        deck = [kind for kind, weight in FAULTS.items() for _ in range(weight)]
+        deck = [kind for kind, weight in faults.items() for _ in range(weight)]
         dice.shuffle(deck)
         kinds += deck
     times = [(number + dice.random()) / per_second for number in range(count)]

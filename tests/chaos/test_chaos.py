@@ -25,9 +25,9 @@ async def storm(directory: Path, seed: int, profile: str, seconds: float) -> Non
 
 async def test_agg(tmp_path: Path) -> None:
     """Four workers. The short name keeps the paths of sockets short."""
-    await storm(tmp_path, 1, "agg", 50)
+    await storm(tmp_path, 1, "agg", 40)
 
 
 async def test_disagg(tmp_path: Path) -> None:
     """Three decode workers behind two prefill workers."""
-    await storm(tmp_path, 2, "disagg", 30)
+    await storm(tmp_path, 2, "disagg", 25)
