@@ -52,6 +52,10 @@ _HOLD, _HOLD_STARTS = 6, 0.5
 """How far past the next start-up a decision looks, and for how long fewer workers must have been
 enough: some decisions, and a part of a start-up, because mistakes last as long."""
 
+_HOLD_SPENT, _MOST_SPENT_S = 0.3, 900.0
+"""The more changes were made lately, the longer workers stay: a wave that comes and goes faster
+than changes are allowed is not worth following, as each removal would soon cost another start."""
+
 _LEARN = 60
 """Decisions before the first worker is removed: until then too little of the traffic was seen."""
 
@@ -126,6 +130,7 @@ class CombinedPolicy(TargetedPolicy):
             arriving=float(path[:first].sum()) * self._forecast.interval_s,
             served_s=first * self._forecast.interval_s,
             backlog=backlog(seen.traffic.queued, self._forecast.rate, sizing.limits.ttft_ms),
+            spent_s=self._actions.spent_s,
         )
 
     def _decision(self, needs: Mapping[str, _Need], seen: Observation) -> ScalingDecision:
@@ -162,6 +167,7 @@ class _Outlook:
     """Requests per second from a start-up from now on (``later``) and at most from now on.
 
     ``arriving`` requests come in the next ``served_s``; ``backlog`` wait longer than they should.
+    ``spent_s`` is the time until the changes that were made lately are in stock again.
     """
 
     start_s: float
@@ -170,6 +176,7 @@ class _Outlook:
     arriving: float
     served_s: float
     backlog: float
+    spent_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,9 +263,12 @@ class _PoolSizing:
         self._decisions += 1
         self._recent.append((seen.now_s, most))
         hold_s = _HOLD * seen.interval_s + _HOLD_STARTS * self.start_up.seconds
-        while self._recent[0][0] < seen.now_s - hold_s:
+        longest_s = hold_s + _HOLD_SPENT * _MOST_SPENT_S
+        hold_s += _HOLD_SPENT * min(outlook.spent_s, _MOST_SPENT_S)
+        while self._recent[0][0] < seen.now_s - longest_s:
             self._recent.popleft()
-        floor = max(workers for _, workers in self._recent)
+        since_s = seen.now_s - hold_s
+        floor = max(workers for at_s, workers in self._recent if at_s >= since_s)
         return _Need(
             model=model,
             outlook=outlook,

@@ -44,6 +44,9 @@ _CAUTION = 0.5
 volatile the rate, the more."""
 _MOST_GROWTH = 2.0
 """A trend is followed up to this multiple of the rate."""
+_CLIMB, _PEAKS, _ABOVE_PEAK = 8, 480, 1.2
+"""A climb of so many intervals that is still below so much of an earlier peak of two hours is not
+followed further than that: most waves are like the last one."""
 _FEW_REQUESTS = 2.0
 """Requests in an interval below which a growth in proportion means nothing."""
 _RECENT, _SURGE = 2, 5.0
@@ -121,6 +124,10 @@ class RateForecast:
         # Nothing is extrapolated further than half of what has been observed.
         known = max(1, self._filter.count // 2 - 1)
         most = _MOST_GROWTH * max(self.rate, _FEW_REQUESTS / self.interval_s)
+        earlier = itertools.islice(reversed(self._levels), _CLIMB, _PEAKS)
+        highest = _ABOVE_PEAK * max(earlier, default=0.0)
+        if self.rate < highest:
+            most = min(most, highest)
         path = self._filter.path(min(steps, known))
         rates = [min(max(a.level + _CAUTION * a.deviation, 0.0), most) for a in path]
         return np.array(rates + rates[-1:] * (steps - len(rates)))

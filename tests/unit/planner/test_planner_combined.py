@@ -24,8 +24,8 @@ from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.factory import named_policy
 from dynamo.planner.policies.kalman import RateForecast
 from dynamo.planner.policies.sizing import LoadMeter, MeanLimits, WorkerLoadModel, wait_factor
-from dynamo.simulation.compare import simulate
-from dynamo.simulation.request import flat, generate, sine
+from dynamo.simulation.compare import run_policy, simulate
+from dynamo.simulation.request import flat, generate, parse_pattern, sine
 from dynamo.simulation.service_model import ReplaySetup
 
 TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
@@ -290,3 +290,39 @@ def test_a_flat_load_is_left_alone() -> None:
     attainment, _, actions, _ = replayed(flat(4.0), 60.0)
     assert attainment >= 0.9
     assert actions <= 16
+
+
+def test_a_wave_like_the_last_one_is_not_followed_above_its_peak() -> None:
+    forecast = RateForecast(15.0)
+    wave = [2.0 + 2.0 * math.sin(number / 20 * 2 * math.pi) for number in range(60)]
+    highest = 0.0
+    for number, rate in enumerate(wave):
+        forecast.add(round(rate * 15), 15.0)
+        if number > 30:
+            highest = max(highest, float(forecast.path(120.0).max()))
+    assert 3.5 < highest < 1.25 * 4.0
+    for number in range(10):  # higher than ever: the trend counts
+        forecast.add(round((4.0 + number) * 15), 15.0)
+    assert forecast.path(120.0).max() > 14.0
+
+
+def test_workers_stay_longer_after_many_changes() -> None:
+    spent = ActionLimit()
+    spent.refill(0.0)
+    assert spent.spent_s == 0.0
+    for _ in range(3):
+        spent.use()
+    assert spent.spent_s == pytest.approx(3 * 150.0)
+    spent.refill(150.0)
+    assert spent.spent_s == pytest.approx(2 * 150.0)
+
+
+def test_a_small_box_does_not_pay_for_waves_that_it_cannot_follow() -> None:
+    """A wave of five minutes, start-ups of one: chasing it cost 1.38 times four fixed workers."""
+    curve = parse_pattern("sine:1.2-3.6:300", "curve")
+    traffic = generate(curve, duration_s=1500.0, isl=12000, osl=350, cv=1.0, spread=1.0, seed=3)
+    setup = ReplaySetup(workers=4, ttft_ms=2000.0, itl_ms=50.0, start_up_s=60.0)
+    result = run_policy("load+sla", traffic, setup, TARGETS)
+    fixed = run_policy("fixed:4", traffic, setup, TARGETS)
+    assert result.attainment > 0.9
+    assert result.gpu_hours <= 1.3 * fixed.gpu_hours
