@@ -74,9 +74,11 @@ class Sampler:
 
 
 def directory_size(directory: Path) -> tuple[int, int]:
-    """Return the files and bytes below ``directory``."""
+    """Return the files and bytes below ``directory``, without logs, which have a limit."""
     files = size = 0
-    for root, _, names in os.walk(directory):
+    for root, children, names in os.walk(directory):
+        if "logs" in children:
+            children.remove("logs")
         for name in names:
             with suppress(OSError):
                 size += (Path(root) / name).lstat().st_size
