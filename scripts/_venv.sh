@@ -19,13 +19,30 @@ venv_ready() {
             spec="$root${extra:+[$extra]}"
             echo "scripts: installing into .venv; compiling costs 90 s of CPU time, once" >&2
             # pip shows no output of a build: setup.py writes its progress to our terminal.
-            DYNAMO_PROGRESS="/proc/$BASHPID/fd/2" "$root/.venv/bin/python" -m pip install -q \
-                --disable-pip-version-check -e "$spec" >&2 || exit 1
+            export DYNAMO_PROGRESS="/proc/$BASHPID/fd/2"
+            [ -z "$extra" ] && _venv_locked "$root" >&2 || _venv_pip "$root" -e "$spec" >&2 || exit 1
             _venv_fingerprint "$root" >"$stamp" # computed again: the extensions exist now
         fi
     ) 9<"$root/.venv" || return
     # shellcheck disable=SC1091
     . "$root/.venv/bin/activate"
+}
+
+# Install this tree with the dependencies of requirements.lock, by their hashes.
+_venv_locked() {
+    if _venv_pip "$1" --require-hashes -r "$1/requirements.lock"; then
+        _venv_pip "$1" --no-deps --no-build-isolation -e "$1"
+        return
+    fi
+    echo "scripts: requirements.lock has no packages for this Python and machine, or they were" >&2
+    echo "  changed: installing what pyproject.toml allows, without checking hashes" >&2
+    return 1
+}
+
+_venv_pip() {
+    local root="$1"
+    shift
+    "$root/.venv/bin/python" -m pip install -q --disable-pip-version-check "$@"
 }
 
 # Check what a build needs, and create .venv if it is missing, incomplete or of an older Python.
@@ -112,7 +129,7 @@ _venv_advise() {
 _venv_fingerprint() {
     (
         cd "$1" || exit
-        cat pyproject.toml setup.py
+        cat pyproject.toml setup.py requirements.lock
         find dynamo/_fast -type f \( -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp' -o -name '*.h' \) |
             LC_ALL=C sort | xargs -r cat
         [ -x .venv/bin/python ] && .venv/bin/python -V

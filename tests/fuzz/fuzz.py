@@ -20,6 +20,7 @@ CORPUS = HERE / "corpus"
 _TESTS = HERE.parent
 _SLOW_S = 5
 _MEMORY_MB = 2048
+_SHOWN_LINES = 30
 _STATS = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
 _COVERAGE = re.compile(r"cov: (\d+) ft: (\d+)")
 
@@ -112,7 +113,8 @@ def _run(name: str, options: argparse.Namespace, found: Path) -> bool:
     if done.returncode == 0:
         return True
     _, _, shown = text.partition("=== Uncaught Python exception: ===")
-    print((shown.partition("\n==")[0] if shown else text[-2000:]).strip())
+    lines = (shown.partition("\n==")[0] if shown else text[-2000:]).strip().splitlines()
+    print("\n".join(lines if len(lines) <= _SHOWN_LINES else [*lines[:8], "…", *lines[-16:]]))
     for path in sorted((found / "findings").iterdir()):
         print(f"repeat: scripts/fuzz {name} --input {path}", flush=True)
     return False

@@ -103,7 +103,11 @@ def _was_disturbed(box: Box, request: Request) -> bool:
 
 
 def _lives(box: Box) -> Iterator[Life]:
-    yield from box.frontend_lives
+    for life in box.frontend_lives:
+        told_s = box.machine.told_to_stop.get(life.pid)
+        if told_s is not None:  # it drains from then on, also while it is stopped
+            life.closing_s = told_s - START_S
+        yield life
     for process in box.machine.lived:
         if process.program == "dynamo.mocker":
             yield Life(

@@ -83,6 +83,8 @@ class Machine:
         self.random = random.Random(seed)
         self.now_s = START_S
         self.processes: dict[int, Process] = {}
+        self.told_to_stop: dict[int, float] = {}
+        """When each process got its first SIGTERM or SIGINT."""
         self.lived: list[Process] = []
         """Every process so far."""
         self.current: Process | None = None
@@ -264,6 +266,8 @@ class Machine:
         if signum == 0 or not process.alive:
             return
         self.note(f"signal {signum} to {process}")
+        if signum in (signal.SIGTERM, signal.SIGINT):
+            self.told_to_stop.setdefault(pid, self.now_s)
         if signum == signal.SIGKILL:
             self._end(process, signum)
         elif signum == signal.SIGSTOP:

@@ -82,6 +82,11 @@ class ChatTemplate:
                 f"{origin}, line {error.lineno}: the chat template does not compile: "
                 f"{error.message}; correct it or give another with --custom-jinja-template"
             ) from None
+        except RecursionError:
+            raise ConfigError(
+                f"{origin}: the chat template is nested too deeply to compile; correct it or give "
+                "another with --custom-jinja-template"
+            ) from None
         for template in compiled.values():
             # jinja2 gives a ChainMap, and copying it was half the time of a rendering.
             template.globals = dict(template.globals)
