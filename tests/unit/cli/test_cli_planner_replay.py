@@ -61,7 +61,7 @@ def test_json_has_the_figures_of_the_issue(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_policy_of_the_mode_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     (result,) = figures(capsys, *SHORT, "--no-score")["policies"]
-    assert result["policy"] == "load"
+    assert result["policy"] == "load+sla"
 
 
 def test_a_trace_is_warped_and_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

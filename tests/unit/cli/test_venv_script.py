@@ -20,6 +20,7 @@ case "$*" in
 *importlib*) printf '%s\\n' fake-c++ {headers} True ;;
 *venv*) echo "$*" >>"$LOG"; mkdir -p "${{!#}}/bin"; cat "$0" >"${{!#}}/bin/python"
         chmod +x "${{!#}}/bin/python"; : >"${{!#}}/bin/activate" ;;
+*require-hashes*) echo "locked $version" >>"$LOG"; [ -z "${{LOCK_FAILS:-}}" ] ;;
 *pip*) echo "pip $version" >>"$LOG" ;;
 esac
 """
@@ -33,7 +34,7 @@ class Machine:
         (self.root / "scripts").mkdir(parents=True)
         (self.root / "dynamo/_fast").mkdir(parents=True)
         shutil.copy(ROOT / "scripts/_venv.sh", self.root / "scripts")
-        for name in ("pyproject.toml", "setup.py"):
+        for name in ("pyproject.toml", "setup.py", "requirements.lock"):
             (self.root / name).touch()
         self.path.mkdir()
         for tool in (*TOOLS, "chmod", "env"):
@@ -93,14 +94,24 @@ def test_a_newer_python_beside_it_is_used_and_a_wrong_environment_made_again(
     assert not status, text
     assert "not of Python 3.11 or newer: making it again" in text
     assert "compiling costs 90 s of CPU time, once" in text
-    assert machine.done() == [f"-m venv --clear {machine.root}/.venv", "pip 3.11"]
+    made = f"-m venv --clear {machine.root}/.venv"
+    assert machine.done() == [made, "locked 3.11", "pip 3.11"]
     assert machine.run() == (0, ""), "installed already"
     (machine.root / "setup.py").write_text("changed")
     assert machine.run()[0] == 0
-    assert machine.done()[2:] == ["pip 3.11"], "the environment is kept"
+    assert machine.done()[3:] == ["locked 3.11", "pip 3.11"], "the environment is kept"
     shutil.rmtree(machine.root / ".venv")
     assert machine.run()[0] == 0
     assert machine.done()[-1] == "pip 3.12", "the first that is new enough"
+
+
+def test_a_lock_that_does_not_fit_is_named_and_left_out(machine: Machine) -> None:
+    machine.python("python3", "3.12")
+    machine.program("fake-c++")
+    status, text = machine.run(LOCK_FAILS="1")
+    assert not status, text
+    assert "requirements.lock has no packages for this Python and machine" in text
+    assert machine.done()[1:] == ["locked 3.12", "pip 3.12"]
 
 
 def test_an_interrupted_creation_is_repeated(machine: Machine) -> None:
@@ -111,7 +122,8 @@ def test_an_interrupted_creation_is_repeated(machine: Machine) -> None:
     shutil.copy(machine.path / "python3", machine.root / ".venv/bin/python")
     status, text = machine.run()
     assert not status and ".venv is incomplete" in text
-    assert machine.done() == [f"-m venv --clear {machine.root}/.venv", "pip 3.12"]
+    made = f"-m venv --clear {machine.root}/.venv"
+    assert machine.done() == [made, "locked 3.12", "pip 3.12"]
 
 
 def test_a_missing_compiler_is_named_before_the_build(machine: Machine) -> None:
