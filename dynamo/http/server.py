@@ -254,7 +254,13 @@ class HttpServer:
             connection.decode()
 
     def _sweep(self) -> None:
-        now = self.clock = time.monotonic()
+        before, now = self.clock, time.monotonic()
+        self.clock = now
+        late_s = now - before - self.limits.sweep_s
+        if late_s > self.limits.sweep_s:
+            # This process was stopped, or got no CPU: what clients have sent is not read yet.
+            for connection in self._connections:
+                connection.deadline += late_s
         self.heads.renew()
         for connection in [one for one in self._connections if one.deadline <= now]:
             connection.sweep()

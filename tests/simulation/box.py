@@ -354,7 +354,7 @@ class Box:
         self._signal(self._any(dice, "frontend"), signal.SIGTERM)
 
     def _stop_frontend(self, dice: random.Random, seconds: float) -> None:
-        self._stop_for(self._any(dice, "frontend"), min(seconds, 4.0))
+        self._stop_for(self._any(dice, "frontend"), 2 * seconds)
 
     def _kill_planner(self, dice: random.Random, seconds: float) -> None:
         self._signal(self._any(dice, "planner"), signal.SIGKILL)

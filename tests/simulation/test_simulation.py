@@ -26,13 +26,13 @@ def simulate(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_seeds_keep_every_promise() -> None:
-    done = simulate("--seeds", "40")
+    done = simulate("--seeds", "15")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_seed_replays_exactly() -> None:
     """The same history twice, for seeds of several profiles, with faults in them."""
-    done = simulate("--first", "1001", "--seeds", "6", "--replay", "--json")
+    done = simulate("--first", "1001", "--seeds", "4", "--replay", "--json")
     report = json.loads(done.stdout)
     assert report["failed"] == []
     assert report["faults"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
 from http_bench import Bench, MockTransport
@@ -776,3 +777,20 @@ def test_draining_closes_after_the_response() -> None:
     bench.answer = True
     connection.data_received(GET)
     assert status_of(late.out) == 200 and late.closed
+
+
+async def test_a_stall_of_the_server_ends_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came while the process was stopped is read after the sweep that follows."""
+    bench = Bench(header_timeout_s=5)
+    server, started_s = bench.server, bench.server.clock
+    clock = SimpleNamespace(monotonic=lambda: started_s + 30)
+    monkeypatch.setattr("dynamo.http.server.time", clock)
+    silent, _ = bench.connect()
+    server._sweep()
+    assert b" 200 " in bench.feed(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    for second in range(31, 40):  # a client that sends nothing then has its usual time
+        clock.monotonic = lambda second=second: started_s + second
+        server._sweep()
+        assert silent.closed == (second >= 34), second
+    assert server._timer is not None
+    server._timer.cancel()
