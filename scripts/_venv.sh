@@ -20,7 +20,11 @@ venv_ready() {
             echo "scripts: installing into .venv; compiling costs 90 s of CPU time, once" >&2
             # pip shows no output of a build: setup.py writes its progress to our terminal.
             export DYNAMO_PROGRESS="/proc/$BASHPID/fd/2"
-            [ -z "$extra" ] && _venv_locked "$root" >&2 || _venv_pip "$root" -e "$spec" >&2 || exit 1
+            if [ -z "$extra" ] && _venv_locked "$root" >&2; then
+                _venv_pip "$root" --no-deps --no-build-isolation -e "$root" >&2 || exit 1
+            else
+                _venv_pip "$root" -e "$spec" >&2 || exit 1
+            fi
             _venv_fingerprint "$root" >"$stamp" # computed again: the extensions exist now
         fi
     ) 9<"$root/.venv" || return
@@ -28,12 +32,9 @@ venv_ready() {
     . "$root/.venv/bin/activate"
 }
 
-# Install this tree with the dependencies of requirements.lock, by their hashes.
+# Install the dependencies of requirements.lock, by their hashes.
 _venv_locked() {
-    if _venv_pip "$1" --require-hashes -r "$1/requirements.lock"; then
-        _venv_pip "$1" --no-deps --no-build-isolation -e "$1"
-        return
-    fi
+    _venv_pip "$1" --require-hashes -r "$1/requirements.lock" && return
     echo "scripts: requirements.lock has no packages for this Python and machine, or they were" >&2
     echo "  changed: installing what pyproject.toml allows, without checking hashes" >&2
     return 1

@@ -16,7 +16,7 @@ from validator import Violation
 
 from dynamo.http.client import ResponseError, get
 
-__all__ = ["cancel_latencies", "check_gauges", "count_lines", "tracebacks"]
+__all__ = ["IN_FLIGHT", "cancel_latencies", "check_gauges", "count_lines", "tracebacks"]
 
 IN_FLIGHT = re.compile(
     r"dynamo_frontend_(active|inflight|queued|stage|prefill_active)_requests"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import orjson
@@ -13,7 +14,7 @@ from recording_client import CANCEL_STAGES, Plan, RecordingClient
 
 from dynamo.http.client import Target
 
-__all__ = ["Load", "PoolEntry", "ask_answers", "make_pool"]
+__all__ = ["Load", "PoolEntry", "ask_answers", "make_pool", "pause"]
 
 REQUEST_TIMEOUT_S = 60.0
 CANCELLED_SHARE = 0.2
@@ -75,6 +76,13 @@ async def ask_answers(
     return await asyncio.gather(*(ask(number, *one) for number, one in enumerate(pool)))
 
 
+async def pause(stopping: asyncio.Event, seconds: float) -> None:
+    """Sleep, but not beyond the event."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stopping.wait()
+
+
 class Load:
     """``clients`` clients, each with one request after the other, until :meth:`stop`.
 
@@ -121,15 +129,10 @@ class Load:
                 connection = RecordingClient(self._target, self._clock)
             # A client backs off after a failure, as SDKs do.
             failed = record.ending in ("refused", "closed") or record.status >= 500
-            await self._pause(dice.uniform(0.5, 1.0) if failed else dice.uniform(0.0, 0.2))
+            await pause(
+                self._stopping, dice.uniform(0.5, 1.0) if failed else dice.uniform(0.0, 0.2)
+            )
         connection.close()
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            pass
 
     def _plan(self, dice: random.Random, name: str) -> Plan:
         entry = dice.choice(self._pool)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import tokenizers
+from chaos_load import pause
 from history import Answer, Request
 from recording_client import CANCEL_STAGES, Plan, RecordingClient
 
@@ -104,7 +105,7 @@ class TraceLoad:
                 late_s = self._clock() - begin_s - at_s
                 self.most_late_s = max(self.most_late_s, late_s)
                 if late_s < 0:
-                    await self._pause(-late_s)
+                    await pause(self._stopping, -late_s)
                 await self._slots.acquire()
                 if self._stopping.is_set():
                     break
@@ -154,10 +155,3 @@ class TraceLoad:
             self._idle.append(client)
         else:
             client.close()
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            pass

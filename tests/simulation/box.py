@@ -58,7 +58,6 @@ class Box:
         self.open_operations = 0
         self.serve: Process | None = None
         self.wanted = True
-        self.healthy_since: dict[int, float] = {}
         self.done: list[Step] = []
         self.ready_s = 0.0
         self.frontend_lives: list[Life] = []

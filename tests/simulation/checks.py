@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from aftermath import IN_FLIGHT
 from history import Fault, Life, Request
 from machine import START_S, Process
 from network import Network
@@ -21,17 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check_always", "check_end", "check_quiet", "check_requests"]
 
-IN_FLIGHT = re.compile(
-    r"dynamo_frontend_(active|inflight|queued|stage|prefill_active)_requests"
-    r"|dynamo_frontend_prefill_queue_depth"
-    r"|dynamo_frontend_worker_active_(prefill_tokens|decode_blocks)"
-    r"|dynamo_request_plane_inflight_requests"
-    r"|dynamo_component_inflight_requests"
-    r"|dynamo_component_router_queue_\w+"
-    r"|dynamo_work_handler_(pool_active_tasks|queue_depth)"
-    r"|dynamo_(engine_request|request_queue)"
-    r"|vllm:num_requests_(running|waiting)"
-)
 _ACCOUNTED_S = 6.0
 _SHARE_ERROR = 1e-6
 _LEASED_S = 30.0
@@ -104,9 +93,9 @@ def _was_disturbed(box: Box, request: Request) -> bool:
 
 def _lives(box: Box) -> Iterator[Life]:
     for life in box.frontend_lives:
-        told_s = box.machine.told_to_stop.get(life.pid)
-        if told_s is not None:  # it drains from then on, also while it is stopped
-            life.closing_s = told_s - START_S
+        since_s = box.machine.stop_signals_s.get(life.pid)
+        if since_s is not None:  # it drains from then on, also while it is stopped
+            life.closing_s = since_s - START_S
         yield life
     for process in box.machine.lived:
         if process.program == "dynamo.mocker":

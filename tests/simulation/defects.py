@@ -46,7 +46,7 @@ DEFECTS = (
         "dynamo.serve.supervision.supervised",
         "        if self.arbiter.drained(self, stopped):",
         "        if not stopped and self.arbiter.drained(self, stopped):",
-        "A worker that drains is stopped, and who drains it is killed: its entry stays for ever.",
+        "A worker that drains is stopped, and its operator is killed: its entry stays for ever.",
     ),
     Defect(
         "silence-armed-twice",

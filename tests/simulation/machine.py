@@ -83,7 +83,7 @@ class Machine:
         self.random = random.Random(seed)
         self.now_s = START_S
         self.processes: dict[int, Process] = {}
-        self.told_to_stop: dict[int, float] = {}
+        self.stop_signals_s: dict[int, float] = {}
         """When each process got its first SIGTERM or SIGINT."""
         self.lived: list[Process] = []
         """Every process so far."""
@@ -93,7 +93,6 @@ class Machine:
         self.file_faults: Callable[[Process, Any, bool], None] | None = None
         """Called before each change of a file by a process."""
         self.steps = 0
-        self.digest = 0
         self.graveyard: list[Any] = []
         self.epoll = select.epoll()
         self.readers: dict[int, tuple[Any, Callable[[], None]]] = {}
@@ -119,8 +118,8 @@ class Machine:
 
     def note(self, text: str) -> None:
         """Add a line to the history."""
-        who = self.current.name if self.current is not None else "-"
-        self.history.append(f"{self.now_s - START_S:10.4f}  {who:<22}  {text}")
+        name = self.current.name if self.current is not None else "-"
+        self.history.append(f"{self.now_s - START_S:10.4f}  {name:<22}  {text}")
 
     # -- running
 
@@ -267,7 +266,7 @@ class Machine:
             return
         self.note(f"signal {signum} to {process}")
         if signum in (signal.SIGTERM, signal.SIGINT):
-            self.told_to_stop.setdefault(pid, self.now_s)
+            self.stop_signals_s.setdefault(pid, self.now_s)
         if signum == signal.SIGKILL:
             self._end(process, signum)
         elif signum == signal.SIGSTOP:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -317,6 +316,3 @@ class Announcer:
 
     def output(self, watcher: str, line: bytes) -> None:
         """There is none."""
-
-
-_ = os

@@ -39,7 +39,6 @@ class Outcome:
     faults: int = 0
     operations: int = 0
     virtual_s: float = 0.0
-    digest: str = ""
 
 
 def run_scenario(scenario: Scenario, pool: list[PoolEntry]) -> Outcome:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    from scenario_names import PROFILE_NAMES
+    from scenario import PROFILES
 
     parser = argparse.ArgumentParser(
         prog="scripts/simulate",
@@ -73,7 +73,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     seeds.add_argument("--seeds", type=int, default=100, metavar="N", help="run N seeds (100)")
     seeds.add_argument("--first", type=int, default=1, metavar="SEED", help="the first of them (1)")
     seeds.add_argument("--seed", type=int, help="run this one, and print its history")
-    seeds.add_argument("--profile", choices=PROFILE_NAMES, default="", help="default: by the seed")
+    seeds.add_argument(
+        "--profile", choices=tuple(PROFILES), default="", help="default: by the seed"
+    )
     seeds.add_argument(
         "--seconds",
         type=float,

@@ -144,8 +144,8 @@ class Models:
         self._prefill = PrefillCards(self._entries, self._reject)
         self._watch: Watch | None = None
         self._forgot = False
-        settings_of = runtime.settings
-        self._graph = GraphModels(Statefile(state_path(settings_of), settings_of.namespace))
+        statefile = Statefile(state_path(runtime.settings), runtime.settings.namespace)
+        self._graph = GraphModels(statefile)
         self._on_loaded = on_loaded
         self._on_relayed = on_relayed
 

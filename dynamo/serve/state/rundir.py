@@ -130,9 +130,14 @@ class RunDirectory:
             shutil.rmtree(self.store, ignore_errors=True)
         if fallback is not None:
             shutil.rmtree(fallback, ignore_errors=True)
-        for path in self.path.glob(".*"):  # of a process that was killed while it wrote
-            path.unlink(missing_ok=True)
+        self._remove_unfinished()
         (self.path / _FALLBACK_RECORD).unlink(missing_ok=True)
+
+    def _remove_unfinished(self) -> None:
+        """Remove the files of processes that were killed while they wrote."""
+        for path in self.path.glob(".*"):
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Unlock the namespace. Idempotent."""
