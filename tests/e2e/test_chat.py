@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from deployment import MODEL, Deployment, free_port
 from serving import Serving
@@ -65,9 +66,14 @@ class Terminal:
         os.write(self._main, keys.encode())
 
     def interrupt(self, line: str) -> None:
-        """Press Ctrl-C behind ``line``: readline shows its prompt before it can be interrupted."""
+        """Press Ctrl-C behind ``line``, once the program sleeps: CPython's ``input`` sees a signal
+        that comes between its last key and its ``select`` only at the next key."""
         self.type(line)
         self.wait_for(line)
+        deadline = time.monotonic() + TIMEOUT_S
+        while psutil.Process(self.process.pid).status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < deadline, "it does not wait for a key"
+            time.sleep(0.01)
         self.type("\x03")
 
     def echoes(self) -> bool:
