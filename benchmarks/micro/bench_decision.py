@@ -72,9 +72,10 @@ def measure(benchmark: Any, picker: KvPicker, prompts: list[array[int]]) -> None
     benchmark(decide)
 
 
+@pytest.mark.parametrize("cost", ["blocks", "seconds"])
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
-def test_decision(benchmark: Any, cached: float) -> None:
-    picker, prompts = box(cached)
+def test_decision(benchmark: Any, cached: float, cost: str) -> None:
+    picker, prompts = box(cached, cost=cost)
     measure(benchmark, picker, prompts)
 
 

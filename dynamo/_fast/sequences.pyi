@@ -43,6 +43,11 @@ class ActiveSequences:
 
         Writes two i64 columns of equal length, indexed by slot. O(slots × log blocks).
         """
+    def raise_into(self, sequence_hashes: array[int] | None, depths: array[int]) -> None:
+        """Raise ``depths[slot]`` (u32) to the leading blocks that requests of the slot hold.
+
+        O(slots * log blocks).
+        """
     def load(self, slot: int) -> tuple[int, int, int]:
         """(active prefill tokens, active blocks, active requests) of ``slot``. O(1)."""
     def memory_bytes(self) -> int:

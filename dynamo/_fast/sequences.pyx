@@ -95,6 +95,22 @@ cdef class ActiveSequences:
                 decode[slot] += self._sequences.blocks(slot)
                 decode[slot] -= <int64_t>self._sequences.depth(slot, first, count)
 
+    def raise_into(self, array.array sequence_hashes, array.array depths not None):
+        """Raise ``depths[slot]`` to the leading blocks that running requests of the slot hold."""
+        check_items(sequence_hashes, "sequence_hashes", c"Q")
+        check_items(depths, "depths", c"I")
+        cdef size_t count = 0 if sequence_hashes is None else <size_t>len(sequence_hashes)
+        cdef const uint64_t *first = _hashes(sequence_hashes)
+        cdef Py_ssize_t width = min(len(depths), <Py_ssize_t>self._sequences.slots())
+        cdef Py_ssize_t slot
+        cdef uint32_t depth
+        if count == 0:
+            return
+        for slot in range(width):
+            depth = <uint32_t>self._sequences.depth(slot, first, count)
+            if depth > depths.data.as_uints[slot]:
+                depths.data.as_uints[slot] = depth
+
     def load(self, Py_ssize_t slot):
         """(active prefill tokens, active blocks, active requests) of ``slot``."""
         if slot < 0 or slot >= <Py_ssize_t>self._sequences.slots():

@@ -116,14 +116,29 @@ def _facts(record: RequestRecord) -> Iterator[str]:
     yield f"  {record.prompt_tokens} prompt tokens{cached}; {record.completion_tokens} generated"
     if record.prompt_blocks:
         yield f"  the router expected {record.overlap_blocks} of {record.prompt_blocks} blocks"
+    if (expected := _expected(record)) and record.prefill_s is not None:
+        yield f"  first token: expected after {expected}, came after {_ms(record.prefill_s)}"
     if record.migrations:
         yield f"  workers that failed with it: {record.migrations}"
+
+
+def _expected(record: RequestRecord) -> str:
+    """The time from the choice to the first token, as a cost in seconds expected it."""
+    if record.route is None or record.route.unit != "seconds" or record.prefill_worker:
+        return ""
+    terms = record.route.candidates[0].terms if record.route.candidates else {}
+    if not {"wait", "compute"} <= terms.keys():
+        return ""
+    wait_s, compute_s = terms["wait"], terms["compute"]
+    return f"{_ms(wait_s + compute_s)} (wait {_ms(wait_s)}, compute {_ms(compute_s)})"
 
 
 def _route(route: RouteReceipt) -> Iterator[str]:
     yield f"  {route.reason} (mode {route.mode})"
     if route.index in _INDEX:
         yield f"  index {route.index}: {_INDEX[route.index]}"
+    in_seconds = route.unit == "seconds"
+    scale = 1e3 if in_seconds else 1.0
     titles = list(dict.fromkeys(name for row in route.candidates for name in row.terms))
     if any(row.cost is not None for row in route.candidates):
         titles.append(_COST)
@@ -132,7 +147,8 @@ def _route(route: RouteReceipt) -> Iterator[str]:
     yield f"    {'worker':>16}{'rank':>6}{'overlap':>9}{head}"
     for row in route.candidates:
         cells = "".join(
-            f"{_cell(row, title):>{width}}" for title, width in zip(titles, widths, strict=True)
+            f"{_cell(row, title, scale):>{width}}"
+            for title, width in zip(titles, widths, strict=True)
         )
         mark, note = ("->", "  chosen") if row.chosen else ("", f"  {row.excluded}")
         overlap = f"{row.overlap_blocks:g}"
@@ -140,16 +156,17 @@ def _route(route: RouteReceipt) -> Iterator[str]:
     if route.omitted:
         yield f"    and {route.omitted} more"
     if _COST in titles:
-        yield "  in blocks; the cost is the sum of the columns before it"
+        unit = "milliseconds" if in_seconds else "blocks"
+        yield f"  in {unit}; the cost is the sum of the columns before it"
 
 
 def _title(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _cell(row: RouteCandidate, title: str) -> str:
+def _cell(row: RouteCandidate, title: str, scale: float) -> str:
     value = row.cost if title == _COST else row.terms.get(title)
-    return "-" if value is None else f"{value:.2f}".removesuffix(".00")
+    return "-" if value is None else f"{value * scale:.2f}".removesuffix(".00")
 
 
 def _ms(seconds: float) -> str:

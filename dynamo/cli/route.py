@@ -106,7 +106,9 @@ def table(explanation: Explanation) -> str:
 
 def _lines(found: Explanation) -> list[str]:
     shown = [
-        column for column in _COLUMNS if column.always or any(map(column.of, found.candidates))
+        column
+        for column in _columns(found)
+        if column.always or any(map(column.of, found.candidates))
     ]
     lines = [
         f"prompt: {found.isl_tokens} tokens, {found.prompt_blocks} full blocks of "
@@ -145,6 +147,11 @@ class _Column(NamedTuple):
         return "-" if value is None else format(value, self.form)
 
 
+def _ms(name: str) -> _Column:
+    return _Column(f"{name} ms", 12, lambda row: row.seconds.get(name, 0.0) * 1e3, ".1f")
+
+
+_SECONDS = tuple(map(_ms, ("wait", "compute", "others", "running")))
 _COLUMNS = (
     _Column("worker", 20, attrgetter("worker_id"), "x"),
     _Column("rank", 5, attrgetter("dp_rank")),
@@ -162,7 +169,20 @@ _COLUMNS = (
 )
 
 
+_IN_BLOCKS = {"credit", "prefill", "decode", "cost"}
+
+
+def _columns(found: Explanation) -> tuple[_Column, ...]:
+    if found.router_cost != "seconds":
+        return _COLUMNS
+    facts = tuple(column for column in _COLUMNS if column.title not in _IN_BLOCKS)
+    cost = _Column("cost ms", 10, lambda row: None if row.cost is None else row.cost * 1e3, ".1f")
+    return (*facts, *_SECONDS, cost)
+
+
 def _formula(found: Explanation) -> str:
+    if found.router_cost == "seconds":
+        return "cost = wait + compute + what it costs others + what it costs running requests"
     text = f"cost = {found.prefill_load_scale:g} * prefill blocks + decode blocks"
     if found.decode_active_request_weight:
         text += f" + {found.decode_active_request_weight:g} * requests"

@@ -205,6 +205,11 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         return self.prefill_load_scale if weight is None else weight
 
     @property
+    def in_seconds(self) -> bool:
+        """Whether workers are compared by seconds, which needs to know what each has cached."""
+        return self.cost == "seconds" and self.uses_index
+
+    @property
     def uses_index(self) -> bool:
         """Whether prefix overlap matters at all: kv mode, weight not zero."""
         return self.mode == "kv" and self.overlap_score_weight != 0

@@ -175,13 +175,21 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 class CostSettings:
     """The terms of a worker's cost."""
 
+    cost: str = option(
+        "blocks",
+        "--router-cost",
+        env="DYN_ROUTER_COST",
+        choices=("blocks", "seconds"),
+        heading="router, mode kv: what a worker costs",
+        help="blocks: Dynamo's formula, with the weights below; seconds: the time to the first "
+        "token, by measured speed, and what the prompt adds to the wait of others; no weights",
+    )
     overlap_score_weight: float | None = option(
         None,
         "--router-kv-overlap-score-weight",
         "--kv-overlap-score-weight",
         env=("DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_WEIGHT"),
         minimum=0,
-        heading="router, mode kv: what a worker costs",
         help="weight of prefill against decode, over --router-prefill-load-scale; "
         "0 ignores prefix caches altogether",
     )

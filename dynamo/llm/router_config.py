@@ -65,6 +65,7 @@ class KvRouterConfig:
     prefill_load_scale: float = 1.0
     decode_active_request_weight: float = 0.0
     router_duplicate_cost: float = 0.0
+    router_cost: str = "blocks"
     router_policy_config: str | None = None
     conditional_disagg_enabled: bool = False
     conditional_disagg_policy: str | None = None
@@ -221,6 +222,7 @@ _SETTINGS = {
     "router_approximate_cache_policy": "approximate_cache_policy",
     "router_predicted_ttl_secs": "predicted_ttl_s",
     "router_duplicate_cost": "duplicate_cost",
+    "router_cost": "cost",
     "durable_kv_events": "durable_kv_events",
     "router_reset_states": "reset_states",
     "router_snapshot_threshold": "snapshot_threshold",

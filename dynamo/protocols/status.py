@@ -64,12 +64,14 @@ class RouteReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``mode`` is the router's. ``index`` says how far the knowledge of caches can be trusted:
     ``exact`` (all events of the candidates were applied), ``recovering`` (a gap is being filled),
     ``predicted`` (from requests, without events) or ``none``. ``candidates`` begin with the chosen
-    one; at most 64 of them, ``omitted`` more.
+    one; at most 64 of them, ``omitted`` more. Their costs are in ``unit``, ``blocks`` or
+    ``seconds``.
     """
 
     mode: str
     index: str = "none"
     reason: str = ""
+    unit: str = ""
     candidates: tuple[RouteCandidate, ...] = ()
     omitted: int = 0
 

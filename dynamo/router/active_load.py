@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import msgspec
 
+from dynamo._fast.seconds import SecondsCost
 from dynamo._fast.sequences import ActiveSequences
 from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import (
@@ -72,6 +73,12 @@ _OSL = histogram(
 _TTFT = histogram(
     "dynamo_component_router_time_to_first_token_seconds", "TTFT", TTFT_BUCKETS, ROUTED
 )
+_TTFT_ERROR = histogram(
+    "dynamo_router_ttft_error_seconds",
+    "Difference of the TTFT that --router-cost seconds expected and the one observed",
+    TTFT_BUCKETS,
+    ROUTED,
+)
 _ITL = histogram(
     "dynamo_component_router_inter_token_latency_seconds",
     "Inter-token latency",
@@ -127,6 +134,7 @@ class Reservation(msgspec.Struct, gc=False):
     """One running request. ``overlap_blocks`` of its prompt were cached when it was booked.
 
     ``handle`` is its key in the compiled tables. ``remote``: another replica of the router sent it.
+    ``expected_ttft_s``: what the cost in seconds expects; 0 if it was not asked.
     """
 
     slot: int
@@ -140,6 +148,7 @@ class Reservation(msgspec.Struct, gc=False):
     output_tokens: int = 0
     first_token_at_s: float | None = None
     remote: bool = False
+    expected_ttft_s: float = 0.0
 
 
 class ActiveLoad:
@@ -157,12 +166,14 @@ class ActiveLoad:
         track_output: bool = False,
         prefill_model: PrefillModel | None = None,
         clock: Callable[[], float] = float,
+        seconds: SecondsCost | None = None,
     ) -> None:
         self.block_size = block_size
         self.track_blocks = track_blocks
         self.track_output = track_output
-        self._prefills = None if prefill_model is None else PrefillLoad(prefill_model)
+        self._prefills = None if prefill_model is None else PrefillLoad(prefill_model, seconds)
         self._clock = clock
+        self._seconds = seconds
         self._sequences = ActiveSequences()
         if track_blocks and prefill_model is None:  # called for each request: no layer
             self.project_into = self._sequences.project_into  # type: ignore[method-assign]
@@ -191,6 +202,13 @@ class ActiveLoad:
         if self._prefills is not None:
             self._prefills.subtract_done(prefill_tokens, self._clock())
 
+    def raise_into(self, sequence_hashes: array[int], depths: array[int]) -> None:
+        """Raise ``depths`` (u32, by slot) to the leading blocks that running requests hold there.
+
+        A worker that computes them, or will, has no need to compute them again.
+        """
+        self._sequences.raise_into(sequence_hashes, depths)
+
     def book(
         self,
         request_id: str,
@@ -215,6 +233,10 @@ class ActiveLoad:
             cached = reservation.isl_tokens - prefill_tokens
             now_s = reservation.booked_at_s
             self._prefills.begin(reservation.slot, request_id, prefill_tokens, cached, now_s)
+            if self._seconds is not None:
+                slot = reservation.slot
+                if self._seconds.is_full(slot, self._sequences.load(slot)[1]):
+                    self._prefills.mark_waiting(slot)
 
     def mark_prefill_complete(self, request_id: str, now_s: float) -> Reservation | None:
         """Release the prefill tokens; return the reservation the first time, else None."""
@@ -225,6 +247,8 @@ class ActiveLoad:
         self._sequences.end_prefill(reservation.handle)
         if self._prefills is not None:
             self._prefills.first_token(reservation.slot, request_id, now_s)
+        if self._seconds is not None:
+            self._seconds.add_decoding(reservation.slot, 1)
         return reservation
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
@@ -248,6 +272,8 @@ class ActiveLoad:
             self._sequences.release(reservation.handle)
             if self._prefills is not None and reservation.first_token_at_s is None:
                 self._prefills.abandon(reservation.slot, request_id, self._clock())
+            if self._seconds is not None and reservation.first_token_at_s is not None:
+                self._seconds.add_decoding(reservation.slot, -1)
         return reservation
 
     def booked_on(self, slots: Collection[int]) -> list[str]:
@@ -291,7 +317,7 @@ def _faded(reservation: Reservation) -> float:
 class DecisionMetrics:
     """The duration of decisions by step, the cached blocks they found, the progress of requests.
 
-    ``ttft`` and ``reused`` are updated by the picker itself.
+    ``reused`` is updated by the picker itself.
     """
 
     def __init__(self, registry: Registry, place: RouterLabels) -> None:
@@ -311,7 +337,8 @@ class DecisionMetrics:
         self._hit_rate = registry.child(_HIT_RATE, *place.router)
         self._isl = registry.child(_ISL, *place.modelled)
         self._osl = registry.child(_OSL, *place.router)
-        self.ttft = registry.child(_TTFT, *place.router)
+        self._ttft = registry.child(_TTFT, *place.router)
+        self._ttft_error = registry.child(_TTFT_ERROR, *place.router)
         self._itl = registry.child(_ITL, *place.router)
         self._cached, self._best, self.reused = (
             registry.child(spec, *place.modelled)
@@ -352,6 +379,13 @@ class DecisionMetrics:
         if prompt_blocks:
             self._beyond.observe(beyond)
             self._shared_rate.observe(blocks / prompt_blocks)
+
+    def first_token(self, reservation: Reservation, now_s: float) -> None:
+        """Count the time to a request's first token, and how far it was from what was expected."""
+        ttft_s = now_s - reservation.booked_at_s
+        self._ttft.observe(ttft_s)
+        if reservation.expected_ttft_s:
+            self._ttft_error.observe(abs(ttft_s - reservation.expected_ttft_s))
 
     def ended(self, reservation: Reservation, now_s: float) -> None:
         """Count a request that has ended, in whatever way."""

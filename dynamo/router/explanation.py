@@ -44,7 +44,8 @@ class Candidate(msgspec.Struct, kw_only=True):
     then ``disk_blocks`` continue behind them; ``shared_blocks`` are those of the shared cache that
     the device does not have.
 
-    ``cost`` is None for a rank that may not be chosen; ``excluded`` is the reason.
+    ``cost`` is None for a rank that may not be chosen; ``excluded`` is the reason. ``seconds`` are
+    the terms of a cost in seconds; those in blocks then had no part in the choice.
     """
 
     worker_id: int
@@ -62,6 +63,7 @@ class Candidate(msgspec.Struct, kw_only=True):
     prefill_blocks: float
     decode_blocks: int
     request_blocks: float = 0.0
+    seconds: dict[str, float] = {}
     cost: float | None = None
     chosen: bool = False
     excluded: str = ""
@@ -87,6 +89,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     decode_active_request_weight: float = 0.0
     duplicate_cost: float = 0.0
     temperature: float
+    router_cost: str = "blocks"
     candidates: list[Candidate]
     queued_requests: int = 0
     error: str = ""
@@ -103,7 +106,33 @@ def explanation(
 ) -> Explanation:
     """Return the rows of what was ``weighed`` just now for a request with ``routing``."""
     inputs, error = weighed.inputs, weighed.error
+    rows = _candidates(inputs, worker_pool, active, routing)
+    rows.sort(key=lambda row: (row.cost is None, row.cost or 0.0, not row.chosen, row.worker_id))
+    params, weights = inputs.params, inputs.params.weights
+    return Explanation(
+        isl_tokens=inputs.isl_tokens,
+        prompt_blocks=inputs.prompt_blocks,
+        block_size=weights.block_size,
+        prefill_load_scale=weights.prefill_scale,
+        overlap_score_credit=weights.credit,
+        host_cache_hit_weight=weights.host,
+        disk_cache_hit_weight=weights.disk,
+        shared_cache_multiplier=weights.shared,
+        decode_active_request_weight=params.request_weight,
+        duplicate_cost=params.duplicate_cost,
+        temperature=params.temperature,
+        router_cost="seconds" if params.in_seconds else "blocks",
+        candidates=rows,
+        queued_requests=queued_requests,
+        error="" if error is None else error.message,
+    )
+
+
+def _candidates(
+    inputs: KvInputs, worker_pool: WorkerPool, active: ActiveLoad, routing: Routing | None
+) -> list[Candidate]:
     costs, least = inputs.cost_by_slot(), inputs.least_prefill()
+    places = {slot: place for place, slot in enumerate(inputs.slots)}
     rows = []
     for slot in worker_pool.candidates:
         worker_id, dp_rank = worker_pool.owners[slot]
@@ -129,29 +158,13 @@ def explanation(
             prefill_blocks=terms.prefill_blocks,
             decode_blocks=terms.decode_blocks,
             request_blocks=terms.request_blocks,
+            seconds=inputs.seconds(places[slot], costs[slot]) if slot in costs else {},
             cost=costs.get(slot),
             chosen=slot == inputs.chosen,
             excluded=excluded,
         )
         rows.append(row)
-    rows.sort(key=lambda row: (row.cost is None, row.cost or 0.0, not row.chosen, row.worker_id))
-    params, weights = inputs.params, inputs.params.weights
-    return Explanation(
-        isl_tokens=inputs.isl_tokens,
-        prompt_blocks=inputs.prompt_blocks,
-        block_size=weights.block_size,
-        prefill_load_scale=weights.prefill_scale,
-        overlap_score_credit=weights.credit,
-        host_cache_hit_weight=weights.host,
-        disk_cache_hit_weight=weights.disk,
-        shared_cache_multiplier=weights.shared,
-        decode_active_request_weight=params.request_weight,
-        duplicate_cost=params.duplicate_cost,
-        temperature=params.temperature,
-        candidates=rows,
-        queued_requests=queued_requests,
-        error="" if error is None else error.message,
-    )
+    return rows
 
 
 def log_decision(
@@ -163,7 +176,10 @@ def log_decision(
     costs, tiers = inputs.cost_by_slot(), inputs.tiers(inputs.chosen)
     if log.isEnabledFor(logging.DEBUG):
         scale, least = inputs.params.weights.prefill_scale, inputs.least_prefill()
-        for slot, cost in costs.items():
+        for place, (slot, cost) in enumerate(costs.items()):
+            if inputs.terms:
+                log.debug(_sum(inputs.owners[slot][0], cost, inputs.seconds(place, cost)))
+                continue
             load = inputs.load(slot, active.load(slot)[2], least)
             terms = inputs.breakdown(slot, load)
             owner = inputs.owners[slot][0]
@@ -178,13 +194,19 @@ def log_decision(
         "worker_id": worker_id,
         "worker_type": worker_type,
         "dp_rank": dp_rank,
-        "logit": round(costs[inputs.chosen], 3),
+        "logit": round(costs[inputs.chosen], 6 if inputs.terms else 3),
         "overlap_blocks": tiers.device,
         "host_pinned_blocks": tiers.host,
         "disk_blocks": tiers.disk,
     }
     text = " ".join(f"{name}={value}" for name, value in fields.items())
     log.info("Selected worker %s", text, extra=fields)
+
+
+def _sum(worker_id: int, cost: float, terms: dict[str, float]) -> str:
+    """Return a cost in seconds as the sum of its terms, in milliseconds."""
+    shown = " + ".join(f"{name} {value * 1e3:.1f}" for name, value in terms.items())
+    return f"Cost of worker_{worker_id}: {cost * 1e3:.1f} ms = {shown}"
 
 
 def overlap_scores(weighed: Weighed, worker_pool: WorkerPool) -> dict[str, Any]:

@@ -16,12 +16,21 @@ _KV_ONLY = (
     ("--router-duplicate-cost", "duplicate_cost"),
     ("--router-temperature", "temperature"),
 )
+_WEIGHTS = (
+    ("--router-prefill-load-scale", "prefill_load_scale"),
+    ("--router-kv-overlap-score-weight", "overlap_score_weight"),
+    ("--router-kv-overlap-score-credit", "overlap_score_credit"),
+    ("--router-kv-overlap-score-credit-decay", "overlap_score_credit_decay"),
+    ("--router-decode-active-request-weight", "decode_active_request_weight"),
+    ("--router-duplicate-cost", "duplicate_cost"),
+)
 
 
 def summarize(settings: RouterSettings) -> str:
     """Return the mode and the enabled features in one line."""
     parts = [f"mode {settings.mode}"]
     if settings.mode == "kv":
+        parts += ["cost in seconds"] if settings.in_seconds else []
         parts += [_caches(settings), *_kv_features(settings)]
     if settings.session_affinity_ttl_s is not None:
         ttl_s, mode = settings.session_affinity_ttl_s, settings.session_affinity_mode
@@ -43,6 +52,13 @@ def ineffective_settings(settings: RouterSettings) -> list[str]:
         lines += [f"{flag} has no effect without --router-mode kv" for flag in given]
     elif settings.predicts and settings.predicted_ttl_s is not None:
         lines.append("--router-predicted-ttl-secs has no effect without KV events")
+    if settings.in_seconds:
+        default = RouterSettings()
+        lines += [
+            f"{flag} has no effect with --router-cost seconds"
+            for flag, name in _WEIGHTS
+            if getattr(settings, name) != getattr(default, name)
+        ]
     if settings.shared_cache_multiplier and settings.shared_cache_type == "none":
         lines.append("--shared-cache-multiplier has no effect without --shared-cache-type")
     if settings.admission_control == "none" and any(

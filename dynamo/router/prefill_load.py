@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 from dynamo._fast.prefill_progress import PrefillProgress
+from dynamo._fast.seconds import SecondsCost
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 
@@ -42,6 +43,10 @@ _ROUNDS = 6
 _DESCENT = 60
 _LEAST_SPREAD = 0.02
 _LEAST_S = 1e-6
+_SLOWNESS_SHARE = 0.05
+_SLOWEST = 16.0
+_PRIOR = (0.02, 1e-4, 0.0)
+"""Of the cost in seconds until prefills are measured: 10,000 tokens a second."""
 log = logging.getLogger(__name__)
 Row = tuple[float, float, float]
 PrefillModel: TypeAlias = "StaticModel | PrefillFit"
@@ -66,6 +71,8 @@ class BusyInterval(NamedTuple):
 class StaticModel:
     """A model that calls ``predictor`` and learns nothing."""
 
+    hurries = False
+
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
 
@@ -83,10 +90,13 @@ class PrefillLoad:
     Memory is bounded by the booked requests.
     """
 
-    def __init__(self, model: PrefillModel) -> None:
+    def __init__(self, model: PrefillModel, seconds: SecondsCost | None = None) -> None:
         self._model = model
         self._slots: dict[int, _SlotPrefills] = {}
         self._progress = PrefillProgress()
+        self._seconds = seconds
+        if seconds is not None and isinstance(model, PrefillFit):
+            seconds.set_fit(*model.estimate)
 
     def begin(
         self, slot: int, request_id: str, tokens: int, cached_tokens: int, now_s: float
@@ -101,12 +111,13 @@ class PrefillLoad:
         if active is None:
             active = self._slots[slot] = _SlotPrefills(prefill, now_s)
             self._progress.set(slot, 0.0, prefill.rate, now_s, tokens)
-        active.prefills[request_id] = prefill
+        active.add(request_id, prefill)
+        self._show(slot, active)
 
     def first_token(self, slot: int, request_id: str, now_s: float) -> None:
         """Remove a computed prompt. Ignores unknown requests."""
         active = self._slots.get(slot)
-        prefill = active.prefills.pop(request_id, None) if active is not None else None
+        prefill = active.pop(request_id) if active is not None else None
         if active is None or prefill is None:
             return
         active.count(prefill)
@@ -119,25 +130,35 @@ class PrefillLoad:
             # jump. Tokens are whole numbers, so the subtraction is exact in floating point.
             left = max(self._progress.value(slot, now_s) - prefill.tokens, 0.0)
             self._progress.set(slot, left, oldest.rate, now_s, oldest.tokens)
-        interval = active.take_interval(now_s)
+        self._show(slot, active)
+        interval = active.take_interval(now_s, 1 if self._model.hurries else _INTERVAL_PREFILLS)
         if interval is not None:
-            self._model.observe(interval, now_s)
+            self._observe(slot, interval, now_s)
+
+    def mark_waiting(self, slot: int) -> None:
+        """Note that prompts of ``slot`` wait for memory: the interval measures no speed."""
+        active = self._slots.get(slot)
+        if active is not None:
+            active.abandoned = True
 
     def abandon(self, slot: int, request_id: str, now_s: float) -> None:
         """Remove a request that ended before its first token: it was dropped, not computed."""
         active = self._slots.get(slot)
-        prefill = active.prefills.pop(request_id, None) if active is not None else None
+        prefill = active.pop(request_id) if active is not None else None
         if active is None or prefill is None:
             return
         # How much of it was computed is unknown: the interval measures nothing.
         active.abandoned = True
         if prefill is active.oldest:
             self._advance_anchor(slot, active, now_s)
+        self._show(slot, active)
 
     def drop_slot(self, slot: int) -> None:
         """Remove all prefills of a worker that was removed."""
         if self._slots.pop(slot, None) is not None:
             self._progress.set(slot, 0.0, 0.0, 0.0, 0.0)
+            if self._seconds is not None:
+                self._seconds.set_queue(slot, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def done_tokens(self, slot: int, now_s: float) -> int:
         """Return the estimate of computed tokens on ``slot``."""
@@ -153,7 +174,33 @@ class PrefillLoad:
             self.drop_slot(slot)
             return
         oldest = active.oldest = next(iter(active.prefills.values()))
+        active.since_s = now_s
         self._progress.set(slot, 0.0, oldest.rate, now_s, oldest.tokens)
+
+    def _show(self, slot: int, active: _SlotPrefills) -> None:
+        """Say in seconds what waits on ``slot``, unless nothing does."""
+        if self._seconds is not None and active.prefills:
+            oldest, count = active.oldest, len(active.prefills)
+            self._seconds.set_queue(
+                slot,
+                count,
+                active.tokens,
+                active.attention,
+                oldest.tokens,
+                oldest.attention,
+                active.since_s,
+            )
+
+    def _observe(self, slot: int, interval: BusyInterval, now_s: float) -> None:
+        """Learn from an interval: first how slow this worker is, then, without that, the model."""
+        seconds = self._seconds
+        if seconds is not None and isinstance(self._model, PrefillFit):
+            slowness = self._model.slowness(interval, seconds.slowness(slot))
+            seconds.set_slowness(slot, slowness)
+            interval = interval._replace(seconds=interval.seconds / slowness)
+        self._model.observe(interval, now_s)
+        if seconds is not None and isinstance(self._model, PrefillFit):
+            seconds.set_fit(*self._model.estimate)
 
 
 class _Prefill(NamedTuple):
@@ -163,30 +210,66 @@ class _Prefill(NamedTuple):
     cached_tokens: int
     rate: float
 
+    @property
+    def attention(self) -> float:
+        """The tokens, times the tokens before each of them on average."""
+        return self.tokens * (self.cached_tokens + self.tokens / 2)
+
 
 class _SlotPrefills:
-    """The active prefills of one slot, and the totals of the current interval."""
+    """The active prefills of one slot, and the totals of the current interval.
 
-    __slots__ = ("_attention", "_count", "_since_s", "_tokens", "abandoned", "oldest", "prefills")
+    ``tokens`` and ``attention`` are the sums of all active ones; the oldest began at ``since_s``.
+    """
+
+    __slots__ = (
+        "_attention",
+        "_count",
+        "_since_s",
+        "_tokens",
+        "abandoned",
+        "attention",
+        "oldest",
+        "prefills",
+        "since_s",
+        "tokens",
+    )
 
     def __init__(self, oldest: _Prefill, now_s: float) -> None:
         self.prefills: dict[str, _Prefill] = {}
         self.oldest = oldest
+        self.since_s = now_s
+        self.tokens, self.attention = 0, 0.0
         self._restart(now_s)
+
+    def add(self, request_id: str, prefill: _Prefill) -> None:
+        """Add an active prefill."""
+        self.prefills[request_id] = prefill
+        self.tokens += prefill.tokens
+        self.attention += prefill.attention
+
+    def pop(self, request_id: str) -> _Prefill | None:
+        """Remove an active prefill, if it is one."""
+        prefill = self.prefills.pop(request_id, None)
+        if prefill is not None:
+            self.tokens -= prefill.tokens
+            self.attention -= prefill.attention
+        return prefill
 
     def count(self, prefill: _Prefill) -> None:
         """Add a computed prefill to the totals."""
         self._count += 1
         self._tokens += prefill.tokens
-        self._attention += prefill.tokens * (prefill.cached_tokens + prefill.tokens / 2)
+        self._attention += prefill.attention
 
-    def take_interval(self, now_s: float) -> BusyInterval | None:
-        """End the interval and return it once the slot is idle or enough is computed, else None.
+    def take_interval(self, now_s: float, limit: int) -> BusyInterval | None:
+        """End the interval and return it once the slot is idle or has computed ``limit`` prefills,
+        else None.
 
         Times of single prefills that overlap cannot be told apart; their sum can be measured. The
         limit keeps a slot that is never idle from never being observed.
         """
-        if not self.abandoned and self.prefills and self._count < _INTERVAL_PREFILLS:
+        if not self.abandoned and self.prefills and self._count < limit:
             return None
         abandoned, seconds = self.abandoned, now_s - self._since_s
         found = BusyInterval(self._count, self._tokens, self._attention, seconds)
@@ -207,8 +290,9 @@ class PrefillFit:
     millisecond). ``terms`` are a, b and c; None until there are enough samples.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prior: Row | None = None) -> None:
         self.terms: Row | None = None
+        self._prior = prior
         self._samples: deque[BusyInterval] = deque(maxlen=_WINDOW)
         self._new = 0
         self._fitted_s = -math.inf
@@ -218,10 +302,34 @@ class PrefillFit:
 
     def predict(self, tokens: int, cached_tokens: int) -> float | None:
         """Return the seconds for one prompt, or None. O(1)."""
-        if self.terms is None:
+        terms = self.terms or self._prior
+        if terms is None:
             return None
-        a, b, c = self.terms
+        a, b, c = terms
         return a + b * tokens + c * tokens * (cached_tokens + tokens / 2)
+
+    @property
+    def estimate(self) -> Row:
+        """The terms, or the prior as long as there are none; 0 without one."""
+        return self.terms or self._prior or (0.0, 0.0, 0.0)
+
+    @property
+    def hurries(self) -> bool:
+        """Whether the first measurements are wanted, however rough: the prior knows no GPU."""
+        return self._prior is not None and self.terms is None
+
+    def slowness(self, interval: BusyInterval, before: float) -> float:
+        """Return how many times as long as expected a worker takes, ``before`` and now.
+
+        Each prefill counts a twentieth: 50 of them find a worker that has become twice as slow.
+        """
+        a, b, c = self.estimate
+        expected_s = interval.prefills * a + interval.tokens * b + interval.attention * c
+        if self.terms is None or expected_s <= 0:
+            return before
+        kept = (1 - _SLOWNESS_SHARE) ** interval.prefills
+        found = math.pow(before, kept) * math.pow(interval.seconds / expected_s, 1 - kept)
+        return min(max(found, 1 / _SLOWEST), _SLOWEST)
 
     def observe(self, interval: BusyInterval, now_s: float) -> None:
         """Add a sample, and fit again when due."""
@@ -237,9 +345,16 @@ class PrefillFit:
         log.log(level, text, *(self.terms or ()))
 
     def remember(self, interval: BusyInterval) -> None:
-        """Add a sample."""
+        """Add a sample. Below ``MIN_SAMPLES``, it scales the prior."""
         self._samples.append(interval)
         self._new += 1
+        if self._prior is not None and self.terms is None:
+            a, b, c = self._prior
+            factor = median(
+                one.seconds / (one.prefills * a + one.tokens * b + one.attention * c)
+                for one in self._samples
+            )
+            self._prior = a * factor, b * factor, c * factor
 
     def fit(self) -> None:
         """Fit to the samples, of which there must be at least one."""
@@ -309,6 +424,8 @@ def prefill_model(settings: RouterSettings) -> PrefillModel | None:
         return None
     if settings.prefill_load_predictor is not None:
         return StaticModel(settings.prefill_load_predictor)
+    if settings.in_seconds and settings.prefill_load_model in ("none", "fitted"):
+        return PrefillFit(_PRIOR)
     if settings.prefill_load_model == "none":
         return None
     if not settings.track_prefill_tokens:

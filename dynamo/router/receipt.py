@@ -26,6 +26,7 @@ from dynamo.router.kv_mode.cost import (
     duplicate_price,
     effective_blocks,
 )
+from dynamo.router.kv_mode.seconds import TERMS
 from dynamo.router.worker_pool import WorkerPool
 
 MAX_CANDIDATES = 64
@@ -162,6 +163,11 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
     chosen: int
     constraints: Constraints | None
 
+    @property
+    def unit(self) -> str:
+        """What costs are counted in; empty where there are none."""
+        return ""
+
     def receipt(self) -> RouteReceipt:
         """Return the decision with its reasons. O(candidates)."""
         found = self.candidates()
@@ -170,6 +176,7 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
             mode=self.mode,
             index=self.index,
             reason=self._forced_choice() or self.choice(self.eligible or len(self.slots)),
+            unit=self.unit,
             candidates=tuple(found[:MAX_CANDIDATES]),
             omitted=self.omitted + len(found[MAX_CANDIDATES:]),
         )
@@ -236,7 +243,7 @@ class KvInputs(RankInputs, gc=False, frozen=True):
     those running on each of ``slots``, where they matter. ``free_copy`` is the slot that may
     compute what others have cached without the price of a copy. ``best_overlap`` are the most
     effective cached blocks of an eligible slot, ``least_tokens`` the least active prefill of one
-    before columns were narrowed.
+    before columns were narrowed. With a cost in seconds, ``terms`` has four for each of ``slots``.
     """
 
     params: CostParams
@@ -250,6 +257,12 @@ class KvInputs(RankInputs, gc=False, frozen=True):
     requests: tuple[int, ...]
     free_copy: int | None
     least_tokens: int | None = None
+    terms: bytes = b""
+
+    @property
+    def unit(self) -> str:
+        """See :class:`RankInputs`."""
+        return "seconds" if self.terms else "blocks"
 
     @property
     def prompt_blocks(self) -> int:
@@ -345,10 +358,23 @@ class KvInputs(RankInputs, gc=False, frozen=True):
             requests=tuple(self.requests[place] for place in places) if self.requests else (),
             free_copy=slots.index(self.free_copy) if self.free_copy in slots else None,
             least_tokens=self.least_prefill(),
+            terms=_pick("d", self.terms, [TERMS * one + i for one in places for i in range(TERMS)]),
         )
+
+    def seconds(self, place: int, cost: float) -> dict[str, float]:
+        """Return the terms of the cost of ``slots[place]`` in seconds; empty if it is in blocks."""
+        if not self.terms:
+            return {}
+        found = _column("d", self.terms)[TERMS * place : TERMS * (place + 1)]
+        terms = dict(zip(("wait", "compute", "others", "running"), found, strict=True))
+        if abs(factor := cost - sum(found)) > _SMALL:  # that of preferred taints
+            terms["taints"] = factor
+        return terms
 
     def _terms(self, place: int, cost: float, least_tokens: int | None) -> dict[str, float]:
         """Return the terms of the cost of ``slots[place]``, which add up to it."""
+        if self.terms:
+            return self.seconds(place, cost)
         slot = self.slots[place]
         weights = self.params.weights
         load = self.load(slot, self.requests[place] if self.requests else 0, least_tokens)

@@ -66,6 +66,7 @@ class NewGraph:
             "http-host": self.host,
             "http-port": self.port,
             "router-mode": "kv",
+            "router-cost": "seconds",
         }
         if self.api_key_file is not None:
             frontend["api-key-file"] = self.api_key_file

@@ -38,13 +38,23 @@ _LOSS_HALF_LIFE_S = 10.0
 """A loss counts half after this time: a copy pays off only for a prefix that is in demand now."""
 _MAX_PREFIXES = 4096
 """Prefixes with a recorded loss, about 250 bytes each. The least recently used one is dropped."""
+_WEIGHTS = (
+    "prefill_load_scale",
+    "overlap_score_credit",
+    "overlap_score_weight",
+    "decode_active_request_weight",
+    "shared_cache_multiplier",
+)
 _MAX_COPIES_IN_PROGRESS = 64
 """Bounds the search of each decision; no free copy is offered above it."""
 
 
 @dataclass(frozen=True)
 class CostParams:
-    """The parameters of one decision. ``request_weight`` is in blocks for each running request."""
+    """The parameters of one decision. ``request_weight`` is in blocks for each running request.
+
+    ``in_seconds``: the cost is that of :mod:`dynamo.router.kv_mode.seconds`, which has no weights.
+    """
 
     weights: Weights
     temperature: float = 0.0
@@ -52,6 +62,7 @@ class CostParams:
     track_prefill_tokens: bool = True
     request_weight: float = 0.0
     duplicate_cost: float = 0.0
+    in_seconds: bool = False
 
 
 def cost_params(settings: RouterSettings, block_size: int) -> CostParams:
@@ -74,11 +85,14 @@ def cost_params(settings: RouterSettings, block_size: int) -> CostParams:
         settings.track_prefill_tokens,
         settings.decode_active_request_weight,
         settings.duplicate_cost,
+        settings.in_seconds,
     )
 
 
 def overridden(params: CostParams, override: Mapping[str, Any]) -> CostParams:
     """Return ``params`` with a request's ``router_config_override``; unknown keys are ignored.
+
+    With a weight in it, this request's cost is in blocks.
 
     Raises InvalidArgument that names the key when a value cannot be used.
     """
@@ -114,6 +128,7 @@ def overridden(params: CostParams, override: Mapping[str, Any]) -> CostParams:
         track_prefill,
         requests,
         params.duplicate_cost,
+        params.in_seconds and all(override.get(key) is None for key in _WEIGHTS),
     )
 
 

@@ -9,6 +9,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sized
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -40,6 +41,7 @@ from dynamo.router.kv_mode.cost import (
     overridden,
 )
 from dynamo.router.kv_mode.prompt import CachedBlocks, HashedPrompt, Hasher
+from dynamo.router.kv_mode.seconds import Seconds
 from dynamo.router.picker import Attempt, Decision
 from dynamo.router.prefill_load import prefill_model
 from dynamo.router.receipt import (
@@ -76,12 +78,18 @@ class KvPicker:
     ) -> None:
         self.worker_pool = WorkerPool(DenseSlots() if index is None else index)
         self.block_size = block_size
+        self._seconds: Seconds | None = None
+        if settings.in_seconds:
+            weights = settings.host_cache_hit_weight, settings.disk_cache_hit_weight
+            shared = settings.shared_cache_multiplier or 0.0
+            self._seconds = Seconds(block_size, (*weights, shared), 0.1)
         self.active = ActiveLoad(
             block_size,
             settings.track_active_blocks,
             settings.track_output_blocks,
             prefill_model(settings),
             clock,
+            None if self._seconds is None else self._seconds.slots,
         )
         self.add_output_tokens = self.active.add_output_tokens  # called for each token: no layer
         self.eligibility = EligibilityFilter(self.worker_pool, settings, self._booked_prefill)
@@ -97,8 +105,9 @@ class KvPicker:
         self.served: dict[int, int] = {}
         self.on_first_served: Callable[[int], None] = _ignore
         self.local_requests: LocalRequests | None = None
-        self._copies = CopyPolicy() if settings.duplicate_cost else None
-        chains = self.predicts or self._copies is not None
+        prices_copies = settings.duplicate_cost and self._seconds is None
+        self._copies = CopyPolicy() if prices_copies else None
+        chains = self.predicts or prices_copies or self._seconds is not None
         self._hasher = Hasher(
             block_size, index is not None, chains, settings.track_active_blocks, clock
         )
@@ -161,7 +170,10 @@ class KvPicker:
             else:
                 owner, cost = (worker_id, dp_rank), self._costs[place]
                 inputs = DecisionTotals("kv", self._index_state, owner, len(slots), cost)
-            self._book(request_id, slot, prompt, routing, params)
+            expected_s = 0.0
+            if self._seconds is not None and params.in_seconds:
+                expected_s = self._seconds.routed(place, slots, self._cached_blocks, prompt)
+            self._book(request_id, slot, prompt, routing, params, expected_s)
             if offer is not None and self._copies is not None:
                 self._copies.routed(request_id, slot, offer, now_s)
         overlap_blocks = self._cached_blocks.device[slot]
@@ -251,7 +263,7 @@ class KvPicker:
             if not served:
                 self.on_first_served(worker_id)
         if self._metrics is not None:
-            self._metrics.ttft.observe(now_s - reservation.booked_at_s)
+            self._metrics.first_token(reservation, now_s)
 
     def free(self, request_id: str, output_tokens: int = 0) -> None:
         """Drop the load of a request that has ended, in whatever way."""
@@ -264,6 +276,8 @@ class KvPicker:
             self.predicted.ended(request_id, self._clock())
         if reservation is None:
             return
+        if self._seconds is not None and reservation.first_token_at_s is not None:
+            self._seconds.ended(self._clock() - reservation.first_token_at_s)
         if self._metrics is not None and not reservation.remote:
             self._metrics.ended(reservation, self._clock())
         if self.eligibility.follows_load:
@@ -280,6 +294,8 @@ class KvPicker:
                 predicted.add_slot(slot, config.total_kv_blocks)
             if self.optimistic is not None:
                 self.optimistic.add_slot(slot)
+            if self._seconds is not None:
+                self._seconds.slots.add_slot(slot, config.total_kv_blocks or 0)
 
     def remove_worker(self, worker_id: int) -> None:
         """Remove a worker, its blocks and the load of its requests."""
@@ -333,9 +349,15 @@ class KvPicker:
             self.predicted.expire(now_s)  # before the search, which would count old predictions
         copies = () if self._copies is None else self._copies.in_progress(prompt.chained)
         cached, prefill, decode = self._cached_blocks, self._prefill, self._decode
-        cached.match(prompt.hashes, now_s, copies)
+        in_seconds = self._seconds is not None and params.in_seconds
+        # Without the prompts that wait, a burst of one new document would be spread over all.
+        running = partial(self.active.raise_into, prompt.shared) if in_seconds else None
+        cached.match(prompt.hashes, now_s, copies, running)
         prompt.matched_s = self._clock()
         self.active.project_into(prompt.shared, prompt.unique_blocks, prefill, decode)
+        if self._seconds is not None and in_seconds:
+            self._seconds.weigh(slots, cached, prompt, decode, self._costs)
+            return prompt, None
         prompt.best_overlap = costs(
             params.weights,
             prompt.isl_tokens,
@@ -368,6 +390,7 @@ class KvPicker:
         prompt: HashedPrompt,
         routing: Routing | None,
         params: CostParams,
+        expected_s: float,
     ) -> None:
         """Add the request to the load of the chosen slot."""
         worker_id, dp_rank = self.worker_pool.owners[slot]
@@ -383,7 +406,14 @@ class KvPicker:
             prefill = max(prompt.isl_tokens - cached_prompt_tokens, 0)
         expected = None if routing is None else routing.expected_output_tokens
         reservation = Reservation(
-            slot, worker_id, dp_rank, prompt.isl_tokens, overlap_blocks, now_s, expected
+            slot,
+            worker_id,
+            dp_rank,
+            prompt.isl_tokens,
+            overlap_blocks,
+            now_s,
+            expected,
+            expected_ttft_s=expected_s,
         )
         self.active.book(request_id, reservation, prompt.shared, prompt.unique_blocks, prefill)
         if routing is not None and routing.session_id is not None:
@@ -436,6 +466,7 @@ class KvPicker:
             cached.lower_columns() if cached.tiered or cached.shared else None,
             requests,
             offer.target if offer is not None and offer.free else None,
+            terms=self._seconds.terms.tobytes() if self._seconds and params.in_seconds else b"",
         )
 
     def _resize(self) -> None:
@@ -448,6 +479,8 @@ class KvPicker:
         self._prefill = array("q", bytes(8 * width))
         self._decode = array("q", bytes(8 * width))
         self._costs = array("d", bytes(8 * width))
+        if self._seconds is not None:
+            self._seconds.resize(width)
 
 
 def _ignore(worker_id: int) -> None:

@@ -127,11 +127,13 @@ class CachedBlocks:
         hashes: array[int],
         now_s: float,
         in_progress: Sequence[tuple[int, int]] = (),
+        raise_into: Callable[[array[int]], None] | None = None,
     ) -> None:
         """Fill the columns for the prompt of these block hashes. O(cached blocks + slots).
 
         Blocks predicted at ``now_s`` count as if they were on the device already, and so do those
-        ``in_progress``: pairs of slot and leading blocks.
+        ``in_progress``: pairs of slot and leading blocks. ``raise_into`` may raise the column of
+        the device.
         """
         index = self._index
         if index is None:
@@ -141,6 +143,8 @@ class CachedBlocks:
             self._optimistic.raise_into(hashes, self.device, now_s)
         for slot, depth in in_progress:
             self.device[slot] = max(self.device[slot], depth)
+        if raise_into is not None:
+            raise_into(self.device)
         tiers = index.tiers()
         if tiers:
             self._match_lower(index, hashes, tiers)

@@ -19,6 +19,10 @@ from dynamo.router.factory import ineffective_settings, summarize
             "synchronized with other routers",
         ),
         (
+            {"mode": "kv", "cost": "seconds"},
+            "mode kv, cost in seconds, caches known from KV events",
+        ),
+        (
             {"mode": "kv", "kv_events": False},
             "mode kv, caches predicted from decisions (ttl 120 s)",
         ),
@@ -56,6 +60,10 @@ def test_every_feature_that_is_on_is_named(given: dict[str, object], words: str)
         ({"replica_sync": True}, "--router-replica-sync"),
         ({"mode": "kv", "kv_events": False, "predicted_ttl_s": 5.0}, "--router-predicted-ttl-secs"),
         ({"shared_cache_multiplier": 0.5}, "--shared-cache-multiplier"),
+        (
+            {"mode": "kv", "cost": "seconds", "prefill_load_scale": 4.0},
+            "--router-prefill-load-scale",
+        ),
         ({"active_decode_blocks_threshold": 0.5}, "--admission-control"),
         ({"conditional_disagg_config": "{}"}, "--router-conditional-disagg-config"),
     ],

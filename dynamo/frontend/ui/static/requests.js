@@ -90,14 +90,16 @@ function number(value) {
 
 function candidates(route) {
   const rows = route.candidates ?? [];
+  const inSeconds = route.unit === "seconds";
+  const shown = (value) => number(inSeconds && value != null ? value * 1000 : value);
   const terms = [...new Set(rows.flatMap((one) => Object.keys(one.terms ?? {})))];
-  const head = make("tr", {}, ...["Worker", "Overlap", ...terms.map((name) => name.replaceAll("_", " ")), "Cost", ""].map((name, index, all) =>
+  const head = make("tr", {}, ...["Worker", "Overlap", ...terms.map((name) => name.replaceAll("_", " ")), inSeconds ? "Cost, ms" : "Cost", ""].map((name, index, all) =>
     make("th", { scope: "col", class: index && index < all.length - 1 ? "num" : "" }, name)));
   const body = rows.map((one) => make("tr", { class: one.chosen ? "chosen" : "" },
     make("td", { class: "mono" }, one.worker + (one.dp_rank ? `:${one.dp_rank}` : "")),
     make("td", { class: "num" }, number(one.overlap_blocks ?? 0)),
-    ...terms.map((name) => make("td", { class: "num" }, number(one.terms?.[name]))),
-    make("td", { class: "num" }, number(one.cost)),
+    ...terms.map((name) => make("td", { class: "num" }, shown(one.terms?.[name]))),
+    make("td", { class: "num" }, shown(one.cost)),
     make("td", {}, one.chosen ? "chosen" : one.excluded ?? "")));
   return make("table", { class: "candidates" }, make("thead", {}, head), make("tbody", {}, ...body));
 }

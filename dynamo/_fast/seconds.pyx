@@ -1,0 +1,261 @@
+"""The cost of all candidate slots in seconds: when each begins with a prompt, how long it computes,
+and what this adds to the wait of others."""
+
+cimport cython
+from cpython cimport array
+from cython.operator cimport dereference
+from libc.math cimport isfinite
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libcpp.unordered_map cimport unordered_map
+from libcpp.vector cimport vector
+
+from dynamo._fast.columns cimport check_items
+
+__all__ = ["SecondsCost"]
+
+cdef struct Work:
+    double prefills
+    double tokens
+    double attention
+
+cdef struct Slot:
+    Work queued
+    Work running
+    double since_s
+    double slowness
+    double capacity
+    int64_t decoding
+    double stored
+    double missed
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class SecondsCost:
+    """What the cost in seconds knows of each slot, and the coefficients that all slots share.
+
+    A prompt with ``t`` tokens to compute behind ``c`` cached ones takes ``fixed_s + t * token_s +
+    t * (c + t / 2) * attention_s``, times the slot's slowness.
+    """
+
+    cdef vector[Slot] _slots
+    cdef unordered_map[uint64_t, uint32_t] _last_slots
+    cdef vector[uint64_t] _remembered
+    cdef size_t _oldest
+    cdef double _fixed_s
+    cdef double _token_s
+    cdef double _attention_s
+
+    def set_fit(self, double fixed_s, double token_s, double attention_s):
+        """Replace the coefficients of all slots."""
+        for value in (fixed_s, token_s, attention_s):
+            if not (isfinite(<double>value) and value >= 0):
+                raise ValueError(f"coefficients must be finite and not negative, got {value}")
+        self._fixed_s, self._token_s, self._attention_s = fixed_s, token_s, attention_s
+
+    def add_slot(self, Py_ssize_t slot, double capacity):
+        """Begin with an idle slot of slowness 1; ``capacity`` in KV blocks, 0 if unknown."""
+        if not 0 <= slot < 65536:
+            raise IndexError("slot is beyond 65535")
+        if <size_t>slot >= self._slots.size():
+            self._slots.resize(slot + 1, _idle(0))
+        self._slots[slot] = _idle(capacity)
+
+    def set_slowness(self, Py_ssize_t slot, double slowness):
+        """Say how many times as long as the coefficients ``slot`` takes."""
+        if not (isfinite(slowness) and slowness > 0):
+            raise ValueError(f"slowness must be finite and positive, got {slowness}")
+        self._slot(slot).slowness = slowness
+
+    def set_queue(self, Py_ssize_t slot, double prefills, double tokens, double attention,
+                  double running_tokens, double running_attention, double since_s):
+        """Say what waits on ``slot``: the sums of all prefills, of which one has run since
+        ``since_s``. ``attention`` sums, over them, tokens * (cached tokens + half of the tokens).
+        """
+        cdef Slot *state = self._slot(slot)
+        state.queued = Work(prefills, tokens, attention)
+        state.running = Work(min(prefills, 1.0), running_tokens, running_attention)
+        state.since_s = since_s
+
+    def add_decoding(self, Py_ssize_t slot, int64_t count):
+        """Add to the requests of ``slot`` that generate tokens."""
+        self._slot(slot).decoding += count
+
+    def store(self, Py_ssize_t slot, array.array chained not None, Py_ssize_t held,
+              Py_ssize_t cached):
+        """Say that ``slot``, which has ``cached`` blocks of a prompt, gets all. ``held``: the most
+        that a slot has. A block beyond, of a prompt that was sent before, was evicted too early:
+        its last slot has too little room, and more work there costs more. O(blocks).
+        """
+        cdef Py_ssize_t count = len(chained)
+        cdef Py_ssize_t i
+        cdef uint64_t block
+        cdef Slot *state = self._slot(slot)
+        check_items(chained, "chained", c"Q")
+        cdef const uint64_t *blocks = <const uint64_t *>chained.data.as_ulonglongs
+        for i in range(count):
+            block = blocks[i]
+            if block % SAMPLED:
+                continue
+            found = self._last_slots.find(block)
+            if found == self._last_slots.end():
+                self._remember(block)
+            elif i >= held and <size_t>dereference(found).second < self._slots.size():
+                self._slots[dereference(found).second].missed += SAMPLED
+            self._last_slots[block] = <uint32_t>slot
+        state.stored += max(count - cached, 0)
+        # The share is that of about one change of the whole cache.
+        cdef double turnover = state.capacity if state.capacity > 0 else DEFAULT_CAPACITY
+        if state.stored > turnover:
+            state.missed *= turnover / state.stored
+            state.stored = turnover
+
+    cdef void _remember(self, uint64_t block):
+        if self._remembered.size() < REMEMBERED:
+            self._remembered.push_back(block)
+            return
+        self._last_slots.erase(self._remembered[self._oldest])
+        self._remembered[self._oldest] = block
+        self._oldest = (self._oldest + 1) % REMEMBERED
+
+    def is_full(self, Py_ssize_t slot, double blocks):
+        """Return whether ``blocks`` are more than ``slot`` has room for."""
+        cdef double capacity = self._slot(slot).capacity
+        return capacity > 0 and blocks > capacity
+
+    def pressure(self, Py_ssize_t slot):
+        """Return what a second of work on ``slot`` costs in blocks evicted too early."""
+        return _pressure(self._slot(slot))
+
+    def slowness(self, Py_ssize_t slot):
+        """Return the slot's slowness."""
+        return self._slot(slot).slowness
+
+    def wait_s(self, Py_ssize_t slot, double now_s):
+        """Return the seconds until ``slot`` begins with a new prompt, by its queue alone."""
+        return self._wait_s(self._slot(slot), now_s)
+
+    cdef double _work_s(self, const Work *work) noexcept:
+        return (work.prefills * self._fixed_s + work.tokens * self._token_s
+                + work.attention * self._attention_s)
+
+    cdef double _wait_s(self, const Slot *slot, double now_s) noexcept:
+        # Clocks of two callers may differ a little: before `since_s` nothing has been computed.
+        cdef double done = now_s - slot.since_s
+        cdef double running = self._work_s(&slot.running) * slot.slowness
+        done = min(done, running) if done > 0 else 0.0
+        return max(self._work_s(&slot.queued) * slot.slowness - done, 0.0)
+
+    def costs(self, array.array candidates not None, double now_s, int64_t isl_tokens,
+              int64_t block_size, tuple weights, double others, double rent, double held_s,
+              double stall, array.array decode_blocks not None, array.array out not None,
+              array.array terms not None, array.array device=None, array.array host=None,
+              array.array disk=None, array.array shared=None):
+        """Write the cost of ``candidates[i]`` to ``out[i]``, and its terms to ``terms`` from
+        ``4 * i``: wait, work, others, running.
+
+        ``weights`` are the shares of a block's work that host, disk and shared cache save. Work
+        beyond the least of a candidate costs ``others`` times more, less ``rent``. A request holds
+        its KV blocks for ``held_s``; ``stall`` is the share of a prefill that stops the requests
+        that generate. Returns the most blocks that one candidate need not compute, the least wait
+        and, at slowness 1, the least work. O(candidates).
+        """
+        cdef Py_ssize_t count = len(candidates)
+        cdef Py_ssize_t width = min(<Py_ssize_t>self._slots.size(), len(decode_blocks))
+        cdef Py_ssize_t i
+        cdef uint32_t slot
+        cdef double on_lower[3]
+        cdef Work prompt
+        cdef const Slot *state
+        cdef double cached, tokens, work, wait, excess, added
+        cdef double best = 0.0
+        cdef double least_wait = 0.0
+        cdef double least_work = 0.0
+        on_lower[0], on_lower[1], on_lower[2] = weights
+        check_items(candidates, "candidates", c"I")
+        check_items(decode_blocks, "decode_blocks", c"q")
+        check_items(out, "out", c"d")
+        check_items(terms, "terms", c"d")
+        cdef const uint32_t *slots = candidates.data.as_uints
+        cdef const int64_t *decode = <const int64_t *>decode_blocks.data.as_longlongs
+        cdef const uint32_t *on_device = _blocks(device, "device", &width)
+        cdef const uint32_t *on_host = _blocks(host, "host", &width)
+        cdef const uint32_t *on_disk = _blocks(disk, "disk", &width)
+        cdef const uint32_t *in_shared = _blocks(shared, "shared", &width)
+        cdef double *term = terms.data.as_doubles
+        if len(out) < count or len(terms) < 4 * count:
+            raise ValueError(f"the results hold fewer than {count} candidates")
+        for i in range(count):
+            slot = slots[i]
+            if slot >= width:
+                raise IndexError(f"slot {slot} is beyond the columns of {width}")
+            cached = 0.0
+            if on_device != NULL:
+                cached = on_device[slot]
+            if on_host != NULL:
+                cached += on_lower[0] * on_host[slot]
+            if on_disk != NULL:
+                cached += on_lower[1] * on_disk[slot]
+            best = max(best, cached)
+            if in_shared != NULL:
+                cached += on_lower[2] * in_shared[slot]
+            # An engine computes at least the last token, whatever it has cached.
+            tokens = max(<double>isl_tokens - cached * <double>block_size, 1.0)
+            prompt = Work(1.0, tokens, tokens * (<double>isl_tokens - tokens / 2))
+            work = self._work_s(&prompt)
+            wait = self._wait_s(&self._slots[slot], now_s)
+            excess = <double>decode[slot] - self._slots[slot].capacity
+            if excess > 0 and self._slots[slot].capacity > 0:
+                # Blocks become free while prompts are computed: not the sum of both waits.
+                wait = max(wait, held_s * excess / <double>decode[slot])
+            term[4 * i] = wait
+            term[4 * i + 1] = work * self._slots[slot].slowness
+            if i == 0 or wait < least_wait:
+                least_wait = wait
+            if i == 0 or work < least_work:
+                least_work = work
+        for i in range(count):
+            state = &self._slots[slots[i]]
+            work = term[1]
+            # What is cached elsewhere is added work; that this slot is slow is not.
+            added = work - least_work * state.slowness
+            term[2] = others * added - min(rent, (1.0 + others) * added) + work * _pressure(state)
+            term[3] = <double>state.decoding * (stall * work + TIE_S)
+            out.data.as_doubles[i] = term[0] + work + term[2] + term[3]
+            term += 4
+        return best, least_wait, least_work
+
+    cdef Slot *_slot(self, Py_ssize_t slot) except NULL:
+        if slot < 0 or <size_t>slot >= self._slots.size():
+            raise IndexError(f"slot {slot} was not added")
+        return &self._slots[slot]
+
+
+# At equal times, fewer running requests are better: a ten-thousandth of a second each.
+cdef double TIE_S = 1e-4
+
+
+cdef uint64_t SAMPLED = 16
+cdef size_t REMEMBERED = 65536
+cdef double DEFAULT_CAPACITY = 4096
+cdef double MOST_MISSED = 0.95
+
+
+cdef inline double _pressure(const Slot *slot) noexcept nogil:
+    # Of what is stored, a share evicts blocks that are wanted again; these evict others, and so on.
+    cdef double turnover = slot.capacity if slot.capacity > 0 else DEFAULT_CAPACITY
+    cdef double missed = min(slot.missed / max(slot.stored, turnover), MOST_MISSED)
+    return missed / (1.0 - missed)
+
+
+cdef inline Slot _idle(double capacity) noexcept nogil:
+    return Slot(Work(0, 0, 0), Work(0, 0, 0), 0, 1, capacity, 0, 0, 0)
+
+
+cdef const uint32_t *_blocks(array.array column, str name, Py_ssize_t *width) except? NULL:
+    """The items of an optional column, NULL without one; ``width`` shrinks to its length."""
+    if column is None:
+        return NULL
+    check_items(column, name, c"I")
+    width[0] = min(width[0], len(column))
+    return column.data.as_uints

@@ -1,0 +1,141 @@
+"""The cost of the kv mode in seconds: what it knows of the pool, and of prefixes in demand.
+
+    wait + work + others * added - min(rent, (1 + others) * added) + decode
+
+``wait`` is the time until the worker begins with the prompt, ``work`` the time to compute what it
+has not cached, ``added`` the work beyond that of the best candidate. A busy pool makes the added
+work of one prompt the wait of those after it: ``others`` is how much. ``dynamo._fast.seconds`` adds
+the terms; this module has the time of the pool and what prefixes have paid. Pure.
+
+A prefix earns a copy as one rents before one buys: queueing is the rent, the copy is the purchase.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from dynamo._fast.seconds import SecondsCost
+
+if TYPE_CHECKING:
+    from dynamo.router.kv_mode.prompt import CachedBlocks, HashedPrompt
+
+TERMS = 4
+_DEMAND_S = 15.0
+"""The load of the pool is that of about this time."""
+_FIRST_USE = 0.8
+"""Assumed before: a router that has just started must not fill all caches alike."""
+_MOST_OTHERS = 30.0
+_RENT_HALF_LIFE_S = 10.0
+"""A copy pays off only for a prefix that is in demand now."""
+_MAX_PREFIXES = 4096
+"""Prefixes with a recorded rent, about 250 bytes each. The least recently used one is dropped."""
+_HELD_S = 5.0
+"""How long a request holds its blocks, until some have ended."""
+_HELD_SHARE = 0.05
+
+
+class Seconds:
+    """Weighs prompts in seconds. Time is a parameter.
+
+    ``terms`` are those of the last candidates, by place: wait, work, others and running.
+    """
+
+    def __init__(self, block_size: int, weights: tuple[float, float, float], stall: float) -> None:
+        self.slots = SecondsCost()
+        self._block_size = block_size
+        self._weights = weights
+        self._stall = stall
+        self._rents: OrderedDict[int, tuple[float, float]] = OrderedDict()
+        self._work_s = 0.0
+        self._work_at_s = 0.0
+        self._began_s: float | None = None
+        self._held_s = _HELD_S
+        self._held = 0
+        self._others = self._rent = self._least_wait_s = self._least_work_s = 0.0
+        self.resize(16)
+
+    def resize(self, width: int) -> None:
+        """Make the terms long enough for ``width`` slots."""
+        self.terms = array("d", bytes(8 * TERMS * width))
+
+    def weigh(
+        self,
+        slots: array[int],
+        cached: CachedBlocks,
+        prompt: HashedPrompt,
+        decode_blocks: array[int],
+        costs: array[float],
+    ) -> None:
+        """Write the cost of each slot to ``costs``, by place, and set the prompt's best overlap."""
+        now_s = prompt.matched_s
+        self._others = self._cost_for_others(now_s, len(slots))
+        self._rent = 0.0
+        self._held = min(max(cached.device), len(prompt.chained))
+        if self._held and self._rents:
+            found = self._rents.get(prompt.chained[self._held - 1])
+            if found is not None:
+                self._rent = found[0] * 0.5 ** ((now_s - found[1]) / _RENT_HALF_LIFE_S)
+        prompt.best_overlap, self._least_wait_s, self._least_work_s = self.slots.costs(
+            slots,
+            now_s,
+            prompt.isl_tokens,
+            self._block_size,
+            self._weights,
+            self._others,
+            self._rent,
+            self._held_s,
+            self._stall,
+            decode_blocks,
+            costs,
+            self.terms,
+            cached.device,
+            cached.host,
+            cached.disk,
+            cached.shared,
+        )
+
+    def routed(
+        self, place: int, slots: array[int], cached: CachedBlocks, prompt: HashedPrompt
+    ) -> float:
+        """Count the work at the chosen place, and the rent that the prefix has paid.
+
+        Returns the expected time to the first token.
+        """
+        now_s, slot = prompt.matched_s, slots[place]
+        self.slots.store(slot, prompt.chained, self._held, cached.device[slot])
+        wait_s, work_s = self.terms[TERMS * place], self.terms[TERMS * place + 1]
+        self._work_s = self._work_left(now_s) + work_s
+        self._work_at_s = now_s
+        if self._held:
+            added_s = work_s - self._least_work_s * self.slots.slowness(slot)
+            paid = wait_s - self._least_wait_s - (1.0 + self._others) * added_s
+            self._pay(prompt.chained[self._held - 1], paid, now_s)
+        return wait_s + work_s
+
+    def ended(self, held_s: float) -> None:
+        """Count a request that held its blocks for ``held_s``."""
+        self._held_s += _HELD_SHARE * (held_s - self._held_s)
+
+    def _pay(self, prefix: int, paid: float, now_s: float) -> None:
+        rent = max(self._rent + paid, 0.0)
+        if not rent:
+            self._rents.pop(prefix, None)
+            return
+        self._rents[prefix] = rent, now_s
+        self._rents.move_to_end(prefix)
+        if len(self._rents) > _MAX_PREFIXES:
+            self._rents.popitem(last=False)
+
+    def _work_left(self, now_s: float) -> float:
+        return self._work_s * math.exp(min(self._work_at_s - now_s, 0.0) / _DEMAND_S)
+
+    def _cost_for_others(self, now_s: float, workers: int) -> float:
+        """What a second of work costs those after it, from the share of the time in use."""
+        if self._began_s is None:
+            self._began_s = now_s
+        use = _FIRST_USE * math.exp(min(self._began_s - now_s, 0.0) / _DEMAND_S)
+        use += self._work_left(now_s) / (_DEMAND_S * workers) if workers else 0.0
+        return min(use / (1.0 - use), _MOST_OTHERS) if use < 1.0 else _MOST_OTHERS

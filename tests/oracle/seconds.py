@@ -1,0 +1,89 @@
+"""The reference implementation of ``dynamo._fast.seconds``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Fit", "Prompt", "Slot", "costs", "pressure"]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Seconds of a prefill, of each of its tokens, of each pair of tokens."""
+
+    fixed_s: float
+    token_s: float
+    attention_s: float
+
+    def work_s(self, prefills: float, tokens: float, attention: float) -> float:
+        """Seconds at slowness 1."""
+        return prefills * self.fixed_s + tokens * self.token_s + attention * self.attention_s
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One candidate: its queue as (tokens, cached tokens) of each prompt, and the prompt's blocks
+    there."""
+
+    queue: Sequence[tuple[int, int]]
+    since_s: float
+    slowness: float
+    capacity: int
+    decoding: int
+    decode_blocks: int
+    device: int
+    host: int
+    disk: int
+    shared: int
+
+    def wait_s(self, fit: Fit, now_s: float, held_s: float) -> float:
+        """Seconds until it begins with the prompt."""
+        each = [self.slowness * fit.work_s(1, t, t * (c + t / 2)) for t, c in self.queue]
+        done = min(max(now_s - self.since_s, 0), each[0]) if each else 0
+        excess = self.decode_blocks - self.capacity
+        room = held_s * excess / self.decode_blocks if self.capacity and excess > 0 else 0
+        return max(sum(each) - done, room, 0)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt, and what the pool says of it."""
+
+    isl_tokens: int
+    block_size: int
+    weights: tuple[float, float, float]
+    others: float
+    rent: float
+    held_s: float
+    stall: float
+
+    def work_s(self, fit: Fit, slot: Slot) -> float:
+        """Seconds at slowness 1 to compute what ``slot`` has not cached."""
+        host, disk, shared = self.weights
+        blocks = slot.device + host * slot.host + disk * slot.disk + shared * slot.shared
+        tokens = max(self.isl_tokens - blocks * self.block_size, 1)
+        cached = self.isl_tokens - tokens
+        return fit.work_s(1, tokens, tokens * (cached + tokens / 2))
+
+
+def costs(
+    fit: Fit, prompt: Prompt, slots: Sequence[Slot], now_s: float
+) -> list[tuple[float, float, float, float]]:
+    """Wait, work, others and running of each slot; no block was evicted too early."""
+    least = min(prompt.work_s(fit, slot) for slot in slots)
+    found = []
+    for slot in slots:
+        work = slot.slowness * prompt.work_s(fit, slot)
+        added = work - slot.slowness * least
+        rebate = min(prompt.rent, (1 + prompt.others) * added)
+        running = slot.decoding * (prompt.stall * work + 1e-4)
+        wait = slot.wait_s(fit, now_s, prompt.held_s)
+        found.append((wait, work, prompt.others * added - rebate, running))
+    return found
+
+
+def pressure(stored: float, missed: float, capacity: float) -> float:
+    """What a second of work costs in evictions, which cause others in turn."""
+    share = min(missed / max(stored, capacity), 0.95)
+    return share / (1 - share)

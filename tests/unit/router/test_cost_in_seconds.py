@@ -1,0 +1,242 @@
+"""The cost in seconds: what it learns of workers, and what it makes of it."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from random import Random
+from typing import Any
+
+import pytest
+
+from dynamo.config.router import RouterSettings
+from dynamo.observability.metrics import Registry
+from dynamo.protocols.control import RuntimeConfig
+from dynamo.router.active_load import DecisionMetrics
+from dynamo.router.factory import make_index, summarize
+from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.metrics import RouterLabels
+from dynamo.router.receipt import KvInputs
+
+BLOCK = 16
+TOKEN_S = 1e-4
+FIXED_S = 0.01
+
+
+class Pool:
+    """Workers that compute one prompt after the other; ``slowness`` of each may change.
+
+    Prompts arrive at random, and share nothing unless they are given.
+    """
+
+    def __init__(self, workers: int, noise: float = 0.0, **settings: Any) -> None:
+        self.now_s = 0.0
+        self.random = Random(5)
+        self.noise = noise
+        chosen = RouterSettings(mode="kv", cost="seconds", **settings)
+        self.registry = Registry()
+        labels = RouterLabels("a", "b", "m", "r", "decode")
+        self.picker = KvPicker(
+            chosen,
+            BLOCK,
+            make_index(chosen),
+            DecisionMetrics(self.registry, labels),
+            Random(1),
+            lambda: self.now_s,
+        )
+        self.slowness = dict.fromkeys(range(1, workers + 1), 1.0)
+        self.free_at_s = dict.fromkeys(self.slowness, 0.0)
+        for worker_id in self.slowness:
+            self.picker.add_worker(worker_id, RuntimeConfig(total_kv_blocks=100_000))
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self.ttft_s: list[float] = []
+
+    def send(self, tokens: array[int]) -> int:
+        """Route a prompt and compute it after those before it; return the worker."""
+        name = str(next(self._numbers))
+        chosen = self.picker.pick(name, tokens)
+        worker_id, sent_s = chosen.worker_id, self.now_s
+        fresh = max(len(tokens) - chosen.overlap_blocks * BLOCK, 1)
+        work_s = (FIXED_S + fresh * TOKEN_S) * self.slowness[worker_id]
+        work_s *= self.random.lognormvariate(0, self.noise)
+        end_s = max(self.free_at_s[worker_id], self.now_s) + work_s
+        self.free_at_s[worker_id] = end_s
+
+        def computed() -> None:
+            self.ttft_s.append(self.now_s - sent_s)
+            self.picker.mark_prefill_complete(name)
+            self._at(self.now_s + 0.5, lambda: self.picker.free(name))
+
+        self._at(end_s, computed)
+        return worker_id
+
+    def run_until(self, now_s: float) -> None:
+        """Let time pass."""
+        while self._events and self._events[0][0] <= now_s:
+            self.now_s, _, action = heapq.heappop(self._events)
+            action()
+        self.now_s = now_s
+
+    def load(self, requests: int, use: float) -> Counter[int]:
+        """Send prompts of 1,000 to 3,000 tokens that use so much of all workers at slowness 1."""
+        rate = use * len(self.slowness) / (FIXED_S + 2000 * TOKEN_S)
+        sent: Counter[int] = Counter()
+        for _ in range(requests):
+            self.run_until(self.now_s + self.random.expovariate(rate))
+            length = self.random.randrange(1000, 3000)
+            sent[self.send(array("I", self.random.choices(range(1 << 30), k=length)))] += 1
+        return sent
+
+    def found(self, worker_id: int) -> float:
+        """What the picker believes of a worker's slowness."""
+        assert self.picker._seconds is not None
+        slots = self.picker.worker_pool.members[worker_id].slots
+        return self.picker._seconds.slots.slowness(slots[0])
+
+    def _at(self, when_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when_s, next(self._numbers), action))
+
+
+def relative(pool: Pool) -> float:
+    """How many times as slow as worker 2 is worker 1, in the picker's eyes."""
+    return pool.found(1) / pool.found(2)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_a_worker_that_becomes_twice_as_slow_gets_half_the_share(noise: float) -> None:
+    pool = Pool(4, noise)
+    pool.load(200, 0.6)
+    assert relative(pool) == pytest.approx(1.0, rel=0.3 if noise else 0.05)
+    pool.slowness[1] = 2.0
+    before = pool.load(1, 0.6)
+    while before[1] < 50:
+        before += pool.load(1, 0.6)
+    assert relative(pool) > 1.5
+    sent = pool.load(600, 0.6)
+    assert sent[1] < 0.75 * sent[2]
+
+
+def test_workers_of_two_speeds_share_the_work_by_their_speed() -> None:
+    pool = Pool(4)
+    pool.slowness |= {1: 2.0, 2: 2.0}
+    pool.load(200, 0.5)
+    sent = pool.load(1500, 0.7)
+    assert 1.5 < (sent[3] + sent[4]) / (sent[1] + sent[2]) < 3.0
+    even = Pool(4)
+    even.slowness |= {1: 2.0, 2: 2.0}
+    even.picker = KvPicker(
+        RouterSettings(mode="kv"), BLOCK, None, None, Random(1), lambda: even.now_s
+    )
+    for worker_id in even.slowness:
+        even.picker.add_worker(worker_id, RuntimeConfig())
+    even.load(1700, 0.7)
+    assert sum(pool.ttft_s[-1000:]) < sum(even.ttft_s[-1000:])
+
+
+def test_one_prompt_is_enough_to_correct_a_prior_that_is_wrong_by_ten() -> None:
+    pool = Pool(1)
+    pool.slowness[1] = 10.0
+    prompt = array("I", range(3200))
+    pool.send(prompt)
+    pool.run_until(20.0)
+    pool.send(array("I", range(5000, 8200)))
+    waiting = pool.picker.weigh(array("I", range(9000, 12_200))).inputs
+    assert waiting.seconds(0, 0.0)["wait"] == pytest.approx(3.3, rel=0.3)
+
+
+def test_a_waiting_prompt_is_cached_on_its_way_and_events_count_after_it() -> None:
+    pool = Pool(2)
+    pool.load(30, 0.3)
+    pool.run_until(pool.now_s + 60)
+    prompt = array("I", range(4800))
+    worker_id = pool.send(prompt)
+    assert pool.picker.pick(None, prompt).overlap_blocks == 300  # no event says so yet
+    pool.run_until(pool.now_s + 60)  # computed; the worker has sent no event: it has evicted it
+    weighed = pool.picker.weigh(prompt).inputs
+    assert max(weighed.effective(slot) for slot in weighed.slots) == 0
+    assert worker_id in (1, 2)
+
+
+def test_a_hot_prefix_is_copied_once_its_prompts_have_waited() -> None:
+    pool = Pool(4)
+    pool.load(40, 0.3)
+    pool.run_until(pool.now_s + 60)
+    document = array("I", range(20_000))
+    workers: Counter[int] = Counter()
+    for number in range(300):  # 18 ms each, of which one worker can do 55 a second
+        pool.run_until(pool.now_s + 0.010)
+        question = array("I", [1_000_000 + 100 * number + i for i in range(80)])
+        workers[pool.send(document + question)] += 1
+    assert workers.most_common()[0][1] > 60  # not at once on all
+    assert len(workers) >= 2
+
+
+def test_the_terms_of_a_receipt_add_up_to_the_cost() -> None:
+    pool = Pool(3)
+    pool.load(100, 0.8)
+    weighed = pool.picker.weigh(array("I", range(2000))).inputs
+    assert isinstance(weighed, KvInputs)
+    receipt = weighed.receipt()
+    assert receipt.unit == "seconds" and len(receipt.candidates) == 3
+    for row in receipt.candidates:
+        assert set(row.terms) == {"wait", "compute", "others", "running"}
+        assert row.cost == pytest.approx(sum(row.terms.values()))
+    narrowed = weighed.narrowed(True).receipt()
+    assert narrowed.candidates == receipt.candidates
+    explained = pool.picker.explain(array("I", range(2000)))
+    assert explained.router_cost == "seconds"
+    assert explained.candidates[0].seconds == receipt.candidates[0].terms
+
+
+def test_a_weight_for_one_request_makes_its_cost_one_in_blocks() -> None:
+    pool = Pool(2)
+    prompt = array("I", range(2000))
+    assert pool.picker.weigh(prompt).inputs.unit == "seconds"
+    for override in ({"overlap_score_weight": 2.0}, {"prefill_load_scale": 2.0}):
+        assert pool.picker.weigh(prompt, None, override).inputs.unit == "blocks"
+    kept = pool.picker.weigh(prompt, None, {"router_temperature": 0.5}).inputs
+    assert kept.unit == "seconds"
+
+
+def test_nothing_waits_when_all_have_ended() -> None:
+    pool = Pool(2)
+    for number in range(20):
+        pool.picker.pick(f"dropped {number}", array("I", range(number, number + 500)))
+    pool.load(50, 0.9)
+    for number in range(20):
+        pool.picker.free(f"dropped {number}")
+    pool.run_until(pool.now_s + 60)
+    seconds = pool.picker._seconds
+    assert seconds is not None
+    assert [seconds.slots.wait_s(slot, pool.now_s) for slot in range(2)] == [0.0, 0.0]
+    pool.picker.remove_worker(1)
+    pool.picker.add_worker(3, RuntimeConfig())
+    pool.slowness[3], pool.free_at_s[3] = 1.0, 0.0
+    del pool.slowness[1]
+    assert pool.load(20, 0.5)[3] > 0
+
+
+def test_the_error_of_the_estimate_is_measured() -> None:
+    pool = Pool(2)
+    pool.load(200, 0.5)
+    pool.run_until(pool.now_s + 10)
+    text = pool.registry.render().decode()
+    counts = [line for line in text.splitlines() if "ttft_error_seconds_count" in line]
+    assert counts and float(counts[0].split()[-1]) == 200
+    sums = {
+        name: float(line.split()[-1])
+        for line in text.splitlines()
+        for name in ("ttft_error_seconds_sum", "time_to_first_token_seconds_sum")
+        if name in line
+    }
+    assert sums["ttft_error_seconds_sum"] < 0.3 * sums["time_to_first_token_seconds_sum"]
+
+
+def test_it_is_named_in_the_summary_and_needs_an_index() -> None:
+    assert "cost in seconds" in summarize(RouterSettings(mode="kv", cost="seconds"))
+    ignored = RouterSettings(mode="kv", cost="seconds", overlap_score_weight=0.0)
+    assert not ignored.in_seconds
