@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GRAPH = ROOT / "benchmarks/graphs/mockers8.yaml"
 DYNAMO = [sys.executable, "-m", "dynamo"]
 MODES: dict[str, dict[str, str]] = {
+    "kv, in seconds": {"router-mode": "kv", "router-cost": "seconds"},
     "kv": {"router-mode": "kv"},
     "kv, cache first": {
         "router-mode": "kv",

@@ -167,7 +167,7 @@ cdef class SecondsCost:
         cdef double on_lower[3]
         cdef Work prompt
         cdef const Slot *state
-        cdef double cached, tokens, work, wait, excess, added
+        cdef double cached, tokens, work, wait, used, room, added
         cdef double best = 0.0
         cdef double least_wait = 0.0
         cdef double least_work = 0.0
@@ -204,12 +204,17 @@ cdef class SecondsCost:
             prompt = Work(1.0, tokens, tokens * (<double>isl_tokens - tokens / 2))
             work = self._work_s(&prompt)
             wait = self._wait_s(&self._slots[slot], now_s)
-            excess = <double>decode[slot] - self._slots[slot].capacity
-            if excess > 0 and self._slots[slot].capacity > 0:
-                # Blocks become free while prompts are computed: not the sum of both waits.
-                wait = max(wait, held_s * excess / <double>decode[slot])
+            room = 0.0
+            if self._slots[slot].capacity > 0:
+                used = <double>decode[slot] / self._slots[slot].capacity
+                if used > 1.0:
+                    # Blocks become free while prompts are computed: not the sum of both waits.
+                    wait = max(wait, held_s * (1.0 - 1.0 / used))
+                # The fuller a worker is, the likelier the next prompts have to wait for blocks.
+                room = held_s * min(used * used * used * used, MOST_ROOM)
             term[4 * i] = wait
             term[4 * i + 1] = work * self._slots[slot].slowness
+            term[4 * i + 2] = room
             if i == 0 or wait < least_wait:
                 least_wait = wait
             if i == 0 or work < least_work:
@@ -219,7 +224,7 @@ cdef class SecondsCost:
             work = term[1]
             # What is cached elsewhere is added work; that this slot is slow is not.
             added = work - least_work * state.slowness
-            term[2] = others * added - min(rent, (1.0 + others) * added) + work * _pressure(state)
+            term[2] += others * added - min(rent, (1.0 + others) * added) + work * _pressure(state)
             term[3] = <double>state.decoding * (stall * work + TIE_S)
             out.data.as_doubles[i] = term[0] + work + term[2] + term[3]
             term += 4
@@ -238,6 +243,7 @@ cdef double TIE_S = 1e-4
 cdef uint64_t SAMPLED = 16
 cdef size_t REMEMBERED = 65536
 cdef double DEFAULT_CAPACITY = 4096
+cdef double MOST_ROOM = 4.0
 cdef double MOST_MISSED = 0.95
 
 

@@ -19,6 +19,26 @@ def check_frontends(frontends: Sequence[FrontendFacts]) -> Iterator[Finding]:
     for frontend in frontends:
         yield _check_port(frontend)
         yield _check_exposure(frontend)
+        if frontend.ttft_error is not None:
+            yield _check_estimates(frontend.service, frontend.ttft_error)
+
+
+def _check_estimates(service: str, error: float) -> Finding:
+    """Check that workers compute prompts about as fast as the router expects."""
+    if error <= _MOST_ERROR:
+        text = f"{service}: first tokens come within {error:.0%} of the time that routing expects"
+        return Finding(check="estimates", severity="ok", summary=text)
+    return Finding(
+        check="estimates",
+        severity="warning",
+        summary=f"{service}: first tokens are off by {error:.0%} of the time that routing expects",
+        cause="the speed of the workers changes, or the engine keeps prompts waiting",
+        remedy="dynamo explain  # expected and observed; router-cost: blocks needs no estimate",
+    )
+
+
+_MOST_ERROR = 0.5
+"""Half of the time: estimates that are twice as short as they should be."""
 
 
 def _check_port(facts: FrontendFacts) -> Finding:

@@ -130,7 +130,8 @@ class FrontendFacts:
     """A frontend of the graph. ``is_ours``: it runs; ``answers`` is false if it does not answer.
 
     ``problem`` is why nothing can listen on its address, ``holder`` the program that does.
-    ``free_port`` is one near by that is free.
+    ``free_port`` is one near by that is free. ``ttft_error`` is how far the first tokens that the
+    router expected were off, as a share of the time that they took; None if it expects none.
     """
 
     service: str
@@ -144,6 +145,7 @@ class FrontendFacts:
     problem: str = ""
     holder: str = ""
     free_port: int = 0
+    ttft_error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,12 @@ _SILENT = re.compile(
     r'\bmodel="((?:[^"\\]|\\.)*)"[^}]*\} (\d+)',
     re.MULTILINE,
 )
+_TTFT = re.compile(
+    r"^dynamo_(router_ttft_error|component_router_time_to_first_token)_seconds_(sum|count)"
+    r"\{([^}]*)\} (\S+)",
+    re.MULTILINE,
+)
+_ENOUGH_ESTIMATES = 50
 _CONNECT_S = 0.3
 _HUB_ID = re.compile(r"(hf://)?[\w.-]+/[\w.-]+(/.+\.gguf)?")
 _MODELS = ("model", "model-path")
@@ -265,9 +271,21 @@ def read_frontends(
                 problem="" if ours else problem,
                 holder=_shown(holder) if holder is not None and not ours else "",
                 free_port=free_port(address) if problem and not ours else 0,
+                ttft_error=_ttft_error(page or ""),
             )
         )
     return facts, tuple(silent.items())
+
+
+def _ttft_error(page: str) -> float | None:
+    """Return the sum of the errors of expected first tokens over the time that they took."""
+    found = {(name, kind, of): float(value) for name, kind, of, value in _TTFT.findall(page)}
+    error_s = took_s = 0.0
+    for (name, kind, of), value in found.items():
+        if (name, kind) == ("router_ttft_error", "count") and value >= _ENOUGH_ESTIMATES:
+            error_s += found[name, "sum", of]
+            took_s += found.get(("component_router_time_to_first_token", "sum", of), 0.0)
+    return error_s / took_s if took_s else None
 
 
 def _unquoted(label: str) -> str:

@@ -42,8 +42,13 @@ class Slot:
         each = [self.slowness * fit.work_s(1, t, t * (c + t / 2)) for t, c in self.queue]
         done = min(max(now_s - self.since_s, 0), each[0]) if each else 0
         excess = self.decode_blocks - self.capacity
-        room = held_s * excess / self.decode_blocks if self.capacity and excess > 0 else 0
-        return max(sum(each) - done, room, 0)
+        full_s = held_s * excess / self.decode_blocks if self.capacity and excess > 0 else 0
+        return max(sum(each) - done, full_s, 0)
+
+    def room_s(self, held_s: float) -> float:
+        """What a prompt costs those that will wait for blocks."""
+        used = self.decode_blocks / self.capacity if self.capacity else 0
+        return held_s * min(used**4, 4)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,8 @@ def costs(
         rebate = min(prompt.rent, (1 + prompt.others) * added)
         running = slot.decoding * (prompt.stall * work + 1e-4)
         wait = slot.wait_s(fit, now_s, prompt.held_s)
-        found.append((wait, work, prompt.others * added - rebate, running))
+        others = prompt.others * added - rebate + slot.room_s(prompt.held_s)
+        found.append((wait, work, others, running))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from dynamo.doctor import read_deployment
 from dynamo.doctor import read_machine as engines
+from dynamo.doctor.deployment import check_frontends
 from dynamo.doctor.read_deployment import (
     Deployed,
     find_running,
@@ -168,6 +170,11 @@ def test_silent_workers_are_read_from_the_metrics_of_the_frontend(
     page = (
         f'{name}{{dynamo_component="backend",model="a \\"b\\"",worker_id="1"}} 2\n'
         f'{name}{{dynamo_component="backend",model="tiny",worker_id="1"}} 0\n'
+        'dynamo_router_ttft_error_seconds_sum{worker_id="1"} 30\n'
+        'dynamo_router_ttft_error_seconds_count{worker_id="1"} 50\n'
+        'dynamo_component_router_time_to_first_token_seconds_sum{worker_id="1"} 40\n'
+        'dynamo_router_ttft_error_seconds_sum{worker_id="2"} 9\n'
+        'dynamo_router_ttft_error_seconds_count{worker_id="2"} 49\n'
     )
 
     async def metrics(address: object) -> str:
@@ -182,4 +189,10 @@ def test_silent_workers_are_read_from_the_metrics_of_the_frontend(
         ours = Deployed(None, {os.getpid(): "dynamo_Frontend"})
         (facts,), silent = read_frontends(graph, ours)
     assert facts.is_ours and facts.answers and facts.problem == ""
+    assert facts.ttft_error == 0.75
+    ports, exposure, estimates = check_frontends([facts])
+    assert (estimates.check, estimates.severity) == ("estimates", "warning")
+    assert "off by 75%" in estimates.summary
+    *_, close = check_frontends([dataclasses.replace(facts, ttft_error=0.2)])
+    assert close.severity == "ok" and "within 20%" in close.summary
     assert silent == (('a "b"', 2), ("tiny", 0))
