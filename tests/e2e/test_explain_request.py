@@ -43,7 +43,7 @@ def disaggregated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployme
     made = Deployment(tmp_path_factory.mktemp("disaggregated"))
     for mode in ("prefill", "decode"):
         made.mocker("--speedup-ratio", "0", "--block-size", "16", "--disaggregation-mode", mode)
-    made.frontend("--router-mode", "kv")
+    made.frontend("--router-mode", "kv", "--router-cost", "seconds")
     try:
         made.until(lambda: _ready(made), "both workers")
         yield made
@@ -129,7 +129,11 @@ def test_both_decisions_of_a_disaggregated_request(disaggregated: Deployment) ->
     assert route["worker"] == found["worker"] != found["prefill_worker"] == route["prefill_worker"]
     assert found["route"]["reason"] == found["prefill_route"]["reason"] == "the only worker"
     assert found["prefill_route"]["candidates"][0]["worker"] == found["prefill_worker"]
+    assert (found["prefill_route"]["unit"], found["route"]["unit"]) == ("seconds", "blocks")
+    terms = found["prefill_route"]["candidates"][0]["terms"]
+    assert set(terms) == {"wait", "compute", "others", "running"} and terms["compute"] > 0
     shown = explain(disaggregated).stdout
+    assert "in milliseconds; the cost is the sum" in shown
     assert "\nprefill worker\n" in shown and "\ndecode worker\n" in shown
     assert f"prefilled by {found['prefill_worker']}, worker {found['worker']}" in shown
 

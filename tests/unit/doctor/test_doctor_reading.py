@@ -190,7 +190,7 @@ def test_silent_workers_are_read_from_the_metrics_of_the_frontend(
         (facts,), silent = read_frontends(graph, ours)
     assert facts.is_ours and facts.answers and facts.problem == ""
     assert facts.ttft_error == 0.75
-    ports, exposure, estimates = check_frontends([facts])
+    *_, estimates = check_frontends([facts])
     assert (estimates.check, estimates.severity) == ("estimates", "warning")
     assert "off by 75%" in estimates.summary
     *_, close = check_frontends([dataclasses.replace(facts, ttft_error=0.2)])
