@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
-from simulated_worker import ServiceModel
+from dynamo.bench.simulated_worker import ServiceModel
 
 __all__ = ["agents", "conversations", "hot_prefix", "main"]
 

@@ -13,60 +13,19 @@ import json
 import sys
 from collections.abc import Iterator
 from operator import attrgetter
-from random import Random
 
-from replay import Arrival, Replay, Report, ServiceModel
-
+from dynamo.bench.routing_replay import Arrival, Report, replay
+from dynamo.bench.simulated_worker import ServiceModel
 from dynamo.bench.trace import parents, read_trace
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.option import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import ConfigError
-from dynamo.router.caches.indexer import EventMetrics, Indexer
-from dynamo.router.factory import make_index
-from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.picker import InflightPicker, Picker
 
-__all__ = ["main", "replay"]
+__all__ = ["main"]
 
 Row = tuple[str, int, list[Report]]
 """Router, blocks per worker, replays in order of hit rate."""
-
-
-class _NoCounts(EventMetrics):
-    """Counts nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def applied(self, event_type: str, status: str, count: int = 1) -> None:
-        """Ignored."""
-
-    def warning(self, kind: str, count: int = 1) -> None:
-        """Ignored."""
-
-
-def replay(
-    arrivals: list[Arrival],
-    settings: RouterSettings,
-    workers: int,
-    blocks_per_worker: int,
-    service: ServiceModel | None = None,
-    block_tokens: int = 512,
-    seed: int = 1,
-) -> Report:
-    """One replay of ``arrivals`` with a router of these settings."""
-    run = Replay(block_tokens, service or ServiceModel())
-    index = make_index(settings)
-    picker: Picker
-    if settings.mode == "kv":
-        picker = KvPicker(settings, block_tokens, index, None, Random(seed), run.now)
-    else:
-        picker = InflightPicker(settings.mode, Random(seed))
-    follows = index is not None and not settings.predicts
-    indexer = Indexer(index, lambda recovery: None, _NoCounts()) if index and follows else None
-    run.attach(picker, indexer, workers, blocks_per_worker)
-    return run.run(arrivals)
 
 
 def main(argv: list[str] | None = None) -> None:

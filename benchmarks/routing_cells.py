@@ -25,9 +25,9 @@ from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 from make_trace import agents, hot_prefix
-from offline_trace import replay
-from replay import Arrival, ServiceModel
 
+from dynamo.bench.routing_replay import Arrival, replay
+from dynamo.bench.simulated_worker import ServiceModel
 from dynamo.bench.trace import read_trace
 from dynamo.config.option import from_env
 from dynamo.config.router import RouterSettings

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from dynamo.bench.compare_routing import POLICIES, RoutingResult, arrivals_of, compare
 from dynamo.bench.runner import Runner, calibrate, first_model
-from dynamo.bench.stats import Outcome, Spread, Summary, parse_goodput, summarize
+from dynamo.bench.stats import Spread, Summary, parse_goodput, summarize
 from dynamo.bench.trace import read_trace
 from dynamo.bench.workload import PlannedRequest, Prompts, from_trace, synthetic
 from dynamo.cli.frontend_client import find_target
@@ -28,6 +29,7 @@ DESCRIPTION = """Load any OpenAI endpoint and measure TTFT, ITL, latency, throug
 EPILOG = """examples:
   dynamo bench --requests 200 --concurrency 16 --isl 512 --osl 128
   dynamo bench --trace conversation_trace.jsonl --trace-speedup 10 --goodput ttft:2000,itl:25
+  dynamo bench --compare-routing --trace recorded.jsonl --workers 4 --worker-blocks 2000
 """
 
 _REASONS_SHOWN = 10
@@ -38,12 +40,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     (settings,) = load("dynamo bench", DESCRIPTION, [BenchSettings], argv, epilog=EPILOG)
     errors = Console(stderr=True)
     try:
+        if settings.compare_routing:
+            return _compare(settings, errors)
         return asyncio.run(_bench(settings, errors))
     except DynamoError as error:
         errors.print(f"[red]dynamo bench:[/] {_plain(error.message)}", highlight=False)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def _compare(settings: BenchSettings, errors: Console) -> int:
+    """Compare the routing modes on the trace; print the fastest first."""
+    if settings.trace is None:
+        raise ConfigError("--compare-routing needs --trace; dynamo record makes one")
+    arrivals = arrivals_of(
+        read_trace(settings.trace, settings.requests, settings.trace_format),
+        settings.trace_block_tokens,
+        settings.trace_speedup,
+        settings.output_scale,
+    )
+    rows: list[RoutingResult] = []
+    with _progress(errors, len(POLICIES), "routing modes") as advance:
+        for name in POLICIES:
+            rows.append(
+                compare(
+                    name,
+                    arrivals,
+                    settings.workers,
+                    settings.worker_blocks,
+                    settings.prefill_rate / settings.trace_block_tokens,
+                )
+            )
+            advance()
+    rows.sort(key=lambda row: row.ttft_mean_s)
+    console = Console()
+    if settings.json:
+        console.print_json(msgspec.json.encode(rows).decode())
+        return 0
+    cells = [("routing", "TTFT mean", "p99", "of the best", "hits", "busiest worker")]
+    best = rows[0].ttft_mean_s or 1.0
+    cells += [
+        (
+            row.name,
+            f"{row.ttft_mean_s:.3f} s",
+            f"{row.ttft_p99_s:.2f} s",
+            f"{row.ttft_mean_s / best:.2f}",
+            f"{row.hit_rate:.1%}",
+            f"{row.busiest:.2f}",
+        )
+        for row in rows
+    ]
+    title = f"{len(arrivals)} requests, {settings.workers} workers, in virtual time"
+    for line in (title, *figures(cells)):
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0
 
 
 async def _bench(settings: BenchSettings, errors: Console) -> int:
@@ -190,9 +241,11 @@ def _rate(value: float | None) -> str:
 
 
 @contextlib.contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[Outcome], None]]:
+def _progress(
+    console: Console, total: int, what: str = "requests"
+) -> Iterator[Callable[..., None]]:
     if not console.is_terminal:
-        yield lambda outcome: None
+        yield lambda *_: None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -201,5 +254,5 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[Outcome], None
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("requests", total=total)
-        yield lambda outcome: bar.advance(task)
+        task = bar.add_task(what, total=total)
+        yield lambda *_: bar.advance(task)

@@ -113,6 +113,27 @@ class BenchSettings(ClientSettings):
         minimum=1,
         help="tokens per hash id; lower it to shrink the trace's prompts for a small box",
     )
+    compare_routing: bool = option(
+        False,
+        "--compare-routing",
+        help="send nothing: replay --trace in virtual time with each routing mode, and compare",
+    )
+    workers: int = option(
+        8, "--workers", minimum=1, maximum=1024, help="workers of --compare-routing"
+    )
+    worker_blocks: int = option(
+        8000,
+        "--worker-blocks",
+        minimum=1,
+        help="blocks of --trace-block-tokens that each of them caches",
+    )
+    prefill_rate: float = option(
+        20_000.0,
+        "--prefill-rate",
+        minimum=0.0,
+        exclusive_minimum=True,
+        help="prompt tokens a second that each of them computes",
+    )
     output_scale: float = option(
         1.0, "--output-scale", minimum=0.0, help="multiply the trace's output lengths"
     )

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 from make_trace import agents
-from offline_trace import main, replay
-from replay import Arrival, Replay
-from simulated_worker import Job, ServiceModel, SimulatedWorker
+from offline_trace import main
 
+from dynamo.bench.routing_replay import Arrival, Replay, replay
+from dynamo.bench.simulated_worker import Job, ServiceModel, SimulatedWorker
 from dynamo.bench.trace import parents, read_trace
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.router import RouterSettings

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from make_trace import hot_prefix
-from offline_trace import replay
-from replay import Arrival
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
+from dynamo.bench.routing_replay import Arrival, replay
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.factory import make_index

@@ -6,10 +6,9 @@ from array import array
 from typing import Any
 
 import pytest
-from offline_trace import replay
-from replay import Arrival
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
+from dynamo.bench.routing_replay import Arrival, replay
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.caches.predicted import OptimisticCache

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from dynamo.protocols.codec import Tokens
 
-__all__ = ["Job", "ServiceModel", "SimulatedWorker"]
-
 
 @dataclass(frozen=True)
 class ServiceModel:

@@ -14,18 +14,19 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import NamedTuple
 
-from simulated_worker import Job, ServiceModel, SimulatedWorker
-
 from dynamo._fast.hashing import block_hashes, sequence_hashes
+from dynamo.bench.simulated_worker import Job, ServiceModel, SimulatedWorker
+from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from dynamo.router.caches.indexer import Indexer
-from dynamo.router.picker import Picker
-
-__all__ = ["Arrival", "Replay", "Report", "ServiceModel"]
+from dynamo.router.caches.indexer import EventMetrics, Indexer
+from dynamo.router.factory import make_index
+from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.picker import InflightPicker, Picker
 
 
 class Arrival(NamedTuple):
@@ -251,3 +252,39 @@ class Replay:
             ttft_mean_s=sum(ttft_s) / max(len(ttft_s), 1),
             ttft_p99_s=ttft_s[int(len(ttft_s) * 0.99)] if ttft_s else 0.0,
         )
+
+
+class _NoCounts(EventMetrics):
+    """Counts nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def applied(self, event_type: str, status: str, count: int = 1) -> None:
+        """Ignored."""
+
+    def warning(self, kind: str, count: int = 1) -> None:
+        """Ignored."""
+
+
+def replay(
+    arrivals: list[Arrival],
+    settings: RouterSettings,
+    workers: int,
+    blocks_per_worker: int,
+    service: ServiceModel | None = None,
+    block_tokens: int = 512,
+    seed: int = 1,
+) -> Report:
+    """One replay of ``arrivals`` with a router of these settings."""
+    run = Replay(block_tokens, service or ServiceModel())
+    index = make_index(settings)
+    picker: Picker
+    if settings.mode == "kv":
+        picker = KvPicker(settings, block_tokens, index, None, Random(seed), run.now)
+    else:
+        picker = InflightPicker(settings.mode, Random(seed))
+    follows = index is not None and not settings.predicts
+    indexer = Indexer(index, lambda recovery: None, _NoCounts()) if index and follows else None
+    run.attach(picker, indexer, workers, blocks_per_worker)
+    return run.run(arrivals)
