@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
-from dynamo.bench.simulated_worker import ServiceModel
+from dynamo.bench.simulated_worker import WorkerSpeed
 
 __all__ = ["agents", "conversations", "hot_prefix", "main"]
 
@@ -64,11 +64,11 @@ def hot_prefix(
     """
     rng = random.Random(seed)
     document = list(range(document_blocks))
-    question_s = ServiceModel().prefill_s(question_blocks * BLOCK_TOKENS)
+    question_s = WorkerSpeed().prefill_s(question_blocks * BLOCK_TOKENS)
     at_s, next_id = 0.0, document_blocks
     if not cold:
         yield _row(at_s, document, 1)
-        at_s = 2 * ServiceModel().prefill_s(document_blocks * BLOCK_TOKENS)
+        at_s = 2 * WorkerSpeed().prefill_s(document_blocks * BLOCK_TOKENS)
     for _ in range(requests):
         at_s += rng.expovariate(workers * load / question_s)
         yield _row(at_s, [*document, *range(next_id, next_id + question_blocks)], 50)

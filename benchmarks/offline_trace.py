@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from dynamo.bench.routing_replay import Arrival, Report, replay
-from dynamo.bench.simulated_worker import ServiceModel
+from dynamo.bench.simulated_worker import WorkerSpeed
 from dynamo.bench.trace import parents, read_trace
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.option import from_env
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 def _run(options: argparse.Namespace) -> None:
     trace = read_trace(options.trace, options.limit)[options.skip :]
     arrivals = _arrivals(trace, options.speed, options.closed_loop)
-    service = ServiceModel(
+    service = WorkerSpeed(
         options.prefill_tokens_per_s,
         0.02,
         options.inter_token_ms / 1e3,

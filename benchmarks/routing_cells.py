@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from make_trace import agents, hot_prefix
 
 from dynamo.bench.routing_replay import Arrival, replay
-from dynamo.bench.simulated_worker import ServiceModel
+from dynamo.bench.simulated_worker import WorkerSpeed
 from dynamo.bench.trace import read_trace
 from dynamo.config.option import from_env
 from dynamo.config.router import RouterSettings
@@ -36,7 +36,7 @@ __all__ = ["main"]
 
 BLOCK_TOKENS = 16
 """Traces have blocks of 512 tokens; small ones at a smaller rate decide alike, and hash fast."""
-SERVICE = ServiceModel(20_000.0 * BLOCK_TOKENS / 512)
+SERVICE = WorkerSpeed(20_000.0 * BLOCK_TOKENS / 512)
 POLICIES: dict[str, dict[str, Any]] = {
     "seconds": {"mode": "kv", "cost": "seconds"},
     "kv": {"mode": "kv"},

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dynamo.bench.routing_replay import Arrival, replay
-from dynamo.bench.simulated_worker import ServiceModel
+from dynamo.bench.simulated_worker import WorkerSpeed
 from dynamo.bench.trace import parents
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.option import from_env
@@ -77,7 +77,7 @@ def compare(
 
     Raises ConfigError for a prompt that no worker has room for.
     """
-    service = ServiceModel(blocks_per_s * _BLOCK_TOKENS)
+    service = WorkerSpeed(blocks_per_s * _BLOCK_TOKENS)
     settings = from_env(RouterSettings, {}, **POLICIES[name])
     report = replay(arrivals, settings, workers, blocks, service, _BLOCK_TOKENS)
     return RoutingResult(

@@ -18,7 +18,7 @@ from random import Random
 from typing import NamedTuple
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
-from dynamo.bench.simulated_worker import Job, ServiceModel, SimulatedWorker
+from dynamo.bench.simulated_worker import Job, SimulatedWorker, WorkerSpeed
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols.control import RuntimeConfig
@@ -91,7 +91,7 @@ class Replay:
     every prompt consists of whole blocks.
     """
 
-    def __init__(self, block_tokens: int, service: ServiceModel) -> None:
+    def __init__(self, block_tokens: int, service: WorkerSpeed) -> None:
         self.block_tokens = block_tokens
         self.service = service
         self._now_s = 0.0
@@ -272,12 +272,12 @@ def replay(
     settings: RouterSettings,
     workers: int,
     blocks_per_worker: int,
-    service: ServiceModel | None = None,
+    service: WorkerSpeed | None = None,
     block_tokens: int = 512,
     seed: int = 1,
 ) -> Report:
     """One replay of ``arrivals`` with a router of these settings."""
-    run = Replay(block_tokens, service or ServiceModel())
+    run = Replay(block_tokens, service or WorkerSpeed())
     index = make_index(settings)
     picker: Picker
     if settings.mode == "kv":

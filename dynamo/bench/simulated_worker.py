@@ -13,7 +13,7 @@ from dynamo.protocols.codec import Tokens
 
 
 @dataclass(frozen=True)
-class ServiceModel:
+class WorkerSpeed:
     """The speed of a worker.
 
     A decode step gives every running request one token. It takes ``inter_token_s``, and
@@ -57,7 +57,7 @@ class SimulatedWorker:
 
     worker_id: int
     capacity_blocks: int
-    service: ServiceModel = field(default_factory=ServiceModel)
+    service: WorkerSpeed = field(default_factory=WorkerSpeed)
     queue: deque[Job] = field(default_factory=deque)
     pinned: Counter[int] = field(default_factory=Counter)
     idle: OrderedDict[int, None] = field(default_factory=OrderedDict)

@@ -14,7 +14,7 @@ from make_trace import agents
 from offline_trace import main
 
 from dynamo.bench.routing_replay import Arrival, Replay, replay
-from dynamo.bench.simulated_worker import Job, ServiceModel, SimulatedWorker
+from dynamo.bench.simulated_worker import Job, SimulatedWorker, WorkerSpeed
 from dynamo.bench.trace import parents, read_trace
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.config.router import RouterSettings
@@ -174,7 +174,7 @@ def test_a_turn_waits_for_the_answer_before_it() -> None:
         Arrival(0.1, [0, 1, 2], 100, parent=0, think_s=0.5),
         Arrival(9.0, [0, 1, 2, 3], 100, parent=1),
     ]
-    run = Replay(512, ServiceModel())
+    run = Replay(512, WorkerSpeed())
     picker = InflightPicker("least-loaded")
     run.attach(picker, None, 1, 100)
     report = run.run(trace)
@@ -183,7 +183,7 @@ def test_a_turn_waits_for_the_answer_before_it() -> None:
     # the second comes 0.5 s after the first's end and not at 0.1 s, the third at its own time
     assert run.now() == pytest.approx(9.0 + 0.02 + 0.0256 + 1.0)
     late = [trace[0], trace[1], trace[2]._replace(at_s=0.2)]
-    run = Replay(512, ServiceModel())
+    run = Replay(512, WorkerSpeed())
     run.attach(InflightPicker("least-loaded"), None, 1, 100)
     run.run(late)
     assert run.now() == pytest.approx(3 * (0.02 + 1.0) + 4 * 0.0256 + 0.5)
@@ -197,7 +197,7 @@ def test_a_parent_comes_before_its_child() -> None:
 @pytest.mark.parametrize("per_request_s", [0.0, 0.01])
 def test_decoding_slows_down_with_the_batch(per_request_s: float) -> None:
     """Two requests at once, of 100 and 300 tokens, prefills too short to count."""
-    service = ServiceModel(1e12, 0.0, 0.01, per_request_s)
+    service = WorkerSpeed(1e12, 0.0, 0.01, per_request_s)
     run = Replay(512, service)
     run.attach(InflightPicker("least-loaded"), None, 1, 100)
     run.run([Arrival(0.0, [1], 100), Arrival(0.0, [2], 300)])
