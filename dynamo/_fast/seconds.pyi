@@ -16,10 +16,10 @@ class SecondsCost:
     def set_fit(self, fixed_s: float, token_s: float, attention_s: float) -> None:
         """Replace the coefficients. Raises ValueError for one that is negative or not finite."""
     def add_slot(self, slot: int, capacity: float) -> None:
-        """Begin with an idle slot of slowness 1; ``capacity`` in KV blocks, 0 if unknown.
-
-        Raises IndexError beyond slot 65,535.
-        """
+        """Add an idle slot of slowness 1, or give one another ``capacity`` in KV blocks, 0 if
+        unknown. Raises IndexError beyond slot 65,535."""
+    def drop_slot(self, slot: int) -> None:
+        """Forget what was learned of a slot whose worker is gone."""
     def set_slowness(self, slot: int, slowness: float) -> None:
         """Say how many times as long as the coefficients a slot takes. Raises ValueError unless it
         is finite and positive."""

@@ -54,12 +54,17 @@ cdef class SecondsCost:
         self._fixed_s, self._token_s, self._attention_s = fixed_s, token_s, attention_s
 
     def add_slot(self, Py_ssize_t slot, double capacity):
-        """Begin with an idle slot of slowness 1; ``capacity`` in KV blocks, 0 if unknown."""
+        """Add an idle slot of slowness 1, or give one another ``capacity`` in KV blocks, 0 if
+        unknown."""
         if not 0 <= slot < 65536:
             raise IndexError("slot is beyond 65535")
         if <size_t>slot >= self._slots.size():
             self._slots.resize(slot + 1, _idle(0))
-        self._slots[slot] = _idle(capacity)
+        self._slots[slot].capacity = capacity
+
+    def drop_slot(self, Py_ssize_t slot):
+        """Forget what was learned of a slot whose worker is gone."""
+        self._slot(slot)[0] = _idle(0)
 
     def set_slowness(self, Py_ssize_t slot, double slowness):
         """Say how many times as long as the coefficients ``slot`` takes."""

@@ -33,7 +33,7 @@ def test_replicas_find_each_other_and_the_same_cache(serving: Serving) -> None:
     ("name", "words"),
     [
         ("overload", "queue above 2 batches (fcfs), prefill load fitted, admission control"),
-        ("without-events", "mode kv, caches predicted from decisions (lru)"),
+        ("without-events", "cost in seconds, caches predicted from decisions (lru)"),
     ],
 )
 def test_the_example_enables_its_feature(serving: Serving, name: str, words: str) -> None:

@@ -61,11 +61,14 @@ class Profile:
 
 def _frontends(dice: random.Random, count: int) -> str:
     mode = dice.choice(("kv", "kv", "kv", "round-robin", "least-loaded"))
+    cost = dice.choice(("blocks", "seconds"))
     text = ""
     for number in range(count):
         name = f"Frontend{number or ''}"
         text += f"{name}:{FRONTEND.format(mode=mode)}  http-port: {8000 + number}\n"
         text += "  cold-start-timeout: 100\n"
+        if mode == "kv":
+            text += f"  router-cost: {cost}\n"
         if count > 1 and mode == "kv":
             text += "  router-replica-sync: true\n"
     return text

@@ -309,6 +309,8 @@ class KvPicker:
             for owner in (self._copies, self.predicted, self.optimistic):
                 if owner is not None:
                     owner.drop_slot(slot)
+            if self._seconds is not None:
+                self._seconds.slots.drop_slot(slot)
         self.served.pop(worker_id, None)
 
     def expire(self, age_s: float) -> list[str]:

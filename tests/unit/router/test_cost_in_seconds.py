@@ -220,6 +220,23 @@ def test_nothing_waits_when_all_have_ended() -> None:
     assert pool.load(20, 0.5)[3] > 0
 
 
+def test_a_worker_that_is_announced_again_keeps_its_queue() -> None:
+    pool = Pool(2)
+    pool.load(40, 0.5)
+    pool.run_until(pool.now_s + 60)
+    worker_id = pool.send(array("I", range(20_000)))
+    seconds = pool.picker._seconds
+    assert seconds is not None
+    slot = pool.picker.worker_pool.members[worker_id].slots[0]
+    waiting_s = seconds.slots.wait_s(slot, pool.now_s)
+    assert waiting_s > 1
+    pool.picker.add_worker(worker_id, RuntimeConfig(total_kv_blocks=50))
+    assert seconds.slots.wait_s(slot, pool.now_s) == waiting_s
+    pool.run_until(pool.now_s + 60)
+    assert seconds.slots.wait_s(slot, pool.now_s) == 0
+    assert pool.picker.weigh(array("I", range(2000))).inputs.seconds(0, 0.0)["running"] == 0
+
+
 def test_the_error_of_the_estimate_is_measured() -> None:
     pool = Pool(2)
     pool.load(200, 0.5)
