@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -13,13 +14,16 @@ from dynamo.cli.options import RequestExplainSettings
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.protocols.openai import ModelList
 from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt
+from dynamo.router.explanation import Explanation
 
 DESCRIPTION = """Show why a request went to its worker, with the costs of all workers at that
 moment, and where its time went. The frontend keeps the last 1,000 requests."""
 EPILOG = """examples:
   dynamo explain
   dynamo explain chatcmpl-0a1b2c3d
+  dynamo explain --model-fit
 """
 
 _BAR = 40
@@ -36,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = [RequestExplainSettings, FrontendClientSettings]
     settings, frontend = load("dynamo explain", DESCRIPTION, groups, argv, epilog=EPILOG)
     try:
+        if settings.model_fit:
+            return _show_fits(frontend, settings.json)
         path = f"/v1/requests/{quote(settings.request, safe='')}"
         record = ask(frontend, path, RequestRecord)
     except DynamoError as error:
@@ -46,6 +52,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print("\n".join(explanation(record)))
     return 0
+
+
+def _show_fits(frontend: FrontendClientSettings, as_json: bool) -> int:
+    """Print what routing has learned of each model's workers; 1 where no cost is in seconds."""
+    found: dict[str, Explanation] = {}
+    for model in ask(frontend, "/v1/models", ModelList).data:
+        body = msgspec.json.encode({"model": model.id, "prompt": "x"})
+        found[model.id] = ask(frontend, "/v1/route", Explanation, body)
+    if as_json:
+        fits = {name: _fit(one) for name, one in found.items()}
+        print(msgspec.json.format(msgspec.json.encode(fits)).decode())
+    else:
+        for name, one in found.items():
+            if one.prefill is not None:
+                print("\n".join(_fit_lines(f"{name}, prefill workers", one.prefill)))
+            if one.prefill is None or one.speed is not None:
+                print("\n".join(_fit_lines(name, one)))
+    return 0 if any(_learns(one) for one in found.values()) else 1
+
+
+def _learns(found: Explanation) -> bool:
+    return found.speed is not None or (found.prefill is not None and _learns(found.prefill))
+
+
+def _fit(found: Explanation) -> dict[str, Any]:
+    workers = [
+        {"worker": f"{row.worker_id:x}", "dp_rank": row.dp_rank, "slowness": row.slowness}
+        for row in found.candidates
+    ]
+    prefill = None if found.prefill is None else _fit(found.prefill)
+    return {"speed": found.speed, "workers": workers, "prefill": prefill}
+
+
+def _fit_lines(title: str, found: Explanation) -> Iterator[str]:
+    speed = found.speed
+    if speed is None:
+        yield f"{title}: no cost in seconds; start the frontend with --router-cost seconds"
+        return
+    known = f"measured {speed.samples} times" if speed.samples else "a guess until the first one"
+    yield (
+        f"{title}: a prompt takes {_ms(speed.fixed_s)} + {speed.token_s * 1e3:.4g} ms a token"
+        f" + {speed.attention_s * 1e9:.4g} ns a pair of tokens, {known}"
+    )
+    for row in sorted(found.candidates, key=lambda one: (one.worker_id, one.dp_rank)):
+        rank = f" rank {row.dp_rank}" if row.dp_rank else ""
+        yield f"  worker {row.worker_id:x}{rank}: {row.slowness:.2f} times as long"
 
 
 def explanation(record: RequestRecord) -> Iterator[str]:

@@ -166,6 +166,11 @@ class RequestExplainSettings:
         help="id of a request that has ended: that of the response, the x-request-id that you "
         "sent, or its first or last digits; default: the last request",
     )
+    model_fit: bool = option(
+        False,
+        "--model-fit",
+        help="show instead how fast routing in seconds expects workers to compute prompts",
+    )
     json: bool = option(False, "--json", help="print the record as JSON")
 
 

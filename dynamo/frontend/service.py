@@ -52,7 +52,7 @@ from dynamo.http.head import allow_open_files
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Counter
 from dynamo.router.factory import ineffective_settings, summarize
-from dynamo.router.prefill_load import prefill_model
+from dynamo.router.prefill_model import prefill_model
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.sockets import bracketed

@@ -25,7 +25,8 @@ from dynamo.observability.metrics import (
 )
 from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.metrics import ROUTED, RouterLabels
-from dynamo.router.prefill_load import PrefillLoad, PrefillModel
+from dynamo.router.prefill_load import PrefillLoad
+from dynamo.router.prefill_model import PrefillModel, PrefillSpeed
 
 _MODELLED = "dynamo_component dynamo_namespace model phase router_id worker_id"
 _TYPED = f"{ROUTED} worker_type"
@@ -297,6 +298,10 @@ class ActiveLoad:
         if prefill and self._prefills is not None:
             prefill -= self._prefills.done_tokens(slot, self._clock())
         return prefill, blocks, requests
+
+    def prefill_speed(self) -> PrefillSpeed | None:
+        """What is expected of prefills; None without a model that learns."""
+        return None if self._prefills is None else self._prefills.speed()
 
     def memory_bytes(self) -> int:
         """Bytes held by the compiled tables."""

@@ -16,6 +16,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.active_load import ActiveLoad
 from dynamo.router.eligibility.filters import exclusion
 from dynamo.router.kv_mode.cost import cached_tokens, formula
+from dynamo.router.prefill_model import PrefillSpeed
 from dynamo.router.receipt import KvInputs
 from dynamo.router.worker_pool import WorkerPool
 
@@ -45,7 +46,8 @@ class Candidate(msgspec.Struct, kw_only=True):
     the device does not have.
 
     ``cost`` is None for a rank that may not be chosen; ``excluded`` is the reason. ``seconds`` are
-    the terms of a cost in seconds; those in blocks then had no part in the choice.
+    the terms of a cost in seconds; those in blocks then had no part in the choice. It takes
+    ``slowness`` times as long as the model of the pool says.
     """
 
     worker_id: int
@@ -64,6 +66,7 @@ class Candidate(msgspec.Struct, kw_only=True):
     decode_blocks: int
     request_blocks: float = 0.0
     seconds: dict[str, float] = {}
+    slowness: float = 1.0
     cost: float | None = None
     chosen: bool = False
     excluded: str = ""
@@ -75,7 +78,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     The prompt would be queued with ``queued_requests``. ``prefill`` is the table of the prefill
     workers if one of them would compute the prompt first; ``stays`` is the reason why the decode
     worker computes it although prefill workers exist: the prompt is ``short`` or ``cached``, or
-    their ``queue`` is long.
+    their ``queue`` is long. ``speed`` is there where costs are in seconds.
     """
 
     isl_tokens: int
@@ -94,6 +97,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     queued_requests: int = 0
     error: str = ""
     stays: str = ""
+    speed: PrefillSpeed | None = None
     prefill: Explanation | None = None
 
 

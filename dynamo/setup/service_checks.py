@@ -260,7 +260,7 @@ def check_frontend(settings: FrontendSettings) -> None:
 def check_router(settings: RouterSettings) -> None:
     """Read the file of a fitted load model. Raises ConfigError."""
     if settings.prefill_load_model == "fitted":
-        from dynamo.router.prefill_load import prefill_model
+        from dynamo.router.prefill_model import prefill_model
 
         prefill_model(settings)
 

@@ -110,6 +110,14 @@ def test_the_header(shared_deployment: Deployment, stream: bool) -> None:
     assert "candidates" not in json.loads(headers["x-dynamo-route"])
 
 
+def test_without_a_cost_in_seconds_nothing_is_learned(shared_deployment: Deployment) -> None:
+    fits = explain(shared_deployment, "--model-fit")
+    assert fits.returncode == 1
+    assert fits.stdout == (
+        "tiny: no cost in seconds; start the frontend with --router-cost seconds\n"
+    )
+
+
 def test_failed_requests(shared_deployment: Deployment) -> None:
     chat(shared_deployment, temperature=99, status=400, headers={"x-request-id": "bad"})
     found = record(shared_deployment, "bad")
@@ -134,6 +142,13 @@ def test_both_decisions_of_a_disaggregated_request(disaggregated: Deployment) ->
     assert set(terms) == {"wait", "compute", "others", "running"} and terms["compute"] > 0
     shown = explain(disaggregated).stdout
     assert "in milliseconds; the cost is the sum" in shown
+    fits = explain(disaggregated, "--model-fit")
+    assert fits.returncode == 0, fits.stderr
+    title, row, *_ = fits.stdout.splitlines()
+    assert title.startswith("tiny, prefill workers: a prompt takes ") and "measured" in title
+    assert row == f"  worker {found['prefill_worker']}: 1.00 times as long"
+    learned = json.loads(explain(disaggregated, "--model-fit", "--json").stdout)
+    assert learned["tiny"]["prefill"]["speed"]["token_s"] > 0
     assert "\nprefill worker\n" in shown and "\ndecode worker\n" in shown
     assert f"prefilled by {found['prefill_worker']}, worker {found['worker']}" in shown
 

@@ -43,7 +43,7 @@ from dynamo.router.kv_mode.cost import (
 from dynamo.router.kv_mode.prompt import CachedBlocks, HashedPrompt, Hasher
 from dynamo.router.kv_mode.seconds import Seconds
 from dynamo.router.picker import Attempt, Decision
-from dynamo.router.prefill_load import prefill_model
+from dynamo.router.prefill_model import prefill_model
 from dynamo.router.receipt import (
     MAX_CANDIDATES,
     CaptureLimit,
@@ -214,7 +214,13 @@ class KvPicker:
     ) -> Explanation:
         """See :meth:`dynamo.router.picker.Picker.explain`."""
         weighed = self.weigh(tokens, routing, override)
-        return explanation(weighed, self.worker_pool, self.active, routing, len(queued))
+        found = explanation(weighed, self.worker_pool, self.active, routing, len(queued))
+        if self._seconds is not None:
+            found.speed = self.active.prefill_speed()
+            for row in found.candidates:
+                slot = self.worker_pool.members[row.worker_id].slots[row.dp_rank]
+                row.slowness = self._seconds.slots.slowness(slot)
+        return found
 
     def predict(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Without KV events, predict that a prompt sent by other means is cached there."""

@@ -188,6 +188,9 @@ def test_the_terms_of_a_receipt_add_up_to_the_cost() -> None:
     narrowed = weighed.narrowed(True).receipt()
     assert narrowed.candidates == receipt.candidates
     explained = pool.picker.explain(array("I", range(2000)))
+    assert explained.speed is not None and explained.speed.samples > 0
+    assert explained.speed.token_s == pytest.approx(TOKEN_S, rel=0.2)
+    assert all(row.slowness == pytest.approx(1.0, rel=0.1) for row in explained.candidates)
     assert explained.router_cost == "seconds"
     assert explained.candidates[0].seconds == receipt.candidates[0].terms
 

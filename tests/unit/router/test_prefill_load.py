@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.router.active_load import ActiveLoad, Reservation
-from dynamo.router.prefill_load import BusyInterval, PrefillLoad, StaticModel
+from dynamo.router.prefill_load import PrefillLoad
+from dynamo.router.prefill_model import BusyInterval, StaticModel
 
 
 class Model(StaticModel):

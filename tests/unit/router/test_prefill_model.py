@@ -13,7 +13,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.prefill_load import PrefillFit, prefill_model
+from dynamo.router.prefill_model import PrefillFit, prefill_model
 
 AIC = {"ais_backend": "vllm", "ais_system": "h200_sxm", "ais_model_path": "Qwen/Qwen3-32B"}
 
