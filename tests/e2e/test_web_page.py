@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deployment import Deployment, free_port
@@ -127,6 +128,51 @@ def test_the_page_shows_the_deployment_and_chats(site: Site) -> None:
     assert f"http://127.0.0.1:{site.port}/v1" in settings and 'model="tiny"' in settings
     assert "model_context_window = 131072\nmodel_auto_compact_token_limit = 111411" in settings
     assert not site.errors
+    context.close()
+
+
+def test_a_new_chat_leaves_the_stopped_answer_behind(site: Site) -> None:
+    context = site.context()
+    page = site.open(context, "chat")
+    sent: list[Any] = []
+    page.on("request", lambda one: sent.append(one.post_data_json) if one.post_data else None)
+    page.fill("#chat-text", "first " * 500)
+    page.click("#chat-send")
+    page.wait_for_selector(".message.assistant .body:has-text('first')")
+    # All tokens are in one node of text: an answer of thousands does not make thousands of them.
+    nodes = "document.querySelector('.message.assistant .body').childNodes.length"
+    assert page.evaluate(nodes) == 1
+    page.click("#chat-clear")
+    page.wait_for_selector("#chat-send:enabled")
+    assert page.locator(".message").count() == 0 and page.input_value("#chat-text") == ""
+    page.fill("#chat-text", "second")
+    page.click("#chat-send")
+    page.wait_for_selector(".message.assistant .body:has-text('second')")
+    page.wait_for_selector("#chat-stop:disabled")
+    assert [one["messages"] for one in sent][-1] == [{"role": "user", "content": "second"}]
+    page.fill("#chat-text", "third")
+    page.click("#chat-send")
+    page.wait_for_selector(".message.assistant .body:has-text('third')")
+    roles = [one["role"] for one in sent[-1]["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    context.close()
+
+
+def test_a_frontend_that_hangs_is_not_shown_as_live(site: Site) -> None:
+    context = site.context()
+    page = site.open(context)
+    page.wait_for_selector("#live.ready")
+    (pid,) = site.serving.wait_for_pids("Frontend")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        page.wait_for_selector("#live.failed:has-text('no sample for')")
+        page.wait_for_selector("#deployment.failed")
+        assert page.title().startswith("(no sample for")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    page.wait_for_selector("#live.ready")
+    page.wait_for_selector("#deployment.ready")
+    assert page.title().startswith("Dynamo · ")
     context.close()
 
 

@@ -15,19 +15,21 @@ export function install() {
   let abort = null;
 
   function bubble(role, content = "") {
-    const body = make("div", { class: "body" }, content);
+    const words = document.createTextNode(content);
+    const body = make("div", { class: "body" }, words);
     const node = make("div", { class: `message ${role}` }, make("div", { class: "who" }, role), body);
     log.append(node);
     log.scrollTop = log.scrollHeight;
-    return { node, body, thoughts: null };
+    return { node, body, text: words, thoughts: null };
   }
 
-  function think(shown, part) {
+  function think(shown) {
     if (!shown.thoughts) {
-      shown.thoughts = make("div", { class: "thoughts" });
-      shown.body.before(make("details", { open: true }, make("summary", {}, "Reasoning"), shown.thoughts));
+      shown.thoughts = document.createTextNode("");
+      const body = make("div", { class: "thoughts" }, shown.thoughts);
+      shown.body.before(make("details", { open: true }, make("summary", {}, "Reasoning"), body));
     }
-    shown.thoughts.append(part);
+    return shown.thoughts;
   }
 
   function told(run, done) {
@@ -49,18 +51,29 @@ export function install() {
     if (!content && !thought) return;
     run.first ||= performance.now();
     run.chunks += 1;
+    run.answer += content ?? "";
+    run.thoughts += thought ?? "";
+    // One layout for each frame, not for each token: a long answer would freeze the page.
+    run.frame ||= requestAnimationFrame(() => show(run, shown));
+  }
+
+  function show(run, shown) {
+    run.frame = 0;
     const below = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-    if (thought) think(shown, thought);
-    if (content) {
-      run.answer += content;
-      shown.body.append(content);
+    if (run.thoughts.length > run.thought) {
+      think(shown).appendData(run.thoughts.slice(run.thought));
+      run.thought = run.thoughts.length;
+    }
+    if (run.answer.length > run.shown) {
+      shown.text.appendData(run.answer.slice(run.shown));
+      run.shown = run.answer.length;
     }
     if (below) log.scrollTop = log.scrollHeight;
     told(run, false);
   }
 
   async function stream(run, shown) {
-    const body = { model: byId("chat-model").value, messages, stream: true, stream_options: { include_usage: true } };
+    const body = { model: byId("chat-model").value, messages: run.messages, stream: true, stream_options: { include_usage: true } };
     const most = byId("chat-tokens").valueAsNumber;
     if (most > 0) body.max_tokens = most;
     const response = await fetch("v1/chat/completions", {
@@ -75,29 +88,45 @@ export function install() {
     }
   }
 
+  function end(run, shown) {
+    cancelAnimationFrame(run.frame);
+    if (run.first) show(run, shown);
+  }
+
   async function ask() {
     const question = text.value.trim();
     if (!question || abort) return;
     text.value = "";
     messages.push({ role: "user", content: question });
-    bubble("user", question);
+    const asked = bubble("user", question);
     const shown = bubble("assistant");
-    const run = { start: performance.now(), first: 0, chunks: 0, answer: "", usage: null, finish: "" };
+    // The conversation of this answer: "New chat" begins another one before it has ended.
+    const run = {
+      messages, start: performance.now(), first: 0, chunks: 0, usage: null, finish: "",
+      answer: "", shown: 0, thoughts: "", thought: 0, frame: 0,
+    };
     abort = new AbortController();
     send.disabled = true;
     stop.disabled = false;
     setText(stats, "waiting for the first token");
     try {
       await stream(run, shown);
+      end(run, shown);
       if (run.first) told(run, true);
       else setText(stats, "the answer is empty");
     } catch (error) {
+      end(run, shown);
       const stopped = error.name === "AbortError";
       shown.node.append(make("div", { class: stopped ? "dim" : "error" }, stopped ? "stopped" : error.message));
       if (!run.first) setText(stats, stopped ? "stopped" : "failed");
     }
-    if (run.answer) messages.push({ role: "assistant", content: run.answer });
-    else messages.pop();
+    if (run.answer) run.messages.push({ role: "assistant", content: run.answer });
+    else {
+      run.messages.pop();
+      asked.node.append(make("div", { class: "dim" }, "not answered, and not part of the conversation"));
+      if (run.messages === messages) text.value ||= question;
+    }
+    if (run.messages !== messages) setText(stats, "");
     abort = null;
     send.disabled = false;
     stop.disabled = true;

@@ -109,7 +109,24 @@ const WORDS = {
   none: ["stopped", "no frontend"],
 };
 
+const STALE_MS = 3000;
+let state = "";
+let sampledAt = 0;
+
+// A frontend that hangs, or a tunnel that is dead, ends no stream: the samples just stop.
+setInterval(() => {
+  const silent = performance.now() - sampledAt;
+  if (state !== "live" || document.hidden || silent < STALE_MS) return;
+  const text = `no sample for ${Math.floor(silent / 1000)} s`;
+  badge(byId("live"), "failed", text);
+  badge(byId("deployment"), "failed", "no answer");
+  document.body.classList.add("stale");
+  document.title = `(${text}) Dynamo`;
+}, 1000);
+
 function show(status) {
+  sampledAt = performance.now();
+  if (document.body.classList.contains("stale")) onState("live", "live");
   setText(byId("namespace"), status.namespace);
   document.title = `Dynamo · ${status.namespace}`;
   if (status.state === "running") badge(byId("deployment"), ...(WORDS[status.frontend] ?? ["stopped", status.frontend]));
@@ -123,7 +140,10 @@ function show(status) {
   connect(names, about.keys);
 }
 
-function onState(state, text) {
+function onState(current, text) {
+  state = current;
+  if (state === "live") sampledAt = performance.now();
+  else document.title = `(${state}) Dynamo`;
   badge(byId("live"), state === "live" ? "ready" : "failed", state === "live" ? "live" : text);
   document.body.classList.toggle("stale", state !== "live");
   if (state === "refused" && about.keys) {
