@@ -89,15 +89,20 @@ class SequenceQuery(msgspec.Struct, tag_field="type", tag="query"):
 SequenceMessage = SequenceBatch | SequenceQuery
 
 
+MOST_SILENT = 5
+"""Heartbeats that a router may miss."""
+
+
 @dataclass(eq=False)
 class _Replica:
     """One router. ``in_sync``: no batch is missing; ``listed``: the requests that the snapshot in
-    progress has named, None outside of one."""
+    progress has named, None outside of one; ``silent``: the beats since its last message."""
 
     publisher_id: int
     expected: int = 0
     in_sync: bool = True
     listed: set[str] | None = None
+    silent: int = 0
     requests: dict[str, SequenceEvent] = field(default_factory=dict)
 
 
@@ -140,12 +145,26 @@ class RemoteReplicas:
                 for request_id in replica.requests:
                     self._sink.free(_key(router_id, request_id))
 
+    def beat(self) -> None:
+        """Count a heartbeat's time for each replica, and remove the load of those that are silent.
+
+        A router without known peers sends nothing. One that takes this process for exited, while
+        its lease was gone, never says that its requests have ended.
+        """
+        for router_id, replica in self._replicas.items():
+            replica.silent += 1
+            if replica.silent == MOST_SILENT:
+                replica.in_sync, replica.listed = False, None
+                for request_id in list(replica.requests):
+                    self._free(router_id, replica, request_id)
+
     def receive(self, publisher_id: int, batch: SequenceBatch) -> None:
         """Apply one message. O(blocks named); a batch that closes a snapshot O(its requests)."""
         if publisher_id not in self.publishers:
             # Exited, or not discovered yet: its next message will show a gap then.
             return
         replica = self._replicas.setdefault(batch.router_id, _Replica(publisher_id))
+        replica.silent = 0
         if batch.number < replica.expected:
             return
         if batch.number > replica.expected:

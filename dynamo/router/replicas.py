@@ -123,6 +123,7 @@ class ReplicaSync:
     def _send_heartbeat(self) -> None:
         loop = asyncio.get_running_loop()
         self._heartbeat_timer = loop.call_later(HEARTBEAT_S, self._send_heartbeat)
+        self.remote.beat()
         if self._publisher is not None and not self._has_no_peers():
             self._flush()
             self._publisher.publish(codec.encode(self.local.heartbeat()))

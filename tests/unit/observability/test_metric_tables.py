@@ -52,6 +52,7 @@ OWN = {
     "dynamo_component_router_session_requests_total",
     "dynamo_component_router_sessions",
     "dynamo_component_router_sessions_dropped_total",
+    "dynamo_router_ttft_error_seconds",
 }
 """Metrics that Dynamo does not have."""
 

@@ -217,3 +217,24 @@ def test_requests_of_one_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         pair.book(name, 1)
     pair.settle()
     assert len(pair.seen()) == 2 and pair.remote.refused == 1
+
+
+def test_the_load_of_a_router_that_sends_nothing_more_is_removed() -> None:
+    """It takes this process for exited, and so never says that its requests have ended."""
+    pair = Pair()
+    pair.book("a", 1)
+    pair.receive(*pair.local.take_pending())
+    for _ in range(20):
+        pair.remote.beat()
+        pair.receive(pair.local.heartbeat())
+    assert pair.seen() == pair.truth and not pair.queried
+    for _ in range(sync_remote.MOST_SILENT - 1):
+        pair.remote.beat()
+    assert pair.seen() == pair.truth
+    pair.remote.beat()
+    assert pair.seen() == {} and pair.remote.requests() == 0
+    pair.remote.beat()
+    pair.book("b", 2)
+    pair.settle()  # it sends again: its next message asks for all its requests
+    assert set(pair.queried) == {ROUTER}
+    assert pair.seen() == pair.truth and pair.remote.is_in_sync()
