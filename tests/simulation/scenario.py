@@ -61,7 +61,9 @@ class Profile:
 
 def _frontends(dice: random.Random, count: int) -> str:
     mode = dice.choice(("kv", "kv", "kv", "round-robin", "least-loaded"))
-    cost = dice.choice(("blocks", "seconds"))
+    other = random.Random()
+    other.setstate(dice.getstate())  # a draw more would make every seed another box
+    cost = other.choice(("blocks", "seconds"))
     text = ""
     for number in range(count):
         name = f"Frontend{number or ''}"
