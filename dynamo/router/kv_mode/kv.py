@@ -82,7 +82,7 @@ class KvPicker:
         if settings.in_seconds:
             weights = settings.host_cache_hit_weight, settings.disk_cache_hit_weight
             shared = settings.shared_cache_multiplier or 0.0
-            self._seconds = Seconds(block_size, (*weights, shared), 0.1)
+            self._seconds = Seconds(block_size, (*weights, shared))
         self.active = ActiveLoad(
             block_size,
             settings.track_active_blocks,

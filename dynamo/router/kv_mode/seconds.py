@@ -1,11 +1,13 @@
 """The cost of the kv mode in seconds: what it knows of the pool, and of prefixes in demand.
 
-    wait + work + others * added - min(rent, (1 + others) * added) + decode
+    wait + work + others * added - min(rent, (1 + others) * added) + full + lost + running
 
 ``wait`` is the time until the worker begins with the prompt, ``work`` the time to compute what it
 has not cached, ``added`` the work beyond that of the best candidate. A busy pool makes the added
-work of one prompt the wait of those after it: ``others`` is how much. ``dynamo._fast.seconds`` adds
-the terms; this module has the time of the pool and what prefixes have paid. Pure.
+work of one prompt the wait of those after it: ``others`` is how much. The last three are what it
+costs those that will wait for blocks, those whose blocks it evicts, and those that generate.
+``dynamo._fast.seconds`` adds the terms; this module has the time of the pool and what prefixes have
+paid. docs/routing.md has a table of the terms. Pure.
 
 A prefix earns a copy as one rents before one buys: queueing is the rent, the copy is the purchase.
 """
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from dynamo.router.kv_mode.prompt import CachedBlocks, HashedPrompt
 
 TERMS = 4
+"""Of each candidate."""
 _DEMAND_S = 15.0
 """The load of the pool is that of about this time."""
 _FIRST_USE = 0.8
@@ -35,19 +38,21 @@ _MAX_PREFIXES = 4096
 _HELD_S = 5.0
 """How long a request holds its blocks, until some have ended."""
 _HELD_SHARE = 0.05
+_STALL = 0.1
+"""Share of a prefill for which it stops each request that generates on the same worker."""
 
 
 class Seconds:
     """Weighs prompts in seconds. Time is a parameter.
 
+    ``weights`` are the shares of a block's work that host memory, disk and a shared cache save;
     ``terms`` are those of the last candidates, by place: wait, work, others and running.
     """
 
-    def __init__(self, block_size: int, weights: tuple[float, float, float], stall: float) -> None:
+    def __init__(self, block_size: int, weights: tuple[float, float, float]) -> None:
         self.slots = SecondsCost()
         self._block_size = block_size
         self._weights = weights
-        self._stall = stall
         self._rents: OrderedDict[int, tuple[float, float]] = OrderedDict()
         self._work_s = 0.0
         self._work_at_s = 0.0
@@ -87,7 +92,7 @@ class Seconds:
             self._others,
             self._rent,
             self._held_s,
-            self._stall,
+            _STALL,
             decode_blocks,
             costs,
             self.terms,
