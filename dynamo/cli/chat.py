@@ -26,10 +26,11 @@ from dynamo.http.client import Target
 from dynamo.observability.logs import one_line
 from dynamo.runtime.process.paths import state_dir
 
-DESCRIPTION = """Chat with a model. Without a terminal: read one message from stdin, print the
-answer alone."""
+DESCRIPTION = """Chat with a model. With a message, or without a terminal and one on stdin: print
+the answer alone."""
 EPILOG = """examples:
   dynamo chat
+  dynamo chat 'What is a KV cache?'
   dynamo chat --model llama --system 'Answer in one sentence.'
   echo 'What is a KV cache?' | dynamo chat"""
 _HISTORY = "chat_history"
@@ -266,8 +267,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         models = asyncio.run(list_models(target))
         model = _model(settings.model, models, target)
         chosen = ChatTarget(target, model, settings.max_tokens)
+        if settings.message:
+            return _answer(chosen, settings.system, settings.message)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            return _answer_stdin(chosen, settings.system)
+            return _answer(chosen, settings.system, _message_on_stdin())
         history = state_dir(from_env(RuntimeSettings)) / _HISTORY
         return ChatSession(chosen, settings.system, history).run()
     except DynamoError as error:
@@ -287,13 +290,17 @@ def _model(named: str | None, models: Sequence[str], target: Target) -> str:
     return named or models[0]
 
 
-def _answer_stdin(target: ChatTarget, system: str | None) -> int:
+def _message_on_stdin() -> str:
     try:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise ConfigError(f"the message on stdin is not text: {error}") from None
     if not text.strip():
-        raise ConfigError("there is no message on stdin: echo 'hello' | dynamo chat")
+        raise ConfigError("there is no message on stdin: dynamo chat 'hello'")
+    return text
+
+
+def _answer(target: ChatTarget, system: str | None, text: str) -> int:
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": text})
 

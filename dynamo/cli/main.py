@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import io
 import os
@@ -59,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb == "__complete":  # asked by the shell at each Tab: before anything that takes time
         return int(importlib.import_module("dynamo.cli.completion").answer(VERBS, words))
     if verb not in VERBS:
-        print(f"dynamo: unknown verb {verb!r}\n\n{_help()}", file=sys.stderr)
+        close = difflib.get_close_matches(verb, VERBS, 3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        print(f"dynamo: unknown verb {verb!r}{hint}\n\n{_help()}", file=sys.stderr)
         return 2
     with _quiet_interrupt():
         module, _, function = VERBS[verb][0].partition(":")

@@ -45,6 +45,7 @@ class StateSettings:
 class RouteSettings:
     """route: which prompt"""
 
+    prompt: str = option("", "prompt", help="text of a prompt")
     prompt_file: str | None = option(
         None,
         "--prompt-file",
@@ -200,6 +201,7 @@ class CompletionSettings:
 class ChatSettings:
     """chat: with which model"""
 
+    message: str = option("", "message", help="one message: print its answer alone")
     model: str | None = option(
         None, "--model", help="default: the only one that the frontend serves"
     )

@@ -21,6 +21,7 @@ from dynamo.router.explanation import Candidate, Explanation
 
 DESCRIPTION = """Show which worker a prompt would go to. Nothing is sent to a worker."""
 EPILOG = """examples:
+  dynamo route "What is a KV cache?" --explain
   dynamo route --prompt-file prompt.txt --explain
   cat chat-request.json | dynamo route --prompt-file -
 """
@@ -63,8 +64,13 @@ def _chosen(found: Explanation) -> str:
 
 def _body(settings: RouteSettings, frontend: FrontendClientSettings) -> dict[str, Any]:
     """Build the request: the JSON body in the file, or its text as a completion."""
+    if settings.prompt and settings.prompt_file is not None:
+        raise ConfigError("give a prompt or --prompt-file, not both")
+    if settings.prompt:
+        model = settings.model or _first_model(frontend)
+        return {"prompt": settings.prompt, "model": model}
     if settings.prompt_file is None:
-        raise ConfigError("--prompt-file is needed")
+        raise ConfigError('a prompt is needed: dynamo route "Hello", or --prompt-file FILE')
     try:
         text = (
             sys.stdin.read()

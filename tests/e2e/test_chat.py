@@ -221,6 +221,13 @@ def test_a_pipe_gets_the_answer_alone(shared_deployment: Deployment) -> None:
     assert done.stdout.strip() and "\x1b" not in done.stdout and "TTFT" not in done.stdout
 
 
+def test_a_message_on_the_command_line(shared_deployment: Deployment) -> None:
+    words = "hello there", "--url", shared_deployment.url, "--max-tokens", "9"
+    done = ask(shared_deployment.env, "", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() and "\x1b" not in done.stdout
+
+
 def test_errors_name_cause_and_remedy(shared_deployment: Deployment) -> None:
     url = ("--url", shared_deployment.url)
     for words, text, status, reason in (

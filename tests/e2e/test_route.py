@@ -35,6 +35,8 @@ def test_a_prompt_goes_to_the_worker_that_cached_it(
         route(shared_deployment, "--prompt-file", str(file), "--json").stdout
     )
     assert found["prompt_blocks"] > 3
+    given = json.loads(route(shared_deployment, TEXT, "--json").stdout)
+    assert given["isl_tokens"] == found["isl_tokens"]
     assert len(found["candidates"]) == 2 and found["error"] == ""
     assert [row["active_requests"] for row in found["candidates"]] == [0, 0]
 
@@ -52,6 +54,8 @@ def test_a_chat_body_and_its_pin(shared_deployment: Deployment) -> None:
 
 def test_invalid_requests(shared_deployment: Deployment, tmp_path: Path) -> None:
     assert route(shared_deployment).returncode == 2
+    both = route(shared_deployment, TEXT, "--prompt-file", "-")
+    assert (both.returncode, "not both" in both.stderr) == (2, True)
     assert route(shared_deployment, "--prompt-file", str(tmp_path / "none")).returncode == 2
     wrong = route(shared_deployment, "--prompt-file", "-", "--model", "nope", stdin="hello")
     assert (wrong.returncode, "404" in wrong.stderr) == (1, True)

@@ -27,7 +27,7 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["server"]) == 2
-    assert "unknown verb 'server'" in capsys.readouterr().err
+    assert "unknown verb 'server'; did you mean serve" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
