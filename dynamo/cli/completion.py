@@ -112,6 +112,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "state": ("cli.options.StateSettings",),
     "top": ("cli.options.TopSettings", _DEPLOYMENT),
     "logs": ("cli.options.LogsSettings", _DEPLOYMENT),
+    "stop": (_DEPLOYMENT,),
     "restart": _WORKERS,
     "drain": _WORKERS,
     "sleep": _WORKERS,

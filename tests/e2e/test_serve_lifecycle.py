@@ -87,6 +87,29 @@ def test_an_unread_stdout_does_not_delay_the_stop(serving: Serving) -> None:
     serving.assert_clean()
 
 
+def test_stop_from_another_terminal(serving: Serving) -> None:
+    def stop(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "dynamo", "stop", *words]
+        return subprocess.Popen(
+            command, env=serving.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    serving.start(TWO)
+    serving.wait_for_pids("B")
+    named = ("--namespace", serving.namespace)
+    both = [stop(*named), stop(*named)]  # the second one changes nothing
+    for one in both:
+        out, err = one.communicate(timeout=60)
+        assert one.returncode == 0 or "no deployment runs" in err, err
+        assert one.returncode or out.splitlines()[-1] == "stopped"
+    assert 0 in [one.returncode for one in both]
+    assert serving.wait() == 0
+    serving.assert_clean()
+    late = stop(*named)
+    assert "no deployment runs in namespace" in late.communicate(timeout=60)[1]
+    assert late.returncode == 1
+
+
 def test_circusctl_stop_start_incr_quit(serving: Serving) -> None:
     serving.start(TWO)
     ns = serving.namespace
