@@ -229,19 +229,31 @@ def prefill_model(settings: RouterSettings) -> PrefillModel | None:
     """
     if settings.mode != "kv":
         return None
+    if settings.in_seconds and not settings.track_prefill_tokens:
+        raise ConfigError("--router-cost=seconds needs --router-track-prefill-tokens")
     if settings.prefill_load_predictor is not None:
-        return StaticModel(settings.prefill_load_predictor)
-    if settings.in_seconds and settings.prefill_load_model in ("none", "fitted"):
-        return PrefillFit(_PRIOR)
-    if settings.prefill_load_model == "none":
-        return None
-    if not settings.track_prefill_tokens:
+        found: PrefillModel = StaticModel(settings.prefill_load_predictor)
+    elif settings.prefill_load_model == "none":
+        return PrefillFit(_PRIOR) if settings.in_seconds else None
+    elif not settings.track_prefill_tokens:
         raise ConfigError(
             f"{_FLAG}={settings.prefill_load_model} needs --router-track-prefill-tokens"
         )
-    if settings.prefill_load_model == "fitted":
-        return PrefillFit()
-    return _of_aiconfigurator(settings)
+    elif settings.prefill_load_model == "fitted":
+        return PrefillFit(_PRIOR if settings.in_seconds else None)
+    else:
+        found = _of_aiconfigurator(settings)
+    return PrefillFit(_prior_of(found)) if settings.in_seconds else found
+
+
+def _prior_of(model: PrefillModel) -> Row:
+    """The terms that come closest to what ``model`` predicts; :data:`_PRIOR` if it does not."""
+    samples = []
+    for tokens, cached in product(_TOKENS, _CACHED):
+        seconds = model.predict(tokens, cached)
+        if seconds is not None and 0 < seconds < math.inf:
+            samples.append(BusyInterval(1, tokens, tokens * (cached + tokens / 2), seconds))
+    return _fit(samples) if samples else _PRIOR
 
 
 def _of_aiconfigurator(settings: RouterSettings) -> PrefillModel:

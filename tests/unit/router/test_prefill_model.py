@@ -59,6 +59,21 @@ def test_conflicting_settings(settings: dict[str, Any], message: str) -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("aiconfigurator") is not None, reason="AIConfigurator is installed"
 )
+def test_in_seconds_every_model_is_a_first_guess_that_learns() -> None:
+    own = prefill_model(
+        of(cost="seconds", prefill_load_predictor=lambda tokens, cached: 0.01 + tokens / 5000)
+    )
+    assert isinstance(own, PrefillFit)
+    assert own.predict(4000, 0) == pytest.approx(0.81, rel=0.05)
+    unsure = prefill_model(of(cost="seconds", prefill_load_predictor=lambda tokens, cached: None))
+    for model in (unsure, prefill_model(of(cost="seconds"))):
+        assert model is not None and model.predict(10_000, 0) == pytest.approx(1.02)
+    fitted = prefill_model(of(cost="seconds", prefill_load_model="fitted"))
+    assert isinstance(fitted, PrefillFit) and fitted.predict(100, 0) is not None
+    with pytest.raises(ConfigError, match="--router-cost=seconds needs"):
+        prefill_model(of(cost="seconds", track_prefill_tokens=False))
+
+
 def test_a_missing_aiconfigurator_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'dynamo-appliance\[aic\]'"):
         prefill_model(of(prefill_load_model="aic", **AIC))
