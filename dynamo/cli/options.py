@@ -263,6 +263,9 @@ class RunSettings(GraphChoices):
     write: str | None = option(
         None, "--write", metavar="FILE", help="write the graph to this new file and exit"
     )
+    detach: bool = option(
+        False, "-d", "--detach", help="go on in the background; return when the API is ready"
+    )
     quiet: bool = option(
         False, "--quiet", help="show only messages of dynamo, not the output of the services"
     )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from dynamo.cli.detach import detach
 from dynamo.cli.options import RunSettings
 from dynamo.cli.serve import dry_run, start
 from dynamo.config import from_env, load
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse_second(graph, own, flags)
         print(graph.text())
         _announce(graph)
+        if settings.detach:
+            return detach("run", words, graph.namespace)
         return start(_serve_settings(graph.text(), settings), overrides)
     except BrokenPipeError:
         raise

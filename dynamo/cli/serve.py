@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from dynamo.cli.console import Console, ConsoleLog
+from dynamo.cli.detach import detach
 from dynamo.config import environ, from_env, load_known
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if unknown:
             raise ConfigError(_unrecognized(unknown, settings, overrides))
+        if settings.detach and not settings.dry_run:
+            words = sys.argv[1:] if argv is None else argv
+            return detach("serve", words, _read(settings, overrides).namespace)
         return start(settings, overrides)
     except BrokenPipeError:
         raise

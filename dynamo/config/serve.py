@@ -19,6 +19,9 @@ class ServeSettings:
         False, "--dry-run", help="print what would run (commands, environment, GPUs) and exit"
     )
     json: bool = option(False, "--json", help="with --dry-run: print it as JSON")
+    detach: bool = option(
+        False, "-d", "--detach", help="go on in the background; return when the API is ready"
+    )
     gpus: int | None = option(
         None, "--gpus", minimum=0, maximum=1024, help="assume that this machine has N GPUs"
     )

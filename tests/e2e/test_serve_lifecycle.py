@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from deployment import free_port
 from serving import CIRCUSCTL, ROOT, Serving, is_running
 
 TWO = """
@@ -108,6 +109,43 @@ def test_stop_from_another_terminal(serving: Serving) -> None:
     late = stop(*named)
     assert "no deployment runs in namespace" in late.communicate(timeout=60)[1]
     assert late.returncode == 1
+
+
+def dynamo(serving: Serving, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dynamo", *words]
+    return subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=60)
+
+
+def test_in_the_background(serving: Serving) -> None:
+    path = str(serving.graph(TWO))
+    named = ("--namespace", serving.namespace)
+    try:
+        begun = dynamo(serving, "serve", "-d", path, *named)
+        assert (begun.returncode, begun.stderr) == (0, ""), begun.stdout
+        *_, ready, hint = begun.stdout.splitlines()
+        assert ready.startswith(("dynamo: ready: ", "dynamo: started: "))
+        assert f"stop: dynamo stop --namespace {serving.namespace}" in hint
+        assert serving.pids("A") and serving.pids("B")
+        again = dynamo(serving, "serve", "-d", path, *named)  # it says why, and changes nothing
+        assert again.returncode == 1 and "is already served by process" in again.stderr
+        assert serving.pids("A") and serving.pids("B")
+    finally:
+        assert dynamo(serving, "stop", *named).returncode == 0
+    serving.assert_clean()
+
+
+def test_ctrl_c_ends_what_starts_in_the_background(serving: Serving) -> None:
+    text = f"A: {{run: {json.dumps([sys.executable, '-uc', TALKS])}}}\n"
+    frontend = f"Frontend: {{run: dynamo.frontend, http-port: {free_port()}}}\n"
+    path = str(serving.graph(text + frontend))
+    command = [sys.executable, "-m", "dynamo", "serve", "-d", path]
+    starting = subprocess.Popen([*command, "--namespace", serving.namespace], env=serving.env)
+    statefile = serving.state_dir / f"{serving.namespace}.json"
+    # Its frontend waits for a model for ever.
+    serving.until(lambda: statefile.exists() and bool(serving.pids("A")))
+    starting.send_signal(signal.SIGINT)
+    assert starting.wait(60) == 130
+    serving.assert_clean()
 
 
 def test_circusctl_stop_start_incr_quit(serving: Serving) -> None:
