@@ -287,7 +287,7 @@ def test_a_second_deployment_is_rejected(serving: Serving, tmp_path: Path) -> No
         other.start(TWO, wait="")
         assert other.wait() == 1
         assert f"already served by process {serving.pid}" in other.text()
-        assert f"stop it with: kill {serving.pid}" in other.text()
+        assert f"or: dynamo stop --namespace {serving.namespace}" in other.text()
     finally:
         other.close()
     assert serving.circusctl("status").count("active") == 3

@@ -73,7 +73,7 @@ class RunDirectory:
             raise StatefileError(
                 f"namespace {self.statefile.namespace!r} is already served by process {pid} "
                 f"(statefile {self.statefile.path}); change it with dynamo reload GRAPH, choose "
-                f"another --namespace, or stop it with: kill {pid}"
+                f"another --namespace, or: dynamo stop --namespace {self.statefile.namespace}"
             )
         try:
             self._owner.note(f"{os.getpid()}\n")
