@@ -25,6 +25,7 @@ Worker:
   run: dynamo.mocker
   model-path: {ROOT / "examples/model"}
   model-name: tiny
+  startup-time: 2
   ServiceArgs: {{workers: 2}}
 Slow: {{run: SLEEPER, drain: 1}}
 Broken: {{run: [python, -c, "print('no such model'); raise SystemExit(2)"]}}

@@ -61,7 +61,8 @@ def lease(home: RunDirectory, lease_id: int, pid: int, ticks: int) -> None:
 def test_one_owner(home: RunDirectory) -> None:
     home.acquire()
     other = RunDirectory(home.path, home.store, home.statefile)
-    with pytest.raises(StatefileError, match=f"served by process {os.getpid()} .* kill"):
+    text = f"served by process {os.getpid()} .* dynamo stop --namespace ns"
+    with pytest.raises(StatefileError, match=text):
         other.acquire()
     home.release()
     other.acquire()
