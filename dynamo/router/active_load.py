@@ -303,6 +303,21 @@ class ActiveLoad:
         """What is expected of prefills; None without a model that learns."""
         return None if self._prefills is None else self._prefills.speed()
 
+    def prefill_seconds(self, tokens: int, cached_tokens: int) -> float:
+        """Return the time that ``tokens`` behind cached ones take; the tokens, where none is known.
+
+        Never 0.
+        """
+        expected_s = None
+        if self._prefills is not None:
+            expected_s = self._prefills.predict(tokens, cached_tokens)
+        return max(tokens if expected_s is None else expected_s, 1e-9)
+
+    def restore_prefill_speed(self, speed: PrefillSpeed) -> None:
+        """Expect ``speed`` of prefills until some were measured."""
+        if self._prefills is not None:
+            self._prefills.restore(speed)
+
     def memory_bytes(self) -> int:
         """Bytes held by the compiled tables."""
         return self._sequences.memory_bytes()

@@ -106,6 +106,17 @@ class PrefillLoad:
             samples=len(self._model),
         )
 
+    def predict(self, tokens: int, cached_tokens: int) -> float | None:
+        """Return the seconds that a prompt takes on a worker of slowness 1; None: unknown."""
+        return self._model.predict(tokens, cached_tokens)
+
+    def restore(self, speed: PrefillSpeed) -> None:
+        """Expect what an earlier router measured, until this one has measured."""
+        if isinstance(self._model, PrefillFit):
+            self._model.restore(speed)
+            if self._seconds is not None:
+                self._seconds.set_fit(*self._model.estimate)
+
     def done_tokens(self, slot: int, now_s: float) -> int:
         """Return the estimate of computed tokens on ``slot``."""
         return int(self._progress.value(slot, now_s))

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from statistics import median
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
@@ -77,16 +78,16 @@ class StaticModel:
         """Ignore the observation."""
 
 
-class PrefillSpeed(msgspec.Struct, kw_only=True):
+class PrefillSpeed(msgspec.Struct, kw_only=True, frozen=True):
     """What a cost in seconds expects of a worker of slowness 1, for a prompt of t tokens behind c
     cached ones: ``fixed_s + t * token_s + t * (c + t / 2) * attention_s``.
 
     ``samples`` intervals were measured; with none of the workers' yet, the terms are a guess.
     """
 
-    fixed_s: float
-    token_s: float
-    attention_s: float
+    fixed_s: Annotated[float, Meta(ge=0, le=3600)]
+    token_s: Annotated[float, Meta(ge=0, le=60)]
+    attention_s: Annotated[float, Meta(ge=0, le=1)]
     samples: int
 
 
@@ -114,6 +115,11 @@ class PrefillFit:
             return None
         a, b, c = terms
         return a + b * tokens + c * tokens * (cached_tokens + tokens / 2)
+
+    def restore(self, speed: PrefillSpeed) -> None:
+        """Take what an earlier router learned as the first guess, unless it takes no time."""
+        if speed.fixed_s + speed.token_s > _LEAST_S / 1000:
+            self._prior = speed.fixed_s, speed.token_s, speed.attention_s
 
     @property
     def estimate(self) -> Row:

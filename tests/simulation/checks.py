@@ -260,7 +260,8 @@ def check_end(box: Box) -> Iterator[str]:
         yield f"dynamo serve ended with status {box.serve.status}"
     for path in sorted(box.state.rglob("*")):
         relative = path.relative_to(box.state)
-        kept = relative.parts[0] == "graph.yaml" or relative.parts[1:2] == ("logs",)
+        kept = relative.parts[0] in ("graph.yaml", ".prefill-speed")
+        kept = kept or relative.parts[1:2] == ("logs",)
         if path.is_dir() or kept:
             continue
         yield f"left after the stop: {relative}"

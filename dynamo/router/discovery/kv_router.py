@@ -19,15 +19,18 @@ from dynamo.router.caches.predicted import (
 )
 from dynamo.router.discovery.event_feed import EventFeed
 from dynamo.router.discovery.router import ConnectedRouter, InstanceSource, RoutedWorkers
+from dynamo.router.discovery.saved_speed import SpeedFile, speed_file
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import COMPONENT, RouterLabels, WorkerMetrics
 from dynamo.router.queue.request_queue import make_queue
 from dynamo.router.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.process.tasks import Tasks
 
 log = logging.getLogger(__name__)
 SWEEP_S = 30.0
+_SAVE_S = 60.0
 SILENCE_S = 2.0
 """From the first token of a worker's first prompt: by then it has published the stored blocks."""
 
@@ -220,10 +223,17 @@ class ConnectedKvRouter(ConnectedRouter):
         if self.events is not None:
             self.events.on_unusable = self.maintenance.mark_unusable
         self._sync = ReplicaSync(runtime, labels, picker) if settings.replica_sync else None
+        self._speeds = speed_file(runtime, workers) if settings.in_seconds else None
+        self._tasks = Tasks("router")
 
     async def start(self) -> None:
         """See the class. Raises ConfigError when discovery cannot be opened."""
         await self._runtime.start()
+        if self._speeds is not None:
+            speed = self._speeds.load()
+            if speed is not None:
+                self.picker.active.restore_prefill_speed(speed)
+            self._tasks.spawn(self._save_speed(self._speeds), name="prefill speed")
         if self.events is not None:
             # Before the first worker: events after its dump would be lost otherwise.
             await self.events.start()
@@ -243,6 +253,15 @@ class ConnectedKvRouter(ConnectedRouter):
         await super().close()
         if self._sync is not None:
             self._sync.close()
+        await self._tasks.close()
+        if self._speeds is not None:
+            await self._speeds.save(self.picker.active.prefill_speed())
+
+    async def _save_speed(self, file: SpeedFile) -> None:
+        """Keep what is learned, also for the router after one that is killed."""
+        while True:
+            await asyncio.sleep(_SAVE_S)
+            await file.save(self.picker.active.prefill_speed())
 
     def _export_predictions(self) -> None:
         registry, labels, picker = self._runtime.metrics, self._labels, self.picker

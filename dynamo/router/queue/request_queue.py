@@ -175,7 +175,9 @@ class RequestQueue:
         self._threshold = settings.queue_threshold
         self._refresh_s = settings.overlap_refresh_after_s
         self._queue: WaitingQueue[QueuedRequest] = WaitingQueue(
-            settings.queue_policy, settings.queue_limit
+            settings.queue_policy,
+            settings.queue_limit,
+            picker.active.prefill_seconds if settings.in_seconds else None,
         )
         self._requests: dict[str, QueuedRequest] = {}  # the least recently refreshed first
         self._metrics = metrics or QueueMetrics()

@@ -13,6 +13,7 @@ from dynamo.protocols.engine import Routing
 POLICY_CLASS = "default"
 """The only class of requests, as metrics and errors name it."""
 _MAX_BOOST_S = 10**9
+Work = Callable[[int, int], float]
 T = TypeVar("T", bound=Hashable)
 _SLACK = 64
 """Removed entries that a small heap may carry before it is rebuilt."""
@@ -126,15 +127,17 @@ E = TypeVar("E", bound=QueueEntry)
 class WaitingQueue(Generic[E]):
     """Ordered by strict priority, then the score of ``policy``, then arrival; ``limit`` entries.
 
-    ``policy`` is one of :data:`POLICIES`. ``isl_tokens`` and ``cached_tokens`` are sums over all
-    entries. Adding and removing are O(log entries) amortised.
+    ``policy`` is one of :data:`POLICIES`. ``work`` says what computing (tokens, behind cached ones)
+    costs, in any unit; the tokens themselves by default. ``isl_tokens`` and ``cached_tokens`` are
+    sums over all entries. Adding and removing are O(log entries) amortised.
     """
 
-    def __init__(self, policy: str, limit: int) -> None:
+    def __init__(self, policy: str, limit: int, work: Work | None = None) -> None:
         self.limit = limit
         self.isl_tokens = 0
         self.cached_tokens = 0
         self._score = POLICIES[policy]
+        self._work = work or _tokens
         self._heap: LazyHeap[E] = LazyHeap()
         self._arrivals = 0
 
@@ -187,29 +190,33 @@ class WaitingQueue(Generic[E]):
 
     def _key(self, entry: E) -> tuple[int, float, int]:
         """Negate what is best when high: the smallest key goes first."""
-        return -entry.priority.strict, -self._score(entry), entry.number
+        return -entry.priority.strict, -self._score(entry, self._work), entry.number
 
 
 # Scores compare waiting times: up to a common instant t, a request has waited t - arrived, plus its
 # boost. t cancels out, so the order never changes with time and no score needs a refresh.
-def _first_come(entry: QueueEntry) -> float:
+def _first_come(entry: QueueEntry, work: Work) -> float:
     # As in Dynamo, a negative boost delays nothing here.
     return max(entry.priority.priority_boost_s, 0.0) - entry.arrived_s
 
 
-def _last_come(entry: QueueEntry) -> float:
+def _last_come(entry: QueueEntry, work: Work) -> float:
     return entry.priority.priority_boost_s + entry.arrived_s
 
 
-def _shortest_work(entry: QueueEntry) -> float:
-    uncached_tokens = entry.isl_tokens - entry.cached_tokens
-    return (1.0 + entry.priority.priority_boost_s) / max(uncached_tokens, 1)
+def _shortest_work(entry: QueueEntry, work: Work) -> float:
+    uncached_tokens = max(entry.isl_tokens - entry.cached_tokens, 1)
+    return (1.0 + entry.priority.priority_boost_s) / work(uncached_tokens, entry.cached_tokens)
 
 
-POLICIES: dict[str, Callable[[QueueEntry], float]] = {
+def _tokens(tokens: int, cached_tokens: int) -> float:
+    return tokens
+
+
+POLICIES: dict[str, Callable[[QueueEntry, Work], float]] = {
     "fcfs": _first_come,
     "lcfs": _last_come,
     "wspt": _shortest_work,
 }
 """Score by policy, the highest first: first come first served, last come first served, weighted
-shortest processing time (weight 1 + boost, uncached tokens as the work)."""
+shortest processing time (weight 1 + boost, work of the tokens that no worker holds)."""

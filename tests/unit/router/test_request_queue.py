@@ -33,6 +33,7 @@ from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision
+from dynamo.router.prefill_model import PrefillSpeed
 from dynamo.router.queue.request_queue import (
     TICK_S,
     QueuedRequest,
@@ -215,6 +216,25 @@ def test_the_shortest_work_goes_first_and_is_looked_at_again() -> None:
     assert world.order[1] == "long"
     decision = world.outcomes["long"]
     assert isinstance(decision, Decision) and decision.overlap_blocks == 15
+
+
+@pytest.mark.parametrize(("cost", "first"), [("blocks", "long"), ("seconds", "short")])
+def test_the_shortest_work_is_in_the_unit_of_the_cost(cost: str, first: str) -> None:
+    world = World(1, queue_policy="wspt", cost=cost)
+    # Attention alone: 20 tokens behind 60 cached ones take longer than 24 of a short prompt.
+    speed = PrefillSpeed(fixed_s=1e-6, token_s=0, attention_s=1e-3, samples=50)
+    world.picker.active.restore_prefill_speed(speed)
+    fill(world)
+    hashes = block_hashes(array("I", range(80)), BLOCK)[:15]
+    index = world.picker.index
+    assert isinstance(index, RadixTree)
+    index.store(index.slot(1, 0, 0), None, sequence_hashes(hashes), hashes)
+    world.ask("long", 80, 0)
+    world.ask("short", 24, 500)
+    assert world.sample("queue_pending_cached_tokens") == 60
+    world.picker.free("fill 1")
+    world.turn()
+    assert world.order[1] == first
 
 
 def test_what_lies_below_the_device_is_less_work_too() -> None:
