@@ -138,6 +138,7 @@ def _stages(record: RequestRecord) -> list[tuple[str, float]]:
     found = [
         (name, spent_s)
         for name, spent_s in (
+            ("waiting for a worker", record.worker_wait_s),
             ("prepare", record.prepare_s),
             ("queue", record.queue_s),
             ("prefill", record.prefill_s),
@@ -152,13 +153,15 @@ def _stages(record: RequestRecord) -> list[tuple[str, float]]:
 def _times(record: RequestRecord) -> Iterator[str]:
     total_s = record.duration_s or 1.0
     begun = 0.0
-    for name, spent_s in _stages(record):
+    stages = _stages(record)
+    width = max(len(name) for name, _ in stages) + 1
+    for name, spent_s in stages:
         first, last = round(begun / total_s * _BAR), round((begun + spent_s) / total_s * _BAR)
         begun += spent_s
         bar = " " * min(first, _BAR - 1) + "#" * max(last - first, 1)
-        yield f"  {name:8}{_ms(spent_s):>12}  |{bar:{_BAR}}|"
+        yield f"  {name:{width}}{_ms(spent_s):>12}  |{bar:{_BAR}}|"
     ttft = "" if record.ttft_s is None else f"; first token after {_ms(record.ttft_s)}"
-    yield f"  {'total':8}{_ms(record.duration_s):>12}{ttft}"
+    yield f"  {'total':{width}}{_ms(record.duration_s):>12}{ttft}"
 
 
 def _facts(record: RequestRecord) -> Iterator[str]:

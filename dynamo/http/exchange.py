@@ -105,7 +105,8 @@ class Exchange:
 
     ``on_disconnect`` is called once if the client disconnects before the end; after that (``gone``)
     everything written is discarded. While ``above_high_water`` the client reads too slowly;
-    ``on_drain`` is called when it has caught up. ``received_at`` is time.monotonic().
+    ``on_drain`` is called when it has caught up. ``received_at`` is time.monotonic(), and so is
+    ``resumed_at``: when it no longer had to wait for a worker; 0 if it never had to.
 
     Every exchange has a ``deadline`` (monotonic seconds), so that it ends even if its route never
     responds. A route with its own timeouts sets it to ``NEVER``. At the deadline ``on_expired`` is
@@ -132,6 +133,7 @@ class Exchange:
         "path",
         "query",
         "received_at",
+        "resumed_at",
         "started",
         "status",
     )
@@ -149,6 +151,7 @@ class Exchange:
         self.api_key: ApiKey | None = head.api_key
         self.body = body
         self.received_at = received_at
+        self.resumed_at = 0.0
         self.on_disconnect: Callable[[], object] | None = None
         self.on_drain: Callable[[], None] | None = None
         self.on_expired: Callable[[], None] | None = None

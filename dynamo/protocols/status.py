@@ -81,10 +81,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     ``client_id`` is the ``x-request-id`` that the client sent, if any.
 
-    ``duration_s`` is the sum of ``prepare_s`` (parse, template, tokenize), ``queue_s`` (until a
-    worker was chosen), ``prefill_s`` (from there to the first token), ``decode_s`` (first to last
-    token) and the rest, which is spent on the way to the client. ``ttft_s`` counts from arrival.
-    ``prefill_route`` is the choice of its prefill worker. Lists leave out both routes.
+    ``duration_s`` is the sum of ``worker_wait_s`` (its model had no worker), ``prepare_s`` (parse,
+    template, tokenize), ``queue_s`` (until a worker was chosen), ``prefill_s`` (from there to the
+    first token), ``decode_s`` (first to last token) and the rest, on the way to the client.
+    ``ttft_s`` counts from arrival. ``prefill_route`` is the choice of its prefill worker. Lists
+    leave out both routes.
     """
 
     request_id: str
@@ -104,6 +105,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_blocks: int = 0
     migrations: int = 0
     ttft_s: float | None = None
+    worker_wait_s: float | None = None
     prepare_s: float | None = None
     queue_s: float | None = None
     prefill_s: float | None = None

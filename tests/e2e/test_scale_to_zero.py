@@ -108,6 +108,12 @@ def test_an_idle_model_has_no_worker_and_its_first_stream_waits(site: Zero) -> N
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     assert "hello" in text
     assert list(site.holders()) == ["two-models_Batch_1"]
+    record = httpx.get(f"{site.url}/requests/last").json()
+    assert record["worker_wait_s"] > record["prepare_s"]  # a process was started
+    command = [sys.executable, "-m", "dynamo", "explain", f"--url={site.url[:-3]}"]
+    shown = subprocess.run(command, env=site.env, capture_output=True, text=True, timeout=60).stdout
+    assert "most of it waiting for a worker (" in shown
+    assert "\n  waiting for a worker  " in shown and "\n  prepare               " in shown
 
 
 def test_an_engine_that_can_sleep_is_woken(site: Zero) -> None:

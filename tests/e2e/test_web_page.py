@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import Any
 
 import pytest
 from deployment import Deployment, free_port
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page
 from serving import ROOT, Serving
+from web_kit import WAIT_MS, chromium, collect_errors, needs_chromium
 
 from dynamo.http.api_keys import key_line, new_key
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium is missing: apt-get install chromium"
-)
+pytestmark = needs_chromium
 GRAPH = f"""
 Frontend: {{run: dynamo.frontend, http-port: PORT, router-mode: kv}}
 Worker:
@@ -54,26 +51,17 @@ class Site:
     def open(self, context: BrowserContext, tab: str = "overview") -> Page:
         self.errors.clear()
         page = context.new_page()
-        page.set_default_timeout(20_000)
-        page.on("console", self._on_console)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.set_default_timeout(WAIT_MS)
+        collect_errors(page, self.errors)
         page.goto(f"http://127.0.0.1:{self.port}/ui#{tab}")
         page.wait_for_selector("#models .badge.ready", state="attached")
         return page
 
-    def _on_console(self, message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning"):
-            self.errors.append(message.text)
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        # As root, as in a container, Chromium's sandbox does not start.
-        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -307,6 +307,7 @@ class HeldExchange:
         """Wait in the queue. Raises Unavailable if it is full."""
         self._queue.add(self)
         self._registry.enter()
+        self._exchange.resumed_at = NEVER
         self._exchange.deadline = NEVER  # that of the queue applies
         self._exchange.on_disconnect = self._disconnected
 
@@ -314,6 +315,7 @@ class HeldExchange:
         """Handle the request."""
         exchange = self._exchange
         exchange.on_disconnect = None
+        exchange.resumed_at = time.monotonic()
         self._registry.leave()
         try:
             self._again(exchange)
@@ -365,6 +367,7 @@ class HeldDispatch:
         """Wait in the queue. Raises Unavailable if it is full."""
         self._queue.add(self)
         self._engine_request.pending = self
+        self._engine_request.request.metrics.waits_for_worker()
 
     def cancel(self) -> None:
         """Leave the queue: the request has ended. Idempotent."""
@@ -373,6 +376,7 @@ class HeldDispatch:
     def resume(self) -> None:
         """Send the request to the new worker."""
         self._engine_request.pending = None
+        self._engine_request.request.metrics.has_worker()
         self._engine_request.tried = frozenset()
         self._send(self._engine_request)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from dynamo._fast.histogram import Histogram
 from dynamo.frontend.prompt.preprocessor import PromptMetrics
-from dynamo.frontend.requests.recent import RecentRequests
+from dynamo.frontend.requests.recent import WORKER_WAIT, RecentRequests
 from dynamo.observability.metrics import (
     DEFAULT_FRONTEND_PREFIX,
     ISL_BUCKETS,
@@ -36,6 +36,9 @@ PHASES = ("aggregated", "prefill", "decode")
 
 PREPROCESS = ("", "preprocess")
 """Phase and stage of a request that has just come."""
+
+WORKER_WAIT_STAGE = ("", WORKER_WAIT)
+"""Those of a request that waits for the first worker of its model."""
 
 C = TypeVar("C", Counter, Gauge, Histogram)
 
@@ -110,7 +113,7 @@ _DISCONNECTED = gauge("dynamo_frontend_disconnected_clients", "Clients that left
 # Where their time goes.
 _STAGE_SECONDS = histogram(
     "dynamo_frontend_stage_duration_seconds",
-    "Time spent in a stage: preprocess, route, transport_roundtrip, dispatch",
+    "Time spent in a stage: worker_wait, preprocess, route, transport_roundtrip, dispatch",
     (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5),
     "stage",
 )
@@ -252,11 +255,12 @@ class FrontendMetrics:
         self.detokenize_ms = self.child(_TOKENIZER_LATENCY_MS, "detokenize")
         self.detokenize_tokens = self.child(_DETOKENIZE_TOKENS)
         self.detokenize_us = self.child(_DETOKENIZE_US)
+        self.worker_wait_stage = self.child(_STAGE_SECONDS, WORKER_WAIT)
         self.preprocess_stage = self.child(_STAGE_SECONDS, "preprocess")
         self.route_stage = self.child(_STAGE_SECONDS, "route")
         self.dispatch_stage = self.child(_STAGE_SECONDS, "dispatch")
         self.roundtrip_stage = self.child(_STAGE_SECONDS, "transport_roundtrip")
-        stages = (PREPROCESS, *itertools.product(PHASES, ("route", "dispatch")))
+        stages = (WORKER_WAIT_STAGE, PREPROCESS, *itertools.product(PHASES, ("route", "dispatch")))
         self.stages = {stage: self.child(_STAGE_REQUESTS, *stage) for stage in stages}
         self.plane_inflight = self.child(_PLANE_INFLIGHT)
         self.plane_queue = self.child(_PLANE_QUEUE)

@@ -20,7 +20,7 @@ import msgspec
 from dynamo.errors import InvalidArgument, ModelNotFound, shorten
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.headers import request_id
-from dynamo.http import Exchange
+from dynamo.http import NEVER, Exchange
 from dynamo.protocols.status import RequestRecord, RouteReceipt
 from dynamo.router.picker import Decision
 from dynamo.router.receipt import DecisionInputs
@@ -29,7 +29,8 @@ _ROUTED = 1000
 _REFUSED = 200
 CLIENT_ID_CHARACTERS = 128
 """So much of a text that a client chose is kept."""
-_STAGES = ("prepare", "queue", "prefill", "decode")
+WORKER_WAIT = "worker_wait"
+"""The stage of a request that waits for the first worker of its model."""
 _PREFIXES = re.compile(r"(?:chatcmpl|cmpl|embd|resp|msg)[-_]")
 _SECRET = re.compile(r"-[0-9a-f]{32}$")
 """The end of the id of a response that is stored."""
@@ -59,9 +60,11 @@ class RequestInfo(NamedTuple):
 class RequestFigures(msgspec.Struct):
     """The figures of one request. Moments are monotonic seconds, 0 if it did not get so far.
 
-    ``model`` is its name. ``sent_s`` is when its (decode) worker was chosen, ``prefilled`` the step
-    of a prefill worker before that; ``inputs`` and ``prefill_inputs`` explain the choices.
-    ``outcome`` and what follows from the engines' output are set when it ends.
+    ``model`` is its name. ``resumed_s`` is when its model got a worker, ``rerouted_s`` the same if
+    the workers left while it was prepared; infinite while it waits. ``sent_s`` is when its (decode)
+    worker was chosen, ``prefilled`` the step of a prefill worker before that; ``inputs`` and
+    ``prefill_inputs`` explain the choices. ``outcome`` and what follows from the engines' output
+    are set when it ends.
     """
 
     info: RequestInfo
@@ -69,7 +72,9 @@ class RequestFigures(msgspec.Struct):
     received_s: float
     outcome: str = ""
     ended_s: float = 0.0
+    resumed_s: float = 0.0
     prepared_s: float = 0.0
+    rerouted_s: float = 0.0
     sent_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
@@ -88,6 +93,11 @@ class RequestFigures(msgspec.Struct):
         """Seconds from arrival to the first token; None without one."""
         return self.first_token_s - self.received_s if self.first_token_s else None
 
+    def worker_wait_s(self) -> float:
+        """Seconds without any worker of its model."""
+        spans = self.stages()
+        return sum(ended_s - begun_s for name, begun_s, ended_s in spans if name == WORKER_WAIT)
+
     def explained(self) -> RequestRecord:
         """As :meth:`record`, with the receipts of its routes."""
         return msgspec.structs.replace(
@@ -97,7 +107,9 @@ class RequestFigures(msgspec.Struct):
     def record(self) -> RequestRecord:
         """Return what operators see."""
         usage, decision, prefilled = self.usage, self.decision, self.prefilled
-        spent = {name: ended_s - begun_s for name, begun_s, ended_s in self.stages()}
+        spent: dict[str, float] = {}
+        for name, begun_s, ended_s in self.stages():
+            spent[name] = spent.get(name, 0.0) + ended_s - begun_s
         cached = self if prefilled is None else prefilled
         return RequestRecord(
             request_id=self.info.request_id,
@@ -117,6 +129,7 @@ class RequestFigures(msgspec.Struct):
             prompt_blocks=cached.prompt_blocks,
             migrations=self.migrations,
             ttft_s=self.ttft_s,
+            worker_wait_s=spent.get(WORKER_WAIT),
             prepare_s=spent.get("prepare"),
             queue_s=spent.get("queue"),
             prefill_s=spent.get("prefill"),
@@ -130,10 +143,19 @@ class RequestFigures(msgspec.Struct):
         """
         sent_s = self.sent_s if self.prefilled is None else self.prefilled.sent_s
         begun_s = self.received_s
-        moments = (self.prepared_s, sent_s, self.first_token_s, self.last_token_s)
-        for name, moment_s in zip(_STAGES, moments, strict=True):
-            yield name, begun_s, max(moment_s or self.ended_s, begun_s)
-            if not moment_s:
+        for name, moment_s in (
+            (WORKER_WAIT, self.resumed_s),
+            ("prepare", self.prepared_s),
+            (WORKER_WAIT, self.rerouted_s),
+            ("queue", sent_s),
+            ("prefill", self.first_token_s),
+            ("decode", self.last_token_s),
+        ):
+            if name == WORKER_WAIT and not moment_s:
+                continue
+            reached = moment_s and moment_s != NEVER
+            yield name, begun_s, max(moment_s if reached else self.ended_s, begun_s)
+            if not reached:
                 return
             begun_s = moment_s
 
@@ -160,6 +182,7 @@ class RecentRequests:
             exchange.received_at,
             outcome,
             time.monotonic(),
+            exchange.resumed_at,
         )
         self.refused.append(ended)
         return ended

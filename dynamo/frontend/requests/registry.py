@@ -187,6 +187,8 @@ class RequestRegistry:
     def _record_refused(self, exchange: Exchange, endpoint: str, model: str, outcome: str) -> None:
         recent = self.metrics.recent
         ended = recent.refuse(endpoint, model, outcome, exchange)
+        if ended.resumed_s:
+            self.metrics.worker_wait_stage.observe(ended.worker_wait_s())
         if self.tracing is not None:
             trace_refused(self.tracing, exchange, ended)
 

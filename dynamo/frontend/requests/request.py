@@ -192,7 +192,13 @@ class ActiveRequest:
         self.engine_id = shared.add(self)
         kind = "stream" if stream else "unary"
         self.metrics = RequestMetrics(
-            info, model.name, exchange.received_at, shared=shared.metrics, of_model=model, kind=kind
+            info,
+            model.name,
+            exchange.received_at,
+            resumed_s=exchange.resumed_at,
+            shared=shared.metrics,
+            of_model=model,
+            kind=kind,
         )
 
     @property
@@ -396,7 +402,7 @@ class ActiveRequest:
     ) -> None:
         """Set the header of the route, also after a change of the worker."""
         inputs = engine_request.inputs, engine_request.prefill_inputs
-        queued_s = chosen_s - self.metrics.prepared_s
+        queued_s = chosen_s - (self.metrics.rerouted_s or self.metrics.prepared_s)
         operator = self._shared.admits_operator(self.exchange)
         header = route_header(self.info.request_id, decision, inputs, queued_s, operator)
         self._headers = (*(one for one in self._headers if one[0] != ROUTE_HEADER), header)

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.errors import Labels
-from dynamo.frontend.requests.metrics import PREPROCESS, FrontendMetrics, ModelMetrics
+from dynamo.frontend.requests.metrics import (
+    PREPROCESS,
+    WORKER_WAIT_STAGE,
+    FrontendMetrics,
+    ModelMetrics,
+)
 from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, RequestFigures
+from dynamo.http import NEVER
 from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:
@@ -47,6 +53,17 @@ class RequestMetrics(RequestFigures, kw_only=True):
         if not self.engine_requests:
             self.stage = phase, "route"
 
+    def waits_for_worker(self) -> None:
+        """All workers of its model have left before one received it."""
+        if not self.engine_requests:
+            self.rerouted_s = NEVER
+            self.stage = WORKER_WAIT_STAGE
+
+    def has_worker(self) -> None:
+        """Its model has a worker again."""
+        if not self.engine_requests:
+            self.rerouted_s = time.monotonic()
+
     def prefilling(self) -> None:
         """A prefill worker has the request."""
         if not self.engine_requests:
@@ -75,7 +92,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
         if self.engine_requests > 1:
             return False
         self.sent_s = chosen_s
-        shared.route_stage.observe(chosen_s - self.prepared_s)
+        shared.route_stage.observe(chosen_s - (self.rerouted_s or self.prepared_s))
         shared.plane_queue.observe(chosen_s - self.received_s)
         if not self.first_token_s:
             self.stage = self.phase, "dispatch"
@@ -149,7 +166,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
         """
         model, shared = self.of_model, self.shared
         if self.prepared_s:
-            shared.preprocess_stage.observe(self.prepared_s - self.received_s)
+            shared.preprocess_stage.observe(self.prepared_s - (self.resumed_s or self.received_s))
         if failure is None:
             self.outcome = "ok"
             model.requests[self.info.endpoint, "", self.model, self.kind, "success"].value += 1
@@ -159,6 +176,8 @@ class RequestMetrics(RequestFigures, kw_only=True):
             model.failed(self.info.endpoint, self.kind, failure.error_type)
         model.active.value -= 1
         self.ended_s = time.monotonic()
+        if self.resumed_s or self.rerouted_s:
+            shared.worker_wait_stage.observe(self.worker_wait_s())
         model.duration.observe(self.ended_s - self.received_s)
         if choices:
             first = choices[0]
@@ -189,6 +208,9 @@ def show_in_progress(shared: FrontendMetrics, requests: Iterable[RequestMetrics]
         queued[one.model] += one.accepted and not one.first_token_s
     for stage, gauge in shared.stages.items():
         gauge.value = stages[stage]
+    # Those that wait before their body is parsed are no requests yet.
+    waiting = sum(model.cold_start_queue.value for model in shared.models)
+    shared.stages[WORKER_WAIT_STAGE].value = waiting
     for model in shared.models:
         model.inflight.value = inflight[model.name]
         model.queued.value = queued[model.name]

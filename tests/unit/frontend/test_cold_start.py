@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.control import ModelCard, OnDemandModel
 from dynamo.protocols.engine import HTTP_INPUT, ROUTES, HttpResponseHead
 from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
+from dynamo.protocols.status import RequestRecord
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 from dynamo.serve.state.document import Document
@@ -31,6 +33,11 @@ from dynamo.serve.state.statefile import Statefile
 
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
 _STATE = codec.decoder(OnDemandState).decode
+
+
+_NOW_WAITING = 'dynamo_frontend_stage_requests{phase="",stage="worker_wait"}'
+_WAITED = 'dynamo_frontend_stage_duration_seconds_sum{stage="worker_wait"}'
+_PREPARED = 'dynamo_frontend_stage_duration_seconds_sum{stage="preprocess"}'
 
 
 class Planner:
@@ -126,8 +133,13 @@ class Site:
 
     def metric(self, name: str) -> float:
         text = self.runtime.metrics.exposition("")[0].decode()
-        lines = [one for one in text.splitlines() if one.startswith(name + "{")]
+        whole = name if "{" in name else name + "{"
+        lines = [one for one in text.splitlines() if one.startswith(whole)]
         return sum(float(one.rpartition(" ")[2]) for one in lines)
+
+    def last(self) -> RequestRecord:
+        """The request that ended last."""
+        return self.frontend._requests.metrics.recent.last().record()
 
 
 @asynccontextmanager
@@ -175,8 +187,20 @@ async def test_a_request_waits_for_the_first_worker(site: Site) -> None:
     asked = asyncio.ensure_future(site.complete())
     await site.planner.until(1)
     assert site.metric("dynamo_frontend_cold_start_queue_requests") == 1
+    assert site.metric(_NOW_WAITING) == 1
+    seen_s = time.monotonic()
     await site.worker()
+    waited_s = time.monotonic() - seen_s
     answer = await asked
+    record = site.last()
+    # All of the wait is in its own stage, and none of it in that of the preparation.
+    assert record.worker_wait_s is not None and record.worker_wait_s >= waited_s
+    stages = (record.prepare_s, record.queue_s, record.prefill_s, record.decode_s)
+    rest_s = sum(one for one in stages if one is not None)
+    assert record.worker_wait_s + rest_s <= record.duration_s
+    assert site.metric(_NOW_WAITING) == 0
+    assert site.metric(_WAITED) == pytest.approx(record.worker_wait_s)
+    assert site.metric(_PREPARED) == pytest.approx(record.prepare_s)
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 3
     await site.planner.until(0)
@@ -247,6 +271,9 @@ async def test_a_client_that_leaves_is_forgotten(site: Site) -> None:
     await site.planner.until(1)
     asked.cancel()
     await site.planner.until(0)
+    record = site.last()
+    assert record.outcome == "cancelled" and record.prepare_s is None
+    assert record.worker_wait_s == record.duration_s
     worker = await site.worker()
     assert (await site.complete("later")).status_code == 200
     assert len(worker.order) == 1
@@ -273,6 +300,8 @@ async def test_a_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         assert "got no worker within" in answer.json()["message"]
+        record = site.last()
+        assert record.worker_wait_s == record.duration_s and record.prepare_s is None
 
 
 async def test_without_a_planner_nothing_waits(tmp_path: Path) -> None:
@@ -419,9 +448,13 @@ async def test_a_request_for_the_worker_that_just_left_waits(site: Site) -> None
     asked = asyncio.ensure_future(site.complete("two"))
     await site.planner.until(1)
     entry.served = False
+    assert site.last().worker_wait_s is None
     second = await site.worker()
     assert (await asked).status_code == 200
     assert len(second.order) == 1
+    record = site.last()  # it was prepared before it waited
+    assert record.worker_wait_s and record.prepare_s and record.queue_s is not None
+    assert site.metric(_WAITED) == pytest.approx(record.worker_wait_s)
 
 
 async def test_the_planner_sees_how_long_a_model_is_idle(

@@ -13,6 +13,7 @@ from test_request import Site, ids
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, ModelNotFound, Overloaded
 from dynamo.frontend.apis.operator.status import RecentRoutes
 from dynamo.frontend.requests.recent import Prefilled, RecentRequests, RequestFigures, RequestInfo
+from dynamo.http import NEVER
 from dynamo.http.routes import Routes
 from dynamo.protocols.engine import CompletionUsage, PromptTokensDetails
 from dynamo.protocols.status import RequestRecord
@@ -100,9 +101,26 @@ def test_the_stages_of_a_prefill_worker() -> None:
     assert stages == (1.0, 2.0, 3.0, 2.0) and record.duration_s == 9.0
 
 
+def test_the_stages_of_a_request_without_a_worker() -> None:
+    moments: dict[str, Any] = {
+        "resumed_s": 3.0,
+        "prepared_s": 4.0,
+        "rerouted_s": 7.0,
+        "sent_s": 7.5,
+    }
+    record = request(1, 9.0, **moments).record()
+    assert (record.worker_wait_s, record.prepare_s, record.queue_s) == (5.0, 1.0, 0.5)
+    assert (record.prefill_s, record.decode_s) == (1.5, None)
+    waiting = request(1, 9.0, resumed_s=3.0, prepared_s=4.0, rerouted_s=NEVER)
+    assert [name for name, _, _ in waiting.stages()] == ["worker_wait", "prepare", "worker_wait"]
+    assert waiting.record().worker_wait_s == 7.0 and waiting.record().queue_s is None
+
+
 def test_the_ring_is_bounded_and_ordered() -> None:
     recent = RecentRequests(routed=3, refused=2)
-    exchange: Any = SimpleNamespace(headers={"x-request-id": "y" * 500}, received_at=0.0)
+    exchange: Any = SimpleNamespace(
+        headers={"x-request-id": "y" * 500}, received_at=0.0, resumed_at=0.0
+    )
     for number in range(1, 6):
         recent.add(request(number, 1e12 + number, model="ab"[number % 2]))
         recent.refuse("completions", "c", "overload", exchange)

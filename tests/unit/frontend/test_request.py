@@ -243,7 +243,7 @@ class Site:
         assert self.sample("dynamo_request_plane_inflight_requests") == 0
         page = self.registry.render().decode().splitlines()
         stages = [line for line in page if line.startswith("dynamo_frontend_stage_requests{")]
-        assert len(stages) == 7 and all(line.endswith(" 0") for line in stages)
+        assert len(stages) == 8 and all(line.endswith(" 0") for line in stages)
 
     def ended(self, error_type: str, request_type: str = "unary", model: str = "tiny") -> float:
         return self.sample(

@@ -39,7 +39,7 @@ class Page:
         rows = (line.rsplit(" ", 1) for line in self.registry.render().decode().splitlines())
         prefix = "dynamo_frontend_stage_requests{"
         found = {name: float(value) for name, value in rows if name.startswith(prefix)}
-        assert len(found) == 7
+        assert len(found) == 8
         return {name.removeprefix(prefix)[:-1]: value for name, value in found.items() if value}
 
 

@@ -4,6 +4,7 @@ import { badge, byId, clock, count, liveTable, make, NONE, percent, seconds, set
 import { getJson } from "./server.js";
 
 const PARTS = [
+  ["waiting for a worker", "worker_wait_s", "its model had none: it was started for this request"],
   ["prepare", "prepare_s", "parse, template, tokenize"],
   ["queue", "queue_s", "until a worker was chosen"],
   ["prefill", "prefill_s", "until the first token"],
@@ -69,17 +70,22 @@ const COLUMNS = [
 
 // -- the receipt
 
+function part(name) {
+  return `part ${name.replaceAll(" ", "-")}`;
+}
+
 function timeline(row) {
-  const parts = PARTS.map(([name, field, title]) => [name, row[field] ?? 0, title]);
+  const parts = PARTS.filter(([, field]) => field !== "worker_wait_s" || row[field] != null)
+    .map(([name, field, title]) => [name, row[field] ?? 0, title]);
   const rest = row.duration_s - parts.reduce((total, part) => total + part[1], 0);
   parts.push(["network", Math.max(0, rest), "until the response was complete"]);
   const track = make("div", { class: "timeline", role: "img", "aria-label": parts.map(([name, value]) => `${name} ${seconds(value)}`).join(", ") });
   const legend = make("div", { class: "legend" });
   for (const [name, value, title] of parts) {
-    const piece = make("span", { class: `part ${name}`, title: `${name}: ${title}` });
+    const piece = make("span", { class: part(name), title: `${name}: ${title}` });
     piece.style.flexGrow = String(value / (row.duration_s || 1));
     track.append(piece);
-    legend.append(make("span", { title }, make("i", { class: `part ${name}` }), `${name} `, make("b", {}, seconds(value))));
+    legend.append(make("span", { title }, make("i", { class: part(name) }), `${name} `, make("b", {}, seconds(value))));
   }
   return [track, legend];
 }
