@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import ModelNotFound
-from dynamo.frontend.access import frontend_access, guard_ui_routes
+from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_guard
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.ui.route import UiRoutes
 from dynamo.http import Exchange, HttpLimits, HttpServer
@@ -115,11 +115,13 @@ class ScriptedPage:
     async def _serve(self) -> None:
         tasks = Tasks("scripted page")
         source: Any = self
-        routes = UiRoutes(source, FrontendStatus, tasks, self._settings)
+        guard = operator_guard(self._settings, own_pages=True)
+        has_keys = self._settings.api_key_file is not None
+        routes = UiRoutes(source, FrontendStatus, tasks, guard, has_keys)
         table = Routes()
         routes.install(table)
         table.get("/v1/requests/", self._request)
-        guard_ui_routes(table, self._settings)
+        guard_ui_routes(table, guard)
         server = HttpServer(table, HttpLimits(), access=frontend_access(self._settings))
         host, port = await server.start("127.0.0.1", 0)
         stopped = asyncio.Event()

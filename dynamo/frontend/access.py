@@ -62,9 +62,8 @@ def guard_operator_routes(routes: Routes, guard: OperatorGuard) -> None:
         routes.wrap(path, methods, guard.before)
 
 
-def guard_ui_routes(routes: Routes, settings: FrontendSettings) -> None:
+def guard_ui_routes(routes: Routes, guard: OperatorGuard) -> None:
     """Admit only operators, and pages of this frontend, to what the web page shows and does."""
-    guard = operator_guard(settings, own_pages=True)
     for path, methods in OPERATOR_UI_ROUTES.items():
         routes.wrap(path, methods, guard.before)
 

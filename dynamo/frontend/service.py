@@ -194,10 +194,12 @@ class Frontend:
         guard_operator_routes(routes, guard)
 
     def _web_page(self, routes: Routes) -> UiRoutes:
-        box = BoxSource(self._runtime, self._settings.api_key_file is not None)
-        page = UiRoutes(box, self._status.status, self._tasks, self._settings)
+        has_keys = self._settings.api_key_file is not None
+        box = BoxSource(self._runtime, has_keys)
+        guard = operator_guard(self._settings, own_pages=True)
+        page = UiRoutes(box, self._status.status, self._tasks, guard, has_keys)
         page.install(routes)
-        guard_ui_routes(routes, self._settings)
+        guard_ui_routes(routes, guard)
         return page
 
     def _limit_connections(self) -> None:

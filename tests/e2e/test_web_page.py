@@ -280,25 +280,45 @@ def test_with_keys_the_page_asks_for_one(browser: Browser, tmp_path: Path) -> No
         page = browser.new_page()
         page.set_default_timeout(20_000)
         page.goto(f"{deployment.url}/ui#chat")
-        page.wait_for_selector('#live:has-text("an operator\'s key is needed")')
-        page.fill("#key", "wrong")
+        page.wait_for_selector("#sign-in >> text=An operator's key")
+        assert not page.is_visible("#tabs") and not page.is_visible("#chat")
+        text = page.inner_text("body")
+        assert not any(one in text for one in ("No worker", "No NVIDIA", "No planner")), text
+        page.keyboard.type("wrong")  # the box has the focus
         page.keyboard.press("Enter")
-        page.wait_for_selector("#live.failed:has-text('API key')")
-        page.reload()  # with the wrong key in its storage
-        page.wait_for_selector("#live.failed:has-text('API key')")
+        page.wait_for_selector("#key-error:has-text('not valid here')")
+        page.reload()
+        page.wait_for_selector("#sign-in")
         page.fill("#key", user)
         page.keyboard.press("Enter")
-        page.wait_for_selector("#live:has-text(\"the key 'alice' has the role user\")")
-        page.fill("#chat-text", "with a key")  # which a user may
+        page.wait_for_selector("#who:has-text('alice · user')")
+        page.wait_for_selector("#live.ready:has-text('connected')")
+        assert page.locator("#tabs [role=tab]:visible").all_inner_texts() == ["Chat", "Connect"]
+        note = page.inner_text("#role-note")
+        assert "the key 'alice' has the role user: send an operator's key" in note
+        assert not page.is_visible("#problems") and not page.is_visible("#deployment")
+        page.fill("#chat-text", "with a key")
         page.click("#chat-send")
         page.wait_for_selector(".message.assistant .body:has-text('with a key')")
+        page.evaluate("location.hash = 'overview'")  # not for this role
+        page.wait_for_selector("#chat", state="visible")
+        page.reload()
+        page.wait_for_selector("#who:has-text('alice · user')")
+        page.click("#sign-out")
+        page.wait_for_selector("#sign-in")
+        assert page.evaluate("sessionStorage.length") == 0
         page.fill("#key", operator)
         page.keyboard.press("Enter")
-        page.wait_for_selector("#live.ready")
+        page.wait_for_selector("#who:has-text('root · operator')")
+        page.wait_for_selector("#live.ready:has-text('live')")
         page.wait_for_selector("#problems:has-text('was not started by dynamo serve')")
         page.click("#tab-overview")
         page.wait_for_selector("#models .badge.ready")
-        assert page.evaluate("localStorage.length") == 0 and not page.is_visible("#key-form")
+        keys.write_text(key_line("root", "user", operator))  # while the page is open
+        page.wait_for_selector("#who:has-text('root · user')")
+        page.wait_for_selector("#chat", state="visible")
+        page.wait_for_selector("#problems", state="hidden")
+        assert page.evaluate("localStorage.length") == 0
         page.close()
     finally:
         deployment.close()

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError
 from dynamo.frontend.ui.source import BoxSource, StatusSampler
 from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
 from dynamo.http import Exchange
+from dynamo.http.access import OperatorGuard
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.status import FrontendStatus
 from dynamo.runtime.process.tasks import Tasks
@@ -36,6 +36,19 @@ class _Action(msgspec.Struct):
     name: str
 
 
+class _About(msgspec.Struct, frozen=True):
+    """``GET /ui/about.json``: whether clients need keys, and what the key that was sent is.
+
+    ``role`` is operator, user or none (a key is needed). ``rest`` is what the other parts of the
+    page are for anyone else: "for operators; …". Without keys, clients on other machines are users.
+    """
+
+    keys: bool
+    role: str
+    name: str
+    rest: str
+
+
 _action = msgspec.json.Decoder(_Action).decode
 
 
@@ -47,13 +60,15 @@ class UiRoutes:
         source: BoxSource,
         own: Callable[[], FrontendStatus],
         tasks: Tasks,
-        settings: FrontendSettings,
+        guard: OperatorGuard,
+        has_keys: bool,
     ) -> None:
         self.sampler = StatusSampler(source, own, tasks)
         self._logs = LogStreams(source.logs, source.namespace)
         self._source = source
         self._tasks = tasks
-        self._about = msgspec.json.encode({"keys": settings.api_key_file is not None})
+        self._guard = guard
+        self._has_keys = has_keys
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
@@ -76,8 +91,13 @@ class UiRoutes:
         self._source.close()
 
     def _describe(self, exchange: Exchange) -> None:
+        """Say what the client may see. The path is open: with a wrong key as without one."""
+        key, problem = exchange.api_key, self._guard.problem(exchange)
+        role = "none" if self._has_keys and key is None else "user" if problem else "operator"
+        rest = problem.removeprefix(f"{_ABOUT} is ")
+        about = _About(self._has_keys, role, "" if key is None else key.name, rest)
         headers = [*HEADERS, ("cache-control", "no-store")]
-        exchange.respond(200, self._about, headers=headers)
+        exchange.respond(200, msgspec.json.encode(about), headers=headers)
 
     async def _run(self, exchange: Exchange) -> None:
         try:

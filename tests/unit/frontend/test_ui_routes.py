@@ -15,7 +15,7 @@ import pytest
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.access import frontend_access, guard_ui_routes
+from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_guard
 from dynamo.frontend.ui import source as sampler
 from dynamo.frontend.ui import stream as files
 from dynamo.frontend.ui.route import UiRoutes
@@ -46,10 +46,12 @@ class Page:
         self.pressed: list[tuple[str, str]] = []
         self.tasks = Tasks("test")
         source: Any = self
-        self.routes = UiRoutes(source, FrontendStatus, self.tasks, self.settings)
+        guard = operator_guard(self.settings, own_pages=True)
+        has_keys = self.settings.api_key_file is not None
+        self.routes = UiRoutes(source, FrontendStatus, self.tasks, guard, has_keys)
         table = Routes()
         self.routes.install(table)
-        guard_ui_routes(table, self.settings)
+        guard_ui_routes(table, guard)
         limits = HttpLimits(sweep_s=0.02, linger_s=0.1)
         self.server = HttpServer(table, limits, access=frontend_access(self.settings))
         self.port = 0
@@ -254,6 +256,13 @@ async def test_a_form_of_a_foreign_page_is_refused_by_its_type(page: Page) -> No
     await close(writer)
 
 
+async def test_without_keys_a_page_of_another_host_is_no_operators(page: Page) -> None:
+    _, _, body = await page.ask("/ui/about.json")
+    assert json.loads(body) == {"keys": False, "role": "operator", "name": "", "rest": ""}
+    about = json.loads((await page.ask("/ui/about.json", "Host: box.lan:8000"))[2])
+    assert (about["role"], about["rest"]) == ("user", "not served as host 'box.lan'; use localhost")
+
+
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1:8000", "[::1]:8000"])
 async def test_its_own_page_is_admitted(page: Page, host: str) -> None:
     headers = (f"Host: {host}", f"Origin: http://{host}", "Sec-Fetch-Site: same-origin")
@@ -275,7 +284,12 @@ async def test_with_keys_the_files_are_open_and_the_rest_is_for_operators(tmp_pa
         for path in (*files.file_paths(), "/ui/about.json"):
             assert (await page.ask(path))[0] == 200
         assert (await page.ask("/", "Accept: text/html"))[0] == 307
-        assert json.loads((await page.ask("/ui/about.json"))[2]) == {"keys": True}
+        roles = {"": ("none", ""), "wrong": ("none", ""), user: ("user", "alice")}
+        for key, (role, name) in {**roles, operator: ("operator", "root")}.items():
+            headers = (f"X-Api-Key: {key}",) if key else ()
+            about = json.loads((await page.ask("/ui/about.json", *headers))[2])
+            assert (about["keys"], about["role"], about["name"]) == (True, role, name)
+            assert about["rest"].startswith("" if role == "operator" else "for operators; ")
         for path in ("/ui/events", "/ui/logs?name=x"):
             assert (await page.ask(path))[0] == 401
             status, _, answer = await page.ask(path, f"Authorization: Bearer {user}")

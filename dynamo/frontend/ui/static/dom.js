@@ -125,7 +125,7 @@ export function sentence(text) {
 export function liveTable(table, columns, { key, empty, note }) {
   const head = make("tr", {}, ...columns.map((one) =>
     make("th", { scope: "col", class: one.class ?? "" }, one.label)));
-  const blank = make("tbody", {}, make("tr", {},
+  const blank = make("tbody", { hidden: true }, make("tr", {},
     make("td", { class: "empty", colSpan: columns.length }, empty)));
   const rows = new Map();
   table.append(make("thead", {}, head), blank);

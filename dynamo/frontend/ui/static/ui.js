@@ -11,6 +11,10 @@ import { apiKey, getJson, setApiKey, Stream, toast } from "./server.js";
 
 const TABS = ["overview", "requests", "logs", "chat", "connect"];
 const THEMES = ["auto", "light", "dark"];
+const MODELS_MS = 5000;
+
+let about = { keys: false, role: "", name: "", rest: "" };
+let retry = 0;
 
 const logs = logsPane.install();
 const chat = chatPane.install();
@@ -21,9 +25,14 @@ charts.install();
 
 // -- tabs: the hash of the address names the section
 
+// What the role of the key may see; without one, the form alone.
+function tabs() {
+  return { operator: TABS, user: ["chat", "connect"] }[about.role] ?? [];
+}
+
 function currentTab() {
   const name = location.hash.slice(1);
-  return TABS.includes(name) ? name : TABS[0];
+  return tabs().includes(name) ? name : tabs()[0];
 }
 
 function showTab() {
@@ -32,8 +41,11 @@ function showTab() {
     const tab = byId(`tab-${name}`);
     tab.setAttribute("aria-selected", String(name === current));
     tab.tabIndex = name === current ? 0 : -1;
+    tab.hidden = !tabs().includes(name);
     byId(name).hidden = name !== current;
   }
+  byId("tabs").hidden = !current;
+  byId("sign-in").hidden = about.role !== "none";
   logs.show(current === "logs");
 }
 
@@ -47,10 +59,12 @@ byId("tabs").addEventListener("click", (event) => {
   if (tab) location.hash = tab.id.slice("tab-".length);
 });
 byId("tabs").addEventListener("keydown", (event) => {
-  const step = { ArrowRight: 1, ArrowLeft: -1, Home: -TABS.indexOf(currentTab()), End: TABS.length - 1 - TABS.indexOf(currentTab()) }[event.key];
-  if (step === undefined) return;
+  const names = tabs();
+  const at = names.indexOf(currentTab());
+  const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: -1 }[event.key];
+  if (next === undefined) return;
   event.preventDefault();
-  const name = TABS[(TABS.indexOf(currentTab()) + step + TABS.length) % TABS.length];
+  const name = names.at(next % names.length);
   location.hash = name;
   byId(`tab-${name}`).focus();
 });
@@ -59,7 +73,6 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   byId("main").focus();
 });
-showTab();
 
 // -- theme
 
@@ -68,9 +81,7 @@ function theme() {
 }
 
 function showTheme() {
-  const name = theme();
-  setText(byId("theme"), name[0].toUpperCase() + name.slice(1));
-  byId("theme").setAttribute("aria-label", `Color theme: ${name}`);
+  setText(byId("theme"), { auto: "Colors: system", light: "Colors: light", dark: "Colors: dark" }[theme()]);
 }
 
 byId("theme").addEventListener("click", () => {
@@ -84,20 +95,30 @@ showTheme();
 
 // -- key
 
-function showKeyForm(shown) {
-  byId("key-form").hidden = !shown;
-  byId("key-open").hidden = shown || !about.keys;
-  if (shown) byId("key").focus();
-}
-
-byId("key-open").addEventListener("click", () => showKeyForm(true));
+byId("sign-out").addEventListener("click", () => {
+  stream.close();
+  setApiKey("");
+  setText(byId("key-error"), "");
+  start();
+});
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setApiKey(byId("key").value.trim());
   byId("key").value = "";
-  showKeyForm(!apiKey());
   start();
 });
+
+function showRole() {
+  const { keys, role, name } = about;
+  const signedIn = keys && role !== "none";
+  setText(byId("who"), role === "user" || signedIn ? [name, role].filter(Boolean).join(" · ") : "");
+  byId("role-note").hidden = role !== "user";
+  setText(byId("role-note"), `${keys ? "This key" : "This browser"} may use Chat and Connect. The rest of this page is ${about.rest}.`);
+  byId("sign-out").hidden = !signedIn;
+  if (role !== "operator") for (const id of ["namespace", "deployment"]) setText(byId(id), "");
+  byId("problems").hidden ||= role !== "operator";
+  showTab();
+}
 
 // -- samples
 
@@ -146,22 +167,25 @@ function onState(current, text) {
   else document.title = `(${state}) Dynamo`;
   badge(byId("live"), state === "live" ? "ready" : "failed", state === "live" ? "live" : text);
   document.body.classList.toggle("stale", state !== "live");
-  if (state === "refused" && about.keys) {
-    showKeyForm(true);
-    if (apiKey()) showModels();
-  }
+  if (state === "refused") again(); // the key was withdrawn, or its role has changed
 }
 
-// With a user's key, which may chat but not operate.
+// With a user's key there are no samples: the models are read again from time to time.
 async function showModels() {
   try {
     const names = (await getJson("v1/models")).data.map((one) => one.id);
     chat(names);
     connect(names, about.keys);
-  } catch {
-    // The key is wrong: the state says so already.
+    badge(byId("live"), "ready", names.length ? "connected" : "connected; no model is served yet");
+  } catch (error) {
+    if (error.status === 401) start();
+    else badge(byId("live"), "failed", error.message);
   }
 }
+
+setInterval(() => {
+  if (about.role === "user" && !document.hidden) showModels();
+}, MODELS_MS);
 
 function readyFirst(one, other) {
   return (other.state === "ready") - (one.state === "ready") || one.model.localeCompare(other.model);
@@ -173,22 +197,38 @@ function onEvent(name, data) {
 }
 
 const stream = new Stream(onEvent, onState);
-let about = { keys: false };
+
+function again() {
+  clearTimeout(retry);
+  retry = setTimeout(start, 1000);
+}
 
 async function start() {
+  clearTimeout(retry);
   try {
-    about = await getJson("ui/about.json", false); // a wrong key would be refused
+    about = await getJson("ui/about.json");
   } catch (error) {
     onState("down", error.message);
-    setTimeout(start, 1000);
+    again();
     return;
   }
-  if (about.keys && !apiKey()) {
-    onState("refused", "an operator's key is needed");
+  showRole();
+  if (about.role === "operator") {
+    stream.open("ui/events");
     return;
   }
-  showKeyForm(false);
-  stream.open("ui/events");
+  stream.close();
+  state = "";
+  document.title = "Dynamo";
+  document.body.classList.remove("stale");
+  if (about.role === "user") {
+    showModels();
+    return;
+  }
+  badge(byId("live"), "stopped", "not signed in");
+  setText(byId("key-error"), apiKey() ? "This API key is not valid here." : "");
+  setApiKey("");
+  byId("key").focus();
 }
 
 start();
