@@ -190,14 +190,14 @@ class Serving:
         self.until(lambda: not self.survivors(), timeout_s)
 
     def leftovers(self) -> list[str]:
-        """The remaining files, except logs."""
+        """The remaining files, except logs and the learned speed of prefills."""
         if not self.state_dir.exists():
             return []
         kept = (self.state_dir / self.namespace, self.state_dir / self.namespace / "logs")
         return [
             str(path.relative_to(self.state_dir))
             for path in self.state_dir.rglob("*")
-            if path not in kept and "logs" not in path.parts
+            if path not in kept and not {"logs", ".prefill-speed"}.intersection(path.parts)
         ]
 
     def assert_clean(self) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.errors import ConfigError
 from dynamo.router.discovery.router import RoutedWorkers
 from dynamo.router.prefill_model import MIN_SAMPLES, PrefillSpeed
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.process.paths import private_dir, state_dir, write_atomic
+from dynamo.runtime.process.paths import state_path, write_atomic
 
 DIRECTORY = ".prefill-speed"
 """In the directory of the statefiles; no namespace begins with a dot."""
@@ -61,12 +60,16 @@ class SpeedFile:
         model, endpoint, phase = self._described
         content = SavedSpeed(model=model, endpoint=endpoint, phase=phase, speed=speed)
         try:
-            await asyncio.to_thread(write_atomic, self._path, msgspec.json.encode(content))
+            await asyncio.to_thread(self._write, msgspec.json.encode(content))
             self._saved = speed
         except OSError as error:
             if not self._failed:
                 log.warning("%s: %s; what is learned of prefills is not kept", self._path, error)
             self._failed = True
+
+    def _write(self, content: bytes) -> None:
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(self._path, content)
 
     @property
     def _described(self) -> tuple[str, str, str]:
@@ -79,8 +82,4 @@ def speed_file(runtime: DistributedRuntime, workers: RoutedWorkers) -> SpeedFile
         return None
     key = "\n".join((workers.model, *workers.path, workers.phase)).encode()
     name = f"{workers.namespace}-{hashlib.sha256(key).hexdigest()[:16]}.json"
-    try:
-        return SpeedFile(private_dir(state_dir(runtime.settings) / DIRECTORY) / name, workers)
-    except ConfigError as error:
-        log.warning("%s; what is learned of prefills is not kept", error.message)
-        return None
+    return SpeedFile(state_path(runtime.settings) / DIRECTORY / name, workers)

@@ -44,7 +44,7 @@ async def test_the_next_router_begins_with_it(
     learned = live.picker.active.prefill_speed()
     assert learned is not None and learned.token_s == pytest.approx(3e-3, rel=0.1)
     # A router that is killed has saved it before, too.
-    await until(lambda: (tmp_path / DIRECTORY).exists() and bool(files(tmp_path)))
+    await until(lambda: (tmp_path / DIRECTORY).exists() and len(files(tmp_path)) == 1)
     await box.close()
     assert len(files(tmp_path)) == 1
 
@@ -96,7 +96,7 @@ async def test_a_guess_is_not_saved_and_another_model_not_taken(tmp_path: Path) 
     assert file is not None
     await file.save(None)
     await file.save(msgspec.structs.replace(SPEED, samples=7))
-    assert files(tmp_path) == []
+    assert not (tmp_path / DIRECTORY).exists()
     await file.save(SPEED)
     (path,) = files(tmp_path)
     found = msgspec.json.decode(path.read_bytes(), type=SavedSpeed)
@@ -111,7 +111,7 @@ async def test_a_directory_that_cannot_be_written_costs_one_warning(
     box = Box(settings(tmp_path))
     file = speed_file(box.runtime, WORKERS)
     assert file is not None
-    (tmp_path / DIRECTORY).rmdir()
+    (tmp_path / DIRECTORY).touch()
     with caplog.at_level(logging.WARNING):
         await file.save(SPEED)
         await file.save(SPEED)
