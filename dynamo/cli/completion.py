@@ -113,6 +113,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "top": ("cli.options.TopSettings", _DEPLOYMENT),
     "logs": ("cli.options.LogsSettings", _DEPLOYMENT),
     "stop": (_DEPLOYMENT,),
+    "remove": _MODEL,
     "restart": _WORKERS,
     "drain": _WORKERS,
     "sleep": _WORKERS,

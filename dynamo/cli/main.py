@@ -14,7 +14,11 @@ from collections.abc import Iterator, Sequence
 from dynamo import __version__
 
 VERBS = {
-    "run": ("dynamo.cli.run", "serve one model: an id on Hugging Face, a directory, a GGUF file"),
+    "run": (
+        "dynamo.cli.run",
+        "serve a model: an id on Hugging Face, a directory, a GGUF file",
+    ),
+    "remove": ("dynamo.cli.models", "take a model out of the running deployment"),
     "init": ("dynamo.cli.init", "write the graph of a model: asks four questions"),
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),

@@ -90,7 +90,9 @@ class OperateSettings:
     """operate: which processes"""
 
     name: str = option(
-        "", "name", help="a worker, such as dynamo_Worker_1, or a service for all of its workers"
+        "",
+        "name",
+        help="a worker, such as dynamo_Worker_1; a service or a model for all of its workers",
     )
 
 
@@ -259,6 +261,11 @@ class GraphChoices:
 class RunSettings(GraphChoices):
     """run: the model, its engine and where it is served"""
 
+    others: tuple[str, ...] = option(
+        (), "others", repeat=True, several=True, help="more models, served at the same address"
+    )
+    given: frozenset[str] = frozenset()
+    """The names of the options that a flag or a variable has set."""
     dry_run: bool = option(False, "--dry-run", help="print the graph, check it and exit")
     write: str | None = option(
         None, "--write", metavar="FILE", help="write the graph to this new file and exit"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ReloadSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
+from dynamo.operations.steps.circus import BUSY, COMMAND_TIMEOUT_S
 from dynamo.runtime.process.paths import state_dir
 from dynamo.serve.graph.graph import parse_graph, read_text
 from dynamo.serve.graph.overrides import split_overrides
@@ -31,6 +33,7 @@ Exit status: 0 reloaded, 1 a new process failed, or no deployment runs, 2 the gr
 
 _RELOAD_GRAPH = "reload_graph"
 _CHECK_MS = 1000
+_RETRY_S = 0.3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,20 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 read_text(path), str(path), overrides, settings.namespace, namespace
             ).namespace
             request["graph"] = str(path)
-        document = _running(Statefile(state_dir(runtime), namespace))
-        planned = _call(document, {**request, "dry_run": True})
+        document = running(Statefile(state_dir(runtime), namespace))
+        planned = call(document, {**request, "dry_run": True})
         print("\n".join(planned["changes"]) or "nothing to change", flush=True)
         if settings.dry_run:
             print(planned["summary"])
             return 0
-        print(f"reloaded: {_call(document, request)['summary']}")
+        print(f"reloaded: {call(document, request)['summary']}")
     except (DynamoError, OSError) as error:
         print(f"dynamo reload: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
-def _running(statefile: Statefile) -> Document:
+def running(statefile: Statefile) -> Document:
     """Return the statefile of a deployment whose arbiter runs. Raises StatefileError."""
     document = statefile.read()
     if document is None or not runs_here(document.arbiter):
@@ -73,8 +76,24 @@ def _running(statefile: Statefile) -> Document:
     return document
 
 
-def _call(document: Document, request: dict[str, Any]) -> Any:
-    """Send the request to the arbiter, wait for the reply. ConfigError: the graph is wrong."""
+def call(document: Document, request: Mapping[str, Any]) -> Any:
+    """Send the request to the arbiter, wait for the reply. ConfigError: the graph is wrong.
+
+    Is repeated while the arbiter runs another command, for half a minute.
+    """
+    deadline_s = time.monotonic() + COMMAND_TIMEOUT_S
+    while True:
+        reply = _answer(document, request)
+        if reply.get("status") == "ok":
+            return reply
+        reason = str(reply.get("reason"))
+        if not any(mark in reason for mark in BUSY) or time.monotonic() > deadline_s:
+            kind = ConfigError if reply.get("graph_is_wrong") else DynamoError
+            raise kind(reason)
+        time.sleep(_RETRY_S)
+
+
+def _answer(document: Document, request: Mapping[str, Any]) -> Any:
     number = uuid.uuid4().hex
     message = {
         "id": number,
@@ -90,11 +109,7 @@ def _call(document: Document, request: dict[str, Any]) -> Any:
         while not socket.poll(_CHECK_MS):
             if not runs_here(document.arbiter):
                 raise StatefileError("the deployment ended before the reload was complete")
-        reply = json.loads(socket.recv())
+        return json.loads(socket.recv())
     finally:
         socket.close()
         context.term()
-    if reply.get("status") != "ok":
-        kind = ConfigError if reply.get("graph_is_wrong") else DynamoError
-        raise kind(str(reply.get("reason")))
-    return reply

@@ -1,38 +1,38 @@
-"""``dynamo run MODEL``: make a graph of one model and serve it."""
+"""``dynamo run MODEL``: make a graph of the model and serve it, or add it to a running one."""
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 from dynamo.cli.detach import detach
+from dynamo.cli.models import add
 from dynamo.cli.options import RunSettings
 from dynamo.cli.serve import dry_run, start
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
-from dynamo.errors import ConfigError, DynamoError, StatefileError
-from dynamo.serve.graph.frontend_address import FrontendAddress
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.serve.graph.edited import with_service
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.overrides import Override, split_overrides
-from dynamo.serve.readiness import free_port
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.frontends import frontends_in
 from dynamo.setup.engines import choose, find_engines, named_model, probe_gpus, running_ollama
 from dynamo.setup.new_graph import NewGraph
-from dynamo.status.deployment import main_pid, running_deployment
+from dynamo.status.deployment import running_deployment
 
-DESCRIPTION = "Serve one model: make its graph, start it, end everything on Ctrl-C."
+DESCRIPTION = """Serve models: make their graph, start it, end everything on Ctrl-C.
+Beside a running deployment of the namespace: add them to it, and return when they are served."""
 EPILOG = """Words after -- go to the engine. --Service.key=value changes a key of the graph, as in
 dynamo serve.
   dynamo run Qwen/Qwen3-0.6B
   dynamo run /models/Qwen3-8B --workers 2 -- --max-model-len 8192
   dynamo run model.Q8_0.gguf --write graph.yaml
+  dynamo run Qwen/Qwen3-0.6B Qwen/Qwen3-4B
 Exit status: 0 stopped, 1 a service failed and was not restarted, 2 the model or a flag is wrong."""
 
 _SOURCE = "the graph of dynamo run"
@@ -46,17 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rest, overrides = split_overrides(own)
         (settings,) = load("dynamo run", DESCRIPTION, [RunSettings], rest, epilog=EPILOG)
-        graph = _graph(settings, flags)
+        graphs = _graphs(settings, flags)
+        text = _text(graphs)
         if settings.write is not None:
-            return _write(graph, settings.write, overrides)
+            return _write(text, settings.write, overrides)
+        runtime = from_env(RuntimeSettings, namespace=settings.namespace)
+        if (document := running_deployment(runtime)) is not None:
+            _check_beside(document, settings, words, overrides)
+            return add(document, runtime, graphs, settings.dry_run)
         if settings.dry_run:
-            return _dry_run(graph, overrides)
-        _refuse_second(graph, own, flags)
-        print(graph.text())
-        _announce(graph)
+            return _dry_run(text, overrides)
+        print(text)
+        _announce(graphs)
         if settings.detach:
-            return detach("run", words, graph.namespace)
-        return start(_serve_settings(graph.text(), settings), overrides)
+            return detach("run", words, settings.namespace)
+        return start(_serve_settings(text, settings), overrides)
     except BrokenPipeError:
         raise
     except (DynamoError, OSError) as error:
@@ -64,12 +68,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _graph(settings: RunSettings, flags: tuple[str, ...]) -> NewGraph:
+def _graphs(settings: RunSettings, flags: tuple[str, ...]) -> list[NewGraph]:
     if not settings.model:
         raise ConfigError(
             "no model given; try: dynamo run Qwen/Qwen3-0.6B, or a directory or a GGUF file"
         )
-    model = named_model(settings.model)
+    sources = (settings.model, *settings.others)
+    if len(sources) > 1 and (flags or settings.served_model_name is not None):
+        what = "words after --" if flags else "--name"
+        raise ConfigError(
+            f"{what} would be for each of {len(sources)} models: start one, then add the others "
+            "with dynamo run, or change a graph made with --write"
+        )
+    graphs = [_graph(settings, source, flags) for source in sources]
+    names = [graph.served_name for graph in graphs]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(
+            f"two models named {', '.join(sorted(twice))}: start one, then the other with --name"
+        )
+    return graphs
+
+
+def _text(graphs: Sequence[NewGraph]) -> str:
+    """Return the YAML of a graph of all models, behind one frontend."""
+    text = graphs[0].text()
+    for number, graph in enumerate(graphs[1:], 2):
+        text = with_service(text, _SOURCE, f"Worker{number}", graph.worker())
+    return text
+
+
+def _graph(settings: RunSettings, source: str, flags: tuple[str, ...]) -> NewGraph:
+    model = named_model(source)
     engine = choose(model, settings.engine, find_engines(), flags)
     gpus = settings.gpus_per_worker
     if gpus is None:
@@ -88,12 +117,12 @@ def _graph(settings: RunSettings, flags: tuple[str, ...]) -> NewGraph:
     )
 
 
-def _write(graph: NewGraph, path: str, overrides: Sequence[Override]) -> int:
+def _write(text: str, path: str, overrides: Sequence[Override]) -> int:
     if overrides:
         raise ConfigError(f"{overrides[0].text} has no effect with --write: change the file")
     try:
         with Path(path).open("x", encoding="utf-8") as file:
-            file.write(graph.text())
+            file.write(text)
     except FileExistsError:
         raise ConfigError(f"{path} exists; choose another file, or remove it") from None
     except OSError as error:
@@ -102,8 +131,7 @@ def _write(graph: NewGraph, path: str, overrides: Sequence[Override]) -> int:
     return 0
 
 
-def _dry_run(graph: NewGraph, overrides: Sequence[Override]) -> int:
-    text = graph.text()
+def _dry_run(text: str, overrides: Sequence[Override]) -> int:
     parsed = parse_graph(text, _SOURCE, overrides)
     runtime = from_env(RuntimeSettings, namespace=parsed.namespace)
     _, warnings = dry_run(parsed, from_env(ServeSettings, dry_run=True), runtime)
@@ -113,42 +141,33 @@ def _dry_run(graph: NewGraph, overrides: Sequence[Override]) -> int:
     return 0
 
 
-def _refuse_second(graph: NewGraph, own: Sequence[str], flags: Sequence[str]) -> None:
-    """Raise StatefileError with the remedies if the namespace of ``graph`` is being served."""
-    document = running_deployment(from_env(RuntimeSettings, namespace=graph.namespace))
-    if document is None:
-        return
-    pid = main_pid(document)
-    words = [*own, "--namespace", _as_namespace(graph.served_name)]
-    port = free_port(FrontendAddress(graph.host, graph.port)) or "PORT"
-    words += ["--port", str(port), *(("--", *flags) if flags else ())]
-    raise StatefileError(
-        f"namespace {graph.namespace!r} is already served by process {pid}. One of:\n"
-        f"- beside it: dynamo run {shlex.join(words)}\n"
-        f"- instead of it: kill {pid}\n"
-        "- in the same API: add this service to its graph file, then: dynamo reload GRAPH\n"
-        "  (without a file: dynamo run ITS_MODEL --write GRAPH)\n"
-        f"{textwrap.indent(graph.service(_free_name(document)).rstrip(), '    ')}"
-    )
+def _check_beside(
+    document: Document, settings: RunSettings, words: Sequence[str], overrides: Sequence[Override]
+) -> None:
+    """Raise ConfigError for what a model that is added to a running deployment cannot have."""
+    apart = f"for a deployment of its own: dynamo run {shlex.join(words)} --namespace NAME"
+    if overrides:
+        raise ConfigError(
+            f"{overrides[0].text} would change namespace {document.namespace!r}, which is running: "
+            f"leave it out, and change its graph with dynamo reload; or, {apart}"
+        )
+    for address in filter(None, (one.address for one in frontends_in(document))):
+        for field, value in (("http_host", address.host), ("http_port", address.port)):
+            if field in settings.given and getattr(settings, field) != value:
+                raise ConfigError(
+                    f"namespace {document.namespace!r} is running, and listens at {address.url}; "
+                    f"leave out the address to add the model there; or, {apart}"
+                )
 
 
-def _free_name(document: Document) -> str:
-    """Return a name that no service of a running deployment has."""
-    taken = {entry.service for entry in document.components.values()}
-    return next(name for number in count(2) if (name := f"Worker{number}") not in taken)
-
-
-def _as_namespace(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:32].strip("-") or "second"
-
-
-def _announce(graph: NewGraph) -> None:
-    engine = graph.engine
-    place = graph.engine_url or engine.source
-    host = f"[{graph.host}]" if ":" in graph.host else graph.host
+def _announce(graphs: Sequence[NewGraph]) -> None:
+    first = graphs[0]
+    host = f"[{first.host}]" if ":" in first.host else first.host
+    engines = {f"{one.engine.name} ({one.engine_url or one.engine.source})": None for one in graphs}
+    names = ", ".join(graph.served_name for graph in graphs)
     print(
-        f"dynamo run: {engine.name} ({place}) serves {graph.served_name} at "
-        f"http://{host}:{graph.port}/v1 as soon as it is ready; Ctrl-C ends it",
+        f"dynamo run: {', '.join(engines)} serves {names} at "
+        f"http://{host}:{first.port}/v1 as soon as it is ready; Ctrl-C ends it",
         file=sys.stderr,
     )
 

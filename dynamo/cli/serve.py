@@ -8,9 +8,10 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dynamo.cli.console import Console, ConsoleLog
@@ -27,14 +28,14 @@ from dynamo.runtime.process.paths import (
     store_dir,
 )
 from dynamo.serve.graph.frontend_address import frontend_address
-from dynamo.serve.graph.graph import Graph, parse_graph
+from dynamo.serve.graph.graph import Graph, parse_graph, read_text
 from dynamo.serve.graph.overrides import Override, split_overrides
-from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
+from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan, WatcherSpec
 from dynamo.serve.readiness import check_free, free_port
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.state.statefile import Statefile
 from dynamo.serve.supervision.guard import hold_signals, run_guarded
-from dynamo.setup.graph_plan import SOCKETS, graph_directory, prepare, read_graph
+from dynamo.setup.graph_plan import SOCKETS, graph_directory, prepare
 from dynamo.setup.service_checks import check_engine_flags, check_engines, override_hint
 from dynamo.status.deployment import STATUS_SOCKET, main_pid, running_deployment
 from dynamo.status.reading import report
@@ -48,8 +49,6 @@ Exit status: 0 stopped, 1 a service failed and was not restarted, 2 the graph or
 
 log = logging.getLogger(__name__)
 
-Replan = Callable[[str, Sequence[str]], DeploymentPlan]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
@@ -62,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(_unrecognized(unknown, settings, overrides))
         if settings.detach and not settings.dry_run:
             words = sys.argv[1:] if argv is None else argv
-            return detach("serve", words, _read(settings, overrides).namespace)
+            graph = parsed(graph_source(settings, overrides), settings.namespace)
+            return detach("serve", words, graph.namespace)
         return start(settings, overrides)
     except BrokenPipeError:
         raise
@@ -76,7 +76,8 @@ def start(settings: ServeSettings, overrides: Sequence[Override]) -> int:
 
     Raises DynamoError or OSError if it cannot start.
     """
-    graph = _read(settings, overrides)
+    source = graph_source(settings, overrides)
+    graph = parsed(source, settings.namespace)
     runtime = from_env(RuntimeSettings, namespace=graph.namespace)
     if settings.dry_run:
         planned, warnings = dry_run(graph, settings, runtime)
@@ -88,7 +89,7 @@ def start(settings: ServeSettings, overrides: Sequence[Override]) -> int:
     hold_signals()
     planned = prepare(graph, settings, runtime)
     check_engines(graph)
-    return _serve(planned, settings, runtime, _replanner(settings, overrides, runtime))
+    return _serve(planned, settings, runtime, source)
 
 
 def _unrecognized(
@@ -100,7 +101,8 @@ def _unrecognized(
     # With `--flag VALUE graph.yaml` the value was taken for the graph.
     for path in (settings.graph, *words):
         with contextlib.suppress(DynamoError, OSError):
-            if hint := override_hint(_read(replace(settings, graph=path), overrides), flag):
+            source = graph_source(replace(settings, graph=path), overrides)
+            if hint := override_hint(parsed(source, settings.namespace), flag):
                 return f"{problem}; {hint}"
     return f"{problem}\nTry 'dynamo serve --help'."
 
@@ -112,18 +114,31 @@ def _reason(error: DynamoError | OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
-def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
-    text, source = settings.deployment_config, settings.deployment_source
-    if text is not None and settings.graph:
-        print(
-            f"dynamo serve: ignoring {settings.graph}: DYN_DEPLOYMENT_CONFIG replaces it; "
-            "unset the variable to serve the file",
-            file=sys.stderr,
-        )
-    if text is None:
-        return read_graph(settings.graph, overrides, settings.namespace)
+def graph_source(settings: ServeSettings, overrides: Sequence[Override]) -> GraphSource:
+    """Return the text to serve; without a ``file`` if none is served.
+
+    Raises ConfigError if there is no text.
+    """
+    text, words = settings.deployment_config, [override.text for override in overrides]
+    if text is not None:
+        if settings.graph:
+            print(
+                f"dynamo serve: ignoring {settings.graph}: DYN_DEPLOYMENT_CONFIG replaces it; "
+                "unset the variable to serve the file",
+                file=sys.stderr,
+            )
+        return GraphSource(label=settings.deployment_source, text=text, overrides=words)
+    if not settings.graph:
+        raise ConfigError("no graph file given; try: examples/quickstart.yaml")
+    file = Path(settings.graph).absolute()
+    return GraphSource(file=file, label=settings.graph, text=read_text(file), overrides=words)
+
+
+def parsed(source: GraphSource, namespace: str | None) -> Graph:
+    """Return the graph; ``namespace`` overrides the text's. Raises ConfigError."""
+    _, overrides = split_overrides(source.overrides)
     default = from_env(RuntimeSettings).namespace
-    return parse_graph(text, source, overrides, settings.namespace, default)
+    return parse_graph(source.text, source.label, overrides, namespace, default)
 
 
 def _check_ports(specs: Sequence[WatcherSpec]) -> None:
@@ -203,26 +218,20 @@ def _show(planned: DeploymentPlan, settings: ServeSettings, graph: Graph) -> Non
             print(f"  env      {key}={value}")
 
 
-def _replanner(
-    settings: ServeSettings, overrides: Sequence[Override], runtime: RuntimeSettings
-) -> Replan:
-    """Return the function that reads and checks a changed graph for the running deployment."""
+def plan_maker(settings: ServeSettings, runtime: RuntimeSettings) -> MakePlan:
+    """Return the function that checks and plans a changed graph for the running deployment."""
 
-    def replan(path: str, words: Sequence[str]) -> DeploymentPlan:
-        given = settings
-        if path:
-            given = replace(settings, graph=path, deployment_config=None)
-        own = split_overrides(words)[1] if path or words else overrides
-        graph = _read(replace(given, namespace=runtime.namespace), own)
-        planned = prepare(graph, given, runtime)
+    def make_plan(source: GraphSource) -> DeploymentPlan:
+        graph = parsed(source, runtime.namespace)
+        planned = prepare(graph, settings, runtime)
         check_engines(graph)
         return planned
 
-    return replan
+    return make_plan
 
 
 def _serve(
-    planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSettings, replan: Replan
+    planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSettings, source: GraphSource
 ) -> int:
     run_directory = RunDirectory(
         run_dir(runtime), store_dir(runtime), Statefile(state_dir(runtime), planned.namespace)
@@ -234,13 +243,16 @@ def _serve(
         # Hold the fallback directory of long paths again: reconcile() removes a crashed one.
         for name in (*SOCKETS, STATUS_SOCKET):
             socket_path(runtime, name)
+        if source.file == Path():
+            source = replace(source, file=run_directory.keep_graph(source.text))
     except BaseException:
         run_directory.release()
         raise
 
     def body() -> int:
         with StatusSocket(socket_path(runtime, STATUS_SOCKET), partial(report, runtime)):
-            return _arbiter(planned, settings, run_directory, notes, replan)
+            make_plan = plan_maker(settings, runtime)
+            return _arbiter(planned, settings, run_directory, notes, source, make_plan)
 
     def clean_up() -> None:
         run_directory.clear()
@@ -255,7 +267,8 @@ def _arbiter(
     settings: ServeSettings,
     run_directory: RunDirectory,
     notes: Sequence[str],
-    replan: Replan,
+    source: GraphSource,
+    make_plan: MakePlan,
 ) -> int:
     """Run the arbiter, in the child process of the guard."""
     # Imported here: the guard and --dry-run do not need circus.
@@ -272,7 +285,8 @@ def _arbiter(
             console.announce(line, logging.WARNING)
         count = len(planned.specs)
         console.announce(f"starting {count} processes in namespace {planned.namespace!r}")
-        return asyncio.run(Deployment(planned, settings, run_directory, console, replan).run())
+        deployment = Deployment(planned, settings, run_directory, console, source, make_plan)
+        return asyncio.run(deployment.run())
     except (DynamoError, OSError) as error:
         console.announce(_reason(error), logging.ERROR)
         return 2 if isinstance(error, ConfigError) else 1

@@ -65,7 +65,8 @@ class Parser(argparse.ArgumentParser):
             if spec.flags:
                 _add_argument(section, field, spec)
                 if not spec.flags[0].startswith("-"):
-                    self.usage = f"{self.usage} [{spec.flags[0]}]"
+                    more = " ..." if spec.several else ""
+                    self.usage = f"{self.usage} [{spec.flags[0]}{more}]"
             elif spec.env:
                 self._variables.append(_paragraph(spec, field.default))
 
@@ -115,7 +116,7 @@ def _add_argument(
             options |= {"action": "extend", "nargs": "+"}
     if not spec.flags[0].startswith("-"):  # positional; optional because it has a default
         del options["dest"]
-        options["nargs"] = "?"
+        options["nargs"] = "*" if spec.several else "?"
     section.add_argument(*spec.flags, **options)
 
 

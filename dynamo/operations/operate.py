@@ -35,7 +35,7 @@ from dynamo.operations.steps.sleeping import (
     sleep_worker,
     wake_worker,
 )
-from dynamo.operations.targets import find_model, find_processes, find_workers, restartable
+from dynamo.operations.targets import find_model, find_workers, named_processes, restartable
 from dynamo.protocols.control import PlannerChange, PlannerState
 from dynamo.serve.state.process_table import is_reserved, runs_here
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class BoxActions:
     """The actions on the deployment in the namespace of ``runtime``, on one event loop.
 
-    NAME is a worker (``dynamo_Worker_1``), or a service: then it means all of its workers. Drain,
+    NAME is a worker (``dynamo_Worker_1``), or a service or a model: then all of its workers. Drain,
     sleep and wake also take the id of a worker that was started outside of the deployment.
     """
 
@@ -60,9 +60,8 @@ class BoxActions:
         """Replace the processes of a watcher or a service, one after another; start failed ones."""
         async with self._open() as access:
             document = access.document()
-            found = restartable(
-                find_processes(document, name, await access.statuses()), self._active
-            )
+            chosen = named_processes(document, name, await access.statuses(), access.model)
+            found = restartable(chosen, self._active)
             names = [one.name for one in found]
             yield f"restarting {_joined(names)}" + (", one after another" if names[1:] else "")
             circus = CircusEndpoint(document.circus_endpoint)

@@ -48,17 +48,36 @@ def find_processes(document: Document, name: str, watchers: Collection[str]) -> 
     return found
 
 
+def named_processes(
+    document: Document,
+    name: str,
+    watchers: Collection[str],
+    registered: Callable[[Entry], str | None],
+) -> list[ActionTarget]:
+    """Return the same; without such a service or watcher, those of the model ``name``."""
+    try:
+        return find_processes(document, name, watchers)
+    except InvalidArgument:
+        try:
+            services = find_model(document, name, registered)
+        except InvalidArgument:
+            services = []
+        if not services:
+            raise
+    return [one for service in services for one in find_processes(document, service.name, watchers)]
+
+
 def find_workers(
     document: Document,
     name: str,
     watchers: Collection[str],
     registered: Callable[[Entry], str | None],
 ) -> list[tuple[ServiceEntries, Entry]]:
-    """Return the same, for names of workers that register a model and of their services alone.
+    """Return the same, for names of workers that register a model, services and models alone.
 
     Those of other programs than ours count once they have ``registered`` their model.
     """
-    found = find_processes(document, name, watchers)
+    found = named_processes(document, name, watchers, registered)
     workers = [(owner, one.entry) for one in found if (owner := _owner(one, registered))]
     if not workers:
         others = [one for one in _all_targets(document) if _owner(one, registered)]

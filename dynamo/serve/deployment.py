@@ -16,8 +16,8 @@ from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.runtime.process.stop_order import write_stop_stage
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.serve.graph.watchers import DeploymentPlan
-from dynamo.serve.reload import GraphReload, Replan
+from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan
+from dynamo.serve.reload import GraphReload
 from dynamo.serve.startup import StartupReport
 from dynamo.serve.state.document import STOPPED, RecordedProcess, Supervision
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
@@ -47,13 +47,15 @@ class Deployment:
         settings: ServeSettings,
         run_directory: RunDirectory,
         announcer: Announcer,
-        replan: Replan,
+        source: GraphSource,
+        make_plan: MakePlan,
     ) -> None:
         self._plan = plan
         self._settings = settings
         self._run_directory = run_directory
         self._announcer = announcer
-        self._replan = replan
+        self._source = source
+        self._make_plan = make_plan
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
@@ -95,7 +97,8 @@ class Deployment:
             self._factory,
             self._rolling,
             self._announcer,
-            self._replan,
+            self._source,
+            self._make_plan,
             self._record,
             self._planned,
         )

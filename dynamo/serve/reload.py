@@ -1,6 +1,7 @@
 """Applies a changed graph to a running deployment: additions first, then replacements, removals.
 
 A graph with an error changes nothing. If a new process fails, the rest of the change is left out.
+A command may also name services to add and to remove: then the file is changed as well.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dynamo.errors import ConfigError, DynamoError
@@ -21,7 +23,9 @@ from dynamo.serve.graph.changes import (
     without_awakening,
     without_removed,
 )
-from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
+from dynamo.serve.graph.edited import GraphEdit
+from dynamo.serve.graph.graph import read_text
+from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan, WatcherSpec
 from dynamo.serve.readiness import check_free
 from dynamo.serve.state.document import DRAINING
 from dynamo.serve.state.record import StatefileWriter
@@ -30,10 +34,6 @@ from dynamo.serve.supervision.output import Announcer
 from dynamo.serve.supervision.rolling import RollingRestart
 from dynamo.serve.supervision.supervised import SupervisedWatcher
 from dynamo.serve.supervision.watcher_factory import WatcherFactory, address_of
-
-Replan = Callable[[str, Sequence[str]], DeploymentPlan]
-"""(graph file, overrides as words) → plan; with "" those of ``dynamo serve``. Blocks; raises
-ConfigError and OSError."""
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ class GraphReload:
         factory: WatcherFactory,
         rolling: RollingRestart,
         announcer: Announcer,
-        replan: Replan,
+        source: GraphSource,
+        make_plan: MakePlan,
         record: StatefileWriter,
         on_plan: Callable[[DeploymentPlan], None],
     ) -> None:
@@ -67,45 +68,100 @@ class GraphReload:
         self._factory = factory
         self._rolling = rolling
         self._announcer = announcer
-        self._replan = replan
+        self._source = source
+        self._make_plan = make_plan
         self._record = record
         self._on_plan = on_plan
-        self._source: tuple[str, Sequence[str]] = ("", ())
         self._left = _Left()
 
     async def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Apply the graph of ``request`` (see ReloadGraph); return the reply."""
-        source = self._source_of(request)
+        edit = GraphEdit.of(request)
         try:
-            plan = await asyncio.to_thread(self._replan, *source)
-            changes = self._compare(plan)
-            self._check_room(changes, self._record.ledger(plan.gpu_ids))
-            self._check_ports(changes)
+            source = await asyncio.to_thread(self._wanted, request, edit)
+            plan, changes = await self._planned_changes(source)
         except (DynamoError, OSError) as error:
             return {**error_reply(str(error)), "graph_is_wrong": isinstance(error, ConfigError)}
-        reply = {"changes": changes.lines(), "summary": changes.summary()}
+        reply = {
+            "changes": changes.lines(),
+            "summary": changes.summary(),
+            "file": str(source.file),
+            "warnings": list(plan.warnings),
+            "added": edit.added if edit is not None else [],
+        }
         if request.get("dry_run"):
             return reply
         self._announcer.announce(f"reloading the graph: {changes.summary()}")
-        self._source = source
-        before = self._planned()
-        problem = "it was interrupted"
-        try:
-            problem = await self._apply(plan, changes)
-        finally:
-            self._left = self._not_done(before) if problem else _Left()
+        before, self._source = self._source, source
+        problem = await self._change(plan, changes, edit is None)
+        if edit is not None:
+            problem = problem or await self._write(source.file, edit)
+            if problem:
+                return error_reply(await self._take_back(before, problem))
         if problem:
             self._announcer.announce(f"the graph was reloaded in part: {problem}", logging.ERROR)
             return error_reply(f"reloaded in part: {problem}")
         self._announcer.announce(f"reloaded the graph: {changes.summary()}")
         return reply
 
-    def _source_of(self, request: Mapping[str, Any]) -> tuple[str, Sequence[str]]:
-        """Return graph file and overrides; what ``request`` leaves out is as last time."""
-        graph, words = request.get("graph"), request.get("overrides")
-        if not graph and not words:
-            return self._source
-        return str(graph or self._source[0]), [str(word) for word in words or ()]
+    def _wanted(self, request: Mapping[str, Any], edit: GraphEdit | None) -> GraphSource:
+        """Return the graph to apply; what ``request`` leaves out is as last time. Blocks.
+
+        An edit begins with the text that was applied last: what its owner has changed in the file
+        since, and may not have finished, waits for ``dynamo reload``.
+        """
+        last = self._source
+        if edit is not None:
+            edit.choose_names(last.text, read_text(last.file))
+            words = [word for word in last.overrides if not edit.is_of_removed(word)]
+            return replace(last, text=edit.applied(last.text, last.label), overrides=words)
+        graph, given = request.get("graph"), request.get("overrides") or ()
+        source = replace(last, file=Path(graph), label=str(graph)) if graph else last
+        if graph or given:
+            source = replace(source, overrides=[str(word) for word in given])
+        return replace(source, text=read_text(source.file))
+
+    async def _planned_changes(self, source: GraphSource) -> tuple[DeploymentPlan, GraphChanges]:
+        """Raises DynamoError or OSError for a graph that cannot be applied."""
+        plan = await asyncio.to_thread(self._make_plan, source)
+        changes = self._compare(plan)
+        self._check_room(changes, self._record.ledger(plan.gpu_ids))
+        self._check_ports(changes)
+        return plan, changes
+
+    async def _change(self, plan: DeploymentPlan, changes: GraphChanges, wait: bool) -> str:
+        """Apply ``plan``; return "" or what failed, which the next reload does."""
+        before = self._planned()
+        problem = "it was interrupted"
+        try:
+            problem = await self._apply(plan, changes, wait)
+        finally:
+            self._left = self._not_done(before) if problem else _Left()
+        return problem
+
+    async def _write(self, file: Path, edit: GraphEdit) -> str:
+        """Change the file of the graph; return "" or what failed."""
+        try:
+            await asyncio.to_thread(edit.write, file)
+        except (DynamoError, OSError) as error:
+            return str(error)
+        return ""
+
+    async def _take_back(self, before: GraphSource, problem: str) -> str:
+        """Apply the graph of ``before`` again after an edit that failed; return the error."""
+        self._source = before
+        try:
+            plan, changes = await self._planned_changes(before)
+            again = await self._change(plan, changes, wait=False)
+        except (DynamoError, OSError) as error:
+            again = str(error)
+        text = f"{problem}; " + (
+            f"taking it back failed too: {again}; try: dynamo reload"
+            if again
+            else "nothing was changed"
+        )
+        self._announcer.announce(f"the graph was not changed: {text}", logging.ERROR)
+        return text
 
     def _compare(self, plan: DeploymentPlan) -> GraphChanges:
         running = self._running()
@@ -155,7 +211,7 @@ class GraphReload:
             if address is not None and address not in ours:
                 check_free(address)
 
-    async def _apply(self, plan: DeploymentPlan, changes: GraphChanges) -> str:
+    async def _apply(self, plan: DeploymentPlan, changes: GraphChanges, wait: bool) -> str:
         stopped = [spec for spec in changes.changed if self._is_stopped(spec)]
         try:
             try:
@@ -164,7 +220,8 @@ class GraphReload:
                 waiting = [spec for spec in changes.added if not await self._add(spec)]
             finally:
                 self._on_plan(plan)  # not earlier: the report of readiness counts the added ones
-            problem = await self._start([s.name for s in changes.added if s not in waiting])
+            names = [spec.name for spec in changes.added if spec not in waiting]
+            problem = await self._start(names, wait)
             changed = [spec for spec in changes.changed if spec not in stopped]
             while not problem and (following := self._next(changed := self._present(changed))):
                 changed.remove(following)
@@ -173,7 +230,7 @@ class GraphReload:
             if problem:
                 return problem
             await self._remove(changes.removed)
-            return await self._finish(self._present(changed), waiting)
+            return await self._finish(self._present(changed), waiting, wait)
         except (DynamoError, OSError) as error:
             return str(error)
 
@@ -198,12 +255,12 @@ class GraphReload:
         self._arbiter.adopt(self._factory.make(spec))
         return True
 
-    async def _start(self, names: Sequence[str]) -> str:
-        """Start added watchers and wait until they serve; return "" or what failed."""
+    async def _start(self, names: Sequence[str], wait: bool) -> str:
+        """Start added watchers, ``wait`` until they serve; return "" or what failed."""
         watchers = [self._watcher(name) for name in names]
         for watcher in watchers:
             await watcher._start()
-        for watcher in watchers:
+        for watcher in watchers if wait else ():
             if not await self._rolling.serving(watcher):
                 return f"{watcher.name}: {watcher.given_up or 'stopped'}"
         return ""
@@ -227,7 +284,9 @@ class GraphReload:
         running = self._running()
         await self._arbiter.remove([self._watcher(name) for name in names if name in running])
 
-    async def _finish(self, changed: Sequence[WatcherSpec], waiting: Sequence[WatcherSpec]) -> str:
+    async def _finish(
+        self, changed: Sequence[WatcherSpec], waiting: Sequence[WatcherSpec], wait: bool
+    ) -> str:
         """Start what had to wait for GPUs of removed or of each other's processes."""
         left = list(changed)
         for spec in left:
@@ -241,7 +300,7 @@ class GraphReload:
         for spec in waiting:
             if not await self._add(spec):
                 return f"{spec.name}: no GPU is free"
-        return await self._start([spec.name for spec in waiting])
+        return await self._start([spec.name for spec in waiting], wait)
 
     def _watcher(self, name: str) -> SupervisedWatcher:
         found: SupervisedWatcher = self._arbiter.get_watcher(name.lower())

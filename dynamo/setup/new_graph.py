@@ -55,9 +55,9 @@ class NewGraph:
         """Return the YAML of :meth:`document`. Raises ConfigError."""
         return re.sub(r"^(?=[A-Z])", "\n", _yaml(self.document()), flags=re.MULTILINE)
 
-    def service(self, name: str) -> str:
-        """Return the YAML of the workers alone, for another graph. Raises ConfigError."""
-        return _yaml({name: self.document()["Worker"]})
+    def worker(self) -> str:
+        """Return the YAML of the keys of the workers, for another graph. Raises ConfigError."""
+        return _yaml(self.document()["Worker"])
 
     def document(self) -> dict[str, Any]:
         """Return the graph. Raises ConfigError for flags that the engine cannot get."""

@@ -287,7 +287,8 @@ def arbiter(
 
         own = split_overrides(overrides)[1]
         settings = from_env(ServeSettings, graph=graph, gpus=gpus, quiet=True)
-        read = serve._read(settings, own)
+        source = serve.graph_source(settings, own)
+        read = serve.parsed(source, None)
         runtime = from_env(RuntimeSettings, namespace=read.namespace)
         planned = prepare(read, settings, runtime)
         directory = RunDirectory(
@@ -296,9 +297,10 @@ def arbiter(
         directory.acquire()
         for note in directory.reconcile():
             fake_os.machine().note(note)
-        replan = serve._replanner(settings, own, runtime)
+        make_plan = serve.plan_maker(settings, runtime)
+        deployment = Deployment(planned, settings, directory, Announcer(), source, make_plan)
         try:
-            return await Deployment(planned, settings, directory, Announcer(), replan).run()
+            return await deployment.run()
         finally:
             directory.clear()
             directory.release()

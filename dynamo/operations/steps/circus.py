@@ -27,7 +27,8 @@ _CHECK_MS = 1000
 _SOCKET_S = 2.0
 """How long the socket of an arbiter that starts may be missing."""
 _ROLL = "roll_watchers"  # a command of dynamo.serve.supervision.arbiter, which imports circus
-_BUSY = ("arbiter is already running", "arbiter is restarting")
+BUSY = ("arbiter is already running", "arbiter is restarting")
+"""What the refusal of a command says while another one runs."""
 _GPUS = "CUDA_VISIBLE_DEVICES"
 T = TypeVar("T")
 
@@ -211,7 +212,7 @@ async def retried(command: Callable[[], Awaitable[T]], deadline_s: float | None 
 
 def _refused(command: str, properties: Mapping[str, Any], reason: str) -> CircusError:
     text = f"circus refused {command} {properties.get('name', '')}".rstrip() + f": {reason}"
-    if any(mark in reason for mark in _BUSY):  # a normal reply while another command runs
+    if any(mark in reason for mark in BUSY):  # a normal reply while another command runs
         return CircusBusy(text)
     if reason.startswith("program ") and reason.endswith(" not found"):
         return NoSuchWatcher(text)

@@ -250,11 +250,19 @@ def _record(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` in one step: readers see the old or the new content, never a part."""
+def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
+    """Replace ``path`` in one step: readers see the old or the new content, never a part.
+
+    ``durable``, for a file of the user's: its mode stays, and the disk has it on return.
+    """
     temporary = temporary_beside(path)
     try:
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.write(data)
+            if durable:
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from dynamo.config.programs import FRONTEND, MODEL_PROGRAMS, PROGRAMS
@@ -89,6 +90,25 @@ class DeploymentPlan:
     pubsub_endpoint: str
     warnings: Sequence[str] = ()
     templates: Sequence[WatcherSpec] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSource:
+    """A graph: ``text``, with ``overrides`` as words of a command line.
+
+    ``label`` names the text in errors; services run in its directory if it is a file. ``file`` is
+    read at a reload, and changed by commands that add and remove models; it is ``Path()`` until the
+    run directory has a copy of a text without a file.
+    """
+
+    label: str
+    text: str
+    overrides: Sequence[str] = ()
+    file: Path = Path()
+
+
+MakePlan = Callable[[GraphSource], DeploymentPlan]
+"""Blocks; raises ConfigError and OSError."""
 
 
 def plan(

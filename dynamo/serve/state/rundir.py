@@ -24,7 +24,7 @@ from dynamo.runtime.discovery.layout import (
     remove_if_lease,
 )
 from dynamo.runtime.process.os_process import host_id, is_running
-from dynamo.runtime.process.paths import fallback_dir
+from dynamo.runtime.process.paths import fallback_dir, write_atomic
 from dynamo.runtime.process.sockets import socket_owner
 from dynamo.runtime.process.stop_order import STOP_STAGE
 from dynamo.serve.state.document import Document
@@ -41,6 +41,8 @@ _END_TIMEOUT_S = 5.0
 _ABANDONED_AFTER_S = 60.0
 PLANNER_CONTROL = "planner-control.json"
 """Changes of an operator to the planner, which end with the deployment."""
+GRAPH_COPY = "graph.yaml"
+"""The graph of a deployment that was started without a file, while it runs."""
 _FALLBACK_RECORD = "sockets.path"
 log = logging.getLogger(__name__)
 
@@ -116,7 +118,7 @@ class RunDirectory:
             self.statefile.remove()
         except (StatefileError, OSError) as error:
             log.error("cannot remove the statefile: %s; delete it by hand", error)
-        for name in (STOP_STAGE, PLANNER_CONTROL):
+        for name in (STOP_STAGE, PLANNER_CONTROL, GRAPH_COPY):
             (self.path / name).unlink(missing_ok=True)
         living = self._sweep_store()
         fallback = fallback_dir(self.path)
@@ -132,6 +134,13 @@ class RunDirectory:
             shutil.rmtree(fallback, ignore_errors=True)
         self._remove_unfinished()
         (self.path / _FALLBACK_RECORD).unlink(missing_ok=True)
+
+    def keep_graph(self, text: str) -> Path:
+        """Write the graph of a deployment that has no file of its own; return the file."""
+        path = self.path / GRAPH_COPY
+        note = "# The graph of a running deployment. It goes when that ends: copy it to keep it."
+        write_atomic(path, f"{note}\n{text}".encode())
+        return path
 
     def _remove_unfinished(self) -> None:
         """Remove the files of processes that were killed while they wrote."""

@@ -38,7 +38,10 @@ class ReloadGraph(Command):  # type: ignore[misc]
     """Apply a changed graph, or show what would change. The class registers itself with circus.
 
     Properties: ``graph``, the absolute path of the file, and ``overrides``, words of a command
-    line; without both, those of the last start or reload. ``dry_run``: change nothing.
+    line; without both, those of the last start or reload. ``add`` (YAML of a service by its name)
+    and ``remove`` (names) change that graph and its file; then the reply does not wait for models
+    to load. ``dry_run``: change nothing. The reply has ``changes``, ``summary``, the ``file``,
+    ``warnings`` and the names ``added``.
     """
 
     name = RELOAD_GRAPH

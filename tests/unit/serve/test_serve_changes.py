@@ -17,7 +17,7 @@ from dynamo.errors import StatefileError
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.gpus.gpus import Inventory
 from dynamo.serve.graph.graph import parse_graph
-from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, place, plan
+from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, WatcherSpec, place, plan
 from dynamo.serve.reload import GraphReload
 from dynamo.serve.state.document import Document, Entry, RecordedProcess
 from dynamo.serve.state.process_table import ledger_of, reservation
@@ -187,18 +187,20 @@ def test_a_worker_that_falls_asleep_or_wakes_is_not_replaced(
 
 
 @pytest.mark.parametrize("way", ["replaced", "removed"])
-def test_a_reload_outlives_the_drain_of_a_worker(world: World, way: str) -> None:
+def test_a_reload_outlives_the_drain_of_a_worker(world: World, way: str, tmp_path: Path) -> None:
     """The planner removes a worker while the reload waits for the new process of another."""
     changed = GRAPH.replace("workers: 3", "workers: 1") if way == "removed" else GRAPH
     after = make_plan(changed.replace("dynamo.mocker,", "dynamo.mocker, speedup-ratio: 2,"))
     world.on_replace = lambda name: world.vanish("dynamo_A_2") if name == "dynamo_A" else None
 
     async def reload() -> dict[str, Any]:
+        file = tmp_path / "graph.yaml"
+        file.write_text(changed)
         parts: Any = (
-            *(world, world, world.rolling(), world),
-            *(lambda graph, words: after, world.writer, lambda found: None),
+            *(world, world, world.rolling(), world, GraphSource(label="graph", text=GRAPH)),
+            *(lambda source: after, world.writer, lambda found: None),
         )
-        return await GraphReload(*parts).run({"graph": "graph.yaml"})
+        return await GraphReload(*parts).run({"graph": str(file)})
 
     reply = asyncio.run(reload())
     assert "status" not in reply, reply

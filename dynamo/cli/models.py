@@ -1,0 +1,179 @@
+"""Models that come and go while a deployment runs: ``dynamo run`` beside it, ``dynamo remove``.
+
+The arbiter changes the graph and its file; what is here asks it to, and follows new workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dynamo.cli.options import DeploymentSettings, LoadModelSettings
+from dynamo.cli.reload import call, running
+from dynamo.config import load
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError, DynamoError, InvalidArgument
+from dynamo.operations.steps.access import open_access
+from dynamo.operations.steps.limits import ActionLimits
+from dynamo.operations.targets import find_model
+from dynamo.protocols.status import BoxStatus, WorkerStatus
+from dynamo.runtime.process.paths import state_dir
+from dynamo.serve.readiness import probe
+from dynamo.serve.state.document import Document
+from dynamo.serve.state.frontends import frontends_in
+from dynamo.serve.state.statefile import Statefile
+from dynamo.setup.new_graph import NewGraph
+from dynamo.status.deployment import chosen_runtime
+from dynamo.status.reading import BoxCollector
+
+DESCRIPTION = """Take a model out of the running deployment and out of its graph file: its workers
+finish their requests and exit. Comments in the file stay."""
+EPILOG = """Ctrl-C ends only the command: the model is removed nevertheless.
+Exit status: 0 removed, 1 it failed, or no deployment runs, 2 there is no such model."""
+
+_POLL_S = 0.2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``dynamo remove``; return the exit status."""
+    groups: list[type[Any]] = [LoadModelSettings, DeploymentSettings]
+    target, deployment = load("dynamo remove", DESCRIPTION, groups, argv, epilog=EPILOG)
+    try:
+        runtime = chosen_runtime(deployment.namespace)
+        document = running(Statefile(state_dir(runtime), runtime.namespace))
+        services = asyncio.run(_services(runtime, target.model))
+        print(f"removing {target.model}: requests in flight finish", flush=True)
+        reply = call(document, {"remove": services})
+    except (DynamoError, OSError) as error:
+        print(f"dynamo remove: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
+    print(f"removed {', '.join(services)} from {reply['file']}")
+    return 0
+
+
+async def _services(runtime: RuntimeSettings, model: str) -> list[str]:
+    """Return the services of ``model``. Raises InvalidArgument that lists the models."""
+    async with open_access(runtime, ActionLimits()) as access:
+        return [one.name for one in find_model(access.document(), model, access.model)]
+
+
+def add(
+    document: Document, runtime: RuntimeSettings, graphs: Sequence[NewGraph], dry_run: bool
+) -> int:
+    """Add the models of ``graphs`` to the deployment of ``document``; return the exit status.
+
+    Returns when they are served. After Ctrl-C, or if a worker is given up, they are removed again.
+    Raises DynamoError and OSError.
+    """
+    collector = BoxCollector(runtime)
+    _check_new(graphs, collector.collect())
+    keys = {f"Worker{number or ''}": graph.worker() for number, graph in enumerate(graphs)}
+    request = {"add": keys, "dry_run": dry_run}
+    # Interrupted between the request and its reply, we would not know what to remove.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        reply = call(document, request)
+        services = dict(zip(reply["added"], graphs, strict=True))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for name, graph in services.items():
+        print(f"{name}:\n{_indented(graph.worker())}")
+    for line in reply["warnings"]:
+        print(f"dynamo run: warning: {line}", file=sys.stderr)
+    where = f"namespace {document.namespace!r} ({reply['file']})"
+    if dry_run:
+        print(f"would be added to the deployment in {where}", file=sys.stderr)
+        return 0
+    print(f"dynamo run: added to the running deployment in {where}", file=sys.stderr)
+    models = {name: graph.served_name for name, graph in services.items()}
+    try:
+        problem = _follow(collector, document, models)
+    except KeyboardInterrupt:
+        _take_back(document, services)
+        return 130
+    if problem:
+        print(f"dynamo run: {problem}", file=sys.stderr)
+        _take_back(document, services)
+        return 1
+    print(f"dynamo run: ready: {', '.join(models.values())}", file=sys.stderr)
+    last = shlex.quote([*models.values()][-1])
+    print(f"  remove: dynamo remove {last} --namespace {document.namespace}", file=sys.stderr)
+    return 0
+
+
+def _indented(keys: str) -> str:
+    return "\n".join(f"  {line}" for line in keys.splitlines())
+
+
+def _check_new(graphs: Sequence[NewGraph], box: BoxStatus) -> None:
+    """Raise ConfigError if a model of this name is there, or it would listen elsewhere."""
+    served = {worker.model: worker.service for worker in box.workers}
+    for graph in graphs:
+        name = graph.served_name
+        if name in {model.model for model in box.models}:
+            service = served.get(name, "Worker")
+            raise ConfigError(
+                f"{name} is a model of namespace {box.namespace!r} already. For more copies: "
+                f"dynamo reload --namespace {box.namespace} --{service}.ServiceArgs.workers=2; "
+                "under another name: --name NAME"
+            )
+
+
+def _follow(collector: BoxCollector, document: Document, models: Mapping[str, str]) -> str:
+    """Wait until frontends list the models of these services; return "" or why they will not."""
+    shown = dict.fromkeys(models, "")
+    while True:
+        box = collector.collect()
+        for service, model in models.items():
+            workers = [one for one in box.workers if one.service == service]
+            if problem := _problem(workers, model):
+                return problem
+            text = _progress(workers)
+            if text not in (shown[service], "ready"):
+                shown[service] = text
+                print(f"dynamo run: {model}: {text}", file=sys.stderr, flush=True)
+        if asyncio.run(_are_listed(document, models.values())):
+            return ""
+        time.sleep(_POLL_S)
+
+
+def _problem(workers: Sequence[WorkerStatus], model: str) -> str:
+    """Return why a model is not going to be served; "" while it may be."""
+    if not workers:
+        return f"{model} was removed, or the deployment ended, before it was served"
+    failed = next((one for one in workers if one.state in ("failed", "stopped")), None)
+    if failed is None:
+        return ""
+    remedy = f"; try: {failed.remedy}" if failed.remedy else ""
+    return f"{failed.name}: {failed.cause or failed.state}{remedy}"
+
+
+def _progress(workers: Sequence[WorkerStatus]) -> str:
+    """Return what the first worker that is not ready does, in tenths."""
+    waiting = next((one for one in workers if one.state != "ready"), workers[0])
+    if waiting.progress is None:
+        return waiting.state
+    return f"{waiting.state} {int(waiting.progress * 10) * 10} %"
+
+
+async def _are_listed(document: Document, models: Collection[str]) -> bool:
+    """Whether each frontend serves all ``models``."""
+    addresses = [one.address for one in frontends_in(document) if one.address is not None]
+    for address in addresses:
+        found = await probe(address)
+        if found is None or not set(found.models).issuperset(models):
+            return False
+    return True
+
+
+def _take_back(document: Document, services: Collection[str]) -> None:
+    print("dynamo run: removing it again", file=sys.stderr, flush=True)
+    try:
+        call(document, {"remove": list(services)})
+    except (DynamoError, OSError) as error:
+        print(f"dynamo run: it was not removed: {error}; try: dynamo ps", file=sys.stderr)
