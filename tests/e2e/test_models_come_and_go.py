@@ -17,7 +17,7 @@ from load_kit import under_load
 from serving import Serving
 
 GRAPH = """
-# The port of this house.
+# The port of the hall.
 Frontend: {{run: dynamo.frontend, http-port: {port}}}
 # Small, for everyone
 Worker:
