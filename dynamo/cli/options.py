@@ -104,6 +104,36 @@ class LoadModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ListSettings:
+    """list: how to print it"""
+
+    json: bool = option(False, "--json", help="print all that is known as JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullSettings:
+    """pull: which model"""
+
+    model: str = option(
+        "",
+        "model",
+        help="an id on Hugging Face, a GGUF file there (org/name/file.gguf, org/name:Q4_K_M), or a "
+        "model of Ollama",
+    )
+    verify: bool = option(
+        False, "--verify", help="compare with the checksums what was downloaded earlier, too"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteSettings:
+    """rm: which model"""
+
+    model: str = option("", "model", help="a name in dynamo list")
+    yes: bool = option(False, "--yes", "-y", help="ask nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogsSettings:
     """logs: of which processes, and how many lines"""
 

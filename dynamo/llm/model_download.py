@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,13 @@ class HubModel:
             )
         return path
 
+    def files(self) -> list[str]:
+        """Return the names of the files in the repository. Raises as :meth:`fetch`."""
+        try:
+            return sorted(HfApi().list_repo_files(self._name, revision=self._revision))
+        except Exception as error:  # of the Hub's library and of its HTTP library
+            raise self._error(error, bool(constants.HF_HUB_OFFLINE)) from error
+
     def fetch_file(self, file: str, download: bool) -> Path:
         """Return the path of one file of the repository. Raises as :meth:`fetch`."""
         local = not download or constants.HF_HUB_OFFLINE
@@ -98,10 +107,12 @@ class HubModel:
         unreachable: Exception | None = None
         if not local:
             try:
-                names = HfApi().list_repo_files(self._name, revision=self._revision)
-                has_safetensors = any(name.endswith(_SAFETENSORS) for name in names)
-                copies = _PICKLED if has_safetensors else ()
-                return self._snapshot(None, (*_OTHER_FORMATS, *copies), local)
+                found = HfApi().model_info(self._name, revision=self._revision, files_metadata=True)
+                files = found.siblings or []
+                has_safetensors = any(one.rfilename.endswith(_SAFETENSORS) for one in files)
+                ignored = (*_OTHER_FORMATS, *(_PICKLED if has_safetensors else ()))
+                self._check_space(files, ignored)
+                return self._snapshot(None, ignored, local)
             except (HfHubHTTPError, ValueError):
                 raise
             # Here the Hub's errors of connections are those of its HTTP library, no OSError.
@@ -117,6 +128,22 @@ class HubModel:
         if not any(path.glob(f"*{_SAFETENSORS}")):
             path = self._snapshot(None, _OTHER_FORMATS, True)
         return path
+
+    def _check_space(self, files: Sequence[Any], ignored: Sequence[str]) -> None:
+        """Raise OSError if the disk has no room for what is to be downloaded."""
+        blobs = Path(constants.HF_HUB_CACHE, f"models--{self._name.replace('/', '--')}", "blobs")
+        missing = [
+            one
+            for one in files
+            if not any(fnmatch(one.rfilename, pattern) for pattern in ignored)
+            and not any((blobs / key).exists() for key in _keys(one))
+        ]
+        begun = sum(path.stat().st_size for path in blobs.glob("*.incomplete"))
+        needed = sum(one.size or 0 for one in missing) - begun
+        existing = next(path for path in (blobs, *blobs.parents) if path.exists())
+        if needed > (free := shutil.disk_usage(existing).free):
+            text = f"it needs {needed / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free"
+            raise OSError(errno.ENOSPC, text)
 
     def _error(self, error: Exception, local: bool) -> ConfigError:
         where = f"the model {self._given!r}"
@@ -142,13 +169,18 @@ class HubModel:
         if local:
             return ConfigError(
                 f"no such directory, and {cache}: {where} ({constants.HF_HUB_CACHE}); "
-                f"download it with 'hf download {self._name}' or unset HF_HUB_OFFLINE"
+                f"download it with 'dynamo pull {self._name}' or unset HF_HUB_OFFLINE"
             )
         kind = ModelUnreachable if _may_pass(error) else ConfigError
         return kind(
             f"{where} cannot be downloaded from {constants.ENDPOINT}: {_reason(error):.200}; "
             f"it is no directory here, and {cache} ({constants.HF_HUB_CACHE})"
         )
+
+
+def _keys(file: Any) -> Sequence[str]:
+    """Return the names that a file may have in the cache: its checksums."""
+    return [key for key in (file.lfs and file.lfs.sha256, file.blob_id) if key]
 
 
 def _is_of_disk(error: Exception) -> bool:

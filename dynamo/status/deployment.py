@@ -50,6 +50,13 @@ def running_deployment(runtime: RuntimeSettings) -> Document | None:
     return _read_running(state_path(runtime), runtime.namespace)
 
 
+def running_documents(runtime: RuntimeSettings) -> list[Document]:
+    """Return the statefiles of all running deployments in the state directory of ``runtime``."""
+    directory = state_path(runtime)
+    names = sorted(path.stem for path in directory.glob("*.json"))
+    return [one for name in names if (one := _read_running(directory, name)) is not None]
+
+
 def main_pid(document: Document) -> int:
     """Return the process that a user started: the guard of a running deployment."""
     return document.arbiter.guard_pid or document.arbiter.pid

@@ -123,7 +123,7 @@ def test_offline_without_a_cached_model_is_an_error(tmp_path: Path) -> None:
     text, _ = resolve(tmp_path, HF_HUB_OFFLINE="1")
     assert text == (
         f"ConfigError no such directory, and not (complete) in the Hugging Face cache: the model "
-        f"'{NAME}' ({tmp_path}/hub); download it with 'hf download {NAME}' or unset HF_HUB_OFFLINE"
+        f"'{NAME}' ({tmp_path}/hub); download it with 'dynamo pull {NAME}' or unset HF_HUB_OFFLINE"
     )
     for options in ("", "weights=True"):
         text, _ = resolve(tmp_path, options=options, HF_ENDPOINT="http://127.0.0.1:9")

@@ -1,0 +1,259 @@
+"""The models on the disks of this machine: Hugging Face's cache, llama.cpp's, Ollama's store."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dynamo.config import environ
+from dynamo.errors import ConfigError
+from dynamo.serve.state.document import Document
+
+HUB, LLAMA, OLLAMA, LOCAL = "Hugging Face", "llama.cpp", "Ollama", "path"
+_FORMATS = {".safetensors": "safetensors", ".gguf": "GGUF", ".bin": "PyTorch", ".pt": "PyTorch"}
+_LIBRARY = ("registry.ollama.ai", "library")
+_WEIGHTS = "application/vnd.ollama.image.model"
+_PIECE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """A model, by the ``name`` that ``dynamo run`` takes; ``path`` is its directory or file.
+
+    ``used_at_s`` is when a file of it was last read (Unix time), if the disk records that.
+    ``is_complete`` is false after an interrupted download. ``served_by`` has services as
+    ``namespace/service``, also those without a worker now.
+    """
+
+    name: str
+    store: str
+    path: Path
+    size_bytes: int
+    used_at_s: float
+    formats: tuple[str, ...] = ()
+    is_complete: bool = True
+    served_by: tuple[str, ...] = ()
+
+
+def stored_models(documents: Iterable[Document]) -> list[StoredModel]:
+    """Return the models on disk, by name. ``documents`` are those of running deployments.
+
+    Directories and files outside of the stores are found if a deployment serves them.
+    """
+    found = [*_hub_models(), *_llama_models(), *_ollama_models()]
+    served = [(where, words) for document in documents for where, words in _services(document)]
+    rows = [_with_servers(model, served) for model in found]
+    paths = {model.path for model in found}
+    for where, words in served:
+        rows += [_local(path, where) for path in _paths(words, paths)]
+    return sorted(rows, key=lambda one: one.name.lower())
+
+
+def _hub_models() -> Iterator[StoredModel]:
+    # Imported here: it takes 0.2 s.
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    root = Path(constants.HF_HUB_CACHE)
+    try:
+        scanned = {repo.repo_path: repo for repo in scan_cache_dir(root).repos}
+    except (CacheNotFound, OSError):
+        return
+    for path in sorted(root.glob("models--*--*")):
+        partial = sum(_size(file) for file in (path / "blobs").glob("*.incomplete"))
+        repo = scanned.get(path)
+        files = [file for one in repo.revisions for file in one.files] if repo else []
+        formats = {_FORMATS.get(Path(file.file_name).suffix) for file in files} - {None}
+        yield StoredModel(
+            name=path.name.removeprefix("models--").replace("--", "/", 1),
+            store=HUB,
+            path=path,
+            size_bytes=partial + (repo.size_on_disk if repo else 0),
+            used_at_s=repo.last_accessed if repo else _read_at_s(path),
+            formats=tuple(sorted(map(str, formats))),
+            is_complete=not partial and bool(files),
+        )
+
+
+def _llama_models() -> Iterator[StoredModel]:
+    given = environ().get("LLAMA_CACHE")
+    root = Path(given) if given else Path("~/.cache/llama.cpp").expanduser()
+    for path in sorted(root.glob("*.gguf")):
+        yield StoredModel(
+            name=str(path),
+            store=LLAMA,
+            path=path,
+            size_bytes=_size(path),
+            used_at_s=_read_at_s(path),
+            formats=("GGUF",),
+        )
+
+
+def _ollama_models() -> Iterator[StoredModel]:
+    given = environ().get("OLLAMA_MODELS")
+    root = Path(given) if given else Path("~/.ollama/models").expanduser()
+    manifests = root / "manifests"
+    for path in sorted(manifests.glob("*/*/*/*")):
+        host, owner, name, tag = path.relative_to(manifests).parts
+        try:
+            document = json.loads(path.read_bytes())
+            layers = [document["config"], *document["layers"]]
+            blobs = {root / "blobs" / one["digest"].replace(":", "-") for one in layers}
+            sizes = sum(int(one["size"]) for one in layers)
+            weights = any(one.get("mediaType") == _WEIGHTS for one in layers)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # not a manifest, or of another version
+        prefix = "" if (host, owner) == _LIBRARY else f"{owner}/"
+        if host != _LIBRARY[0]:
+            prefix = f"{host}/{prefix}"
+        yield StoredModel(
+            name=f"{prefix}{name}:{tag}",
+            store=OLLAMA,
+            path=path,
+            size_bytes=sizes,
+            used_at_s=max((_read_at_s(blob) for blob in blobs), default=0.0),
+            formats=("GGUF",) if weights else (),
+            is_complete=all(blob.exists() for blob in blobs),
+        )
+
+
+def _services(document: Document) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield each service of a deployment with the words of its commands."""
+    words: dict[str, set[str]] = {}
+    for entry in document.components.values():
+        words.setdefault(entry.service, set()).update(_words(entry.argv))
+    for service, found in words.items():
+        yield f"{document.namespace}/{service}", frozenset(found)
+
+
+def _words(argv: Iterable[str]) -> Iterator[str]:
+    """Yield words, those inside a command that is one word, and values after ``=``."""
+    for word in argv:
+        yield word
+        if " " in word:
+            with contextlib.suppress(ValueError):
+                yield from _words(shlex.split(word))
+        elif "=" in word:
+            yield word.partition("=")[2]
+
+
+def _with_servers(model: StoredModel, served: Iterable[tuple[str, frozenset[str]]]) -> StoredModel:
+    return replace(
+        model, served_by=tuple(where for where, words in served if _is_named(model, words))
+    )
+
+
+def _is_named(model: StoredModel, words: frozenset[str]) -> bool:
+    name, path = model.name, str(model.path)
+    if model.store == HUB:
+        begins = (f"{name}/", f"{name}:", f"hf://{name}", f"{path}/")
+        return name in words or path in words or any(word.startswith(begins) for word in words)
+    return name in words or path in words or name.removesuffix(":latest") in words
+
+
+def _paths(words: Iterable[str], known: Iterable[Path]) -> Iterator[Path]:
+    """Yield the directories with weights and the GGUF files among ``words``, without the known."""
+    inside = tuple(known)
+    for word in sorted(words):
+        path = Path(word)
+        if not path.is_absolute() or any(path == one or one in path.parents for one in inside):
+            continue
+        is_model = path.suffix == ".gguf" if path.is_file() else (path / "config.json").is_file()
+        if is_model:
+            yield path
+
+
+def _local(path: Path, where: str) -> StoredModel:
+    files = [path] if path.is_file() else [one for one in path.iterdir() if one.is_file()]
+    formats = {_FORMATS.get(file.suffix) for file in files} - {None}
+    return StoredModel(
+        name=str(path),
+        store=LOCAL,
+        path=path,
+        size_bytes=sum(map(_size, files)),
+        used_at_s=max((_read_at_s(file) for file in files), default=0.0),
+        formats=tuple(sorted(map(str, formats))),
+        served_by=(where,),
+    )
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _read_at_s(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_atime
+    return 0.0
+
+
+def users_of(model: StoredModel) -> list[int]:
+    """Return the processes that have a file of ``model`` open or mapped, as far as we may see."""
+    inside = f"{model.path}{os.sep}" if model.path.is_dir() else str(model.path)
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            names = [str(one.readlink()) for one in (process / "fd").iterdir()]
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            names += [line.split(maxsplit=5)[5] for line in lines if "/" in line]
+            if any(name.startswith(inside) for name in names):
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def delete(model: StoredModel) -> None:
+    """Delete a model of Hugging Face's or llama.cpp's cache. Raises OSError."""
+    if model.store == HUB:
+        shutil.rmtree(model.path)
+        shutil.rmtree(model.path.parent / ".locks" / model.path.name, ignore_errors=True)
+        return
+    for path in (model.path, *model.path.parent.glob(f"{model.path.name}.*")):
+        path.unlink()
+
+
+def check_blobs(snapshot: Path, since_s: float) -> int:
+    """Compare each file that was written after ``since_s`` with the checksum in its name.
+
+    Returns how many were compared. A wrong file is deleted, and a ConfigError names it.
+    """
+    count = 0
+    for file in sorted(snapshot.rglob("*")):
+        blob = file.resolve()
+        digest = _digest(blob) if blob.is_file() and blob.stat().st_mtime >= since_s else None
+        if digest is None:
+            continue
+        count += 1
+        if digest != blob.name:
+            blob.unlink()
+            file.unlink()
+            raise ConfigError(
+                f"{file.name} differs from its checksum, and was deleted; pull the model again"
+            )
+    return count
+
+
+def _digest(blob: Path) -> str | None:
+    """Return the checksum of the kind that the name of ``blob`` is; None if it is none.
+
+    SHA-256 for large files; for others that of Git, SHA-1 with a header.
+    """
+    kinds: Mapping[int, str] = {64: "sha256", 40: "sha1"}
+    kind = kinds.get(len(blob.name))
+    if kind is None:
+        return None
+    found = hashlib.new(kind, usedforsecurity=False)
+    if kind == "sha1":
+        found.update(b"blob %d\0" % blob.stat().st_size)
+    with blob.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            found.update(piece)
+    return found.hexdigest()
