@@ -24,7 +24,7 @@ Exit status: 0 all is well, 1 something failed or there is no deployment, 2 a ba
 
 _COLUMNS = (
     *("MODEL", "STATE", "READY", "GPUS", "VRAM", "TOK/S"),
-    *("IN FLIGHT", "QUEUED", "HIT RATE", "IDLE UNTIL"),
+    *("IN FLIGHT", "QUEUED", "HIT RATE", "UNLOADS IN"),
 )
 _ANSWER_S = 3.0
 

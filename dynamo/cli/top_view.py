@@ -10,9 +10,11 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dynamo.cli.text_table import aligned, cut, printable
 from dynamo.protocols.status import BoxStatus, GpuStatus, ModelStatus, WorkerStatus
+from dynamo.status.workers import natural_order
 
 Line = tuple[str, str]
 """Style (see ``dynamo.cli.top``) and text."""
@@ -24,18 +26,18 @@ _STATE_STYLES = {
     **dict.fromkeys(("loading", "draining"), WARN),
     **dict.fromkeys(("asleep", "stopped", "zero"), DIM),
 }
-_GIB, _BAR, _FEW_REQUESTS, _PROBLEM_LINES = 1 << 30, 8, 3, 5
-_KEYS = "↑↓ select  o sort  l logs  d drain{sleep}  p pause/resume planner  q quit"
+_GIB, _BAR, _FEW_REQUESTS, _PROBLEM_LINES, _WIDE = 1 << 30, 8, 3, 5, 100
+_KEYS = "↑↓ select  o sort  l logs  d drain{sleep}{planner}  q quit"
 
 SORT_ORDERS: dict[str, Callable[[WorkerStatus], object]] = {
-    "name": lambda one: one.name,
-    "state": lambda one: (one.state, one.name),
-    "in flight": lambda one: (-(one.in_flight or 0), one.name),
-    "KV use": lambda one: (-(one.kv_use or 0.0), one.name),
-    "VRAM": lambda one: (-(one.vram_bytes or 0), one.name),
-    "restarts": lambda one: (-one.restarts, one.name),
+    "name": lambda one: "",
+    "state": lambda one: one.state,
+    "in flight": lambda one: -(one.in_flight or 0),
+    "KV use": lambda one: -(one.kv_use or 0.0),
+    "VRAM": lambda one: -(one.vram_bytes or 0),
+    "restarts": lambda one: -one.restarts,
 }
-"""How the workers can be sorted."""
+"""How the workers can be sorted; equal ones by name."""
 
 
 @dataclass(kw_only=True)
@@ -73,13 +75,20 @@ def _keys(status: BoxStatus, view: TopView) -> str:
     chosen = [one for one in status.workers if one.name == view.selected]
     wakes = any(one.state == "asleep" for one in chosen)
     sleeps = any(one.can_sleep for one in chosen)
-    return _KEYS.format(sleep="  s wake" if wakes else "  s sleep" if sleeps else "")
+    return _KEYS.format(
+        sleep="  s wake" if wakes else "  s sleep" if sleeps else "",
+        planner="" if status.planner is None else "  p pause/resume planner",
+    )
 
 
 def sorted_workers(status: BoxStatus, sort: str) -> list[WorkerStatus]:
     """Return all processes, workers first, in the order ``sort``."""
-    key: Callable[[WorkerStatus], object] = SORT_ORDERS[sort]
-    return [*sorted(status.workers, key=key), *sorted(status.others, key=key)]  # type: ignore[arg-type]
+    key: Any = SORT_ORDERS[sort]
+    return [
+        one
+        for group in (status.workers, status.others)
+        for one in sorted(sorted(group, key=lambda one: natural_order(one.name)), key=key)
+    ]
 
 
 def _log(view: TopView, room: int) -> list[Line]:
@@ -170,16 +179,16 @@ def _models(models: Sequence[ModelStatus], width: int) -> list[Line]:
                 _ms(figures.ttft_p99_s),
                 str(figures.in_flight),
                 str(figures.queued),
-                _share(sum(uses) / len(uses) if uses else None, bar=True),
+                _share(sum(uses) / len(uses) if uses else None, bar=width >= _WIDE),
                 _share(figures.hit_rate),
             ]
         row.append(model.cause or _idle(model))
-        rows.append((_STATE_STYLES.get(model.state, PLAIN), tuple(row)))
+        rows.append((_STATE_STYLES.get(model.state, PLAIN), _fitting(row, width, 5, 9)))
     head = (
         *("MODEL", "STATE", "READY", "TOK/S", "TTFT P50", "P99", "IN FLIGHT"),
         *("QUEUED", "KV USE", "HIT RATE", ""),
     )
-    return _table("models", head, rows, "no model", width)
+    return _table("models", _fitting(head, width, 5, 9), rows, "no model", width)
 
 
 def _idle(model: ModelStatus) -> str:
@@ -203,16 +212,21 @@ def _workers(status: BoxStatus, view: TopView, room: int, width: int) -> list[Li
         rows.append(
             (
                 CHOSEN if chosen else style,
-                (
-                    one.name,
-                    one.state + ("" if one.progress is None else f" {one.progress:.0%}"),
-                    ",".join(one.gpus) or "-",
-                    _gib(one.vram_bytes),
-                    "-" if one.in_flight is None else str(one.in_flight),
-                    _share(one.kv_use, bar=True),
-                    str(one.restarts),
-                    _duration(one.uptime_s),
-                    why or "-",
+                _fitting(
+                    (
+                        one.name,
+                        one.state + ("" if one.progress is None else f" {one.progress:.0%}"),
+                        ",".join(one.gpus) or "-",
+                        _gib(one.vram_bytes),
+                        "-" if one.in_flight is None else str(one.in_flight),
+                        _share(one.kv_use, bar=width >= _WIDE),
+                        str(one.restarts),
+                        _duration(one.uptime_s),
+                        why or "-",
+                    ),
+                    width,
+                    6,
+                    7,
                 ),
             )
         )
@@ -223,7 +237,7 @@ def _workers(status: BoxStatus, view: TopView, room: int, width: int) -> list[Li
     title = f"workers by {view.sort}"
     if len(rows) < len(workers):
         title += f" ({first + 1} to {first + len(rows)} of {len(workers)})"
-    return _table(title, head, rows, "no worker", width)
+    return _table(title, _fitting(head, width, 6, 7), rows, "no worker", width)
 
 
 def _planner(status: BoxStatus) -> list[Line]:
@@ -276,6 +290,11 @@ def _table(
     texts = aligned([head, *(row for _, row in rows)], width - 2)
     styles = [HEAD, *(style for style, _ in rows)]
     return [(TITLE, title), *((s, f"  {text}") for s, text in zip(styles, texts, strict=True))]
+
+
+def _fitting(row: Sequence[str], width: int, *least: int) -> tuple[str, ...]:
+    """Leave out the columns ``least`` on a narrow terminal, so that none is cut."""
+    return tuple(text for at, text in enumerate(row) if width >= _WIDE or at not in least)
 
 
 def _share(value: float | None, bar: bool = False) -> str:

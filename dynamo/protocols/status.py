@@ -152,11 +152,14 @@ class ModelFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class FrontendStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of ``GET /v1/status``. ``requests`` are the newest records, newest first.
 
-    ``rejected`` says by worker id, in hexadecimal, why a registered one gets no requests.
+    The times to the first token are of all requests that ended in the last minute. ``rejected``
+    says by worker id, in hexadecimal, why a registered one gets no requests.
     """
 
     draining: bool = False
     uptime_s: float = 0.0
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
     models: tuple[ModelFigures, ...] = ()
     requests: tuple[RequestRecord, ...] = ()
     rejected: dict[str, str] = {}
@@ -280,7 +283,8 @@ class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A deployment and its machine at ``at_s``. ``state`` is running or stopped (no deployment).
 
     ``frontend`` is ``ready``, ``draining``, ``loading``, ``down`` or ``none`` (not in the graph),
-    ``url`` its address; figures are missing while it is down. ``problems`` are sentences that name
+    ``url`` its address; figures are missing while it is down. Times to the first token are of all
+    models; of several frontends, those of the slowest. ``problems`` are sentences that name
     a cause and a command; anything failed has one.
     """
 
@@ -289,6 +293,8 @@ class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     frontend: str
     url: str = ""
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
     models: tuple[ModelStatus, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
     others: tuple[WorkerStatus, ...] = ()

@@ -106,7 +106,7 @@ def _merged(one: WorkerFigures, other: WorkerFigures) -> WorkerFigures:
     return WorkerFigures(
         worker=one.worker,
         in_flight=one.in_flight + other.in_flight,
-        kv_use=_largest((one.kv_use, other.kv_use)),
+        kv_use=largest((one.kv_use, other.kv_use)),
         busy=one.busy or other.busy,
     )
 
@@ -124,15 +124,16 @@ def _sum(rows: Sequence[ModelFigures]) -> ModelFigures:
         window_s=max(one.window_s for one in rows),
         output_tokens_per_s=sum(one.output_tokens_per_s for one in rows),
         requests_per_s=sum(one.requests_per_s for one in rows),
-        ttft_p50_s=_largest(one.ttft_p50_s for one in rows),
-        ttft_p99_s=_largest(one.ttft_p99_s for one in rows),
+        ttft_p50_s=largest(one.ttft_p50_s for one in rows),
+        ttft_p99_s=largest(one.ttft_p99_s for one in rows),
         hit_rate=busiest.hit_rate,
         idle_s=min((one.idle_s for one in rows if one.idle_s is not None), default=None),
         workers=tuple(workers.values()),
     )
 
 
-def _largest(values: Iterable[float | None]) -> float | None:
+def largest(values: Iterable[float | None]) -> float | None:
+    """Return the largest of the known ``values``; None without one."""
     return max((value for value in values if value is not None), default=None)
 
 

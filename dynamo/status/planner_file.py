@@ -31,9 +31,11 @@ def planner_summary(report: PlannerReport, now_s: float | None = None) -> Planne
     now_s = time.time() if now_s is None else now_s
     due = [one.next_at_s for one in report.models if one.next_at_s is not None]
     waits = report.state == "paused" or not due
+    # One that is past is being decided, or was missed: the next one that people can wait for.
+    coming = [at_s for at_s in due if at_s > now_s]
     return PlannerSummary(
         state=report.state,
         mode=report.mode,
-        next_s=None if waits else max(0.0, min(due) - now_s),
+        next_s=None if waits else min(coming, default=now_s) - now_s,
         decisions=tuple(f"{one.model}: {one.text}" for one in report.models),
     )

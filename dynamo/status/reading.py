@@ -32,7 +32,7 @@ from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import STATUS_SOCKET, ask
 from dynamo.status.gpus import read_gpus
 from dynamo.status.logs import last_line
-from dynamo.status.models import BoxSighting, FrontendSighting, model_statuses
+from dynamo.status.models import BoxSighting, FrontendSighting, largest, model_statuses
 from dynamo.status.planner_file import planner_summary, read_planner
 from dynamo.status.workers import OTHER_PROGRAMS, program_of, worker_statuses
 
@@ -229,12 +229,15 @@ class BoxReader:
         processes = worker_statuses(seen)
         others = {one.name for one in entries if program_of(one) in OTHER_PROGRAMS}
         workers = tuple(one for one in processes if one.name not in others)
+        answers = [one.status for one in seen.frontends if one.status is not None]
         return BoxStatus(
             namespace=self._runtime.namespace,
             state="running",
             at_s=seen.at_s,
             frontend=_frontend_state(seen.frontends, processes),
             url=next((one.url for one in seen.frontends), ""),
+            ttft_p50_s=largest(one.ttft_p50_s for one in answers),
+            ttft_p99_s=largest(one.ttft_p99_s for one in answers),
             models=model_statuses(seen, workers),
             workers=workers,
             others=tuple(one for one in processes if one.name in others),

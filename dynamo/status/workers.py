@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from dynamo.config.programs import FRONTEND, MODEL_PROGRAMS, PLANNER
@@ -23,18 +24,29 @@ from dynamo.status.models import BoxSighting, worker_figures
 
 OTHER_PROGRAMS = (FRONTEND, PLANNER)
 """Programs whose processes are no workers."""
+_PARTS = re.compile(r"(\D*)(\d*)")
 
 
 def worker_statuses(seen: BoxSighting) -> tuple[WorkerStatus, ...]:
-    """Return one status for each entry that has or will have a process, in their order."""
+    """Return one status for each entry that has or will have a process.
+
+    By service, in the order of the graph; then the second worker comes before the tenth.
+    """
     services = read_services(seen.document)
     figures, vram = worker_figures(seen), vram_by_worker(seen.gpus)
     found = []
-    for entry in seen.document.components.values():
+    entries = seen.document.components.values()
+    first = {entry.service: place for place, entry in reversed(list(enumerate(entries)))}
+    for entry in sorted(entries, key=lambda one: (first[one.service], natural_order(one.name))):
         process = _Process(seen, entry, services)
         if process.exists:
             found.append(process.status(figures, vram.get(entry.name)))
     return tuple(found)
+
+
+def natural_order(name: str) -> list[tuple[str, int]]:
+    """Return a key to sort names by that compares the numbers in them as numbers."""
+    return [(text, int(digits or 0)) for text, digits in _PARTS.findall(name)]
 
 
 def program_of(entry: Entry) -> str:

@@ -432,8 +432,8 @@ def test_tcp_control_only_when_asked(serving: Serving, unused_tcp_port: int) -> 
 
 
 def test_jsonl(serving: Serving) -> None:
-    serving.start("A: {run: SLEEPER, say: '{\"a\":1}'}\n", DYN_LOGGING_JSONL="1")
-    serving.wait_for('"watcher"')
+    graph = "A: {run: SLEEPER, say: '{\"a\":1}'}\n"
+    serving.start(graph, wait='"watcher"', DYN_LOGGING_JSONL="1")
     assert serving.stop() == 0
     rows = [json.loads(line) for line in serving.lines]
     assert {"message", "level", "time"} <= set(rows[0])

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser
 from web_kit import ScriptedPage, chromium, needs_chromium
 
-from dynamo.protocols.status import RequestRecord
+from dynamo.protocols.status import PlannerSummary, RequestRecord, WorkerStatus
 
 pytestmark = needs_chromium
 
@@ -55,4 +55,61 @@ def test_a_cold_start_has_a_stage_of_its_own(site: ScriptedPage, browser: Browse
     page.click("button:text('warm')")
     page.wait_for_selector(".legend >> nth=1")
     assert "waiting" not in page.locator(".legend").nth(1).inner_text()
+    page.context.close()
+
+
+def test_the_planner_s_button_keeps_the_focus(site: ScriptedPage, browser: Browser) -> None:
+    def planner(next_s: float, state: str = "running") -> PlannerSummary:
+        decisions = ("tiny: decode 1 -> 2: the KV load is high",)
+        return PlannerSummary(state=state, mode="load", next_s=next_s, decisions=decisions)
+
+    site.show(planner=planner(9.0))
+    page = site.open(browser)
+    button = page.locator("#planner button")
+    button.focus()
+    for next_s in (8.0, 7.0):
+        site.show(planner=planner(next_s))
+        page.wait_for_selector(f"#planner >> text=next decision in {next_s:.0f} s")
+    assert page.evaluate("document.activeElement.textContent") == "Pause"
+    assert page.locator("#planner li").inner_text().startswith("tiny: decode 1 -> 2")
+    site.show(planner=planner(7.0, "paused"))
+    page.wait_for_selector("#planner button >> text=Resume")
+    site.show(planner=None)
+    page.wait_for_selector("#planner >> text=No planner in this deployment")
+    assert not button.is_visible()
+    page.context.close()
+
+
+def test_a_gap_is_not_drawn_as_data(site: ScriptedPage, browser: Browser) -> None:
+    at_s = 1000.0
+    site.show(at_s=at_s, ttft_p50_s=0.1, ttft_p99_s=0.2)
+    page = site.open(browser)
+    for later in (1, 2, 40, 41):
+        site.show(at_s=at_s + later, ttft_p50_s=0.1 + later / 1e3, ttft_p99_s=0.2)
+        page.wait_for_selector(f"#charts svg[aria-label*='p50 {100 + later} ms']")
+    for selector in (".line.s0", ".area"):
+        paths = page.locator("#charts .chart").nth(1).locator(selector)
+        assert str(paths.get_attribute("d")).count("M") == 2, paths.get_attribute("d")
+    page.context.close()
+
+
+def test_a_log_stays_where_its_reader_is(site: ScriptedPage, browser: Browser) -> None:
+    log = site.logs / "dynamo_W.log"
+    log.write_text("".join(f"line {number}\n" for number in range(300)))
+    names = ("dynamo_W", "dynamo_W_2", "dynamo_W_10")
+    workers = [WorkerStatus(name=one, service="W", state="ready") for one in names]
+    site.show(workers=tuple(workers))
+    page = site.open(browser, "logs")
+    assert page.locator("#log-name option").all_inner_texts() == [*names]
+    page.wait_for_selector("#log-lines >> text=line 299")
+    scrolled = "document.getElementById('log-lines').scrollTop"
+    page.wait_for_selector("#log-follow:checked")
+    page.evaluate(f"{scrolled} = 100")
+    page.wait_for_selector("#log-follow:not(:checked)")
+    with log.open("a") as file:
+        file.write("one more\n")
+    page.wait_for_selector("#log-lines >> text=one more", state="attached")
+    assert page.evaluate(scrolled) == 100
+    page.evaluate(f"{scrolled} = 1e9")
+    page.wait_for_selector("#log-follow:checked")
     page.context.close()

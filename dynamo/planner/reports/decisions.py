@@ -37,11 +37,11 @@ class PoolChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     inputs: dict[str, float] = {}
     error: str = ""
 
-    def text(self) -> str:
-        """Return the change, the rule and its figures for a log line."""
+    def text(self, with_figures: bool = True) -> str:
+        """Return the change and the rule, for a log line with its figures."""
         step = f"{self.before}" if self.wanted == self.before else f"{self.before} -> {self.wanted}"
         text = f"{self.pool} {step}: {self.rule}"
-        if self.inputs:
+        if self.inputs and with_figures:
             figures = " ".join(f"{name}={value:.4g}" for name, value in self.inputs.items())
             text += f" [{figures}]"
         if self.error:

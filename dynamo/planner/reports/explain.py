@@ -75,7 +75,7 @@ class StateFile(LoopObserver):
         self._models[record.model] = PlannedModel(
             model=record.model,
             at_s=record.at_s,
-            text="; ".join(pool.text() for pool in record.pools),
+            text="; ".join(pool.text(with_figures=False) for pool in record.pools),
             wanted={pool.pool: pool.wanted for pool in record.pools},
             next_at_s=record.at_s + seen.interval_s,
         )

@@ -257,11 +257,10 @@ def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
     """
     temporary = temporary_beside(path)
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            if durable:
+        temporary.write_bytes(data)
+        if durable:
+            with temporary.open("rb+") as file:
                 os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
-                file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:

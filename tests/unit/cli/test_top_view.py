@@ -228,3 +228,22 @@ def test_missing_parts() -> None:
     model = ModelStatus(model="m", state="zero", idle_until_s=12.0)
     shown = text(msgspec.structs.replace(bare, models=(model,)))
     assert "gives up its GPUs in 12 s without requests" in shown
+
+
+def test_a_narrow_terminal_cuts_no_figure() -> None:
+    shown = text(box(), width=80).splitlines()
+    (model,) = [line for line in shown if line.startswith("  tiny") and "ready" in line]
+    (second,) = [line for line in shown if line.startswith("  ns_W_1")]
+    assert " 50%" in model and " 25%" in second, shown
+    assert not any("…" in line for line in (model, second))
+
+
+def test_a_key_for_the_planner_needs_a_planner() -> None:
+    view = TopView(keys=True)
+    assert "p pause" in text(box(), view, height=40)
+    assert "p pause" not in text(msgspec.structs.replace(box(), planner=None), view, height=40)
+
+
+def test_equal_workers_are_in_the_order_of_their_numbers() -> None:
+    many = msgspec.structs.replace(box(), workers=tuple(map(worker, (10, 9, 2, 1))))
+    assert [one.name[5:] for one in sorted_workers(many, "state")] == ["1", "2", "9", "10"]

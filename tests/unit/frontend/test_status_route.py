@@ -19,6 +19,7 @@ class Traffic:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.open = 0
+        self.model = "tiny"
         self.recent = RecentRequests()
         self.metrics: ModelMetrics = FrontendMetrics(Registry()).model("tiny")
         self.windows = TrafficWindows(
@@ -32,7 +33,7 @@ class Traffic:
         self.recent.add(
             RequestFigures(
                 RequestInfo("chat", "id", None),
-                "tiny",
+                self.model,
                 received_s,
                 "ok",
                 self.now_s,
@@ -110,3 +111,17 @@ def test_idle_since_the_last_request() -> None:
     for _ in range(7):
         traffic.second()
     assert traffic.now.idle_s == 7
+
+
+def test_the_times_of_all_models_are_one_distribution() -> None:
+    """Two answers of a slow model among many do not make the median theirs."""
+    traffic = Traffic()
+    for number in range(98):
+        traffic.end(1, ttft_s=0.01 + number / 1e5)
+    traffic.model = "slow"
+    traffic.end(1, ttft_s=9.0)
+    traffic.end(1, ttft_s=9.0)
+    ttfts_s = traffic.windows.ttfts_s()
+    assert len(ttfts_s) == 100 and ttfts_s[49] < 0.02 and ttfts_s[-1] == pytest.approx(9.0)
+    traffic.now_s += 61
+    assert traffic.windows.ttfts_s() == []

@@ -11,8 +11,10 @@ import pytest
 
 from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
+from dynamo.protocols.status import PlannedModel, PlannerReport
 from dynamo.status.deployment import ask
 from dynamo.status.logs import last_line, progress_in
+from dynamo.status.planner_file import planner_summary
 from dynamo.status.status_socket import StatusSocket
 
 
@@ -72,3 +74,10 @@ def test_a_report_decodes(tmp_path: Path) -> None:
     (tmp_path / "dynamo.json").write_text("{")
     (problem,) = json.loads(report(runtime))["problems"]
     assert "is damaged" in problem
+
+
+@pytest.mark.parametrize(("due", "next_s"), [((90.0, 103.0), 3.0), ((90.0,), 0.0), ((), None)])
+def test_the_next_decision_is_not_in_the_past(due: tuple[float, ...], next_s: float | None) -> None:
+    models = tuple(PlannedModel(model="m", at_s=0.0, text="", next_at_s=at) for at in due)
+    report = PlannerReport(pid=1, start_ticks=1, state="running", mode="load", models=models)
+    assert planner_summary(report, 100.0).next_s == next_s

@@ -217,3 +217,10 @@ def test_an_operation_whose_process_has_exited(
     assert worker.remedy == ("dynamo state repair" if cause else "")
     [worker] = worker_statuses(seen(found, 7, reserved=["d_W"]))
     assert "interrupted" not in worker.cause
+
+
+def test_the_second_worker_comes_before_the_tenth() -> None:
+    names = ["d_W", "d_W_10", "d_P", "d_W_9", "d_W_2", "d_P_11", "d_P_3"]
+    entries = [entry(name, MOCKER, 20 + at) for at, name in enumerate(names)]
+    found = [one.name for one in worker_statuses(seen(document(*entries)))]
+    assert found == ["d_W", "d_W_2", "d_W_9", "d_W_10", "d_P", "d_P_3", "d_P_11"]

@@ -8,9 +8,10 @@ For operators. Counters are read once a second and when the route is called, nev
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote
 
@@ -102,9 +103,7 @@ class TrafficWindows:
         """Return the figures of every model now. O(recent requests + requests in progress)."""
         now_s, tokens = self._clock(), self._open_tokens()
         ended: dict[str, list[RequestFigures]] = {}
-        for one in reversed(self._recent.records):
-            if now_s - one.ended_s > _RECENT_S:
-                break
+        for one in self._ended(now_s):
             ended.setdefault(one.model, []).append(one)
         for metrics in self._models():
             self._window(metrics, now_s)
@@ -112,6 +111,16 @@ class TrafficWindows:
             name: window.traffic(window.read(now_s, tokens.get(name, 0)), ended.get(name, ()))
             for name, window in self._windows.items()
         }
+
+    def ttfts_s(self) -> list[float]:
+        """Return the times to the first token of all models, in order. O(n log n) in them."""
+        found = (one.ttft_s for one in self._ended(self._clock()))
+        return sorted(one for one in found if one is not None)
+
+    def _ended(self, now_s: float) -> Iterator[RequestFigures]:
+        """Yield the requests that ended in the last minute, newest first."""
+        records = reversed(self._recent.records)
+        return itertools.takewhile(lambda one: now_s - one.ended_s <= _RECENT_S, records)
 
     def _window(self, metrics: ModelMetrics, now_s: float) -> _Window:
         found = self._windows.get(metrics.name)
@@ -244,7 +253,7 @@ class StatusRoutes:
 
     def status(self) -> FrontendStatus:
         """Return the figures now."""
-        traffic = self._windows.traffic()
+        traffic, ttfts_s = self._windows.traffic(), self._windows.ttfts_s()
         running = self._requests.in_flight_by_model()
         in_flight = self._requests.in_flight_by_worker()
         entries = {entry.name: entry for entry in self._models.entries()}
@@ -252,6 +261,8 @@ class StatusRoutes:
         return FrontendStatus(
             draining=self._requests.draining,
             uptime_s=time.monotonic() - self._started_s,
+            ttft_p50_s=_quantile(ttfts_s, 0.5),
+            ttft_p99_s=_quantile(ttfts_s, 0.99),
             models=(
                 *(
                     _model(entry, traffic[name], running[name], in_flight)

@@ -5,6 +5,7 @@ import { byId, clock, make, percent, rate, seconds, setText } from "./dom.js";
 
 const SHORTEST_S = 60;
 const LONGEST_S = 300;
+const MISSING_S = 3; // samples come each second
 const WIDTH = 300;
 const HEIGHT = 64;
 const SVG = "http://www.w3.org/2000/svg";
@@ -33,8 +34,8 @@ const CHARTS = [
     title: "TTFT",
     format: seconds,
     lines: [
-      { name: "p50", of: ({ figures }) => largest(figures.map((one) => one.ttft_p50_s)) },
-      { name: "p99", of: ({ figures }) => largest(figures.map((one) => one.ttft_p99_s)) },
+      { name: "p50", of: ({ status }) => status.ttft_p50_s },
+      { name: "p99", of: ({ status }) => status.ttft_p99_s },
     ],
   },
   {
@@ -84,6 +85,8 @@ class Chart {
   }
 
   add(at_s, sample) {
+    const before = this.samples.at(-1)?.[0];
+    if (before < at_s - MISSING_S) this.samples.push([(before + at_s) / 2, ...this.spec.lines.map(() => null)]);
     this.samples.push([at_s, ...this.spec.lines.map((line) => line.of(sample))]);
     while (this.samples.length && this.samples[0][0] < at_s - LONGEST_S) this.samples.shift();
     this.draw();
@@ -140,10 +143,15 @@ function line(samples, index, x, y) {
   return path;
 }
 
+// One shape for each run of samples without a gap.
 function area(samples, x, y) {
-  const known = samples.filter((one) => one[1] != null);
-  if (known.length < 2) return "";
-  return `${line(known, 1, x, y)}L${x(known.at(-1)[0])} ${HEIGHT}L${x(known[0][0])} ${HEIGHT}Z`;
+  const runs = [[]];
+  for (const one of samples) {
+    if (one[1] == null) runs.push([]);
+    else runs.at(-1).push(one);
+  }
+  return runs.filter((run) => run.length > 1).map((run) =>
+    `${line(run, 1, x, y)}L${x(run.at(-1)[0])} ${HEIGHT}L${x(run[0][0])} ${HEIGHT}Z`).join("");
 }
 
 function nearest(samples, at_s) {
@@ -158,5 +166,5 @@ export function install() {
 
 export function update(status) {
   const figures = status.models.map((one) => one.figures).filter(Boolean);
-  for (const one of charts) one.add(status.at_s, { figures, workers: status.workers });
+  for (const one of charts) one.add(status.at_s, { status, figures, workers: status.workers });
 }

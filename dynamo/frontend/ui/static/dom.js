@@ -62,6 +62,9 @@ export function count(value) {
   return value == null ? NONE : value.toLocaleString("en-US");
 }
 
+// Orders names: Worker_2 before Worker_10.
+export const natural = new Intl.Collator("en", { numeric: true }).compare;
+
 export function clock(at_s) {
   return new Date(at_s * 1000).toLocaleTimeString("en-GB");
 }

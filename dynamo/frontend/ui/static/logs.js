@@ -1,9 +1,10 @@
 // The output of one service, as it is written.
 
-import { byId, make, setText } from "./dom.js";
+import { byId, make, natural, setText } from "./dom.js";
 import { Stream } from "./server.js";
 
 const KEPT = 2000;
+const NEAR_PX = 8;
 
 export function install() {
   const select = byId("log-name");
@@ -44,6 +45,10 @@ export function install() {
   filter.addEventListener("input", () => {
     for (const node of lines.children) node.hidden = !matches(node.textContent);
   });
+  // A reader who scrolls up stays there; at the end, new lines move the view again.
+  lines.addEventListener("scroll", () => {
+    follow.checked = lines.scrollHeight - lines.scrollTop - lines.clientHeight < NEAR_PX;
+  });
   follow.addEventListener("change", () => {
     if (follow.checked) lines.scrollTop = lines.scrollHeight;
   });
@@ -63,7 +68,7 @@ export function install() {
       }
     },
     update(status) {
-      const names = [...status.workers, ...status.others].map((one) => one.name).sort();
+      const names = [...status.workers, ...status.others].map((one) => one.name).sort(natural);
       if (fillSelect(select, names, wanted)) restart();
     },
   };

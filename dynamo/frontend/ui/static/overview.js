@@ -35,7 +35,7 @@ function stateCell(cell, row) {
   const [label, progress] = cell.children;
   const loading = row.state === "loading";
   const share = loading && row.progress != null ? ` ${percent(row.progress)}` : "";
-  badge(label, row.state, row.state + share);
+  badge(label, row.state, (row.state === "zero" ? "no worker" : row.state) + share);
   progress.hidden = !share;
   if (share) progress.value = row.progress;
 }
@@ -59,7 +59,7 @@ const MODELS = [
   { label: "Running", class: "num", text: (row) => count(row.figures && (row.figures.in_flight ?? 0)) },
   { label: "Queued", class: "num", text: (row) => count(row.figures && (row.figures.queued ?? 0)) },
   { label: "Cache hits", class: "num", text: (row) => percent(row.figures?.hit_rate) },
-  { label: "Idle until", class: "num", optional: true, text: (row) => (row.idle_until_s == null ? NONE : age(row.idle_until_s)) },
+  { label: "Unloads in", class: "num", optional: true, text: (row) => (row.idle_until_s == null ? NONE : age(row.idle_until_s)) },
   {
     label: "Actions",
     class: "acts",
@@ -151,21 +151,30 @@ const OTHERS = (openLogs) => [
   { label: "Actions", class: "acts", fill: (cell, row) => actions(cell, row.name, ["restart"], [logsButton(row.name, openLogs)]) },
 ];
 
-function planner(summary) {
-  const node = byId("planner");
-  const text = JSON.stringify(summary ?? null);
-  if (node.dataset.text === text) return;
-  node.dataset.text = text;
-  if (!summary) {
-    node.replaceChildren(make("p", { class: "dim" }, "No planner in this deployment: the number of workers stays as it is."));
-    return;
-  }
-  const next = summary.next_s == null ? "" : `next decision in ${age(summary.next_s)}`;
-  const paused = summary.state === "paused";
-  const head = make("p", {}, make("b", {}, "Planner "), make("span", { class: `badge ${summary.state}` }, summary.state), ` ${summary.mode ?? ""} `, make("span", { class: "dim" }, next));
-  head.append(make("span", { class: "acts" }, action(paused ? "resume_planner" : "pause_planner", "planner")));
-  const rows = (summary.decisions ?? []).map((one) => make("li", {}, one));
-  node.replaceChildren(head, rows.length ? make("ul", {}, ...rows) : make("p", { class: "dim" }, "No decision yet."));
+// The nodes stay, so that a button keeps the keyboard's focus while the time runs.
+function plannerPanel(node) {
+  const none = make("p", { class: "dim" }, "No planner in this deployment: the number of workers stays as it is.");
+  const [state, mode, next, acts] = [make("span"), make("span"), make("span", { class: "dim" }), make("span", { class: "acts" })];
+  const head = make("p", {}, make("b", {}, "Planner "), state, " ", mode, " ", next, acts);
+  const list = make("ul");
+  const empty = make("p", { class: "dim" }, "No decision yet.");
+  node.replaceChildren(none, head, list, empty);
+  return (summary) => {
+    const decisions = summary?.decisions ?? [];
+    none.hidden = Boolean(summary);
+    head.hidden = !summary;
+    list.hidden = !decisions.length;
+    empty.hidden = !summary || decisions.length > 0;
+    if (!summary) return;
+    badge(state, summary.state);
+    setText(mode, summary.mode);
+    setText(next, summary.next_s == null ? "" : `next decision in ${age(summary.next_s)}`);
+    actions(acts, "planner", [summary.state === "paused" ? "resume_planner" : "pause_planner"]);
+    const text = decisions.join("\n");
+    if (list.dataset.text === text) return;
+    list.dataset.text = text;
+    list.replaceChildren(...decisions.map((one) => make("li", {}, one)));
+  };
 }
 
 function problems(list, texts) {
@@ -187,6 +196,7 @@ export function install(openLogs) {
     key: (row) => row.gpu, empty: "No NVIDIA GPU, or no driver: dynamo doctor says which.", note: holders,
   });
   const others = liveTable(byId("others"), OTHERS(openLogs), { key: (row) => row.name, empty: "No other service.", note: workerNote });
+  const planner = plannerPanel(byId("planner"));
   return (status) => {
     problems(byId("problems"), status.problems);
     models(status.models);
