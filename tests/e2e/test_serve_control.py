@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 
 import psutil
 import pytest
+import zmq
 from serving import QUICKSTART, Serving
 
 TWO = """
@@ -124,3 +127,19 @@ def test_a_removed_watcher_does_not_count(serving: Serving) -> None:
     assert serving.circusctl("rm", name, "--waiting") == "ok"
     assert serving.stop() == 0
     serving.assert_clean()
+
+
+def test_no_command_is_refused_for_a_periodic_check(serving: Serving) -> None:
+    """The arbiter looks at its watchers each second; commands that come just then are served."""
+    serving.start("A: {run: SLEEPER, ServiceArgs: {workers: 4}}\n")
+    name = f"{serving.namespace}_A"
+    start = {"command": "start", "properties": {"name": name, "match": "simple", "waiting": True}}
+    replies = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(serving.endpoint)
+        until_s = time.monotonic() + 5
+        while time.monotonic() < until_s:
+            socket.send(json.dumps({"id": "1", **start}).encode())
+            replies.append(json.loads(socket.recv()))
+    assert [one for one in replies if one["status"] != "ok"] == []
+    assert serving.stop() == 0

@@ -268,9 +268,14 @@ class SupervisingArbiter(RollingArbiter):
                 await watcher._start()
 
     def manage_watchers(self) -> Any:
-        """Run circus's periodic check of the watchers, but not while a command changes them."""
+        """Run circus's periodic check of the watchers, but not while a command changes them.
+
+        Nor if there is nothing to do: circus refuses each command that comes during a check.
+        """
         if self._exclusive_running_command is None and not self._restarting:
-            return super().manage_watchers()
+            self.reap_processes()
+            if any(watcher.has_work() for watcher in self.watchers):
+                return super().manage_watchers()
         return None
 
     def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from circus.exc import MessageError
+from circus.process import DEAD_OR_ZOMBIE, UNEXISTING
 from circus.watcher import Watcher
 
 from dynamo.serve.graph.watchers import WatcherSpec
@@ -236,6 +237,14 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     def _check_number(self, numprocesses: int) -> None:
         if numprocesses > 1 and self._single_because is not None:
             raise MessageError(self._single_because)
+
+    def has_work(self) -> bool:
+        """Whether :meth:`manage_processes` would start, stop or forget a process."""
+        if self.is_stopped():
+            return False
+        processes = self.processes.values()
+        wrong = len(processes) != self.numprocesses or bool(self.max_age)
+        return wrong or any(one.status in (DEAD_OR_ZOMBIE, UNEXISTING) for one in processes)
 
     async def manage_processes(self) -> None:
         """Bring the number of processes to what it should be, unless we wait or are stopping."""
