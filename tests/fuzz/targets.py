@@ -274,6 +274,47 @@ def graphs() -> Target:
     return check
 
 
+def graph_edits() -> Target:
+    """A service added to a graph and removed again: the rest means the same, or ConfigError."""
+    import yaml
+
+    from dynamo.errors import ConfigError
+    from dynamo.serve.graph.edited import with_service, without_services
+
+    keys = "run: dynamo.mocker\nmodel: m\n"
+
+    def check(data: bytes) -> None:
+        text = data.decode(errors="replace")
+        try:
+            added = with_service(text, "graph.yaml", "Worker99", keys)
+            before = yaml.safe_load(text)
+            assert yaml.safe_load(added) == {**before, "Worker99": yaml.safe_load(keys)}
+            assert yaml.safe_load(without_services(added, "graph.yaml", ["Worker99"])) == before
+            for name in before:
+                without_services(added, "graph.yaml", [name])
+        except ConfigError as error:
+            assert error.message
+
+    return check
+
+
+def circus_replies() -> Target:
+    """Replies of any program at the endpoint of circus: read, or CircusError."""
+    from dynamo.operations.steps.circus import (
+        CircusError,
+        read_options,
+        read_reply,
+        read_statuses,
+    )
+
+    def check(data: bytes) -> None:
+        for read in (read_statuses, read_options):
+            with suppress(CircusError):
+                read(read_reply(data))
+
+    return check
+
+
 def statefiles() -> Target:
     """Statefiles: what is read is written again the same, and its GPUs and services are read."""
     from dynamo.serve.gpus.ledger import GpuLedger
@@ -364,6 +405,8 @@ TARGETS: dict[str, Make] = {
         templates,
         tokenizer_files,
         graphs,
+        graph_edits,
+        circus_replies,
         statefiles,
         records,
         overrides,

@@ -78,22 +78,12 @@ class CircusEndpoint:
 
     async def statuses(self) -> Mapping[str, str]:
         """Return the status of each watcher, by name. Circus ignores the case of names."""
-        found = (await self._call("status")).get("statuses")
-        return {str(name): str(status) for name, status in dict(found or {}).items()}
+        return read_statuses(await self._call("status"))
 
     async def options(self, name: str) -> WatcherOptions:
         """Return the options of a watcher."""
         keys = ["cmd", "args", "env", "graceful_timeout", "numprocesses"]
-        found = (await self._call("get", name=name, keys=keys))["options"]
-        args = found.get("args") or ()
-        words = shlex.split(args) if isinstance(args, str) else [str(word) for word in args]
-        gpus = str((found.get("env") or {}).get(_GPUS) or "")
-        return WatcherOptions(
-            argv=(*shlex.split(found["cmd"]), *words),
-            gpus=tuple(gpu for gpu in gpus.split(",") if gpu),
-            graceful_timeout_s=float(found["graceful_timeout"]),
-            numprocesses=int(found["numprocesses"]),
-        )
+        return read_options(await self._call("get", name=name, keys=keys))
 
     async def add(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
         """Add a watcher, not started; do nothing if there is one of this name."""
@@ -168,8 +158,8 @@ class CircusEndpoint:
                     )
                 if not is_running():
                     raise CircusError(f"the deployment ended before {command!r} was complete")
-            return dict(json.loads(await socket.recv()))
-        except (zmq.ZMQError, ValueError) as error:
+            return read_reply(await socket.recv())
+        except zmq.ZMQError as error:
             raise CircusError(f"circus at {self.endpoint}: {command!r} failed: {error}") from error
         finally:
             socket.close()
@@ -208,6 +198,40 @@ async def retried(command: Callable[[], Awaitable[T]], deadline_s: float | None 
                 raise
         await asyncio.sleep(delay_s)  # circus sends no event when a command ends
         delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+
+
+def read_reply(data: bytes) -> dict[str, Any]:
+    """Return a reply. Raises CircusError if another program sent it."""
+    try:
+        return dict(json.loads(data))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CircusError(f"a reply that is not of circus: {error}") from error
+
+
+def read_statuses(reply: Mapping[str, Any]) -> dict[str, str]:
+    """Return the status of each watcher. Raises CircusError if ``reply`` has none."""
+    try:
+        found = dict(reply.get("statuses") or {})
+    except (ValueError, TypeError) as error:
+        raise CircusError(f"a reply that is not of circus: {error}") from error
+    return {str(name): str(status) for name, status in found.items()}
+
+
+def read_options(reply: Mapping[str, Any]) -> WatcherOptions:
+    """Return the options of a watcher. Raises CircusError if ``reply`` lacks some."""
+    try:
+        found = reply["options"]
+        args = found.get("args") or ()
+        words = shlex.split(args) if isinstance(args, str) else [str(word) for word in args]
+        gpus = str((found.get("env") or {}).get(_GPUS) or "")
+        return WatcherOptions(
+            argv=(*shlex.split(found["cmd"]), *words),
+            gpus=tuple(gpu for gpu in gpus.split(",") if gpu),
+            graceful_timeout_s=float(found["graceful_timeout"]),
+            numprocesses=int(found["numprocesses"]),
+        )
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise CircusError(f"options that are not of circus: {error!r}") from error
 
 
 def _refused(command: str, properties: Mapping[str, Any], reason: str) -> CircusError:
