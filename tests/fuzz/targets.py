@@ -60,6 +60,59 @@ def http() -> Target:
     return check
 
 
+def tls() -> Target:
+    """TLS: requests as without it, in any records and pieces; other bytes end the connection."""
+    import ssl
+    import tempfile
+
+    from certificates import Authority, plain_context
+    from http_bench import Bench, MockTransport
+
+    from dynamo.http.connection import HttpConnection
+    from dynamo.http.tls import ServerTls
+    from dynamo.http.tls_connection import TlsConnection
+
+    with tempfile.TemporaryDirectory() as directory:
+        server_tls = ServerTls(*Authority(Path(directory)).sign("server"))
+
+    def exchanges(bench: Bench) -> list[tuple[str, str, bytes]]:
+        return [(one.method, one.path, bytes(one.body)) for one in bench.seen]
+
+    async def serve(kind: int, body: bytes, cuts: list[int]) -> None:
+        bench, transport = Bench(body_bytes=2000), MockTransport()
+        inner = HttpConnection(bench.server)
+        connection = TlsConnection(server_tls, inner, inner.reader, TlsConnection.decode)
+        connection.connection_made(transport)
+        received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = plain_context().wrap_bio(received, sent)
+        for _ in range(3 if kind else 0):
+            with suppress(ssl.SSLWantReadError):
+                client.do_handshake()
+            connection.data_received(sent.read())
+            received.write(transport.out)
+            transport.out = b""
+        if kind == 2:
+            edges = [0, *cuts, len(body)]
+            for record in (body[a:b] for a, b in pairwise(edges)):
+                client.write(record)
+        for piece in _pieces(sent.read() if kind == 2 else body, cuts):
+            if not transport.closed:
+                connection.data_received(piece)
+        if kind == 2:
+            plain = Bench(body_bytes=2000)
+            plain.feed(body)
+            assert exchanges(bench) == exchanges(plain), (exchanges(bench), exchanges(plain))
+        else:
+            assert not bench.seen
+
+    def check(data: bytes) -> None:
+        if data:
+            body, cuts = _cuts(data[1:])
+            asyncio.run(serve(data[0] % 3, body, cuts))
+
+    return check
+
+
 def chat() -> Target:
     """Bodies of chat: a request within its bounds, or InvalidArgument."""
     from dynamo.errors import InvalidArgument
@@ -396,6 +449,7 @@ TARGETS: dict[str, Make] = {
     make.__name__.replace("_", "-"): make
     for make in (
         http,
+        tls,
         chat,
         json_shape,
         frames,

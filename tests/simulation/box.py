@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import planes
 import programs
+from disk import Disk
 from history import Answer, Life, Request
 from machine import START_S, Machine, Process
 from network import Network
@@ -82,6 +83,8 @@ class Box:
         self._full_until_s = 0.0
         self._thaw: list[Process] = []
         machine.file_faults = self._file_fault
+        if any(step.what == "power loss" for step in scenario.steps):
+            machine.disk = Disk(random.Random(scenario.seed), lambda: machine.now_s)
         network = Network.of(machine)
         network.on_listen, network.on_close = self._listening, self._closed
         self._graph = directory / "graph.yaml"
@@ -434,11 +437,14 @@ class Box:
         self._full_until_s = self.machine.now_s + seconds
 
     def _power_loss(self, dice: random.Random, seconds: float) -> None:
-        """Every process of the deployment dies at once."""
+        """Every process of the deployment dies at once, and what no one synced may be lost."""
         for process in list(self.machine.processes.values()):
             if process.alive and not process.name.startswith("client"):
                 process.state = "R"
                 self._signal(process, signal.SIGKILL)
+        assert self.machine.disk is not None
+        for path in self.machine.disk.lose_power():
+            self.machine.note(f"lost or torn: {path}")
 
     def _file_fault(self, process: Process, path: Any, grows: bool) -> None:
         left = self._armed.get(process.pid)

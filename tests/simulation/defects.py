@@ -69,6 +69,48 @@ DEFECTS = (
         "for path in ():",
         "A process is killed while it writes a file: its temporary file outlives the deployment.",
     ),
+    Defect(
+        "load-of-a-silent-replica",
+        "dynamo.router.replicas",
+        "        self.remote.beat()\n",
+        "",
+        "A frontend loses its lease for a while: its requests' load stays on the other for an hour.",
+    ),
+    Defect(
+        "lease-on-a-full-disk",
+        "dynamo.frontend.service",
+        'self._tasks.spawn(self._hold_lease(), name="lease")',
+        'self._tasks.spawn(self._runtime.granted(), name="lease")',
+        "A frontend starts while the disk is full: it never gets its lease.",
+    ),
+    Defect(
+        "gpus-of-a-waking-worker",
+        "dynamo.serve.gpus.ledger",
+        "(entry.asleep and entry.reserved_by is None)",
+        "entry.asleep",
+        "A worker that wakes holds no GPU yet: another takes it in the same moment.",
+    ),
+    Defect(
+        "gpus-of-an-exiting-process",
+        "dynamo.serve.gpus.ledger",
+        "        for gpu, share in process.gpus.items():",
+        "        for gpu, share in ():",
+        "A process that still exits on a GPU holds it no longer once its entry has another.",
+    ),
+    Defect(
+        "record-not-restored",
+        "dynamo.runtime.discovery.file",
+        "        for path, data in self.keys.items():\n            self._restore(path, data)\n",
+        "",
+        "The record of a worker is removed: its lease lives on, and no one finds the worker.",
+    ),
+    Defect(
+        "wake-of-a-killed-operator",
+        "dynamo.operations.reconcile",
+        "            entry.state = RUNNING  # it was",
+        "            pass  # it was",
+        "The process that wakes a worker is killed: its entry says that it sleeps.",
+    ),
 )
 
 

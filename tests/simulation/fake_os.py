@@ -223,8 +223,11 @@ def _dies() -> None:
 
 
 def _install_files() -> None:
-    for name in ("unlink", "remove", "rmdir", "truncate", "ftruncate", "pwrite", "chmod", "fsync"):
+    for name in ("rmdir", "truncate", "ftruncate", "pwrite", "chmod"):
         _replace(os, name, _guarded)
+    _replace(os, "fsync", _syncing)
+    _replace(os, "unlink", _unlinking)
+    os.remove = os.unlink
     _replace(os, "mkdir", lambda real: _guarded(real, grows=True))
     stamp = os.utime
     _replace(os, "utime", _stamped)
@@ -254,6 +257,8 @@ def _replacing(real: Any, stamp: Any) -> Any:
         file_step(target)
         if _machine is not None:
             stamp(source, ns=(int(_machine.now_s * 1e9),) * 2)  # the file has the virtual time
+            if _machine.disk is not None:
+                _machine.disk.rename(os.fspath(source), os.fspath(target))
         real(source, target, **rest)
 
     return replace
@@ -263,6 +268,7 @@ def _opening(real: Any) -> Any:
     def os_open(path: Any, flags: int, mode: int = 0o777, **rest: Any) -> int:
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             file_step(path, bool(flags & os.O_CREAT))
+            _disk_changes(path)
         fd: int = real(path, flags, mode, **rest)
         process = _current()
         if process is not None:
@@ -305,6 +311,7 @@ def _install_open() -> None:
         if _machine is None or not writes:
             return real(file, mode, *args, **kwargs)
         file_step(file, True)
+        _disk_changes(file)
         made = real(file, mode, *args, **kwargs)
         _machine.files.pop(made.fileno(), None)  # an opener's; the object closes it
         if _machine.current is None or "b" not in mode:
@@ -339,6 +346,32 @@ class TornFile:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+def _disk_changes(path: Any, torn: bool = True) -> None:
+    if _machine is not None and _machine.disk is not None and _machine.current is not None:
+        _machine.disk.change(os.fspath(path), torn)
+
+
+def _unlinking(real: Any) -> Any:
+    def unlink(path: Any, **rest: Any) -> None:
+        file_step(path)
+        if not rest:
+            _disk_changes(path, torn=False)
+        real(path, **rest)
+
+    return unlink
+
+
+def _syncing(real: Any) -> Any:
+    def fsync(fd: Any) -> None:
+        file_step(fd)
+        if _machine is not None and _machine.disk is not None:
+            number = fd if isinstance(fd, int) else fd.fileno()
+            _machine.disk.sync(os.readlink(f"/proc/self/fd/{number}"))
+        real(fd)
+
+    return fsync
 
 
 def _guarded(real: Any, grows: bool = False) -> Any:

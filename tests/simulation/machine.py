@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from disk import Disk
 from process_end import ProcessKilled
 
 __all__ = ["FIRST_PID", "START_S", "Livelock", "Machine", "Process"]
@@ -92,6 +93,8 @@ class Machine:
         self.failures: list[str] = []
         self.file_faults: Callable[[Process, Any, bool], None] | None = None
         """Called before each change of a file by a process."""
+        self.disk: Disk | None = None
+        """Set if this run has a loss of power."""
         self.steps = 0
         self.graveyard: list[Any] = []
         self.epoll = select.epoll()

@@ -79,16 +79,21 @@ def _default(field: msgspec.structs.FieldInfo) -> object:
 def _read(kind: Any, value: object) -> object:
     """Return ``value`` as ``kind``. Raises msgspec.ValidationError."""
     # msgspec itself would drop the unknown keys of a record within a record.
-    record = next((one for one in (kind, *get_args(kind)) if _is_record(one)), None)
+    record, is_row = _record_in(kind)
     if record is None or value is None:
         return msgspec.convert(value, kind)
-    if get_origin(kind) is tuple:
+    if is_row:
         return tuple(record.of(row) for row in msgspec.convert(value, list[dict[str, Any]]))
     return record.of(msgspec.convert(value, dict[str, Any]))
 
 
-def _is_record(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Record)
+@functools.cache
+def _record_in(kind: Any) -> tuple[type[Record] | None, bool]:
+    """Return the record type that is ``kind`` or in it, and whether there is a row of them."""
+    for one in (kind, *get_args(kind)):
+        if isinstance(one, type) and issubclass(one, Record):
+            return one, get_origin(kind) is tuple
+    return None, False
 
 
 def _builtins(value: object) -> object:
