@@ -74,7 +74,7 @@ DEFECTS = (
         "dynamo.router.replicas",
         "        self.remote.beat()\n",
         "",
-        "A frontend loses its lease for a while: its requests' load stays on the other for an hour.",
+        "A frontend loses its lease for a while: its load stays on the other one for an hour.",
     ),
     Defect(
         "lease-on-a-full-disk",

@@ -49,7 +49,7 @@ class Disk:
         """fsync(2) of a file or a directory."""
         self._unsynced.pop(path, None)
         for other, change in list(self._unsynced.items()):
-            if os.path.dirname(other) == path and not change.torn:
+            if str(Path(other).parent) == path and not change.torn:
                 del self._unsynced[other]
 
     def lose_power(self) -> list[str]:
@@ -76,4 +76,4 @@ class Disk:
 
 
 def _content(path: str) -> bytes | None:
-    return Path(path).read_bytes() if os.path.isfile(path) else None
+    return Path(path).read_bytes() if Path(path).is_file() else None

@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -368,7 +369,7 @@ def _syncing(real: Any) -> Any:
         file_step(fd)
         if _machine is not None and _machine.disk is not None:
             number = fd if isinstance(fd, int) else fd.fileno()
-            _machine.disk.sync(os.readlink(f"/proc/self/fd/{number}"))
+            _machine.disk.sync(str(Path(f"/proc/self/fd/{number}").readlink()))
         real(fd)
 
     return fsync
