@@ -17,14 +17,14 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.errors import ModelNotFound
 from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_guard
-from dynamo.frontend.requests.errors import error_response
+from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.route import UiRoutes
-from dynamo.http import Exchange, HttpLimits, HttpServer
+from dynamo.http import HttpLimits, HttpServer
 from dynamo.http.routes import Routes
-from dynamo.protocols.status import BoxStatus, FrontendStatus, RequestRecord
+from dynamo.protocols.status import BoxStatus, FrontendStatus, RecentList, RequestRecord
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.status.recent import merged
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 needs_chromium = pytest.mark.skipif(
@@ -43,6 +43,17 @@ def chromium() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
         yield browser
         browser.close()
+
+
+def accessibility_findings(page: Page) -> list[str]:
+    """Return what axe finds serious or critical: rule, and the elements."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    found = axe.Axe().run(page).response["violations"]
+    return [
+        f"{one['id']}: {[node['html'] for node in one['nodes']]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
 
 
 def collect_errors(page: Page, errors: list[str]) -> None:
@@ -65,6 +76,9 @@ class ScriptedPage:
         self.logs.mkdir(exist_ok=True)
         self.status = BoxStatus(namespace="dynamo", state="running", at_s=0.0, frontend="ready")
         self.records: dict[str, RequestRecord] = {}
+        self.requests: list[RequestRecord] = []
+        self._sent = 0
+        self.peers = self
         self._settings = settings or FrontendSettings()
         self._ready = threading.Event()
         self._stop: Callable[[], object]
@@ -77,6 +91,11 @@ class ScriptedPage:
     def show(self, **changes: Any) -> None:
         """Send a sample with these changes."""
         self.status = msgspec.structs.replace(self.status, **changes)
+        self._wake()
+
+    def end(self, *requests: RequestRecord) -> None:
+        """These requests end now."""
+        self.requests += requests
         self._wake()
 
     def close(self) -> None:
@@ -112,15 +131,34 @@ class ScriptedPage:
         """Press a button."""
         return f"{name}: {action}"
 
+    # -- as PeerRequests
+
+    def all(self, limit: int) -> RecentList:
+        """All of them."""
+        return merged([RecentList(requests=tuple(self.requests))], limit)
+
+    def begin(self, cursor: float) -> None:
+        """What is there already comes with the whole list."""
+        self._sent = len(self.requests)
+
+    def newer(self, limit: int) -> RecentList:
+        """What has ended since."""
+        found = self.requests[self._sent :]
+        self._sent = len(self.requests)
+        return merged([RecentList(requests=tuple(found))], limit)
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        """One of ``records``."""
+        return self.records.get(request_id)
+
     async def _serve(self) -> None:
         tasks = Tasks("scripted page")
         source: Any = self
         guard = operator_guard(self._settings, own_pages=True)
         has_keys = self._settings.api_key_file is not None
-        routes = UiRoutes(source, FrontendStatus, tasks, guard, has_keys)
+        routes = UiRoutes(source, FrontendStatus, tasks, guard, has_keys, RecentRequests())
         table = Routes()
         routes.install(table)
-        table.get("/v1/requests/", self._request)
         guard_ui_routes(table, guard)
         server = HttpServer(table, HttpLimits(), access=frontend_access(self._settings))
         host, port = await server.start("127.0.0.1", 0)
@@ -134,10 +172,3 @@ class ScriptedPage:
         routes.stop()
         await server.close()
         await tasks.close()
-
-    def _request(self, exchange: Exchange) -> None:
-        found = self.records.get(exchange.path.rpartition("/")[2])
-        if found is None:
-            exchange.respond(*error_response(ModelNotFound("No request")))
-        else:
-            exchange.respond(200, msgspec.json.encode(found))

@@ -140,6 +140,7 @@ class Frontend:
         )
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         self._status = StatusRoutes(self.models, self._requests)
+        self._recent = metrics.recent
         self._install_models(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics, self._tasks).install(routes)
         self._ui = self._web_page(routes) if settings.serves_ui else None
@@ -190,14 +191,14 @@ class Frontend:
         RecordRoutes(requests, models, tasks).install(routes)
         PlannerRoutes(self._runtime, tasks, requests.overload_status).install(routes)
         self._status.install(routes)
-        RecentRoutes(requests.metrics.recent).install(routes)
+        RecentRoutes(self._recent).install(routes)
         guard_operator_routes(routes, guard)
 
     def _web_page(self, routes: Routes) -> UiRoutes:
         has_keys = self._settings.api_key_file is not None
         box = BoxSource(self._runtime, has_keys)
         guard = operator_guard(self._settings, own_pages=True)
-        page = UiRoutes(box, self._status.status, self._tasks, guard, has_keys)
+        page = UiRoutes(box, self._status.status, self._tasks, guard, has_keys, self._recent)
         page.install(routes)
         guard_ui_routes(routes, guard)
         return page

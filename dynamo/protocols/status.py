@@ -85,7 +85,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     template, tokenize), ``queue_s`` (until a worker was chosen), ``prefill_s`` (from there to the
     first token), ``decode_s`` (first to last token) and the rest, on the way to the client.
     ``ttft_s`` counts from arrival. ``prefill_route`` is the choice of its prefill worker. Lists
-    leave out both routes.
+    leave out both routes. ``key`` is the name of the client's API key, if it had one.
     """
 
     request_id: str
@@ -95,6 +95,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     duration_s: float
     outcome: str
     client_id: str = ""
+    key: str = ""
     worker: str = ""
     dp_rank: int = 0
     prefill_worker: str = ""
@@ -115,9 +116,16 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class RecentList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``GET /v1/requests``, newest first."""
+    """The answer of ``GET /v1/requests``, newest first.
+
+    ``cursor`` is what the next question sends as ``after`` to get what ended since; ``left_out``
+    are those that the limit excludes. ``problems`` are frontends whose requests are missing.
+    """
 
     requests: tuple[RequestRecord, ...]
+    cursor: float = 0.0
+    left_out: int = 0
+    problems: tuple[str, ...] = ()
 
 
 class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

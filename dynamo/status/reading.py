@@ -85,6 +85,17 @@ def ask_frontends(
         yield _ask(frontend, api_key, own if os.getpid() in frontend.entry.pids else None)
 
 
+def get(frontend: KnownFrontend, api_key: str | None, path: str) -> tuple[int, bytes]:
+    """GET ``path`` of a frontend that runs; return status and body. Raises OSError, ValueError."""
+    address = frontend.address
+    if address is None or not frontend.pid:
+        raise ValueError(frontend.problem or "its process does not run")
+    tls = None
+    if address.tls:
+        tls = _trusting(Path(f"/proc/{frontend.pid}/cwd") / frontend.cert_path)
+    return _get(address, tls, api_key, path)
+
+
 def _ask(
     frontend: KnownFrontend, api_key: str | None, own: FrontendStatus | None
 ) -> FrontendSighting:
@@ -96,9 +107,8 @@ def _ask(
         return FrontendSighting(name=name, url=address.url, state="down", problem=text)
     if own is not None:
         return _seen(name, address.url, own)
-    tls = _trusting(Path(f"/proc/{pid}/cwd") / frontend.cert_path) if address.tls else None
     try:
-        status, body = _get(address, tls, api_key)
+        status, body = get(frontend, api_key, "/v1/status")
     except (OSError, ValueError) as error:
         text = f"{address.url} does not answer: {error}"
         return FrontendSighting(name=name, url=address.url, state="down", problem=text)
@@ -129,10 +139,13 @@ def _seen(name: str, url: str, found: FrontendStatus | None, problem: str = "") 
 
 
 def _get(
-    address: FrontendAddress, tls: Callable[[socket.socket], socket.socket] | None, key: str | None
+    address: FrontendAddress,
+    tls: Callable[[socket.socket], socket.socket] | None,
+    key: str | None,
+    path: str,
 ) -> tuple[int, bytes]:
-    """GET /v1/status; return status and body. Raises OSError, ValueError."""
-    lines = ["GET /v1/status HTTP/1.1", f"host: {address.authority}", "connection: close"]
+    """GET ``path``; return status and body. Raises OSError, ValueError."""
+    lines = [f"GET {path} HTTP/1.1", f"host: {address.authority}", "connection: close"]
     if key and tls is None and not _is_mine(address.port):
         raise ValueError("another user listens there, so it gets no API key")
     if key:

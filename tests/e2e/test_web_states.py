@@ -46,7 +46,7 @@ def test_a_cold_start_has_a_stage_of_its_own(site: ScriptedPage, browser: Browse
         request_id="warm", model="tiny", endpoint="x", received_at_s=1e9, duration_s=1.0, outcome=""
     )
     site.records["cold"] = record
-    site.show(requests=(record, warm))
+    site.end(record, warm)
     page = site.open(browser, "requests")
     page.click("button:text('cold')")
     page.wait_for_selector(".legend >> text=waiting for a worker 42.0 s")

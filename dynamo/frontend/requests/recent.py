@@ -11,7 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from dynamo.errors import InvalidArgument, ModelNotFound, shorten
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.headers import request_id
 from dynamo.http import NEVER, Exchange
-from dynamo.protocols.status import RequestRecord, RouteReceipt
+from dynamo.protocols.status import RecentList, RequestRecord, RouteReceipt
 from dynamo.router.picker import Decision
 from dynamo.router.receipt import DecisionInputs
 
@@ -60,11 +60,11 @@ class RequestInfo(NamedTuple):
 class RequestFigures(msgspec.Struct):
     """The figures of one request. Moments are monotonic seconds, 0 if it did not get so far.
 
-    ``model`` is its name. ``resumed_s`` is when its model got a worker, ``rerouted_s`` the same if
-    the workers left while it was prepared; infinite while it waits. ``sent_s`` is when its (decode)
-    worker was chosen, ``prefilled`` the step of a prefill worker before that; ``inputs`` and
-    ``prefill_inputs`` explain the choices. ``outcome`` and what follows from the engines' output
-    are set when it ends.
+    ``model`` is its name, ``key`` that of the client's API key. ``resumed_s`` is when its model got
+    a worker, ``rerouted_s`` the same if the workers left while it was prepared; infinite while it
+    waits. ``sent_s`` is when its (decode) worker was chosen, ``prefilled`` the step of a prefill
+    worker before that; ``inputs`` and ``prefill_inputs`` explain the choices. ``outcome`` and what
+    follows from the engines' output are set when it ends.
     """
 
     info: RequestInfo
@@ -81,6 +81,7 @@ class RequestFigures(msgspec.Struct):
     prompt_tokens: int = 0
     overlap_blocks: int = 0
     prompt_blocks: int = 0
+    key: str = ""
     usage: Usage | None = None
     decision: Decision | None = None
     prefilled: Prefilled | None = None
@@ -114,6 +115,7 @@ class RequestFigures(msgspec.Struct):
         return RequestRecord(
             request_id=self.info.request_id,
             client_id=self.info.echoed_id or "",
+            key=self.key,
             model=self.model,
             endpoint=self.info.endpoint,
             received_at_s=round(time.time() - (time.monotonic() - self.received_s), 3),
@@ -183,6 +185,7 @@ class RecentRequests:
             outcome,
             time.monotonic(),
             exchange.resumed_at,
+            key="" if exchange.api_key is None else exchange.api_key.name,
         )
         self.refused.append(ended)
         return ended
@@ -191,6 +194,19 @@ class RecentRequests:
         """The newest ``limit`` requests, of ``model`` alone if it is given; newest first."""
         chosen = (one for one in self.ended() if not model or one.model == model)
         return [one.record() for one in islice(chosen, limit)]
+
+    def after(self, cursor: float, limit: int, model: str = "") -> RecentList:
+        """The newest ``limit`` requests that ended after ``cursor``, 0 for all; newest first.
+
+        The cursor is a time of the machine's monotonic clock, so that it outlives this process.
+        """
+        newer = list(takewhile(lambda one: one.ended_s > cursor, self.ended()))
+        chosen = [one for one in newer if not model or one.model == model]
+        return RecentList(
+            requests=tuple(one.record() for one in chosen[:limit]),
+            cursor=newer[0].ended_s if newer else cursor,
+            left_out=len(chosen[limit:]),
+        )
 
     def ended(self) -> Iterator[RequestFigures]:
         """All of them, the last one that ended first."""

@@ -196,6 +196,7 @@ class ActiveRequest:
             model.name,
             exchange.received_at,
             resumed_s=exchange.resumed_at,
+            key="" if exchange.api_key is None else exchange.api_key.name,
             shared=shared.metrics,
             of_model=model,
             kind=kind,

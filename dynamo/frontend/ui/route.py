@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from urllib.parse import unquote
 
 import msgspec
 
 from dynamo.errors import DynamoError
+from dynamo.frontend.requests.errors import error_response
+from dynamo.frontend.requests.recent import RecentRequests
+from dynamo.frontend.ui.requests import RequestFeed
 from dynamo.frontend.ui.source import BoxSource, StatusSampler
 from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
 from dynamo.http import Exchange
@@ -24,9 +28,16 @@ _ABOUT = f"{PAGE}/about.json"
 _ACTIONS = f"{PAGE}/actions"
 _EVENTS = f"{PAGE}/events"
 _LOGS = f"{PAGE}/logs"
+_REQUESTS = f"{PAGE}/requests"
 _ROOT = "/"
 OPEN_UI_PATHS = file_paths() | {_ABOUT, _ROOT}
-OPERATOR_UI_ROUTES = {_EVENTS: ("GET", "HEAD"), _LOGS: ("GET", "HEAD"), _ACTIONS: ("POST",)}
+OPERATOR_UI_ROUTES = {
+    _EVENTS: ("GET", "HEAD"),
+    _LOGS: ("GET", "HEAD"),
+    _REQUESTS: ("GET", "HEAD"),
+    f"{_REQUESTS}/": ("GET", "HEAD"),
+    _ACTIONS: ("POST",),
+}
 
 
 class _Action(msgspec.Struct):
@@ -62,8 +73,10 @@ class UiRoutes:
         tasks: Tasks,
         guard: OperatorGuard,
         has_keys: bool,
+        recent: RecentRequests,
     ) -> None:
-        self.sampler = StatusSampler(source, own, tasks)
+        self._requests = RequestFeed(recent, source.peers)
+        self.sampler = StatusSampler(source, own, tasks, {"requests": self._requests.read})
         self._logs = LogStreams(source.logs, source.namespace)
         self._source = source
         self._tasks = tasks
@@ -77,6 +90,8 @@ class UiRoutes:
         routes.get(_ABOUT, self._describe)
         routes.get(_EVENTS, self.sampler.open)
         routes.get(_LOGS, self._logs.open)
+        routes.get(_REQUESTS, in_task(self._tasks.spawn, self._list_requests))
+        routes.get(f"{_REQUESTS}/", in_task(self._tasks.spawn, self._show_request))
         routes.post(_ACTIONS, in_task(self._tasks.spawn, self._run))
 
     def stop(self) -> None:
@@ -96,8 +111,18 @@ class UiRoutes:
         role = "none" if self._has_keys and key is None else "user" if problem else "operator"
         rest = problem.removeprefix(f"{_ABOUT} is ")
         about = _About(self._has_keys, role, "" if key is None else key.name, rest)
-        headers = [*HEADERS, ("cache-control", "no-store")]
-        exchange.respond(200, msgspec.json.encode(about), headers=headers)
+        _respond(exchange, about)
+
+    async def _list_requests(self, exchange: Exchange) -> None:
+        _respond(exchange, await self._requests.all())
+
+    async def _show_request(self, exchange: Exchange) -> None:
+        try:
+            found = await self._requests.find(unquote(exchange.path.removeprefix(f"{_REQUESTS}/")))
+        except DynamoError as error:
+            exchange.respond(*error_response(error))
+        else:
+            _respond(exchange, found)
 
     async def _run(self, exchange: Exchange) -> None:
         try:
@@ -113,8 +138,12 @@ class UiRoutes:
             return
         finally:
             self.sampler.wake()
-        headers = [*HEADERS, ("cache-control", "no-store")]
-        exchange.respond(200, msgspec.json.encode({"message": message}), headers=headers)
+        _respond(exchange, {"message": message})
+
+
+def _respond(exchange: Exchange, found: object) -> None:
+    headers = [*HEADERS, ("cache-control", "no-store")]
+    exchange.respond(200, msgspec.json.encode(found), headers=headers)
 
 
 def _redirect(exchange: Exchange) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
+from urllib.parse import parse_qs
 
 import msgspec
 from asyncinotify import Mask
@@ -29,6 +30,7 @@ from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.paths import state_path
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.status.reading import BoxCollector
+from dynamo.status.recent import PeerRequests
 
 log = logging.getLogger(__name__)
 _ALONE = (
@@ -38,16 +40,28 @@ _ALONE = (
 _INTERVAL_S = 1.0
 _SHORTEST_S = 0.2  # after a change, so that a burst of changes costs five samples a second
 _PAGES = 16
+Feed = Callable[[bool], Awaitable[object]]
+"""Returns what a section needs beyond the samples, None for nothing new. The argument: no page has
+shown the section in the last tick."""
 
 
 class StatusSampler:
     """Sends a sample to each page once a second and after :meth:`wake`.
 
-    Without a page nothing runs. Collecting blocks, so it runs in a thread.
+    A page names its section in the query (``?show=requests``) and gets the ``feeds`` of this
+    section, too. Without a page nothing runs. Collecting blocks, so it runs in a thread.
     """
 
-    def __init__(self, source: BoxSource, own: Callable[[], FrontendStatus], tasks: Tasks) -> None:
+    def __init__(
+        self,
+        source: BoxSource,
+        own: Callable[[], FrontendStatus],
+        tasks: Tasks,
+        feeds: Mapping[str, Feed],
+    ) -> None:
         self.pages = EventStreams(_PAGES)
+        self._feeds = feeds
+        self._shown: set[str] = set()
         self._source = source
         self._own = own
         self._tasks = tasks
@@ -56,7 +70,7 @@ class StatusSampler:
 
     def open(self, exchange: Exchange) -> None:
         """Stream samples to a page."""
-        if not self.pages.open(exchange):
+        if not self.pages.open(exchange, parse_qs(exchange.query).get("show", [""])[-1]):
             return
         self._wake.set()
         if self._running is None or self._running.done():
@@ -74,11 +88,23 @@ class StatusSampler:
                     self._wake.clear()
                     status = await asyncio.to_thread(self._source.collect, self._own())
                     self.pages.send(event("status", msgspec.json.encode(status)))
+                    await self._send_feeds()
                     for outcome in self._source.outcomes():
                         self.pages.send(event("outcome", msgspec.json.encode(outcome)))
                     await self._pause(started_s)
         finally:  # after a failure the pages open their streams again
+            self._shown.clear()
             self.pages.close("the status can't be read; the frontend's log says why")
+
+    async def _send_feeds(self) -> None:
+        for section, read in self._feeds.items():
+            if not self.pages.shows(section):
+                self._shown.discard(section)
+                continue
+            data = await read(section not in self._shown)
+            self._shown.add(section)
+            if data is not None:
+                self.pages.send(event(section, msgspec.json.encode(data)), section)
 
     async def _pause(self, started_s: float) -> None:
         """Wait for the next second, or for a change, but not for a closed page."""
@@ -105,6 +131,7 @@ class BoxSource:
         self._directory = state_path(settings)
         self._statefile = f"{settings.namespace}.json"
         self.logs = self._directory / settings.namespace / "logs"
+        self.peers = PeerRequests(settings)
 
     def act(self, action: str, name: str) -> str:
         """Do what a button says. Raises DynamoError. Blocks."""
@@ -139,8 +166,7 @@ class BoxSource:
     def collect(self, own: FrontendStatus) -> BoxStatus:
         """Return the state of the deployment; without one, what ``own`` has. Blocks."""
         found = self._collector.collect(own if self._has_keys else None)
-        requests = tuple(msgspec.structs.replace(one, route=None) for one in found.requests)
-        found = msgspec.structs.replace(found, requests=requests)
+        found = msgspec.structs.replace(found, requests=())  # they have a feed of their own
         return found if found.state == "running" else with_own_figures(found, own)
 
     @contextlib.contextmanager
@@ -169,7 +195,6 @@ def with_own_figures(found: BoxStatus, own: FrontendStatus) -> BoxStatus:
         frontend="draining" if own.draining else "ready",
         models=tuple(map(_model, own.models)),
         workers=tuple(worker for model in own.models for worker in _workers(model)),
-        requests=tuple(msgspec.structs.replace(one, route=None) for one in own.requests),
         problems=(*found.problems, _ALONE),
     )
 

@@ -189,11 +189,14 @@ def event(name: str, data: bytes) -> bytes:
 
 
 class EventStreams:
-    """Open streams, at most ``limit``. ``on_change`` is called when one is opened or closed."""
+    """Open streams, at most ``limit``, each with the section of the page that it shows.
+
+    ``on_change`` is called when one is opened or closed.
+    """
 
     def __init__(self, limit: int, on_change: Callable[[], None] | None = None) -> None:
         self._limit = limit
-        self._open: set[Exchange] = set()
+        self._open: dict[Exchange, str] = {}
         self._on_change = on_change
         self._ended = ""
 
@@ -203,7 +206,11 @@ class EventStreams:
     def __contains__(self, exchange: Exchange) -> bool:
         return exchange in self._open
 
-    def open(self, exchange: Exchange) -> bool:
+    def shows(self, section: str) -> bool:
+        """Whether a page shows ``section``."""
+        return section in self._open.values()
+
+    def open(self, exchange: Exchange, section: str = "") -> bool:
         """Begin a stream, or refuse it: too many, or the frontend stops. HEAD gets no events."""
         if self._ended:
             exchange.refuse(503, self._ended)
@@ -213,14 +220,15 @@ class EventStreams:
         elif exchange.method == "HEAD":
             exchange.respond(200, b"", "text/event-stream", HEADERS)
         else:
-            self._start(exchange)
+            self._start(exchange, section)
             return True
         return False
 
-    def send(self, data: bytes) -> None:
-        """Send an event to every stream; drop those that read too slowly."""
-        for exchange in list(self._open):
-            self.send_one(exchange, data)
+    def send(self, data: bytes, section: str | None = None) -> None:
+        """Send an event to each stream, of ``section`` if given; drop those that read slowly."""
+        for exchange, shown in list(self._open.items()):
+            if section in (None, shown):
+                self.send_one(exchange, data)
 
     def send_one(self, exchange: Exchange, data: bytes) -> None:
         """Send an event to one stream, or drop it if its client reads too slowly."""
@@ -247,16 +255,16 @@ class EventStreams:
         self._ended = message
         self.close(message)
 
-    def _start(self, exchange: Exchange) -> None:
+    def _start(self, exchange: Exchange, section: str) -> None:
         exchange.deadline = NEVER
         exchange.keep_alive = False  # so that its end also ends the connection, in a drain too
         exchange.on_disconnect = lambda: self._forget(exchange)
         exchange.start(200, "text/event-stream", [*HEADERS, ("cache-control", "no-store")])
-        self._open.add(exchange)
+        self._open[exchange] = section
         self._changed()
 
     def _forget(self, exchange: Exchange) -> None:
-        self._open.discard(exchange)
+        self._open.pop(exchange, None)
         exchange.on_disconnect = None
         self._changed()
 

@@ -119,7 +119,7 @@ def test_the_stages_of_a_request_without_a_worker() -> None:
 def test_the_ring_is_bounded_and_ordered() -> None:
     recent = RecentRequests(routed=3, refused=2)
     exchange: Any = SimpleNamespace(
-        headers={"x-request-id": "y" * 500}, received_at=0.0, resumed_at=0.0
+        headers={"x-request-id": "y" * 500}, received_at=0.0, resumed_at=0.0, api_key=None
     )
     for number in range(1, 6):
         recent.add(request(number, 1e12 + number, model="ab"[number % 2]))
@@ -171,9 +171,22 @@ async def test_the_routes() -> None:
     page = Page()
     status, answer = page.get("/v1/requests?limit=5&model=m")
     assert status == 200 and [one["request_id"] for one in answer["requests"]] == [UUID.format(1)]
-    assert page.get("/v1/requests?model=other") == (200, {"requests": []})
+    assert page.get("/v1/requests?model=other")[1]["requests"] == []
+    cursor = answer["cursor"]
+    page.recent.add(request(2))
+    page.recent.add(request(3, model="other"))
+    status, answer = page.get(f"/v1/requests?limit=1&after={cursor!r}")
+    assert [one["request_id"] for one in answer["requests"]] == [UUID.format(3)]
+    assert (answer["left_out"], answer["cursor"]) == (1, 3.0)
+    assert page.get("/v1/requests?after=3.0")[1] == {
+        "requests": [],
+        "cursor": 3.0,
+        "left_out": 0,
+        "problems": [],
+    }
+    page = Page()
     for name in ("last", UUID.format(1), "chatcmpl-0123"):
         assert page.get(f"/v1/requests/{name}")[1]["request_id"] == UUID.format(1)
     assert page.get("/v1/requests/ff")[0] == 404
-    for query in ("limit=0", "limit=1001", "limit=x", "last=3"):
+    for query in ("limit=0", "limit=1001", "limit=x", "last=3", "after=x", "after=-1", "after=1e9"):
         assert page.get(f"/v1/requests?{query}")[0] == 400

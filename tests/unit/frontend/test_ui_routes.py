@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_guard
+from dynamo.frontend.requests.recent import RecentRequests, RequestFigures, RequestInfo
 from dynamo.frontend.ui import source as sampler
 from dynamo.frontend.ui import stream as files
 from dynamo.frontend.ui.route import UiRoutes
@@ -24,11 +26,39 @@ from dynamo.http import HttpLimits, HttpServer
 from dynamo.http.api_keys import key_line, new_key
 from dynamo.http.routes import Routes
 from dynamo.operations.operate import ActionOutcome
-from dynamo.protocols.status import BoxStatus, FrontendStatus, ModelFigures, WorkerFigures
+from dynamo.protocols.status import (
+    BoxStatus,
+    FrontendStatus,
+    ModelFigures,
+    RecentList,
+    RequestRecord,
+    WorkerFigures,
+)
 from dynamo.runtime.process.tasks import Tasks
 
 OWN = "http://localhost:8000"
 STATIC = Path(files.__file__).with_name("static")
+
+
+class Peers:
+    """The other frontends: ``records`` are theirs."""
+
+    def __init__(self) -> None:
+        self.records: list[RequestRecord] = []
+        self.problems: tuple[str, ...] = ()
+
+    def begin(self, cursor: float) -> None:
+        assert 0 < time.monotonic() - cursor < 60
+
+    def newer(self, limit: int) -> RecentList:
+        found, self.records = tuple(self.records), []
+        return RecentList(requests=found, problems=self.problems)
+
+    def all(self, limit: int) -> RecentList:
+        return RecentList(requests=tuple(self.records))
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        return next((one for one in self.records if one.request_id == request_id), None)
 
 
 class Page:
@@ -48,7 +78,9 @@ class Page:
         source: Any = self
         guard = operator_guard(self.settings, own_pages=True)
         has_keys = self.settings.api_key_file is not None
-        self.routes = UiRoutes(source, FrontendStatus, self.tasks, guard, has_keys)
+        self.recent = RecentRequests()
+        self.peers = Peers()
+        self.routes = UiRoutes(source, FrontendStatus, self.tasks, guard, has_keys, self.recent)
         table = Routes()
         self.routes.install(table)
         guard_ui_routes(table, guard)
@@ -235,7 +267,13 @@ FOREIGN = [
     ["Host: evil.example:8000"],
     ["X-Forwarded-For: 10.0.0.1"],
 ]
-OPERATORS = ("/ui/events", "/ui/logs?name=x", "/ui/actions")
+OPERATORS = (
+    "/ui/events",
+    "/ui/logs?name=x",
+    "/ui/requests",
+    "/ui/requests/x",
+    "/ui/actions",
+)
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=" ".join)
@@ -290,7 +328,7 @@ async def test_with_keys_the_files_are_open_and_the_rest_is_for_operators(tmp_pa
             about = json.loads((await page.ask("/ui/about.json", *headers))[2])
             assert (about["keys"], about["role"], about["name"]) == (True, role, name)
             assert about["rest"].startswith("" if role == "operator" else "for operators; ")
-        for path in ("/ui/events", "/ui/logs?name=x"):
+        for path in ("/ui/events", "/ui/logs?name=x", "/ui/requests", "/ui/requests/last"):
             assert (await page.ask(path))[0] == 401
             status, _, answer = await page.ask(path, f"Authorization: Bearer {user}")
             assert status == 403 and b"the key 'alice' has the role user" in answer
@@ -443,3 +481,63 @@ def test_a_frontend_without_a_deployment_shows_what_it_has() -> None:
     ]
     assert [(one.name, one.in_flight) for one in found.workers] == [("a1", 2)]
     assert found.frontend == "ready" and "dynamo serve GRAPH" in found.problems[0]
+
+
+# -- recent requests
+
+
+def ended(number: int) -> RequestFigures:
+    now_s = time.monotonic()
+    info = RequestInfo("chat_completions", f"own-{number}", None)
+    return RequestFigures(info, "tiny", now_s - 1.0, "ok", now_s, key="alice")
+
+
+def of_peer(name: str) -> RequestRecord:
+    return RequestRecord(
+        request_id=name,
+        model="tiny",
+        endpoint="x",
+        received_at_s=time.time(),
+        duration_s=0.5,
+        outcome="ok",
+    )
+
+
+async def test_a_page_of_the_requests_gets_what_ends_and_no_other_page_does(page: Page) -> None:
+    page.recent.add(ended(1))
+    page.peers.records.append(of_peer("peer-1"))
+    whole = json.loads((await page.ask("/ui/requests"))[2])
+    assert [one["request_id"] for one in whole["requests"]] == ["peer-1", "own-1"]
+    assert whole["requests"][1]["key"] == "alice"
+    page.peers.records.clear()
+    plain = await page.stream("/ui/events")
+    await plain.next()
+    shows = await page.stream("/ui/events?show=requests")
+    assert (await shows.next())[0] == "status"
+    name, first = await shows.next()  # the last seconds again, so that none is between
+    assert (name, [one["request_id"] for one in first["requests"]]) == ("requests", ["own-1"])
+    for number in range(2, 152):
+        page.recent.add(ended(number))
+    page.peers.records.append(of_peer("peer-2"))
+    page.peers.problems = ("one frontend does not answer",)
+    page.routes.sampler.wake()
+    while (event := await shows.next())[0] == "status":
+        pass
+    newer = event[1]
+    assert len(newer["requests"]) == 100 and newer["left_out"] == 51
+    assert newer["problems"] == ["one frontend does not answer"]
+    assert not {"own-1"} & {one["request_id"] for one in newer["requests"]}
+    await close(shows.writer)
+    for _ in range(3):
+        assert (await plain.next())[0] == "status"
+    await close(plain.writer)
+
+
+async def test_a_receipt_of_any_frontend(page: Page) -> None:
+    page.recent.add(ended(1))
+    page.peers.records.append(of_peer("peer-1"))
+    for name in ("own-1", "peer-1"):
+        found = json.loads((await page.ask(f"/ui/requests/{name}"))[2])
+        assert found["request_id"] == name
+    status, _, answer = await page.ask("/ui/requests/nothing")
+    assert status == 404 and b"the last 1000 are kept" in answer

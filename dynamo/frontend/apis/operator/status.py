@@ -2,13 +2,15 @@
 
 For operators. Counters are read once a second and when the route is called, never by a request.
 
-``?limit=`` (20) and ``model=`` choose from the list; ``/v1/requests/last`` is the newest request.
+``?limit=`` (20), ``model=`` and ``after=`` (the cursor of an earlier answer) choose from the list;
+``/v1/requests/last`` is the newest request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +28,7 @@ from dynamo.frontend.requests.recent import RecentRequests, RequestFigures
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
-from dynamo.protocols.status import FrontendStatus, ModelFigures, RecentList, WorkerFigures
+from dynamo.protocols.status import FrontendStatus, ModelFigures, WorkerFigures
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.picker import Picker
 from dynamo.router.worker_pool import Member
@@ -36,6 +38,7 @@ _PATH = "/v1/requests"
 _LIMIT = 20
 _MOST = 1000
 _LAST = "last"
+_CURSOR = re.compile(r"[0-9]{1,15}(?:\.[0-9]{1,20})?")
 _PERIOD_S = 1.0
 _RATE_SAMPLES = 11
 _RECENT_S = 60.0
@@ -193,12 +196,11 @@ class RecentRoutes:
 
     def _list(self, exchange: Exchange) -> None:
         try:
-            limit, model = _parse(exchange.query)
+            limit, model, cursor = _parse(exchange.query)
         except DynamoError as error:
             exchange.respond(*error_response(error))
             return
-        found = RecentList(requests=tuple(self._recent.newest(limit, model)))
-        exchange.respond(200, msgspec.json.encode(found))
+        exchange.respond(200, msgspec.json.encode(self._recent.after(cursor, limit, model)))
 
     def _one(self, exchange: Exchange) -> None:
         name = unquote(exchange.path.removeprefix(f"{_PATH}/"))
@@ -210,16 +212,20 @@ class RecentRoutes:
         exchange.respond(200, msgspec.json.encode(ended.explained()))
 
 
-def _parse(query: str) -> tuple[int, str]:
-    """Return limit and model of a query. Raises InvalidArgument."""
+def _parse(query: str) -> tuple[int, str, float]:
+    """Return limit, model and cursor of a query. Raises InvalidArgument."""
     given = {name: values[-1] for name, values in parse_qs(query).items()}
-    unknown = ", ".join(f"`{shorten(name)}`" for name in sorted(given.keys() - {"limit", "model"}))
+    known = {"limit", "model", "after"}
+    unknown = ", ".join(f"`{shorten(name)}`" for name in sorted(given.keys() - known))
     if unknown:
-        raise InvalidArgument(f"The query takes `limit` and `model`, not {unknown}")
+        raise InvalidArgument(f"The query takes `limit`, `model` and `after`, not {unknown}")
     text = given.get("limit", str(_LIMIT))
     if not (text.isascii() and text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= _MOST):
         raise InvalidArgument(f"`limit` must be a number from 1 to {_MOST}, got {shorten(text)}")
-    return int(text), given.get("model", "")
+    after = given.get("after", "0")
+    if not _CURSOR.fullmatch(after):
+        raise InvalidArgument(f"`after` must be the cursor of an answer, got {shorten(after)}")
+    return int(text), given.get("model", ""), float(after)
 
 
 class StatusRoutes:

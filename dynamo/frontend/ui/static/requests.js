@@ -1,49 +1,183 @@
-// Recent requests. One that is open shows where its time went and what each worker would have cost.
+// Recent requests, as they end. The whole list is fetched when the section is opened; the stream
+// then sends what is new. Filters, figures and export are over the list that the page has.
 
-import { badge, byId, clock, count, liveTable, make, NONE, percent, seconds, setText } from "./dom.js";
-import { getJson } from "./server.js";
+import { badge, byId, clock, count, liveTable, make, natural, NONE, seconds, setText } from "./dom.js";
+import { receiptNodes } from "./receipt.js";
+import { getJson, toast } from "./server.js";
 
-const PARTS = [
-  ["waiting for a worker", "worker_wait_s", "its model had none: it was started for this request"],
-  ["prepare", "prepare_s", "parse, template, tokenize"],
-  ["queue", "queue_s", "until a worker was chosen"],
-  ["prefill", "prefill_s", "until the first token"],
-  ["decode", "decode_s", "first to last token"],
-];
+const MOST = 1000;
+const ROWS = 100;
+const PINS = 20;
+const NAMES = 2000;
 
 const open = new Set();
 const receipts = new Map();
+const pinned = new Map();
+const names = new Map();
+let kept = []; // newest first
+let frozen = null; // what is shown while paused
+let leftOut = 0;
+let problems = [];
+let rows = ROWS;
 let redraw = () => {};
 
-function toggle(id) {
-  if (open.has(id)) open.delete(id);
-  else open.add(id);
+// Ids of clients may repeat; the duration makes a second use another row.
+const keyOf = (row) => `${row.request_id} ${row.duration_s}`;
+const endOf = (row) => row.received_at_s + row.duration_s;
+
+export function nameOf(worker) {
+  return names.get(worker) ?? worker ?? NONE;
+}
+
+function route(row) {
+  if (!row.worker) return row.prefill_worker ? `${nameOf(row.prefill_worker)} →` : NONE;
+  const decode = nameOf(row.worker) + (row.dp_rank ? `:${row.dp_rank}` : "");
+  return row.prefill_worker ? `${nameOf(row.prefill_worker)} → ${decode}` : decode;
+}
+
+function itl(row) {
+  return row.decode_s && row.completion_tokens > 1 ? row.decode_s / (row.completion_tokens - 1) : null;
+}
+
+// -- the list
+
+function add(records) {
+  const known = new Set(kept.map(keyOf));
+  const fresh = records.filter((row) => !known.has(keyOf(row)));
+  if (!fresh.length) return;
+  kept = [...fresh, ...kept].sort((one, other) => endOf(other) - endOf(one)).slice(0, MOST);
+  const present = new Set(kept.map(keyOf));
+  for (const id of [...open, ...receipts.keys()]) {
+    if (present.has(id) || pinned.has(id) || frozen?.some((row) => keyOf(row) === id)) continue;
+    open.delete(id);
+    receipts.delete(id);
+  }
+}
+
+async function load() {
+  try {
+    const found = await getJson("ui/requests");
+    leftOut = 0;
+    problems = found.problems ?? [];
+    add(found.requests);
+  } catch (error) {
+    problems = [error.message];
+  }
   redraw();
 }
+
+// -- filters
+
+const OUTCOMES = {
+  ok: (row) => row.outcome === "ok",
+  failed: (row) => row.outcome !== "ok" && row.outcome !== "cancelled",
+  cancelled: (row) => row.outcome === "cancelled",
+  cold: (row) => row.worker_wait_s != null,
+};
+
+function filters() {
+  const chosen = (name) => byId(`request-${name}`).value;
+  const [model, worker, outcome, key] = ["model", "worker", "outcome", "key"].map(chosen);
+  const slow = Number(chosen("slow"));
+  const text = chosen("text").trim().toLowerCase();
+  const tests = [
+    model && ((row) => row.model === model),
+    worker && ((row) => row.worker === worker || row.prefill_worker === worker),
+    OUTCOMES[outcome],
+    key && ((row) => row.key === key),
+    slow > 0 && ((row) => (row.ttft_s ?? row.duration_s) * 1000 > slow),
+    text && ((row) => `${row.request_id} ${row.client_id ?? ""} ${row.endpoint}`.toLowerCase().includes(text)),
+  ].filter(Boolean);
+  return (row) => tests.every((test) => test(row));
+}
+
+// A select keeps its choice, also while no request has it.
+function offer(name, values, label = (value) => value) {
+  const select = byId(`request-${name}`);
+  const wanted = [...new Set([...values, select.value])].filter(Boolean)
+    .sort((one, other) => natural(label(one), label(other)));
+  const text = JSON.stringify(wanted.map((value) => [value, label(value)]));
+  if (select.dataset.offered !== text) {
+    select.dataset.offered = text;
+    const before = select.value;
+    select.replaceChildren(make("option", { value: "" }, "all"),
+      ...wanted.map((value) => make("option", { value }, label(value))));
+    select.value = before;
+  }
+  select.closest(".pairing").hidden = name === "key" && !wanted.length;
+}
+
+// -- figures of what matches
+
+function quantile(ordered, share) {
+  return ordered.length ? ordered[Math.round(share * (ordered.length - 1))] : null;
+}
+
+function percentiles(table, matching) {
+  const figures = [
+    ["TTFT", matching.map((row) => row.ttft_s)],
+    ["ITL", matching.map(itl)],
+    ["Duration", matching.map((row) => row.duration_s)],
+  ];
+  if (!table.firstChild) {
+    const head = ["", "p50", "p90", "p99", "max"].map((text) => text ? make("th", { scope: "col", class: "num" }, text) : make("td"));
+    const body = figures.map(([name]) => make("tr", {}, make("th", { scope: "row" }, name), ...[0, 1, 2, 3].map(() => make("td", { class: "num" }))));
+    table.append(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body));
+  }
+  figures.forEach(([, values], index) => {
+    const ordered = values.filter((value) => value != null).sort((one, other) => one - other);
+    const cells = [...table.tBodies[0].rows[index].cells].slice(1);
+    [0.5, 0.9, 0.99, 1].forEach((share, at) => setText(cells[at], seconds(quantile(ordered, share))));
+  });
+}
+
+// -- rows
 
 // The beginning and the end: ids of one client often differ in their last digits alone.
 function short(id) {
   return id.length > 22 ? `${id.slice(0, 9)}…${id.slice(-10)}` : id;
 }
 
+function toggle(key) {
+  if (open.has(key)) open.delete(key);
+  else open.add(key);
+  redraw();
+}
+
 function idCell(cell, row) {
   if (!cell.firstChild) {
-    const button = make("button", { type: "button", class: "link mono", onclick: () => toggle(row.request_id) });
-    cell.append(button);
+    cell.append(make("button", { type: "button", class: "link mono", title: row.request_id, onclick: () => toggle(keyOf(row)) }, short(row.request_id)));
   }
-  const button = cell.firstChild;
-  setText(button, short(row.request_id));
-  button.title = row.request_id;
-  button.setAttribute("aria-expanded", String(open.has(row.request_id)));
+  cell.firstChild.setAttribute("aria-expanded", String(open.has(keyOf(row))));
+}
+
+function togglePin(row) {
+  const key = keyOf(row);
+  if (!pinned.delete(key)) {
+    if (pinned.size >= PINS) toast(`${PINS} requests are pinned already; unpin one of them`, "failed");
+    else pinned.set(key, row);
+  }
+  redraw();
+}
+
+function pinCell(cell, row) {
+  if (!cell.firstChild) {
+    cell.append(make("button", { type: "button", onclick: () => togglePin(row) }));
+  }
+  const is = pinned.has(keyOf(row));
+  setText(cell.firstChild, is ? "Unpin" : "Pin");
+  cell.firstChild.setAttribute("aria-label", `${is ? "Unpin" : "Pin"} ${row.request_id}`);
+}
+
+function outcomeCell(cell, row) {
+  if (!cell.firstChild) cell.append(make("span"));
+  const good = row.outcome === "ok";
+  badge(cell.firstChild, good ? "ready" : row.outcome === "cancelled" ? "stopped" : "failed", row.outcome);
 }
 
 function speed(row) {
-  if (!row.decode_s || !(row.completion_tokens > 1)) return NONE;
-  return ((row.completion_tokens - 1) / row.decode_s).toFixed(1);
-}
-
-function overlap(row) {
-  return row.prompt_blocks ? `${row.overlap_blocks ?? 0} / ${row.prompt_blocks}` : NONE;
+  const value = itl(row);
+  return value ? (1 / value).toFixed(1) : NONE;
 }
 
 const COLUMNS = [
@@ -51,129 +185,110 @@ const COLUMNS = [
   { label: "Request", class: "name id", fill: idCell },
   { label: "Model", text: (row) => row.model },
   { label: "Endpoint", class: "extra", text: (row) => row.endpoint },
-  {
-    label: "Outcome",
-    fill: (cell, row) => {
-      if (!cell.firstChild) cell.append(make("span"));
-      const good = (row.outcome ?? "ok") === "ok";
-      badge(cell.firstChild, good ? "ready" : "failed", row.outcome ?? "ok");
-    },
-  },
-  { label: "Worker", class: "mono", text: (row) => (row.worker || NONE) + (row.dp_rank ? `:${row.dp_rank}` : "") },
+  { label: "Key", class: "extra", optional: true, text: (row) => row.key || NONE },
+  { label: "Outcome", fill: outcomeCell },
+  { label: "Worker", text: route },
   { label: "Prompt", class: "num", text: (row) => count(row.prompt_tokens ?? 0) },
-  { label: "Cached blocks", class: "num", text: overlap },
+  { label: "Cached blocks", class: "num", text: (row) => (row.prompt_blocks ? `${row.overlap_blocks ?? 0} / ${row.prompt_blocks}` : NONE) },
   { label: "Output", class: "num", text: (row) => count(row.completion_tokens ?? 0) },
   { label: "TTFT", class: "num", text: (row) => seconds(row.ttft_s) },
   { label: "Total", class: "num", text: (row) => seconds(row.duration_s) },
   { label: "Tokens/s", class: "num", text: speed },
+  { label: "Pin", class: "acts", fill: pinCell },
 ];
 
-// -- the receipt
-
-function part(name) {
-  return `part ${name.replaceAll(" ", "-")}`;
-}
-
-function timeline(row) {
-  const parts = PARTS.filter(([, field]) => field !== "worker_wait_s" || row[field] != null)
-    .map(([name, field, title]) => [name, row[field] ?? 0, title]);
-  const rest = row.duration_s - parts.reduce((total, part) => total + part[1], 0);
-  parts.push(["network", Math.max(0, rest), "until the response was complete"]);
-  const track = make("div", { class: "timeline", role: "img", "aria-label": parts.map(([name, value]) => `${name} ${seconds(value)}`).join(", ") });
-  const legend = make("div", { class: "legend" });
-  for (const [name, value, title] of parts) {
-    const piece = make("span", { class: part(name), title: `${name}: ${title}` });
-    piece.style.flexGrow = String(value / (row.duration_s || 1));
-    track.append(piece);
-    legend.append(make("span", { title }, make("i", { class: part(name) }), `${name} `, make("b", {}, seconds(value))));
-  }
-  return [track, legend];
-}
-
-function number(value) {
-  return value == null ? NONE : Number(value.toFixed(3)).toString();
-}
-
-function candidates(route) {
-  const rows = route.candidates ?? [];
-  const inSeconds = route.unit === "seconds";
-  const shown = (value) => number(inSeconds && value != null ? value * 1000 : value);
-  const terms = [...new Set(rows.flatMap((one) => Object.keys(one.terms ?? {})))];
-  const head = make("tr", {}, ...["Worker", "Overlap", ...terms.map((name) => name.replaceAll("_", " ")), inSeconds ? "Cost, ms" : "Cost", ""].map((name, index, all) =>
-    make("th", { scope: "col", class: index && index < all.length - 1 ? "num" : "" }, name)));
-  const body = rows.map((one) => make("tr", { class: one.chosen ? "chosen" : "" },
-    make("td", { class: "mono" }, one.worker + (one.dp_rank ? `:${one.dp_rank}` : "")),
-    make("td", { class: "num" }, number(one.overlap_blocks ?? 0)),
-    ...terms.map((name) => make("td", { class: "num" }, shown(one.terms?.[name]))),
-    make("td", { class: "num" }, shown(one.cost)),
-    make("td", {}, one.chosen ? "chosen" : one.excluded ?? "")));
-  return make("table", { class: "candidates" }, make("thead", {}, head), make("tbody", {}, ...body));
-}
-
-const INDEX = {
-  exact: "exact: every KV event of these workers was applied",
-  recovering: "recovering: a gap in the events is being filled",
-  predicted: "predicted from earlier requests, without events",
-  none: "not used",
-};
-
-function facts(row) {
-  const pairs = [
-    ["Migrations", row.migrations || null],
-    ["Prefill worker", row.prefill_worker || null],
-    ["Cached tokens", row.cached_tokens == null ? null : `${count(row.cached_tokens)} of ${count(row.prompt_tokens ?? 0)} (${percent(row.cached_tokens / (row.prompt_tokens || 1))})`],
-    ["Router", row.route ? row.route.mode : null],
-    ["Index", row.route ? INDEX[row.route.index ?? "none"] ?? row.route.index : null],
-    ["Reason", row.route?.reason || null],
-    ["Not shown", row.route?.omitted ? `${row.route.omitted} more workers` : null],
-  ].filter((pair) => pair[1] !== null);
-  return make("dl", {}, ...pairs.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
-}
-
-function receipt(cell, row) {
-  const full = receipts.get(row.request_id) ?? row;
-  cell.replaceChildren(...timeline(full), facts(full));
-  if (full.route?.candidates?.length) cell.append(candidates(full.route));
-  else if (receipts.get(row.request_id)) cell.append(make("p", { class: "dim" }, "No route was recorded for this request."));
-}
-
 async function fetchReceipt(cell, row) {
+  const key = keyOf(row);
   try {
-    receipts.set(row.request_id, await getJson(`v1/requests/${encodeURIComponent(row.request_id)}`));
-    receipt(cell, row);
+    receipts.set(key, await getJson(`ui/requests/${encodeURIComponent(row.request_id)}`));
+    cell.replaceChildren(...receiptNodes(receipts.get(key), true, nameOf));
   } catch (error) {
     cell.append(make("p", { class: "dim" }, error.message));
   }
 }
 
 function note(cell, row) {
-  const shown = open.has(row.request_id);
+  const shown = open.has(keyOf(row));
   if (shown && !cell.firstChild) {
-    receipt(cell, row);
-    fetchReceipt(cell, row);
+    const full = receipts.get(keyOf(row));
+    cell.replaceChildren(...receiptNodes(full ?? row, Boolean(full), nameOf));
+    if (!full) fetchReceipt(cell, row);
   } else if (!shown) {
     cell.replaceChildren();
   }
   return shown;
 }
 
+// -- the section
+
+function summary(matching, source) {
+  const parts = [`${count(matching.length)} of the last ${count(source.length)} requests`];
+  if (pinned.size) parts.push(`${pinned.size} pinned`);
+  const newer = frozen && frozen.length ? kept.filter((row) => endOf(row) > endOf(frozen[0])).length : frozen ? kept.length : 0;
+  if (frozen) parts.push(`paused, ${count(newer)} newer`);
+  if (leftOut) parts.push(`${count(leftOut)} came too fast to be shown: Pause reads them`);
+  return [...parts, ...problems].join("; ");
+}
+
+function draw(update) {
+  const source = frozen ?? kept;
+  offer("model", source.map((row) => row.model));
+  offer("worker", source.flatMap((row) => [row.worker, row.prefill_worker]).filter(Boolean), nameOf);
+  offer("key", source.map((row) => row.key ?? ""));
+  const matches = filters();
+  const matching = source.filter(matches);
+  percentiles(byId("request-percentiles"), matching);
+  setText(byId("request-count"), summary(matching, source));
+  const others = matching.filter((row) => !pinned.has(keyOf(row)));
+  byId("request-more").hidden = others.length <= rows;
+  update([...pinned.values(), ...others.slice(0, rows)]);
+}
+
+function exportJson() {
+  const requests = (frozen ?? kept).filter(filters()).map((row) => receipts.get(keyOf(row)) ?? row);
+  const url = URL.createObjectURL(new Blob([JSON.stringify({ requests }, null, 1)], { type: "application/json" }));
+  make("a", { href: url, download: `requests-${new Date().toISOString().slice(0, 19).replaceAll(":", "")}.json` }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+async function pause() {
+  frozen = frozen ? null : kept;
+  const button = byId("request-pause");
+  setText(button, frozen ? "Resume" : "Pause");
+  if (frozen && leftOut) {
+    await load();
+    frozen &&= kept;
+  }
+  redraw();
+}
+
 export function install() {
-  const update = liveTable(byId("request-rows"), COLUMNS, {
-    key: (row) => row.request_id,
-    empty: "No request has ended since the frontend started.",
-    note,
+  const update = liveTable(byId("request-rows"), COLUMNS, { key: keyOf, empty: "No request matches.", note });
+  redraw = () => draw(update);
+  for (const name of ["model", "worker", "outcome", "key", "slow", "text"]) {
+    byId(`request-${name}`).addEventListener("input", () => {
+      rows = ROWS;
+      redraw();
+    });
+  }
+  byId("request-pause").addEventListener("click", pause);
+  byId("request-export").addEventListener("click", exportJson);
+  byId("request-more").addEventListener("click", () => {
+    rows += ROWS;
+    redraw();
   });
-  let latest = [];
-  redraw = () => update(latest);
-  return (status) => {
-    latest = status.requests;
-    const present = new Set(latest.map((row) => row.request_id));
-    for (const id of [...open, ...receipts.keys()]) {
-      if (!present.has(id)) {
-        open.delete(id);
-        receipts.delete(id);
-      }
-    }
-    update(latest);
+  redraw();
+  return {
+    load,
+    add(data) {
+      leftOut += data.left_out;
+      problems = data.problems;
+      add(data.requests);
+      redraw();
+    },
+    nameWorkers(workers) {
+      for (const one of workers) if (one.worker) names.set(one.worker, one.name);
+      while (names.size > NAMES) names.delete(names.keys().next().value);
+    },
   };
 }

@@ -10,6 +10,7 @@ import * as requestsPane from "./requests.js";
 import { apiKey, getJson, setApiKey, Stream, toast } from "./server.js";
 
 const TABS = ["overview", "requests", "logs", "chat", "connect"];
+const FEEDS = ["requests"];
 const THEMES = ["auto", "light", "dark"];
 const MODELS_MS = 5000;
 
@@ -47,6 +48,12 @@ function showTab() {
   byId("tabs").hidden = !current;
   byId("sign-in").hidden = about.role !== "none";
   logs.show(current === "logs");
+  if (stream.path !== null && stream.path !== streamPath()) stream.open(streamPath());
+}
+
+// The section is named to the frontend, which sends more for some of them.
+function streamPath() {
+  return FEEDS.includes(currentTab()) ? `ui/events?show=${currentTab()}` : "ui/events";
 }
 
 function openLogs(name) {
@@ -154,7 +161,7 @@ function show(status) {
   else badge(byId("deployment"), "stopped", "no deployment");
   overview(status);
   charts.update(status);
-  requests(status);
+  requests.nameWorkers(status.workers);
   logs.update(status);
   const names = [...status.models].sort(readyFirst).map((one) => one.model);
   chat(names);
@@ -167,6 +174,7 @@ function onState(current, text) {
   else document.title = `(${state}) Dynamo`;
   badge(byId("live"), state === "live" ? "ready" : "failed", state === "live" ? "live" : text);
   document.body.classList.toggle("stale", state !== "live");
+  if (state === "live" && currentTab() === "requests") requests.load();
   if (state === "refused") again(); // the key was withdrawn, or its role has changed
 }
 
@@ -193,6 +201,7 @@ function readyFirst(one, other) {
 
 function onEvent(name, data) {
   if (name === "status") show(data);
+  else if (name === "requests") requests.add(data);
   else if (name === "outcome") toast(data.text, data.failed ? "failed" : "ready");
 }
 
@@ -214,7 +223,7 @@ async function start() {
   }
   showRole();
   if (about.role === "operator") {
-    stream.open("ui/events");
+    stream.open(streamPath());
     return;
   }
   stream.close();
