@@ -96,7 +96,7 @@ def traffic(deployment: Deployment, seen: Pages) -> Iterator[Any]:
     with ThreadPoolExecutor(1) as pool:
         yield [pool.submit(ask, "0 " + "word " * 30, False)]
     crowded = [spec for spec in [*declared_in(queue), *WORKER] if spec.name not in TESTED_ELSEWHERE]
-    for _ in range(20):  # cached by now, so the router queues few of them: six fit into the worker
+    for _ in range(80):  # cached by now, so the router queues few of them: six fit into the worker
         seen.read()
         if all(seen.value(spec) for spec in crowded):
             break

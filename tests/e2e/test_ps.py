@@ -25,13 +25,13 @@ Worker:
   run: dynamo.mocker
   model-path: {ROOT / "examples/model"}
   model-name: tiny
-  startup-time: 2
+  startup-time: 6
   ServiceArgs: {{workers: 2}}
-Slow: {{run: SLEEPER, drain: 1}}
+Slow: {{run: SLEEPER, drain: 6}}
 Broken: {{run: [python, -c, "print('no such model'); raise SystemExit(2)"]}}
 """
 SECURED = GRAPH.replace("http-port: PORT", "http-port: PORT, OPTIONS").partition("Slow")[0]
-VISIBLE_S = 1.0
+VISIBLE_S = 5.0
 
 
 class Ps:
@@ -126,7 +126,7 @@ def killed(ps: Ps) -> None:
     os.kill(pid, signal.SIGKILL)
     found = ps.within("Worker_1", lambda one: one.get("pids") != [pid], VISIBLE_S)
     assert found["state"] == "loading"
-    found = ps.within("Worker_1", lambda one: one["state"] == "ready", 20)
+    found = ps.within("Worker_1", lambda one: one["state"] == "ready", 40)
     assert (found["restarts"], found["last_exit"]) == (1, "was killed by SIGKILL")
 
 
@@ -146,7 +146,7 @@ def stopped(ps: Ps) -> None:
     assert ps.worker("Slow")["state"] == "ready"
     ps.serving.circusctl("stop", name)
     ps.within("Slow", lambda one: one["state"] == "draining", VISIBLE_S)
-    found = ps.within("Slow", lambda one: one["state"] == "stopped", 10)
+    found = ps.within("Slow", lambda one: one["state"] == "stopped", 30)
     assert found["remedy"] == f"dynamo restart {name}" and not found.get("pids")
     assert ps.status()["models"][0]["state"] == "ready"
 
@@ -160,7 +160,7 @@ def hung_frontend(ps: Ps, port: int) -> None:
         os.kill(pid, signal.SIGCONT)
     assert f"frontend: down at http://127.0.0.1:{port}" in done.stdout
     assert "it listens but does not answer" in done.stdout and "2/2" in done.stdout
-    ps.within("Frontend", lambda one: one["state"] == "ready", 5)
+    ps.within("Frontend", lambda one: one["state"] == "ready", 20)
 
 
 @needs_openssl

@@ -61,7 +61,7 @@ def test_stop_and_start_all(serving: Serving) -> None:
 
 
 def test_a_stop_during_a_restart(serving: Serving) -> None:
-    serving.start("A: {run: SLEEPER, drain: 4}\nB: {run: SLEEPER}\n")
+    serving.start("A: {run: SLEEPER, drain: 10}\nB: {run: SLEEPER}\n")
     assert serving.circusctl("restart") == "ok"
     name = f"{serving.namespace}_A"
     serving.until(lambda: serving.circusctl("status", name) == "stopping")
