@@ -5,6 +5,7 @@ Planner and frontends read it in the statefile, so a reload changes it without a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -77,7 +78,9 @@ def merged(args: Iterable[ModelArgs]) -> ModelArgs:
 
 
 def duration_s(value: Any) -> float | None:
-    """Return the seconds of ``90``, ``90s``, ``15m`` or ``1.5h``; None for another value."""
+    """Return the seconds of ``90``, ``90s``, ``15m``, ``1.5h`` or ``never``; None for others."""
+    if value == "never":
+        return math.inf
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     match = _DURATION.fullmatch(str(value).strip())
@@ -86,8 +89,8 @@ def duration_s(value: Any) -> float | None:
 
 def _duration(key: str, value: Any) -> float:
     seconds = duration_s(value)
-    if seconds is None:
-        raise BadArgument(key, f"must be a time such as 90s, 15m or 1h, got {value!r}")
+    if not seconds:
+        raise BadArgument(key, f"must be a time such as 90s, 15m or 1h, or never, got {value!r}")
     return seconds
 
 
