@@ -121,3 +121,53 @@ def test_a_stop_leaves_nothing(site: OnRequest) -> None:
     assert json.loads(httpx.get(f"{site.url[:-3]}/health", timeout=30).text)["models"]
     assert site.stop() == 0
     site.assert_clean()
+
+
+SWAP = """
+sendLoadingState: true
+macros: {server: "PYTHON SERVER ${PORT}"}
+models:
+  one: {cmd: "${server} # the first", useModelName: org/remote-model, aliases: [first]}
+  two:
+    cmd: |
+      # the second
+      ${server}
+    useModelName: org/remote-model
+    ttl: 900
+    filters: {stripParams: top_k, setParams: {temperature: 0.6}}
+hooks: {on_startup: {preload: [one]}}
+"""
+
+
+def test_a_configuration_of_llama_swap_is_served(tmp_path: Path) -> None:
+    """Servers of another make, started on request; their models take turns."""
+    server = ROOT / "tests/e2e/openai_server.py"
+    source = tmp_path / "swap.yaml"
+    text = SWAP.replace("PYTHON", sys.executable).replace("SERVER", str(server))
+    source.write_text(text.replace(" # the first", ""))
+    serving = Serving(tmp_path)
+    port = free_port()
+    graph = tmp_path / "graph.yaml"
+    words = ("init", "--from", str(source), "--write", str(graph), "--port", str(port))
+    command = [sys.executable, "-m", "dynamo", *words, "--namespace", serving.namespace]
+    done = subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "2 models" in done.stdout, done
+    url = f"http://127.0.0.1:{port}/v1"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+    try:
+        serving.start(graph, f"--Planner.log-dir={tmp_path}")
+        answer = httpx.post(f"{url}/chat/completions", json={"model": "first", **body}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert serving.pids("One") and not serving.pids("Two")
+        with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=60) as client:
+            stream = client.chat.completions.create(
+                model="two", messages=body["messages"], stream=True, extra_body={"top_k": 3}
+            )
+            deltas = [one.choices[0].delta for one in stream if one.choices]
+        assert "w0" in "".join(delta.content or "" for delta in deltas)
+        assert any(getattr(delta, "reasoning_content", None) for delta in deltas)
+        serving.until(lambda: not serving.pids("One"))  # of one group
+        assert serving.stop() == 0
+        serving.assert_clean()
+    finally:
+        serving.close()
