@@ -13,12 +13,12 @@ from typing import TypeVar
 
 from dynamo.cli.key import add_key
 from dynamo.cli.options import InitSettings
-from dynamo.config import from_env, load
+from dynamo.config import environ, from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.gpus.gpus import Gpu
-from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.graph import parse_graph, read_text
 from dynamo.setup.engines import (
     InstalledEngine,
     NamedModel,
@@ -33,9 +33,11 @@ from dynamo.setup.engines import (
     weights_bytes,
 )
 from dynamo.setup.graph_plan import prepare
+from dynamo.setup.llama_swap import convert
 from dynamo.setup.new_graph import NewGraph
 
-DESCRIPTION = "Write the graph of one model: asks four questions, each with a default."
+DESCRIPTION = """Write the graph of one model: asks four questions, each with a default.
+With --from, convert a configuration of llama-swap."""
 EPILOG = """An empty answer takes the default in brackets. A file is never replaced unasked.
 Exit status: 0 written, 1 it cannot be written, 2 an answer or a flag is wrong."""
 
@@ -169,6 +171,9 @@ def _write(settings: InitSettings, questions: _Questions) -> None:
     path = Path(settings.write)
     if path.exists() and not _may_replace(path, settings.yes):
         raise ConfigError(f"{path} is kept; choose another file with --write")
+    if settings.source is not None:
+        _write_converted(settings, settings.source, path)
+        return
     model = questions.model()
     engine = questions.engine(model)
     workers, gpus = questions.places(model, probe_gpus())
@@ -189,6 +194,28 @@ def _write(settings: InitSettings, questions: _Questions) -> None:
     key = _new_key(path.absolute().parent / _KEYS) if access == "keys" else ""
     path.write_text(f"# {graph.served_name} on {engine.name}\n{graph.text()}", encoding="utf-8")
     print(_next_steps(graph, path, key))
+
+
+def _write_converted(settings: InitSettings, source: str, path: Path) -> None:
+    """Write the graph of a configuration of llama-swap; say what it does not have."""
+    if settings.model or settings.engine or settings.served_model_name or settings.access == "keys":
+        raise ConfigError("--from takes models and engines from the file: leave out other answers")
+    host = "0.0.0.0" if settings.access == "open" else settings.http_host
+    place = {
+        "namespace": settings.namespace,
+        "http-host": host,
+        "http-port": settings.http_port,
+    }
+    made = convert(read_text(Path(source)), source, environ(), place)
+    # Beside its file: relative paths in commands are relative to it.
+    parsed = parse_graph(made.text, str(path))
+    runtime = from_env(RuntimeSettings, namespace=parsed.namespace)
+    prepare(parsed, from_env(ServeSettings, dry_run=True), runtime)
+    comments = "".join(f"# left out: {line}\n" for line in made.left_out)
+    path.write_text(f"# from {Path(source).name}\n{comments}{made.text}", encoding="utf-8")
+    for line in made.left_out:
+        print(f"left out: {line}")
+    print(_steps(path, [f"wrote {path}: {len(parsed.services) - 2} models"]))
 
 
 def _may_replace(path: Path, yes: bool) -> bool:
@@ -222,7 +249,6 @@ def _new_key(path: Path) -> str:
 
 
 def _next_steps(graph: NewGraph, path: Path, key: str) -> str:
-    file = shlex.quote(str(path))
     lines = [f"wrote {path}"]
     if key:
         lines += [
@@ -231,6 +257,11 @@ def _next_steps(graph: NewGraph, path: Path, key: str) -> str:
         lines += [f"  {key}"]
     if graph.engine.install:
         lines += [f"first install {graph.engine.install}"]
+    return _steps(path, lines)
+
+
+def _steps(path: Path, lines: Sequence[str]) -> str:
+    file = shlex.quote(str(path))
     return "\n".join(
         (
             *lines,

@@ -296,6 +296,20 @@ class RunSettings(GraphChoices):
     )
     given: frozenset[str] = frozenset()
     """The names of the options that a flag or a variable has set."""
+    idle_timeout: str | None = option(
+        None,
+        "--idle-timeout",
+        metavar="TIME",
+        help="a model goes after so long without requests (15m, 1h, never) and comes back with the "
+        "next one; at the start, those to --keep are loaded, else the first one",
+    )
+    keep: tuple[str, ...] = option(
+        (),
+        "--keep",
+        metavar="MODEL",
+        repeat=True,
+        help="with --idle-timeout: this model is loaded at the start and stays",
+    )
     dry_run: bool = option(False, "--dry-run", help="print the graph, check it and exit")
     write: str | None = option(
         None, "--write", metavar="FILE", help="write the graph to this new file and exit"
@@ -322,6 +336,12 @@ class InitSettings(GraphChoices):
         help="who may use it: this machine, the network with API keys, the network without keys",
     )
     write: str = option("graph.yaml", "--write", metavar="FILE", help="the file to write")
+    source: str | None = option(
+        None,
+        "--from",
+        metavar="FILE",
+        help="convert this configuration of llama-swap instead of asking",
+    )
     yes: bool = option(False, "--yes", help="ask nothing: take the defaults that are found")
 
 

@@ -18,6 +18,7 @@ from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.graph.edited import with_service
 from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.model_args import duration_s
 from dynamo.serve.graph.overrides import Override, split_overrides
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
@@ -32,7 +33,7 @@ dynamo serve.
   dynamo run Qwen/Qwen3-0.6B
   dynamo run /models/Qwen3-8B --workers 2 -- --max-model-len 8192
   dynamo run model.Q8_0.gguf --write graph.yaml
-  dynamo run Qwen/Qwen3-0.6B Qwen/Qwen3-4B
+  dynamo run Qwen/Qwen3-0.6B Qwen/Qwen3-4B --idle-timeout 15m --keep Qwen/Qwen3-0.6B
 Exit status: 0 stopped, 1 a service failed and was not restarted, 2 the model or a flag is wrong."""
 
 _SOURCE = "the graph of dynamo run"
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest, overrides = split_overrides(own)
         (settings,) = load("dynamo run", DESCRIPTION, [RunSettings], rest, epilog=EPILOG)
         graphs = _graphs(settings, flags)
-        text = _text(graphs)
+        text = _text(_loaded_first(graphs))
         if settings.write is not None:
             return _write(text, settings.write, overrides)
         runtime = from_env(RuntimeSettings, namespace=settings.namespace)
@@ -82,11 +83,36 @@ def _graphs(settings: RunSettings, flags: tuple[str, ...]) -> list[NewGraph]:
         )
     graphs = [_graph(settings, source, flags) for source in sources]
     names = [graph.served_name for graph in graphs]
+    _check_times(settings, names)
+    graphs = [
+        replace(graph, keeps=not {graph.served_name, graph.model.source}.isdisjoint(settings.keep))
+        for graph in graphs
+    ]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(
             f"two models named {', '.join(sorted(twice))}: start one, then the other with --name"
         )
     return graphs
+
+
+def _check_times(settings: RunSettings, names: Sequence[str]) -> None:
+    """Raise ConfigError for times and names that --idle-timeout and --keep cannot have."""
+    if settings.idle_timeout is not None and not duration_s(settings.idle_timeout):
+        raise ConfigError(
+            f"--idle-timeout {settings.idle_timeout}: give a time such as 90s, 15m or 1h, or never"
+        )
+    if settings.keep and settings.idle_timeout is None:
+        raise ConfigError("--keep needs --idle-timeout: without it every model stays loaded")
+    known = {*names, settings.model, *settings.others}
+    if unknown := [name for name in settings.keep if name not in known]:
+        raise ConfigError(f"--keep {unknown[0]}: no such model; give one of {', '.join(names)}")
+
+
+def _loaded_first(graphs: Sequence[NewGraph]) -> list[NewGraph]:
+    """Return the graphs of a new deployment: on request, only the kept models are loaded at its
+    start, and without any the first one."""
+    loaded = [graph for graph in graphs if graph.keeps or graph.idle_timeout is None] or graphs[:1]
+    return [graph if graph in loaded else replace(graph, workers=0) for graph in graphs]
 
 
 def _text(graphs: Sequence[NewGraph]) -> str:
@@ -113,6 +139,7 @@ def _graph(settings: RunSettings, source: str, flags: tuple[str, ...]) -> NewGra
         namespace=settings.namespace,
         name=settings.served_model_name,
         flags=flags,
+        idle_timeout=settings.idle_timeout,
         engine_url=running_ollama() if engine.name == "ollama" else None,
     )
 

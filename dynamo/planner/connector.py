@@ -26,7 +26,9 @@ class ScaledService:
 
     ``pool`` is ``decode`` (aggregated workers, too) or ``prefill``. The template is not a worker:
     a service without workers has an empty ``workers``. A worker counts ``gpus_per_worker`` in the
-    budget, and gets ``assigned`` GPUs: 0 if none are assigned.
+    budget, and gets ``assigned`` GPUs: 0 if none are assigned. Without requests for
+    ``idle_timeout_s`` its last worker goes (None: as the planner's option says), and no other model
+    of its ``groups`` is awake beside it. ``relayed``: its workers take whole HTTP requests.
     """
 
     name: str
@@ -38,6 +40,9 @@ class ScaledService:
     minimum: int | None = None
     maximum: int | None = None
     priority: int = 0
+    idle_timeout_s: float | None = None
+    groups: tuple[str, ...] = ()
+    relayed: bool = False
 
 
 class Connector(Protocol):

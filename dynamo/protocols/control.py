@@ -102,7 +102,8 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
 
     Under the lease of the planner that starts them. Frontends list ``model``, hold its requests
     while it has no worker, and publish their number (:data:`ON_DEMAND_STATE`). ``model_input`` is
-    that of its card.
+    that of its card. ``load_s``: what its last load took. ``loading_since``: when the load that is
+    in progress began, in Unix time.
     """
 
     namespace: str
@@ -110,6 +111,8 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
     aliases: list[str] = []
     model_input: str = "Tokens"
     context_length: int | None = None
+    load_s: Seconds | None = None
+    loading_since: float | None = None
 
 
 class EngineCommand(msgspec.Struct, omit_defaults=True):

@@ -26,6 +26,7 @@ from dynamo.serve.graph.graph import Graph, parse_graph, read_text
 from dynamo.serve.graph.overrides import Override
 from dynamo.serve.graph.service import Service
 from dynamo.serve.graph.watchers import DRAIN_TIMEOUTS, DeploymentPlan, WatcherSpec, place, plan
+from dynamo.setup.model_checks import model_warnings
 from dynamo.setup.service_checks import check_services
 
 SOCKETS = ("circus.sock", "circus-events.sock")
@@ -178,7 +179,7 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
         gpu_ids=placement.gpu_ids,
         endpoint=settings.circus_endpoint or control,
         pubsub_endpoint=events,
-        warnings=placement.warnings,
+        warnings=(*placement.warnings, *model_warnings(graph)),
         templates=[spec for spec in placement.specs if not spec.starts],
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dynamo.config.programs import ATTACH, ENGINES, FRONTEND
+from dynamo.config.programs import ATTACH, ENGINES, FRONTEND, PLANNER
 from dynamo.errors import ConfigError
 from dynamo.setup.engines import InstalledEngine, NamedModel
 
@@ -36,7 +36,8 @@ class NewGraph:
 
     ``gpus`` are those of each worker; 0 without any. ``flags`` are words for the engine. ``name``
     replaces the model's own name in the API. ``engine_url`` is the address of an engine that runs
-    already.
+    already. With an ``idle_timeout`` a planner loads the model on request, or with ``keeps`` keeps
+    it loaded.
     """
 
     model: NamedModel
@@ -50,6 +51,8 @@ class NewGraph:
     flags: tuple[str, ...] = ()
     api_key_file: str | None = None
     engine_url: str | None = None
+    idle_timeout: str | None = None
+    keeps: bool = False
 
     def text(self) -> str:
         """Return the YAML of :meth:`document`. Raises ConfigError."""
@@ -74,11 +77,16 @@ class NewGraph:
         args: dict[str, Any] = {"workers": self.workers, "graceful_timeout": _DRAIN_S}
         if self.gpus and self._is_attached and self.engine_url is None:
             args["resources"] = {"gpu": self.gpus}
-        return {
+        graph = {
             "namespace": self.namespace,
             "Frontend": frontend,
             "Worker": {**worker, "ServiceArgs": args},
         }
+        if self.idle_timeout is not None:
+            args |= {"min": self.workers} if self.keeps else {"idle_timeout": self.idle_timeout}
+            args["max"] = max(1, self.workers)
+            graph["Planner"] = {"run": PLANNER}
+        return graph
 
     @property
     def served_name(self) -> str:

@@ -31,6 +31,7 @@ from dynamo.config.worker import EndpointSettings, WorkerSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.graph.graph import Graph
 from dynamo.serve.graph.service import PYTHON, Service
+from dynamo.setup.model_checks import model_problems
 
 if TYPE_CHECKING:
     from dynamo.config.frontend import FrontendSettings
@@ -50,6 +51,7 @@ def check_services(graph: Graph, directory: Path, env: Mapping[str, str]) -> Non
             problems += _problems(service, {**environ(), **env, **service.envs})
         if sum(service.program in MODEL_PROGRAMS for service in graph.services) > 1:
             problems += _other_models(graph, env)
+        problems += model_problems(graph)
     problems += _second_planners(graph)
     _raise(graph, problems)
 

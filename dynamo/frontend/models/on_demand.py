@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError, ModelNotFound, StatefileError, Unavailable
@@ -31,14 +32,20 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.graph.model_args import ModelArgs, merged
 from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.statefile import Statefile
 
 _PLANNER = "planner"
 _PLANNER_RESTART_S = 30.0
 _TICK_S = 1.0
+_WAITING_TICK_S = 0.2
+"""While requests wait: another model may make room for theirs as soon as it is idle."""
 _HELD_LIMIT_BYTES = 256 << 20
 _decode = record_decoder(OnDemandModel)
+_NO_ARGS = ModelArgs()
+_ALMOST = 99
+"""The per cent of a load that takes longer than the last one."""
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
 
@@ -48,7 +55,8 @@ class GraphModels:
 
     A model without workers is unavailable for a while, unless a reload has removed all of these.
     A model that was never one of the graph's is not removed by it, such as that of a worker that a
-    person has started.
+    person has started. ``args`` are what the graph says about its models, by name; ``on_args`` is
+    called when they have changed.
     """
 
     def __init__(self, statefile: Statefile) -> None:
@@ -57,6 +65,8 @@ class GraphModels:
         self._stated: dict[str, str] = {}
         self._leases: dict[int, str] = {}
         self._services: dict[str, dict[str, str]] = {}
+        self.args: Mapping[str, ModelArgs] = {}
+        self.on_args: Callable[[], None] | None = None
 
     async def run(
         self, workers: Callable[[], Mapping[str, Collection[int]]], remove: Callable[[str], bool]
@@ -81,6 +91,15 @@ class GraphModels:
             for entry in service.entries
             if entry.lease is not None
         }
+        models = {service.model for service in services.values()}
+        args = {
+            model: merged(one.model_args for one in services.values() if one.model == model)
+            for model in models
+        }
+        if args != self.args:
+            self.args = args
+            if self.on_args is not None:
+                self.on_args()
 
     def removed(self, workers: Mapping[str, Collection[int]]) -> list[str]:
         """Return the models whose services have left the graph, or serve another model now."""
@@ -97,7 +116,9 @@ class GraphModels:
 
     def has(self, model: str) -> bool:
         """Whether a service of the graph serves ``model``, which may have no worker yet."""
-        return model in self._stated.values()
+        return model in self._stated.values() or any(
+            model in args.aliases for args in self.args.values()
+        )
 
     async def load(self) -> None:
         """Read the statefile if it has changed; without one the graph is as it was."""
@@ -144,6 +165,7 @@ class OnDemandModels:
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._publishers: dict[str, EventPublisher] = {}
         self._advertising: set[str] = set()
+        self._args: Mapping[str, ModelArgs] = {}
         self._watch: Watch | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticked_s = 0.0
@@ -153,6 +175,11 @@ class OnDemandModels:
         """Watch; the records that exist have been seen when this returns."""
         self._watch = self._runtime.discovery.watch(ON_DEMAND, self._on_event)
         await self._watch.ready()
+
+    def use(self, args: Mapping[str, ModelArgs]) -> None:
+        """Take what the graph says about its models, by name."""
+        self._args = args
+        self._update_names()
 
     def stop(self, error: DynamoError) -> None:
         """End every waiting request with ``error``, and let none wait from now on."""
@@ -218,6 +245,8 @@ class OnDemandModels:
                 "model already. Please retry later."
             )
         held.comments = held.comments and record.model_input != HTTP_INPUT
+        if self._args.get(record.model, _NO_ARGS).show_loading:
+            held.model, held.progress = name, partial(self._progress, record.model)
         held.wait()
         return True
 
@@ -237,6 +266,16 @@ class OnDemandModels:
         queue = self._queues.get(name if record is None else record.model)
         if queue is not None:
             queue.release()
+
+    def _progress(self, model: str) -> str:
+        """Return how far the load of ``model`` is, from what is known of it and of the last one."""
+        record = self._names.get(model)
+        if record is None or record.loading_since is None:
+            return f"waiting for a GPU, {self._queue(model).oldest_s():.0f} s"
+        elapsed_s = max(0.0, time.time() - record.loading_since)
+        if record.load_s is None:
+            return f"loading, {elapsed_s:.0f} s"
+        return f"loading {min(_ALMOST, 100 * elapsed_s / record.load_s):.0f} %"
 
     def _queue(self, model: str) -> ColdStartQueue:
         found = self._queues.get(model)
@@ -289,11 +328,10 @@ class OnDemandModels:
             )
 
     def _update_names(self) -> None:
-        self._names = {
-            name: record
-            for record in self._records.values()
-            for name in (record.model, *record.aliases)
-        }
+        self._names = {record.model: record for record in self._records.values()}
+        for record in self._records.values():
+            for alias in (*record.aliases, *self._args.get(record.model, _NO_ARGS).aliases):
+                self._names.setdefault(alias, record)
 
     # -- the planner's view
 
@@ -315,10 +353,15 @@ class OnDemandModels:
             self._publish(record)
 
     def _tick(self) -> None:
-        """Run every second while there is a record or a waiting request: each wait ends here."""
+        """Run every second while there is a record, more often while a request waits.
+
+        Each wait ends here.
+        """
         loop = asyncio.get_running_loop()
-        again = self._records or any(self._queues.values())
-        self._timer = loop.call_later(_TICK_S, self._tick) if again else None
+        waiting = any(self._queues.values())
+        interval_s = _WAITING_TICK_S if waiting else _TICK_S
+        again = self._records or waiting
+        self._timer = loop.call_later(interval_s, self._tick) if again else None
         now_s = time.monotonic()
         elapsed_s, self._ticked_s = now_s - self._ticked_s, now_s
         for queue in self._queues.values():

@@ -20,6 +20,7 @@ from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.models.inputs import INPUTS, missing_route, router_settings
 from dynamo.frontend.models.model import LoadedModel, ModelEntry, TokenModel, difference
 from dynamo.frontend.models.on_demand import GraphModels, OnDemandModels
+from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
@@ -111,7 +112,8 @@ class Models:
     ``again`` handles a request that has waited for its model, from the start. ``on_loaded`` is
     called after each model that was loaded. ``relays``: some model takes whole bodies, which
     ``on_relayed`` reports.
-    ``saturation.count`` is not zero while some model may reject every request.
+    ``saturation.count`` is not zero while some model may reject every request. ``rules`` change the
+    fields of requests, by model; ``aliases`` are those of the graph.
     """
 
     def __init__(
@@ -146,15 +148,18 @@ class Models:
         self._forgot = False
         statefile = Statefile(state_path(runtime.settings), runtime.settings.namespace)
         self._graph = GraphModels(statefile)
+        self._graph.on_args = self._use_args
+        self.rules: dict[str, FieldRules] = {}
+        self.aliases: dict[str, str] = {}
         self._on_loaded = on_loaded
         self._on_relayed = on_relayed
 
     async def start(self) -> None:
         """Watch; the cards that exist have been seen when this returns, not yet loaded."""
+        await self._graph.load()
         await self.on_demand.start()
         self._watch = self._runtime.discovery.watch(MODEL_CARDS, self._on_event)
         await self._watch.ready()
-        await self._graph.load()
         self._tasks.spawn(self._graph.run(self._worker_ids, self._forget), name="graph")
 
     async def loaded(self) -> None:
@@ -228,6 +233,20 @@ class Models:
         }
         others = [one for one in self.on_demand.listed() if one[0] not in loaded]
         return [*loaded.values(), *others]
+
+    def public(self) -> list[tuple[str, int, int | None]]:
+        """As :meth:`listed`, without the models and aliases that the graph hides."""
+        hidden = {model: args.hidden for model, args in self._graph.args.items() if args.hidden}
+        if not hidden:
+            return self.listed()
+        rows = []
+        for row in self.listed():
+            entry, record = self._names.get(row[0]), self.on_demand.record(row[0])
+            model = entry.name if entry is not None else record.model if record else row[0]
+            how = hidden.get(model, "")
+            if how != "all" and (how != "aliases" or row[0] == model):
+                rows.append(row)
+        return rows
 
     def hold(
         self,
@@ -345,8 +364,7 @@ class Models:
             self.relays = any(one.relayed for one in self._entries.values())
             if self.relays:
                 self._on_relayed()
-            for alias in (name, *card.model_aliases):
-                self._names.setdefault(alias, entry)
+            self._update_names()
             self._prefill.assign(entry)
         entry.add_worker(key, card)
         self._owners[key] = entry
@@ -384,8 +402,30 @@ class Models:
     def _drop(self, entry: ModelEntry) -> None:
         """Close a model without workers: a different one has its name, or a reload removed it."""
         del self._entries[entry.name]
-        self._names = {name: one for name, one in self._names.items() if one is not entry}
+        self._update_names()
         self._tasks.spawn(entry.close(), name=f"close {entry.name}")
+
+    def _use_args(self) -> None:
+        """Take what the graph says about its models, at the start and after a reload."""
+        args = self._graph.args
+        self.rules = {
+            model: FieldRules(one.defaults, one.forbid)
+            for model, one in args.items()
+            if one.defaults or one.forbid
+        }
+        self.aliases = {alias: model for model, one in args.items() for alias in one.aliases}
+        self.on_demand.use(args)
+        self._update_names()
+
+    def _update_names(self) -> None:
+        """Find models by their names, then by their aliases: an alias hides no model."""
+        self._names = dict(self._entries)
+        for entry in self._entries.values():
+            for alias in entry.card.model_aliases:
+                self._names.setdefault(alias, entry)
+        for alias, model in self.aliases.items():
+            if model in self._entries:
+                self._names.setdefault(alias, self._entries[model])
 
     def _worker_ids(self) -> dict[str, list[int]]:
         """Return the worker ids of each model, known now or started on demand."""

@@ -16,6 +16,7 @@ import msgspec
 
 from dynamo.errors import DynamoError, Unavailable
 from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.frontend.requests.headers import request_id
 from dynamo.http import NEVER, Exchange
 from dynamo.observability.metrics import Gauge
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _COMMENT_EVERY_S = 5.0
 _NO_CACHE = ("cache-control", "no-cache")
+_PROGRESS_EVERY_S = 1.0
+_CHAT_PATH = "/v1/chat/completions"
 _STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 log = logging.getLogger(__name__)
 RESEND_SLICE_S = 0.002
@@ -181,6 +184,9 @@ class WaitingRequest(Protocol):
     def comment(self, text: bytes) -> None:
         """Send an SSE comment, if the request is for a stream."""
 
+    def show_progress(self) -> bool:
+        """Send how far the load is, if the client gets that instead of comments."""
+
 
 class ColdStartQueue:
     """The waiting requests of one model, at most ``limit``.
@@ -247,6 +253,8 @@ class ColdStartQueue:
             if waited_s >= timeout_s:
                 self.remove(request)
                 request.fail(self._timeout(waited_s))
+            elif request.show_progress():
+                continue
             elif waited_s // _COMMENT_EVERY_S > (waited_s - elapsed_s) // _COMMENT_EVERY_S >= 0:
                 request.comment(b": loading, %d s\n\n" % waited_s)
 
@@ -283,7 +291,8 @@ class ColdStartQueue:
 class HeldExchange:
     """A request whose body is not parsed yet; ``again`` handles it from the start.
 
-    ``comments``: a stream of it may begin with comments.
+    ``comments``: a stream of it may begin with comments. ``progress``, if set, returns how far the
+    load is: a chat stream shows it as reasoning of ``model``.
     """
 
     def __init__(
@@ -296,6 +305,10 @@ class HeldExchange:
     ) -> None:
         self.size_bytes = len(exchange.body)
         self.comments = exchange.path in _STREAMED_PATHS
+        self.model = ""
+        self.progress: Callable[[], str] | None = None
+        self._shown = ""
+        self._shown_s = 0.0
         self._exchange = exchange
         self._endpoint = endpoint
         self._queue = queue
@@ -333,8 +346,41 @@ class HeldExchange:
 
     def comment(self, text: bytes) -> None:
         """Send a comment to a client that asked for a stream; it begins the response."""
+        if self._streams and self.comments:
+            self._write(text)
+
+    def show_progress(self) -> bool:
+        """Send a chunk with the progress once a second, if it has changed."""
         exchange = self._exchange
-        if not self._streams or not self.comments or exchange.above_high_water:
+        if self.progress is None or not self._streams or exchange.path != _CHAT_PATH:
+            return False
+        text, now_s = self.progress(), time.monotonic()
+        if text != self._shown and now_s - self._shown_s >= _PROGRESS_EVERY_S:
+            self._shown, self._shown_s = text, now_s
+            # The chunks of the answer get the same id.
+            own_id, given = request_id(exchange.headers)
+            if given is None:
+                exchange.headers = {**exchange.headers, "x-request-id": own_id}
+            chunk = {
+                "id": f"chatcmpl-{own_id}",
+                "object": "chat.completion.chunk",
+                "created": int(time.time()),
+                "model": self.model,
+                "choices": [
+                    {
+                        "index": 0,
+                        "delta": {"role": "assistant", "reasoning_content": f"{text}\n"},
+                        "finish_reason": None,
+                    }
+                ],
+            }
+            self._write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+        return True
+
+    def _write(self, text: bytes) -> None:
+        """Send a part of the stream, which begins the response; none to a slow client."""
+        exchange = self._exchange
+        if exchange.above_high_water:
             return
         if not exchange.started:
             echoed = exchange.headers.get("x-request-id")
@@ -388,6 +434,10 @@ class HeldDispatch:
     def comment(self, text: bytes) -> None:
         """Send a comment, if the answer is a stream."""
         self._engine_request.request.keep_alive(text)
+
+    def show_progress(self) -> bool:
+        """Send none: its answer may have begun."""
+        return False
 
 
 def _asks_for_stream(body: bytes) -> bool:

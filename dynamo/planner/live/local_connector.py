@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.config.programs import ATTACH
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import StatefileError
 from dynamo.operations.reconcile import reconcile
@@ -89,6 +90,9 @@ def service_now(service: ServiceEntries, sighting: Sighting, limits: ActionLimit
         minimum=service.minimum,
         maximum=service.maximum,
         priority=service.priority,
+        idle_timeout_s=service.model_args.idle_timeout,
+        groups=service.model_args.group,
+        relayed=ATTACH in service.template.argv[:3],
     )
 
 

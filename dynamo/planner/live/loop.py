@@ -315,6 +315,8 @@ class ScalingLoop:
             observer.counted(model.name, self._clock(), self._pools(model))
 
     def _acted(self, action: WorkerAction) -> None:
+        if self._sharing is not None:
+            self._sharing.acted(action)
         for observer in self._observers:
             observer.acted(action)
 

@@ -7,6 +7,7 @@ restarted planner writes them again.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
+from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel
 from dynamo.planner.policies.base import DECODE, Pool, PoolDecision, ScalingDecision
 from dynamo.planner.sharing.sharing import (
@@ -28,6 +30,7 @@ from dynamo.planner.sharing.sharing import (
 )
 from dynamo.protocols import codec
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel
+from dynamo.protocols.engine import HTTP_INPUT
 from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
 from dynamo.runtime import DistributedRuntime
 
@@ -49,7 +52,8 @@ class _StateReport:
 class OnDemandRegistry:
     """Announces the models of this planner; collects the reports of the frontends.
 
-    ``on_waiting`` is called when the first request of a model waits. ``clock`` is the planner's.
+    ``on_waiting`` is called when the first request of a model waits, and when a model becomes idle
+    while others wait. ``clock`` is the planner's.
     """
 
     def __init__(self, runtime: DistributedRuntime, clock: Callable[[], float]) -> None:
@@ -98,8 +102,9 @@ class OnDemandRegistry:
             except DynamoError as error:
                 log.warning("%s: its requests cannot wait for a worker: %s", service, error)
                 continue
+            if service not in self._announced:
+                log.info("model %s has workers on demand (service %s)", record.model, service)
             self._announced[service] = record
-            log.info("model %s has workers on demand (service %s)", record.model, service)
 
     def _key(self, service: str) -> str:
         settings = self._runtime.settings
@@ -120,8 +125,13 @@ class OnDemandRegistry:
         before = reports.get(state.model)
         reports[state.model] = _StateReport(self._clock(), state)
         first = state.waiting and (before is None or not before.state.waiting)
-        if first and self.on_waiting is not None:
+        # One that has become idle may make room for another whose requests wait.
+        idle = before is not None and state.idle_s and not before.state.idle_s
+        if self.on_waiting is not None and (first or (idle and self._any_waits())):
             self.on_waiting()
+
+    def _any_waits(self) -> bool:
+        return any(one.state.waiting for found in self._reports.values() for one in found.values())
 
     def _on_frontend(self, publisher: int, added: bool) -> None:
         if not added:
@@ -180,6 +190,8 @@ def shared_model(
         oldest_s=demand.oldest_s,
         idle_s=demand.idle_s,
         serving_s=serving_s,
+        idle_timeout_s=model.decode.idle_timeout_s,
+        groups=model.decode.groups,
     )
 
 
@@ -210,6 +222,14 @@ class GpuCapacity:
     room: GpuRoom | None = None
 
 
+@dataclass(slots=True)
+class _Load:
+    """The ``seconds`` that the last load took, and the Unix time ``since`` one is in progress."""
+
+    seconds: float | None = None
+    since: float | None = None
+
+
 class GpuSharing:
     """Decides once per tick. ``capacity`` reads what there is now."""
 
@@ -228,6 +248,7 @@ class GpuSharing:
         self._capacity = capacity
         self._clock = clock
         self._serving_since_s: dict[str, float] = {}
+        self._loads: dict[str, _Load] = {}
         self._plan = Sharing()
 
     def configure(self, settings: PlannerSettings) -> None:
@@ -235,11 +256,16 @@ class GpuSharing:
         self._settings = settings
         self._limits = ActionLimits.of_planner(settings)
 
+    def acted(self, action: WorkerAction) -> None:
+        """Learn how long the last load of a model took."""
+        if action.adds and not action.problem and action.pool == DECODE:
+            self._load(action.model).seconds = action.seconds
+
     async def update(self, models: Mapping[str, tuple[ModelState, Pools]]) -> None:
         """Announce the models on demand, and decide for all ``models``."""
         await self._source.announce(
             {
-                state.model.decode.name: OnDemandModel(self._namespace, name)
+                state.model.decode.name: self._record(state.model, pools[DECODE])
                 for name, (state, pools) in models.items()
                 if is_on_demand(pools) and not self._settings.no_operation
             }
@@ -255,6 +281,7 @@ class GpuSharing:
                     state.wanted,
                 ),
                 pauses=now_s < state.retry_s,
+                load_s=self._load(name).seconds,
             )
             for name, (state, pools) in models.items()
         ]
@@ -291,6 +318,25 @@ class GpuSharing:
         if not is_on_demand(pools):
             return dict(pools)
         return {name: replace(pool, minimum=max(1, pool.minimum)) for name, pool in pools.items()}
+
+    def _load(self, model: str) -> _Load:
+        return self._loads.setdefault(model, _Load())
+
+    def _record(self, model: ScaledModel, pool: Pool) -> OnDemandModel:
+        """Return what frontends are told of ``model``: also since when its first worker starts."""
+        load = self._load(model.name)
+        if pool.ready or not pool.starting:
+            load.since = None
+        elif load.since is None:
+            load.since = round(time.time(), 1)
+        seconds = None if load.seconds is None else max(0.1, round(load.seconds, 1))
+        return OnDemandModel(
+            self._namespace,
+            model.name,
+            model_input=HTTP_INPUT if model.decode.relayed else "Tokens",
+            load_s=seconds,
+            loading_since=load.since,
+        )
 
     def _serving_s(self, model: str, ready: int, now_s: float) -> float:
         """Return how long ``model`` has had a worker that serves, 0 without one."""

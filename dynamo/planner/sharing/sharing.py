@@ -5,6 +5,11 @@ Its GPUs come from free ones, else from the first of these that suffices: idle m
 busy models beyond their first; the last worker of a busy model that has served for the minimum
 residency (time slicing). Lower priorities give up first, and ``min`` is never touched.
 
+Loads are not wasted: a model that was loaded answers what waited for it, and serves for as long as
+its load took, before a model that has waited for as long as its own load takes gets its turn. The
+minimum residency is an upper bound for it. Models of one group are never awake together: all that
+are awake give up their workers for a claim, or none does.
+
 A claim that has waited for ``patience_s`` comes before all others, whatever its priority, and may
 take from any model. So no model starves: where the minimums leave room for a worker of each of N
 models, a claim waits at most ``patience_s`` and N turns of a residency, a drain and a start.
@@ -22,6 +27,8 @@ from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.gpus.ledger import GpuLedger
 
+_YIELD_SHARE = 10
+"""A model without requests for this part of its load time makes room for others."""
 _Source: TypeAlias = "tuple[SharedService, str]"
 """A service that may give up a worker, and the reason."""
 
@@ -57,7 +64,8 @@ class SharingLimits:
     ``room`` what fits on the GPUs, where it is known.
 
     ``idle_timeout_s``: without requests for so long, a model drops to its minimum.
-    ``yield_idle_s``: without requests for so long, it gives up workers to a model that needs them.
+    ``yield_idle_s``: without requests for so long, it gives up workers to a model that needs them;
+    a tenth of its load time is enough.
     ``residency_s``: a worker serves at least so long before another model takes its GPUs.
     ``patience_s``: a claim that waits for longer comes first.
     """
@@ -108,7 +116,9 @@ class SharedModel:
 
     ``waiting`` requests have no worker, the oldest for ``oldest_s``. There were no requests for
     ``idle_s``; None if that is unknown. Its first worker has served for ``serving_s``. ``pauses``:
-    its last start has failed, and nothing is started for a while.
+    its last start has failed, and nothing is started for a while. ``load_s``: the time that its
+    last load took, None if there was none. ``idle_timeout_s``: its own, None for that of all.
+    ``groups``: see the module.
     """
 
     name: str
@@ -119,6 +129,9 @@ class SharedModel:
     idle_s: float | None = None
     serving_s: float = 0.0
     pauses: bool = False
+    load_s: float | None = None
+    idle_timeout_s: float | None = None
+    groups: Collection[str] = ()
 
     @property
     def decode(self) -> SharedService:
@@ -129,6 +142,10 @@ class SharedModel:
     def is_cold(self) -> bool:
         """Whether requests wait, no worker serves or starts, and one may be started."""
         return self.waiting > 0 and not self.decode.workers and not self.pauses
+
+    def excludes(self, other: SharedModel) -> bool:
+        """Whether the two may not be awake together."""
+        return self is not other and not set(self.groups).isdisjoint(other.groups)
 
     def has_been_idle(self, seconds: float) -> bool:
         """Whether it is known to have had no request for ``seconds``."""
@@ -249,7 +266,9 @@ class _Round:
 
     def drop_idle(self, model: SharedModel) -> None:
         """Reduce a model without requests to its minimum."""
-        limit_s = self._limits.idle_timeout_s
+        limit_s = model.idle_timeout_s
+        if limit_s is None:
+            limit_s = self._limits.idle_timeout_s
         if model.has_been_idle(limit_s) and not any(one.starting for one in model.services):
             for service in model.services:
                 if service.workers > service.minimum:
@@ -257,9 +276,12 @@ class _Round:
 
     def claim(self, model: SharedModel, service: SharedService) -> None:
         """Get the first worker of a model whose requests wait, from others if need be."""
+        late = self._is_late(model)
+        if any(model.excludes(other) and self._is_there(other) for other in self._models):
+            self._take_turn(model, late)
+            return
         if self._start(service, f"{model.waiting} requests wait for a worker"):
             return
-        late = self._is_late(model)
         sources = [*self._idle(model), *self._surplus(model, late), *self._last(model, late)]
         if self._take(sources, service) or late:
             # Reserved: no later claim gets what is free, or is about to be.
@@ -309,6 +331,32 @@ class _Round:
         }
         return Sharing(changes=changes, limits=limits)
 
+    def _take_turn(self, model: SharedModel, late: bool) -> None:
+        """Have all models that exclude ``model`` give up their workers, if each of them may."""
+        others = [one for one in self._models if model.excludes(one) and self._workers_of(one)]
+        if not all(self._may_leave(one, model, late) for one in others):
+            return
+        for other in others:
+            for service in other.services:
+                if self._workers[service.name] > service.minimum:
+                    rule = f"requests of {model.name} wait, which is of the same group"
+                    self._give_up(service, service.minimum, rule)
+        if others or late:
+            self._gpus.wait_for(model.decode, reserve=late)
+
+    def _may_leave(self, other: SharedModel, model: SharedModel, late: bool) -> bool:
+        """Whether all workers of ``other`` may go now for the requests of ``model``."""
+        if other.decode.minimum or other not in self._others(model):
+            return False
+        return self._yields(other) or self._has_served(other, model, late)
+
+    def _workers_of(self, model: SharedModel) -> int:
+        return sum(self._workers[service.name] for service in model.services)
+
+    def _is_there(self, model: SharedModel) -> bool:
+        """Whether workers of ``model`` serve, will serve, or have not exited yet."""
+        return self._workers_of(model) > 0 or any(s.workers or s.draining for s in model.services)
+
     def _start(self, service: SharedService, rule: str) -> bool:
         """Add a worker if its GPUs are free."""
         if not self._gpus.have(service):
@@ -323,6 +371,11 @@ class _Round:
 
     def _is_idle(self, model: SharedModel) -> bool:
         return model.has_been_idle(self._limits.yield_idle_s)
+
+    def _yields(self, model: SharedModel) -> bool:
+        """Whether ``model`` has been idle for long enough that waiting requests take its GPUs."""
+        load_s = math.inf if model.load_s is None else model.load_s
+        return model.has_been_idle(min(self._limits.yield_idle_s, load_s / _YIELD_SHARE))
 
     def _is_late(self, model: SharedModel) -> bool:
         return model.is_cold and model.oldest_s >= self._limits.patience_s
@@ -364,7 +417,7 @@ class _Round:
 
     def _idle(self, model: SharedModel) -> Iterator[tuple[SharedService, str]]:
         """Workers of idle models, of the longest idle one first."""
-        idle = [one for one in self._others(model) if self._is_idle(one)]
+        idle = [one for one in self._others(model) if self._yields(one)]
         for one in sorted(idle, key=lambda other: -(other.idle_s or 0.0)):
             yield from self._above(one, 0, f"idle, and requests of {model.name} wait")
 
@@ -378,18 +431,28 @@ class _Round:
                 yield from self._above(one, 1, f"{model.name} needs a worker")
 
     def _last(self, model: SharedModel, late: bool) -> Iterator[tuple[SharedService, str]]:
-        """The last worker of busy models that have served for the minimum residency."""
+        """The last worker of busy models that have had their turn."""
         for one in self._busy(model):
-            served = one.serving_s >= self._limits.residency_s
-            if served and (late or one.priority <= model.priority):
+            if self._has_served(one, model, late):
                 rule = f"requests of {model.name} wait, and its own were served for"
                 for service in one.services:
                     if min(self._workers[service.name], 1) > service.minimum:
                         yield service, f"{rule} {one.serving_s:.0f} s"
 
+    def _has_served(self, one: SharedModel, model: SharedModel, late: bool) -> bool:
+        """Whether busy ``one`` has had its turn, and that of ``model`` is now."""
+        limits = self._limits
+        if not late and (one.priority > model.priority or one.waiting):
+            return False
+        if one.serving_s >= limits.residency_s:
+            return True
+        if one.load_s is None or model.load_s is None:
+            return False
+        return one.serving_s >= one.load_s and model.oldest_s >= model.load_s
+
     def _busy(self, model: SharedModel) -> list[SharedModel]:
         """The others that are not idle; lowest priority first, then the longest serving."""
-        busy = [one for one in self._others(model) if not self._is_idle(one)]
+        busy = [one for one in self._others(model) if not self._yields(one)]
         return sorted(busy, key=lambda one: (one.priority, -one.serving_s))
 
     def _others(self, model: SharedModel) -> Iterator[SharedModel]:

@@ -17,11 +17,11 @@ import yaml
 
 from dynamo.config.runtime import NAMESPACE_RULE, is_namespace
 from dynamo.errors import ConfigError
+from dynamo.serve.graph.model_args import MODEL_KEYS, BadArgument, read_model_args
 from dynamo.serve.graph.overrides import Override, merge
 from dynamo.serve.graph.service import (
     PYTHON,
     SCALING_KEYS,
-    BadScaling,
     Service,
     are_words,
     as_flags,
@@ -35,7 +35,7 @@ _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("run", "ServiceArgs", "common-configs")
-_SERVICE_ARGS = ("workers", "resources", "envs", "graceful_timeout", *SCALING_KEYS)
+_SERVICE_ARGS = ("workers", "resources", "envs", "graceful_timeout", *SCALING_KEYS, *MODEL_KEYS)
 _RESOURCES = ("gpu", "cpu", "memory")
 MAX_TEXT_BYTES = 256 * 1024
 MAX_EXPANDED_CHARS = 1_000_000
@@ -248,7 +248,8 @@ class _Reader:
         try:
             workers = read_workers(args)
             scaling = read_scaling(args, workers)
-        except BadScaling as error:
+            model_args = read_model_args(args)
+        except BadArgument as error:
             self.fail((name, "ServiceArgs", error.key), str(error))
         return Service(
             name=name,
@@ -258,6 +259,7 @@ class _Reader:
             options=options,
             workers=workers,
             scaling=scaling,
+            model_args=model_args,
             gpu=self._gpu(name, resources),
             cpu=_text(resources.get("cpu")),
             memory=_text(resources.get("memory")),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.config.programs import FRONTEND
+from dynamo.serve.graph.model_args import BadArgument, ModelArgs
 
 PYTHON = ("python", "python3")
 """Programs that stand for the interpreter of ``dynamo serve``."""
@@ -19,14 +20,6 @@ SCALING_KEYS = ("min", "max", "priority")
 def watcher_name(namespace: str, service: str, index: int) -> str:
     """Return ``{namespace}_{service}`` for the first process, then ``…_1``, ``…_2``."""
     return f"{namespace}_{service}" + (f"_{index}" if index else "")
-
-
-class BadScaling(ValueError):
-    """The value of ``key`` in ``ServiceArgs`` is wrong; the text says how."""
-
-    def __init__(self, key: str, problem: str) -> None:
-        super().__init__(problem)
-        self.key = key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +35,24 @@ class Scaling:
 
 
 def read_workers(args: Mapping[str, Any]) -> int:
-    """Return the number of workers at the start, 1 by default. Raises BadScaling."""
+    """Return the number of workers at the start, 1 by default. Raises BadArgument."""
     return _integer(args, "workers", 1, 0, _MAX_WORKERS)
 
 
 def read_scaling(args: Mapping[str, Any], workers: int) -> Scaling:
-    """Return the scaling of a service that starts with ``workers``. Raises BadScaling."""
+    """Return the scaling of a service that starts with ``workers``. Raises BadArgument."""
     minimum = _integer(args, "min", 0, 0, _MAX_WORKERS) if "min" in args else None
+    if args.get("idle_timeout") is not None:
+        if minimum:
+            raise BadArgument("idle_timeout", f"has no effect with min: {minimum}; leave one out")
+        minimum = 0
     maximum = _integer(args, "max", 1, 1, _MAX_WORKERS) if "max" in args else None
     if minimum is not None and maximum is not None and minimum > maximum:
-        raise BadScaling("min", f"is {minimum}, more than max, {maximum}")
+        raise BadArgument("min", f"is {minimum}, more than max, {maximum}")
     if minimum is not None and workers < minimum:
-        raise BadScaling("workers", f"is {workers}, less than min, {minimum}")
+        raise BadArgument("workers", f"is {workers}, less than min, {minimum}")
     if maximum is not None and workers > maximum:
-        raise BadScaling("workers", f"is {workers}, more than max, {maximum}")
+        raise BadArgument("workers", f"is {workers}, more than max, {maximum}")
     priority = _integer(args, "priority", 0, -1000, 1000)
     return Scaling(minimum=minimum, maximum=maximum, priority=priority)
 
@@ -64,7 +61,7 @@ def _integer(args: Mapping[str, Any], key: str, default: int, least: int, most: 
     value = args.get(key, default)
     # Not isinstance: `workers: true` would count as 1.
     if type(value) is not int or not least <= value <= most:
-        raise BadScaling(key, f"must be an integer between {least} and {most}, got {value!r}")
+        raise BadArgument(key, f"must be an integer between {least} and {most}, got {value!r}")
     return value
 
 
@@ -138,6 +135,7 @@ class Service:
     options: Mapping[str, Any]
     workers: int = 1
     scaling: Scaling = field(default_factory=Scaling)
+    model_args: ModelArgs = field(default_factory=ModelArgs)
     gpu: float | None = None
     gpu_is_derived: bool = False
     cpu: str | None = None

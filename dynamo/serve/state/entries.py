@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dynamo.config.programs import MODEL_PROGRAMS
+from dynamo.config.programs import ATTACH, MODEL_PROGRAMS
+from dynamo.serve.graph.model_args import ModelArgs, model_args_of
 from dynamo.serve.graph.service import watcher_name
 from dynamo.serve.state.document import Document, Entry, OperationOwner, Resources
 
@@ -43,6 +44,7 @@ class ServiceEntries:
     minimum: int | None = None
     maximum: int | None = None
     priority: int = 0
+    model_args: ModelArgs = field(default_factory=ModelArgs)
 
     def new_entry(self, name: str, argv: Sequence[str], gpus: Iterable[str]) -> Entry:
         """Return the entry of a further watcher, without processes."""
@@ -69,14 +71,15 @@ def read_services(document: Document) -> dict[str, ServiceEntries]:
         found[name] = ServiceEntries(
             name=name,
             base=watcher_name(document.namespace, name, 0),
-            model=_model_name(flags) or name,
+            model=model_name(entries[0].argv) or name,
             is_prefill=flags.get(_MODE_FLAG) == "prefill",
             gpus=_gpus_per_worker(entries, args),
             template=entries[0],
             entries=entries,
-            minimum=_integer(args.get("min")),
+            minimum=_minimum(args),
             maximum=_integer(args.get("max")),
             priority=_integer(args.get("priority")) or 0,
+            model_args=model_args_of(args),
         )
     return found
 
@@ -176,9 +179,12 @@ def _serves_model(argv: tuple[str, ...]) -> bool:
     return argv[1:2] == ("-m",) and len(argv) > 2 and argv[2] in MODEL_PROGRAMS
 
 
-def _model_name(flags: Mapping[str, str]) -> str:
-    """Return the name under which a worker with these flags registers its model, if known."""
+def model_name(argv: tuple[str, ...]) -> str:
+    """Return the name under which a worker of this command registers its model, "" if unknown."""
+    flags = argv_flags(argv)
     named = next((flags[flag] for flag in _NAME_FLAGS if flag in flags), "")
+    if ATTACH in argv[:3]:  # NAME=SERVER_NAME,...
+        named = named.partition(",")[0].partition("=")[0].strip()
     source = next((flags[flag] for flag in _MODEL_FLAGS if flag in flags), "")
     if named or not source:
         return named
@@ -195,6 +201,12 @@ def argv_flags(argv: tuple[str, ...]) -> dict[str, str]:
             name, joined, value = word[2:].partition("=")
             found[name.replace("_", "-")] = value if joined else following
     return found
+
+
+def _minimum(args: Mapping[str, Any]) -> int | None:
+    """Return the workers that the planner keeps: none of a model with an idle timeout."""
+    stated = _integer(args.get("min"))
+    return 0 if stated is None and args.get("idle_timeout") is not None else stated
 
 
 def _integer(value: object) -> int | None:

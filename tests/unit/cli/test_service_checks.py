@@ -265,3 +265,59 @@ def test_the_planner_of_kubernetes_is_not_this_one(tmp_path: Path) -> None:
     text = problems(tmp_path, "A: {run: dynamo.planner, environment: kubernetes}")
     assert "A: --environment kubernetes: this planner scales one box, so" in text
     assert "Use --environment local" in text
+
+
+def mock(name: str, args: str, model: str = "") -> str:
+    return (
+        f"{name}: {{run: dynamo.mocker, model-path: MODEL, model-name: {model or name.lower()}, "
+        f"ServiceArgs: {args}}}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("services", "words"),
+    [
+        (
+            mock("A", "{aliases: [x, y]}") + mock("B", "{aliases: y}"),
+            "g.yaml:2:1: B.ServiceArgs.aliases: 'y' is an alias of A already",
+        ),
+        (
+            mock("A", "{aliases: [b]}") + mock("B", "{}"),
+            "A.ServiceArgs.aliases: 'b' is another model, of B",
+        ),
+        (mock("A", "{aliases: a}"), "'a' is the model's own name"),
+        (mock("A", "{defaults: {temprature: 1}}"), "A.ServiceArgs.defaults: temprature is not a"),
+        (mock("A", "{forbid: [top-k]}"), "A.ServiceArgs.forbid: top-k is not a field"),
+        (
+            mock("A", "{group: g, min: 0}") + mock("B", "{group: g, idle_timeout: 5m}"),
+            "B.ServiceArgs.workers: A is awake at the start, and of group 'g' one model is",
+        ),
+        (
+            mock("A", "{group: g, min: 1}") + mock("B", "{group: g, workers: 0, min: 0}"),
+            "A.ServiceArgs.min: is 1, so no other model of group 'g' would ever start",
+        ),
+        (
+            mock("A", "{group: g}") + mock("B", "{group: g, workers: 0, min: 0}"),
+            "A.ServiceArgs.group: models of 'g' take turns, so each needs idle_timeout, or min: 0",
+        ),
+        ("A: {run: dynamo.frontend, ServiceArgs: {hidden: true}}", "are for services that serve a"),
+        (
+            "A: {run: dynamo.attach, url: 'http://127.0.0.1:1', ServiceArgs: {aliases: x}}",
+            "A.ServiceArgs.aliases needs served-model-name",
+        ),
+    ],
+)
+def test_what_a_graph_says_about_its_models(tmp_path: Path, services: str, words: str) -> None:
+    assert words in problems(tmp_path, services)
+
+
+def test_models_that_are_right(tmp_path: Path) -> None:
+    one = mock("A", "{group: [g, h], idle_timeout: 90, defaults: {temperature: 0.6}}")
+    two = mock("B", "{group: g, workers: 0, min: 0, aliases: [x], hidden: aliases}")
+    other = "C: {run: dynamo.attach, url: 'http://127.0.0.1:1', ServiceArgs: {forbid: [odd]}}\n"
+    assert (
+        problems(
+            tmp_path, one + two + other + mock("D", "{workers: 0, min: 0, aliases: x}", model="b")
+        )
+        == ""
+    )

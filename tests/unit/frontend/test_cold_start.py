@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -75,6 +76,7 @@ class Worker:
     def __init__(self, settings: RuntimeSettings) -> None:
         self.runtime = DistributedRuntime(None, settings)
         self.order: list[Any] = []
+        self.limits: list[Any] = []
 
     async def start(self, **changes: Any) -> None:
         relays = changes.get("model_input") == HTTP_INPUT
@@ -97,7 +99,9 @@ class Worker:
         self.runtime.tasks.spawn(endpoint.serve_push(answer), name="serve")
 
     def _answer(self, stream: ServerStream, payload: bytes) -> None:
-        self.order.append(codec.plain_decode(payload)["token_ids"])
+        request = codec.plain_decode(payload)
+        self.order.append(request["token_ids"])
+        self.limits.append(request["stop_conditions"].get("max_tokens"))
         stream.send(codec.encode({"token_ids": [5, 6, 7], "finish_reason": "stop"}))
         stream.end()
 
@@ -353,11 +357,11 @@ async def test_a_wait_ends_after_the_planner_was_away(
         assert "got no worker within" in answer.json()["message"]
 
 
-def write_graph(tmp_path: Path, *services: str, lease: int | None = None) -> None:
-    """Write a statefile whose ``services`` serve ``tiny``."""
+def write_graph(tmp_path: Path, *services: str, lease: int | None = None, args: Any = None) -> None:
+    """Write a statefile whose ``services`` serve ``tiny``, with these ``ServiceArgs``."""
     argv = ["python", "-m", "dynamo.mocker", "--model-name", "tiny"]
     entry = {"cmd": "", "argv": argv, "processes": [], "lease": lease}
-    config: dict[str, Any] = {name: {} for name in services}
+    config: dict[str, Any] = {name: {"ServiceArgs": args or {}} for name in services}
     written = {
         "namespace": "ns",
         "circus_endpoint": "ipc:///nowhere",
@@ -522,3 +526,82 @@ async def test_a_path_of_another_server_waits_for_its_first_worker(site: Site) -
     )
     assert (await asked).status_code == 200
     assert worker.order == ["/v1/rerank"]
+
+
+async def test_what_the_graph_says_about_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "_POLL_S", 0.02)
+    rules = {"defaults": {"max_tokens": 2}, "forbid": ["stop"]}
+    write_graph(tmp_path, "Worker", args={"aliases": ["big", "tiny"], "hidden": "aliases", **rules})
+    async with running(tmp_path) as site:
+        models = (await site.client.get("/v1/models")).json()["data"]
+        assert [one["id"] for one in models] == ["tiny"]
+        assert (await site.client.get("/v1/models/big")).status_code == 200
+        body = {"model": "big", "prompt": "hi", "stop": []}
+        asked = asyncio.ensure_future(site.client.post("/v1/completions", json=body))
+        await site.planner.until(1)
+        worker = await site.worker()
+        answer = await asked
+        assert answer.status_code == 200 and answer.json()["model"] == "big"
+        assert worker.limits == [2]
+        write_graph(tmp_path, "Worker", args={"aliases": ["huge"], "hidden": True})  # a reload
+        await until(lambda: "huge" in site.frontend.models.aliases)
+        assert (await site.complete(model="big")).status_code == 404
+        assert (await site.complete(model="huge")).status_code == 200
+        assert worker.limits == [2, 3]
+        assert (await site.client.get("/v1/models")).json()["data"] == []
+        assert "tiny" in (await site.client.get("/health")).json()["models"]
+
+
+async def chunks(lines: Any) -> list[Any]:
+    texts = [line.removeprefix("data: ") async for line in lines if line.startswith("data: {")]
+    return [json.loads(text) for text in texts]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_stream_shows_the_progress_of_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(on_demand, "_WAITING_TICK_S", 0.02)
+    monkeypatch.setattr(cold_start, "_PROGRESS_EVERY_S", 0.01)
+    write_graph(tmp_path, "Worker", args={"show_loading": True})
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    async with running(tmp_path, cold_start_timeout_s=2.0 if fails else 600.0) as site:
+        since = time.time() - 4
+        record = OnDemandModel("ns", "tiny", load_s=10.0, loading_since=since)
+        await site.planner.announce(record)
+        models = site.frontend.models.on_demand
+        await until(lambda: (seen := models.record("tiny")) is not None and seen.load_s == 10)
+        unary = asyncio.ensure_future(site.client.post("/v1/chat/completions", json=body))
+        request = site.client.stream(
+            "POST", "/v1/chat/completions", json={**body, "stream": True, "max_tokens": 3}
+        )
+        async with request as answer:
+            assert answer.status_code == 200
+            lines = answer.aiter_lines()
+            first = json.loads((await anext(lines)).removeprefix("data: "))
+            delta = first["choices"][0]["delta"]
+            percent = re.fullmatch(r"loading (\d+) %\n", delta["reasoning_content"])
+            assert percent is not None and 40 <= int(percent[1]) <= 99
+            if not fails:
+                await site.worker()
+            rest = await chunks(lines)
+        if fails:
+            assert rest[-1]["error"]["code"] == 503
+            assert (await unary).status_code == 503
+        else:
+            assert {one["id"] for one in rest} == {first["id"]}
+            assert rest[-1]["choices"][0]["finish_reason"] == "stop"
+            assert "loading" not in (await unary).text
+
+
+async def test_progress_without_a_known_load_time(tmp_path: Path) -> None:
+    async with running(tmp_path) as site:
+        models = site.frontend.models.on_demand
+        assert models._progress("tiny") == "waiting for a GPU, 0 s"
+        await site.planner.announce(OnDemandModel("ns", "tiny", loading_since=time.time() - 12))
+        await until(lambda: models._progress("tiny").startswith("loading, 12 s"))
+        past = OnDemandModel("ns", "tiny", load_s=3.0, loading_since=time.time() - 12)
+        await site.planner.announce(past)
+        await until(lambda: models._progress("tiny") == "loading 99 %")

@@ -267,6 +267,7 @@ async def test_prefill_workers_join_their_model_whoever_comes_first(box: Box) ->
     decode = await box.worker()
     await until(lambda: "tiny" in box.names)
     entry = box.models.find("tiny", "Chat")
+    await until(lambda: entry.dispatch.prefill is not None)
     router = entry.dispatch.prefill
     assert isinstance(router, PrefillRouter)
     await until(lambda: router.queue.workers == [early.id])

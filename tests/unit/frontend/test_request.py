@@ -32,6 +32,7 @@ from dynamo.errors import (
     Overloaded,
 )
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
+from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
@@ -123,6 +124,8 @@ class Site:
         self.entry.loaded = self.entry
         self.kv_mode = True
         self.saturation = Saturation()
+        self.rules: dict[str, FieldRules] = {}
+        self.aliases: dict[str, str] = {}
         self.worker_pool = SimpleNamespace(members={7: None}, avoided=set())
         self.tasks = Tasks("test")
         self.streams: list[Stream] = []

@@ -417,3 +417,45 @@ def test_a_cold_model_is_explained_by_its_first_request() -> None:
     made = cold_decision({"decode": Pool(ready=0, minimum=0), "prefill": Pool(ready=0, minimum=0)})
     assert [(pool.pool, pool.wanted) for pool in made.pools] == [("decode", 0), ("prefill", 0)]
     assert "the first request starts one" in made.pools[0].rule
+
+
+def test_an_idle_timeout_of_its_own() -> None:
+    soon = replace(model("a", 1, idle_s=60), idle_timeout_s=60.0)
+    assert shared(soon, model("b", 1, idle_s=60), gpus=2) == {"a": 0}
+    assert shared(replace(soon, idle_timeout_s=61.0)) == {}
+
+
+def grouped(name: str, *args: Any, **more: Any) -> SharedModel:
+    return replace(model(name, *args, gpus=0, **more), groups=("g",))
+
+
+def test_models_of_a_group_are_not_awake_together() -> None:
+    waits = grouped("b", waiting=1)
+    assert shared(waits, model("free", 1, gpus=0)) == {"b": 1}
+    assert shared(grouped("a", 1, idle_s=2), waits) == {"a": 0}
+    assert shared(grouped("a", 1, serving_s=29), waits) == {}
+    assert shared(grouped("a", 1, serving_s=30), waits) == {"a": 0}
+    assert shared(grouped("a", draining=1), waits) == {}
+    assert shared(grouped("a", starting=1), waits) == {}
+    assert shared(grouped("a", 1, idle_s=9, minimum=1), waits) == {}
+    assert shared(waits, grouped("c", waiting=1, oldest_s=3)) == {"c": 1}
+    # All of them, or none.
+    busy, idle = grouped("a", 1, serving_s=1), grouped("c", 1, idle_s=9)
+    assert shared(busy, idle, waits) == {}
+
+
+def test_a_load_is_not_wasted() -> None:
+    """The turn of a model lasts as long as its load, and comes after as long a wait."""
+
+    def loaded(one: SharedModel, load_s: float) -> SharedModel:
+        return replace(one, load_s=load_s)
+
+    waits = loaded(model("b", waiting=1, oldest_s=10), 10)
+    busy = model("a", 1, serving_s=8)
+    assert shared(loaded(busy, 8), waits) == {"a": 0}
+    assert shared(loaded(busy, 9), waits) == {}
+    assert shared(loaded(busy, 8), replace(waits, oldest_s=9)) == {}
+    assert shared(busy, waits) == {}  # its load time is not known
+    assert shared(loaded(replace(busy, waiting=1), 8), waits) == {}  # it answers these first
+    assert shared(loaded(model("a", 1, idle_s=0.8), 8), waits) == {"a": 0}
+    assert shared(loaded(model("a", 1, idle_s=0.7, serving_s=1), 8), waits) == {}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
+from dynamo.cli import run
 from dynamo.errors import ConfigError
-from dynamo.serve.graph.graph import parse_graph
+from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.setup.engines import InstalledEngine, NamedModel, choose, choose_engine, named_model
 from dynamo.setup.new_graph import NewGraph, flags_as_keys
 
+MODEL = Path(__file__).resolve().parents[3] / "examples/model"
 VLLM = InstalledEngine("vllm", (), "this environment")
 VLLM_PROGRAM = InstalledEngine("vllm", ("/opt/v/bin/vllm", "serve"), "/opt/v/bin/vllm")
 SGLANG = InstalledEngine("sglang", ("/opt/s/bin/sglang", "serve"), "/opt/s/bin/sglang")
@@ -216,3 +219,41 @@ def test_exposure_is_written_into_the_graph() -> None:
     graph = NewGraph(model=HUB, engine=VLLM, host="0.0.0.0", port=9000, api_key_file="keys.txt")
     frontend = yaml.safe_load(graph.text())["Frontend"]
     assert frontend["http-host"] == "0.0.0.0" and frontend["api-key-file"] == "keys.txt"
+
+
+def run_graph(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Graph:
+    """The graph of ``dynamo run`` with these words; A and B are directories of a model."""
+    for name in "AB":
+        if not (tmp_path / name).exists():
+            shutil.copytree(MODEL, tmp_path / name)
+    made = words.replace("A", str(tmp_path / "A")).replace("B", str(tmp_path / "B"))
+    assert run.main([*made.split(), "--engine", "mocker", "--dry-run"]) == 0
+    return parse_graph(capsys.readouterr().out, "run")
+
+
+def test_models_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = run_graph("A", tmp_path, capsys)
+    assert [one.name for one in graph.services] == ["Frontend", "Worker"]
+    graph = run_graph("A B --idle-timeout 15m", tmp_path, capsys)
+    workers = {one.name: one for one in graph.services if one.name.startswith("Worker")}
+    assert "Planner" in [one.name for one in graph.services]
+    assert [one.model_args.idle_timeout for one in workers.values()] == [900, 900]
+    assert [one.workers for one in workers.values()] == [1, 0]
+    graph = run_graph("A B --idle-timeout never --keep B", tmp_path, capsys)
+    workers = {one.name: one for one in graph.services if one.name.startswith("Worker")}
+    assert [one.workers for one in workers.values()] == [0, 1]
+    assert [one.scaling.minimum for one in workers.values()] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--idle-timeout 15x", "--idle-timeout 15x: give a time such as 90s"),
+        ("--idle-timeout 0", "--idle-timeout 0: give a time"),
+        ("--keep m", "--keep needs --idle-timeout"),
+        ("--keep m --idle-timeout 9", "--keep m: no such model; give one of"),
+    ],
+)
+def test_wrong_times_and_names(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([str(MODEL), *words.split(), "--engine", "mocker", "--dry-run"]) == 2
+    assert text in capsys.readouterr().err

@@ -129,8 +129,7 @@ class OpenAIRoutes:
                 return
             self._refuse(exchange, api, error, model)
             return
-        if self._ignores_nvext:
-            parsed.nvext = None
+        self._adapt(parsed, loaded)
         exchange.body = b""
         info = RequestInfo(api.endpoint, *request_id(exchange.headers))
         request = ActiveRequest(registry, exchange, info, loaded.metrics, bool(parsed.stream))
@@ -146,6 +145,13 @@ class OpenAIRoutes:
             self._dispatch(request, loaded, api, parsed, api.prepare(preprocessor, parsed))
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
+
+    def _adapt(self, parsed: GenerationRequest, loaded: TokenModel) -> None:
+        """Set and remove the fields that the operator decides about."""
+        if self._ignores_nvext:
+            parsed.nvext = None
+        if self._models.rules and (rules := self._models.rules.get(loaded.name)) is not None:
+            rules.apply(parsed)
 
     async def _serve_large(self, api: GenerationApi, exchange: Exchange) -> None:
         """As :meth:`_serve`, with all work on the body in a thread; wait for a loading model."""
@@ -170,8 +176,7 @@ class OpenAIRoutes:
                     return
                 if api.complete is not None:
                     api.complete(parsed, exchange)
-                if self._ignores_nvext:
-                    parsed.nvext = None
+                self._adapt(parsed, loaded)
                 info = RequestInfo(api.endpoint, *request_id(exchange.headers))
                 streams = bool(parsed.stream)
                 request = ActiveRequest(registry, exchange, info, loaded.metrics, streams)

@@ -220,12 +220,12 @@ class InfoRoutes:
         if _VERSION in exchange.headers:
             self._list_as_anthropic(exchange)
             return
-        rows = [_row(*one) for one in self._models.listed()]
+        rows = [_row(*one) for one in self._models.public()]
         exchange.respond(200, orjson.dumps({"object": "list", "data": rows}))
 
     def _list_as_anthropic(self, exchange: Exchange) -> None:
         try:
-            page = model_page(self._models.listed(), exchange.query)
+            page = model_page(self._models.public(), exchange.query)
         except (InvalidArgument, ValueError) as error:
             exchange.respond(400, error_message(400, str(error)))
             return

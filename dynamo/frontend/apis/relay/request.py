@@ -9,7 +9,7 @@ import asyncio
 import time
 from typing import Protocol
 
-from dynamo.errors import DynamoError, EngineFailure, HttpFailure
+from dynamo.errors import DynamoError, EngineFailure, HttpFailure, shorten
 from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.apis.embeddings.answer import EmbeddingsAnswer
@@ -27,6 +27,9 @@ from dynamo.protocols.engine import PreprocessedRequest
 _LOST_WORKERS = 1
 """A request that a lost worker may have received is sent again this often: if it is what ends
 workers, it must not end all of them."""
+_OK = 200
+_SHOWN_ERROR = 500
+"""Characters of an error body that a stream shows which has begun already."""
 _PLAIN_TYPES = frozenset(("application/json", "text/event-stream", "text/plain"))
 
 
@@ -100,9 +103,17 @@ class RelayedHttpRequest(RelayedActiveRequest):
         head = answer.head
         assert head is not None, "a response without a head has failed"
         if self.streaming:
-            if not self._started:
-                self._start()
+            try:
+                if not self._started:
+                    self._start()
+            except HttpFailure as error:
+                self.fail(error, by_worker=True)
+                return
             self.exchange.end(answer.end())
+        elif self.exchange.started:  # with the progress of the load
+            text = shorten(answer.unary().decode(errors="replace"), _SHOWN_ERROR)
+            self.fail(HttpFailure(text, head.status), by_worker=True)
+            return
         else:
             content_type, headers = self._response_headers()
             self.exchange.respond(head.status, answer.unary(), content_type, headers)
@@ -117,10 +128,13 @@ class RelayedHttpRequest(RelayedActiveRequest):
     def _start(self) -> None:
         head = self.generation.head
         assert head is not None, "the body follows the head"
-        self._started = True
         self.generation.begun = True  # a comment may have come first: the head is sent
+        if not self.exchange.started:
+            self.exchange.start(head.status, *self._response_headers())
+        elif head.status != _OK:  # the response has begun with the progress of the load
+            raise HttpFailure(f"the server responded with status {head.status}", head.status)
+        self._started = True
         self.exchange.on_drain = self.flush
-        self.exchange.start(head.status, *self._response_headers())
 
     def _response_headers(self) -> tuple[str, list[tuple[str, str]]]:
         """The content type, if heads with it are worth keeping, and the other headers."""

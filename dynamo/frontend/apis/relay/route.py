@@ -39,12 +39,13 @@ from dynamo.frontend.models.inputs import TEXT_INPUT, missing_route
 from dynamo.frontend.models.model import LoadedModel, ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
+from dynamo.frontend.prompt.field_rules import FieldRules, rewritten
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
 from dynamo.frontend.requests.headers import request_id, routed
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
-from dynamo.http.routes import Route, RouteMatch, Routes, is_multipart
+from dynamo.http.routes import Route, RouteMatch, Routes, field_span, is_multipart
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import HttpRequest, PreprocessedRequest, Routing
 from dynamo.runtime.process.tasks import Tasks
@@ -366,6 +367,9 @@ class RelayRoutes:
         """
         model, body, exchange = relay.model, relay.body, relay.request.exchange
         path, settings = exchange.path, self._registry.settings
+        rules = self._models.rules.get(model.name)
+        if rules is not None or relay.asked.model in self._models.aliases:
+            body = self._rewritten(exchange, body, model.name, rules)
         if model.card.model_input == TEXT_INPUT:
             message = text_message(
                 path,
@@ -379,6 +383,20 @@ class RelayRoutes:
             message = http_message(target, head, body, relay.request.engine_id)
         ids = prompt_ids(model.preprocessor, path, body, relay.asked, model.context_length)
         return ids, message
+
+    def _rewritten(
+        self, exchange: Exchange, body: bytes, name: str, rules: FieldRules | None
+    ) -> bytes:
+        """Return ``body`` for the model ``name``, which the server has under this name alone."""
+        content_type = exchange.headers.get("content-type")
+        if content_type is not None and is_multipart(content_type):
+            span = field_span(body, content_type, "model")
+            return (
+                body
+                if span is None
+                else b"".join((body[: span[0]], name.encode(), body[span[1] :]))
+            )
+        return rewritten(exchange.path, body, name, rules)
 
     async def _send_off_loop(self, relay: _Relay) -> None:
         try:

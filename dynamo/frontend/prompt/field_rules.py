@@ -1,0 +1,126 @@
+"""Fields that the graph sets or removes in the requests of a model: ``defaults`` and ``forbid``.
+
+A forbidden field is removed first, so a field in both has the value of the graph. Names are those
+of chat completions; other APIs get them under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from dynamo.errors import ConfigError, InvalidArgument
+from dynamo.frontend.prompt.validation import check_chat
+from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from dynamo.serve.graph.model_args import PROTECTED
+
+_LIMITS = ("max_tokens", "max_completion_tokens")
+"""Two names of one field: a default for the one is none beside the other."""
+_CHAT = frozenset(ChatCompletionRequest.__struct_fields__) - {*PROTECTED}
+_COMPLETION = frozenset(CompletionRequest.__struct_fields__) - {*PROTECTED}
+_OWN_NAMES: Mapping[str, Mapping[str, str]] = {
+    "/v1/responses": {
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+    },
+    "/v1/messages": {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"},
+    "/v1/completions": {"max_completion_tokens": "max_tokens"},
+    "/v1/chat/completions": {},
+}
+"""The paths whose bodies have such fields, and the names there that differ."""
+_CHAT_ONLY = _CHAT - _COMPLETION
+_NULL = msgspec.Raw(b"null")
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class FieldRules:
+    """Changes requests: typed ones in place (:meth:`apply`), others as JSON (:meth:`rewrite`)."""
+
+    def __init__(self, defaults: Mapping[str, Any], forbid: Collection[str]) -> None:
+        self._forbid = frozenset(forbid)
+        self._defaults = dict(defaults)
+        self._chat = _typed(ChatCompletionRequest, {"messages": []}, defaults)
+        self._completion = _typed(CompletionRequest, {"prompt": "."}, defaults)
+
+    def apply(self, request: GenerationRequest) -> None:
+        """Change a request that is decoded. O(fields of the rules)."""
+        is_chat = isinstance(request, ChatCompletionRequest)
+        known, defaults = (_CHAT, self._chat) if is_chat else (_COMPLETION, self._completion)
+        for name in self._forbid & known:
+            setattr(request, name, None)
+        limited = any(getattr(request, name, None) is not None for name in _LIMITS)
+        echo = getattr(getattr(request, "origin", None), "echo", {})
+        for name, value in defaults.items():
+            if getattr(request, name) is None and not (limited and name in _LIMITS):
+                setattr(request, name, value)
+            shown = _OWN_NAMES["/v1/responses"].get(name, name)
+            if shown in echo and isinstance(value, int | float):
+                echo[shown] = getattr(request, name)
+
+    def rewrite(self, path: str, fields: dict[str, msgspec.Raw]) -> None:
+        """Change the members of a JSON body of ``path``; other paths have no such fields."""
+        own = _OWN_NAMES.get(path)
+        if own is None:
+            return
+        for name in self._forbid:
+            fields.pop(own.get(name, name), None)
+        limited = any(fields.get(own.get(name, name), _NULL) != _NULL for name in _LIMITS)
+        for name, value in self._defaults.items():
+            if (path == "/v1/completions" and name in _CHAT_ONLY and name not in own) or (
+                limited and name in _LIMITS
+            ):
+                continue
+            if fields.get(own.get(name, name), _NULL) == _NULL:  # null means absent, here as well
+                fields[own.get(name, name)] = msgspec.Raw(msgspec.json.encode(value))
+
+
+def rewritten(path: str, body: bytes, model: str, rules: FieldRules | None) -> bytes:
+    """Return a JSON body that names ``model``, with its fields by ``rules``.
+
+    All else is unchanged; a body that is no JSON object stays as it is. O(bytes).
+    """
+    try:
+        fields = _fields(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body
+    if "model" in fields:
+        fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    if rules is not None:
+        rules.rewrite(path, fields)
+    return msgspec.json.encode(fields)
+
+
+def check_rules(defaults: Mapping[str, Any], forbid: Collection[str]) -> None:
+    """Check the rules of a model whose requests are decoded here. Raises ConfigError."""
+    for key, names in (("defaults", defaults), ("forbid", forbid)):
+        unknown = sorted(set(names) - _CHAT - _COMPLETION)
+        if unknown:
+            raise ConfigError(f"ServiceArgs.{key}: {unknown[0]} is not a field of a request")
+    for kind, known, needed in (
+        (ChatCompletionRequest, _CHAT, {"messages": [{"role": "user", "content": "."}]}),
+        (CompletionRequest, _COMPLETION - _CHAT, {"prompt": "."}),
+    ):
+        values = {name: value for name, value in defaults.items() if name in known}
+        try:
+            request = msgspec.convert({"model": ".", **needed, **values}, kind)
+            if isinstance(request, ChatCompletionRequest):
+                check_chat(request)
+        except (msgspec.ValidationError, InvalidArgument) as error:
+            raise ConfigError(f"ServiceArgs.defaults: {error}") from None
+
+
+def _typed(
+    kind: type[GenerationRequest], needed: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return those of ``defaults`` that a request of ``kind`` takes, as typed values."""
+    found: dict[str, Any] = {}
+    for name, value in defaults.items():
+        if name in kind.__struct_fields__ and name not in PROTECTED:
+            try:
+                request = msgspec.convert({"model": ".", **needed, name: value}, kind)
+            except msgspec.ValidationError:
+                continue  # refused before the start, or of the other kind, as `logprobs`
+            found[name] = getattr(request, name)
+    return found
