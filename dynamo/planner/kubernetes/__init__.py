@@ -1,0 +1,1 @@
+"""The planner in a Kubernetes cluster: it scales a graph of Dynamo's operator."""
