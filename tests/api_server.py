@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from aiohttp import web
 from certificates import Authority
 
@@ -170,8 +171,8 @@ class Store:
 class ApiServer:
     """Serves ``store`` on loopback, over TLS with a certificate of ``authority`` if given.
 
-    ``tokens`` has the verbs of each bearer token; empty: any client may do everything. `kubectl`
-    sends a token over TLS only.
+    ``tokens`` has the permissions of each bearer token, such as ``get pods`` and ``list *``; empty:
+    any client may do everything. `kubectl` sends a token over TLS only.
     """
 
     def __init__(self, authority: Authority | None = None) -> None:
@@ -308,10 +309,15 @@ class ApiServer:
             return
         if token not in self.tokens:
             raise Refused(401, "Unauthorized", "Unauthorized")
+        plural, part = request.match_info.get("plural"), request.match_info.get("part")
+        if plural is None:
+            return  # discovery
         verb = {"GET": "get", "PATCH": "patch", "PUT": "update"}.get(request.method, "create")
-        if request.path.count("/") > 4 and verb not in self.tokens[token]:
-            plural = request.match_info.get("plural", "")
-            raise Refused(403, "Forbidden", f"{plural} is forbidden: cannot {verb} resource")
+        if verb == "get" and "name" not in request.match_info:
+            verb = "watch" if "watch" in request.query else "list"
+        resource = f"{plural}/{part}" if part else plural
+        if not {f"{verb} {resource}", f"{verb} *"} & self.tokens[token]:
+            raise Refused(403, "Forbidden", f"{resource} is forbidden: cannot {verb} resource")
 
     async def _root(self, request: web.Request) -> web.Response:
         roots = {
@@ -497,6 +503,18 @@ def api_server(authority: Authority | None = None) -> Iterator[ApiServer]:
     finally:
         server.loop.call_soon_threadsafe(stopped.set)
         thread.join()
+
+
+def role(path: Path) -> frozenset[str]:
+    """Return the permissions that the roles in a file of manifests give."""
+    documents = [one for one in yaml.safe_load_all(path.read_text()) if one["kind"] == "Role"]
+    return frozenset(
+        f"{verb} {resource}"
+        for document in documents
+        for rule in document["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+    )
 
 
 def merged(known: Any, patch: Any) -> Any:

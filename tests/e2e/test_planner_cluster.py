@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_server import ApiServer, api_server
+from api_server import ApiServer, api_server, role
 from boxes import binary, needs
 from certificates import Authority, needs_openssl
 from cluster_kit import (
@@ -125,7 +125,7 @@ def test_kubectl_is_a_second_client(kubectl: tuple[ApiServer, Kubectl]) -> None:
         assert next(lines).split() == [GRAPH, "4"]
     for words, error in (
         (("patch", "dgd", GRAPH, "-p", "{}"), "unknown format"),  # strategic: not for custom kinds
-        (("patch", "dgd", GRAPH, "--type=merge", "-p", change.replace("2", "-2")), "at least 0"),
+        (("patch", "dgd", GRAPH, "--type=merge", "-p", change.replace("2", "-2")), "nvalid"),
         (("get", "dgd", "other"), 'NotFound): dynamographdeployments "other" not found'),
         (("scale", "dgd", GRAPH, "--replicas=2"), "could not find the requested resource"),
         (("create", "--validate=false", "-f", str(path)), "AlreadyExists"),
@@ -148,7 +148,7 @@ def test_kubectl_is_a_second_client(kubectl: tuple[ApiServer, Kubectl]) -> None:
 @needs_openssl
 def test_kubectl_is_refused_without_permission(kubectl: tuple[ApiServer, Kubectl]) -> None:
     server, run = kubectl
-    server.tokens["reader"] = frozenset({"get"})
+    server.tokens["reader"] = frozenset({"get *", "list *"})
     refused = run.run("get", "dgd").stderr
     assert "Unauthorized" in refused or "must be logged in" in refused
     config = run.command[run.command.index("--kubeconfig") + 1]
@@ -249,8 +249,11 @@ class Cluster:
 
     def __init__(self, deployment: Deployment, server: ApiServer, operator: Operator) -> None:
         self.deployment, self.server, self.operator = deployment, server, operator
-        deployment.env["KUBECONFIG"] = str(server.kubeconfig(deployment.logs / "kubeconfig"))
+        config = server.kubeconfig(deployment.logs / "kubeconfig", "planner")
+        deployment.env["KUBECONFIG"] = str(config)
+        server.tokens["planner"] = role(ROOT / "deploy/kubernetes/planner.yaml")
         server.put(DEPLOYMENTS, graph(("Worker", worker(args=MOCKER))))
+        server.put(ADAPTERS, adapter("Worker", 1))
         server.put(
             "endpointslices",
             {

@@ -29,6 +29,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _WATCH_S = 30  # the server ends a watch then
 _SILENCE_S = _WATCH_S + 10.0  # a stream that is silent for longer is dead
 _ABSENT_S = 60.0  # a kind of objects that the server does not have may be installed later
+_UNLISTED = "the objects are not listed yet"
 _REPEATABLE = frozenset({429, 500, 502, 503, 504})
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _EXPIRED = 401, 403, 404, 410
 log = logging.getLogger(__name__)
@@ -262,7 +263,7 @@ class WatchedObjects:
         optional: bool = False,
     ) -> None:
         self.objects: dict[str, Manifest] = {}
-        self.problem = "not listed yet"
+        self.problem = _UNLISTED
         self._cluster = cluster
         self._resource = resource
         self._selector = selector
@@ -324,8 +325,8 @@ class WatchedObjects:
             self.put(found)
 
     def _current(self) -> None:
-        if self.problem not in ("", "not listed yet"):
-            log.info("%s: the API server answers again", self._resource.plural)
+        if self.problem not in ("", _UNLISTED) and not self._optional:
+            log.info("the API server answers again")
         self.problem = ""
         self._on_change()
 
@@ -334,7 +335,7 @@ class WatchedObjects:
             self._version, self.objects = "", {}
             if error.answer == _FORBIDDEN and self.problem:
                 log.warning("%s; the planner goes on without them", error.message)
-        elif error.message != self.problem:
+        elif self.problem in ("", _UNLISTED) and not self._optional:  # once per outage
             log.warning("%s", error.message)
         self.problem = "" if absent else error.message
         self._on_change()

@@ -30,6 +30,7 @@ from dynamo.operations.steps.limits import ActionFailed
 from dynamo.planner.connector import READY, STARTING, ScaledService
 from dynamo.planner.kubernetes.cluster import ClusterError
 from dynamo.planner.kubernetes.connector import KubernetesConnector, open_connector
+from dynamo.planner.kubernetes.graph import SERVICE_LABEL
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.runtime import DistributedRuntime
 
@@ -274,17 +275,56 @@ async def test_bookmarks_move_a_quiet_watch_on(world: World) -> None:
 
 
 async def test_credentials_that_change(world: World, tmp_path: Path) -> None:
-    world.server.tokens["new"] = frozenset({"get", "patch"})
+    world.server.tokens["new"] = frozenset({"get *", "list *", "watch *", "patch *"})
     world.server.kubeconfig(tmp_path / "config", "new")
     await world.connector.add("Worker")
     world.server.call(world.server.cut_watches)
     await world.ready(2)
 
 
+async def test_kinds_that_it_may_not_see(world: World, tmp_path: Path) -> None:
+    """Without them, replicas are those of the deployment, and traffic is unknown."""
+    world.server.tokens["few"] = frozenset(
+        f"{verb} {DEPLOYMENTS}" for verb in ("get", "list", "watch", "patch")
+    )
+    world.server.kubeconfig(tmp_path / "config", "few")
+    async with open_connector(world.runtime, SETTINGS) as world.connector:
+        await world.ready(1)
+        await world.connector.add("Worker")
+        await world.until(lambda: world.connector._slices and not world.connector._slices.problem)
+        assert await world.connector.frontends() == {}
+
+
+async def test_the_pods_of_frontends(world: World) -> None:
+    found = graph(("Worker", worker()))
+    variable = {"name": "DYN_METRICS_PREFIX", "value": "mine"}
+    found["spec"]["services"]["Frontend"]["envs"] = [variable]
+    world.server.put(DEPLOYMENTS, found)
+    world.server.put(
+        "endpointslices",
+        {
+            "metadata": {"name": "a", "labels": {SERVICE_LABEL: f"{GRAPH}-frontend"}},
+            "endpoints": [
+                {"addresses": ["10.0.0.1"], "conditions": {"ready": True}},
+                {"addresses": ["10.0.0.2"], "conditions": {"ready": False}},
+                {"addresses": ["fd00::3"]},
+            ],
+            "ports": [{"name": "metrics", "port": 9}, {"name": "http", "port": 8000}],
+        },
+    )
+    other = {"metadata": {"name": "b", "labels": {SERVICE_LABEL: "else"}}, "endpoints": []}
+    world.server.put("endpointslices", other)
+    slices = world.connector._slices
+    await world.until(lambda: slices and not slices.problem and slices.objects)
+    seen = await world.connector.frontends()
+    assert list(seen) == ["http://10.0.0.1:8000", "http://[fd00::3]:8000"]
+    assert {prefix for _, prefix in seen.values()} == {"mine"}
+
+
 async def test_missing_permissions_are_named(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.server.tokens.update(reader=frozenset({"get"}))
+    world.server.tokens.update(reader=frozenset({"get *", "list *", "watch *"}))
     config = world.server.kubeconfig(tmp_path / "reader", "reader")
     monkeypatch.setenv("KUBECONFIG", str(config))
     async with open_connector(world.runtime, SETTINGS) as world.connector:
