@@ -65,7 +65,7 @@ class _Replicas(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Change:
+class _Scaling:
     """A change of replicas: to ``wanted``, 0 before it is sent; ``answered`` by the API server."""
 
     wanted: int = 0
@@ -162,7 +162,7 @@ class KubernetesConnector:
     async def add(self, service: str) -> str:
         """See :class:`Connector`."""
         self._check_rollout(service)
-        change = _Change()
+        change = _Scaling()
         try:
             wanted = await self._scale(service, 1, change)
             await self._until(service, lambda found: self._serves(found, wanted))
@@ -180,7 +180,7 @@ class KubernetesConnector:
     async def remove(self, service: str) -> str:
         """See :class:`Connector`. The operator chooses the pod; its requests finish first."""
         self._check_rollout(service)
-        wanted = await self._scale(service, -1, _Change())
+        wanted = await self._scale(service, -1, _Scaling())
         try:
             await self._until(service, lambda found: self._left(found, wanted))
         except TimeoutError:
@@ -300,7 +300,7 @@ class KubernetesConnector:
 
     def _left(self, service: WorkerService, wanted: int) -> bool:
         if self._desired(service) > wanted:
-            return True  # another client wants it back
+            return True  # another client took it back
         model = self._model(self._deployment(), service)
         present = max(service.listed or 0, len(self._registered(service.pool, model)))
         return present <= wanted and not unapplied(self._deployment())
@@ -318,7 +318,7 @@ class KubernetesConnector:
                         return
                 await self._changed.wait()
 
-    async def _scale(self, name: str, delta: int, change: _Change) -> int:
+    async def _scale(self, name: str, delta: int, change: _Scaling) -> int:
         """Change the replicas of a service by ``delta``; return their new number.
 
         Raises ActionFailed if another client has changed their number since :meth:`services`;
@@ -347,7 +347,7 @@ class KubernetesConnector:
                     return self._done(name, change)
             raise ActionFailed(f"{name}: other clients changed it {_CONFLICTS} times in a row")
 
-    def _done(self, name: str, change: _Change) -> int:
+    def _done(self, name: str, change: _Scaling) -> int:
         log.info("%s/%s: %d replicas", self._name, name, change.wanted)
         self._expected[name], change.answered = change.wanted, True
         return change.wanted
@@ -384,7 +384,7 @@ class KubernetesConnector:
             )
         return True
 
-    async def _undo(self, name: str, change: _Change) -> None:
+    async def _undo(self, name: str, change: _Scaling) -> None:
         """Take back a replica that was added, unless another client has changed their number."""
         if not change.wanted:
             return
@@ -394,7 +394,7 @@ class KubernetesConnector:
                     if (await self._read(name)).number != change.wanted:
                         return
                     self._expected[name] = change.wanted
-                await self._scale(name, -1, _Change())
+                await self._scale(name, -1, _Scaling())
         except (ActionFailed, ClusterError, TimeoutError) as error:
             reason = getattr(error, "message", "") or f"no answer in {_UNDO_S:g} s"
             log.warning("a start of %s is not taken back: %s", name, reason)
