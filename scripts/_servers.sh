@@ -1,5 +1,5 @@
-# Sourced by scripts/test: finds etcd, nats-server and prometheus, or unpacks Debian's packages into
-# build/debian; finds Chromium, zsh and fish, or installs them.
+# Sourced by scripts/test: finds etcd, nats-server, prometheus and kubectl, or unpacks Debian's packages
+# into build/debian; finds Chromium, zsh and fish, or installs them.
 #
 # Servers are unpacked, not installed: installing one would start it on this machine. The tests
 # start their own servers on free loopback ports. Chromium and shells start nothing, and need other
@@ -9,7 +9,8 @@ servers_ready() {
     local root target package
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     target="$root/build/debian"
-    for package in etcd-server:etcd nats-server:nats-server prometheus:prometheus; do
+    for package in etcd-server:etcd nats-server:nats-server prometheus:prometheus \
+        kubernetes-client:kubectl; do
         if ! _server_there "${package#*:}" "$target"; then
             echo "scripts: unpacking ${package%:*} into build/debian for the tests" >&2
             _server_unpack "${package%:*}" "$target" ||

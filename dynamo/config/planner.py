@@ -7,6 +7,11 @@ from dataclasses import dataclass, fields
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
 
+_SHARING_OPTIONS = {
+    "idle_timeout_s": "it ends the last worker of a model",
+    "min_residency_s": "it is how long models that share GPUs keep them",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSettings:
@@ -16,7 +21,25 @@ class PlannerSettings:
         None, "--served-model-name", help="model whose workers are scaled; default: every model"
     )
     environment: str = option(
-        "local", "--environment", choices=("local", "kubernetes"), help="only local is supported"
+        "local",
+        "--environment",
+        choices=("local", "kubernetes"),
+        help="local: the deployment of `dynamo serve` on this machine; kubernetes: a "
+        "DynamoGraphDeployment; needs dynamo-appliance[kubernetes]",
+    )
+    graph_deployment: str | None = option(
+        None,
+        "--graph-deployment",
+        env="DYN_PARENT_DGD_K8S_NAME",
+        metavar="NAME",
+        help="kubernetes: the DynamoGraphDeployment to scale",
+    )
+    kubernetes_namespace: str | None = option(
+        None,
+        "--kubernetes-namespace",
+        env="DYN_PARENT_DGD_K8S_NAMESPACE",
+        metavar="NAME",
+        help="kubernetes: its namespace; default: that of the pod, or of the kubeconfig's context",
     )
     mode: str = option(
         "auto",
@@ -192,10 +215,28 @@ class PlannerSettings:
                     "between them would add and remove a worker: lower the first or raise the other"
                 )
         if self.environment == "kubernetes":
+            self._check_cluster()
+
+    def _check_cluster(self) -> None:
+        """Reject what the planner cannot do in a cluster, and a deployment without a name."""
+        if not self.graph_deployment:
             raise ConfigError(
-                "--environment kubernetes: this planner scales one box, so of the backends in "
-                "Dynamo's table (local, kubernetes) it has local only. Use --environment local"
+                "--environment kubernetes needs --graph-deployment NAME (DYN_PARENT_DGD_K8S_NAME, "
+                "which the operator sets): the DynamoGraphDeployment to scale"
             )
+        if self.min_gpu_budget == 0:
+            raise ConfigError(
+                "--min-gpu-budget 0 with --environment kubernetes: the last worker of a model "
+                "takes it out of /v1/models there, and no request could bring it back. Use at "
+                "least 1"
+            )
+        for name, use in _SHARING_OPTIONS.items():
+            if self.is_set(name):
+                raise ConfigError(
+                    f"--{name.removesuffix('_s').replace('_', '-')} with --environment kubernetes: "
+                    f"{use}, which needs the GPUs of one machine; in a cluster the scheduler "
+                    "assigns them. Remove the option"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import uvloop
 
@@ -23,11 +24,12 @@ from dynamo.observability.logs import setup_logging
 from dynamo.operations.steps.access import read_deployment
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.operations.steps.sleeping import RemoteEngines
+from dynamo.planner.connector import Connector
 from dynamo.planner.live.control import PlannerControl
-from dynamo.planner.live.local_connector import LocalConnector, gpu_capacity, open_connector
+from dynamo.planner.live.local_connector import gpu_capacity, open_connector
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.live.seasons import SEASONS_FILE, SeasonStore
-from dynamo.planner.live.sources import LiveSources
+from dynamo.planner.live.sources import Frontends, LiveSources, frontends_of
 from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.factory import make_policy, resolve_mode
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
@@ -35,10 +37,12 @@ from dynamo.planner.reports.explain import StateFile, serve_control, serve_expla
 from dynamo.planner.reports.metrics import PlannerMetrics
 from dynamo.planner.reports.tensorboard import TensorboardLog, default_log_dir
 from dynamo.planner.sharing.gpu_sharing import GpuCapacity, GpuSharing, OnDemandRegistry
+from dynamo.protocols.control import PLANNER, PLANNER_PAUSE
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file
+from dynamo.runtime.distributed import import_extra
 from dynamo.runtime.process.os_process import StopSignals
-from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, state_path
+from dynamo.runtime.process.paths import private_dir, run_dir, state_path
 from dynamo.serve.state.rundir import PLANNER_CONTROL
 from dynamo.serve.state.statefile import FileLock, Statefile
 from dynamo.status.planner_file import PLANNER_FILE
@@ -46,11 +50,12 @@ from dynamo.status.planner_file import PLANNER_FILE
 _REPAIR_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 log = logging.getLogger("dynamo.planner")
-_DESCRIPTION = """Add and remove workers of a deployment of `dynamo serve` as their load changes.
+_DESCRIPTION = """Add and remove workers of a deployment as their load changes.
 In a graph, the service `Planner: {run: dynamo.planner}` has these options as its keys."""
 _EPILOG = """examples:
   dynamo planner --namespace dynamo --no-operation
   dynamo planner --adjustment-interval 10 --max-gpu-budget 4
+  dynamo planner --environment kubernetes --graph-deployment my-graph
 """
 
 
@@ -75,23 +80,63 @@ async def run_planner(settings: PlannerSettings, runtime_settings: RuntimeSettin
     settings, reason = resolve_mode(settings)
     if reason:
         log.info("--mode auto: %s", reason)
+    scale = _scale_cluster if settings.environment == "kubernetes" else _scale_local
+    await scale(settings, runtime_settings)
+
+
+async def _scale_local(settings: PlannerSettings, runtime_settings: RuntimeSettings) -> None:
+    """Scale what ``dynamo serve`` has started on this machine."""
     # Before the runtime, which makes the directories of its namespace.
-    document = read_deployment(Statefile(state_path(runtime_settings), runtime_settings.namespace))
-    arbiter = document.arbiter
-    control = PlannerControl(
-        settings,
-        state_path(runtime_settings) / runtime_settings.namespace / PLANNER_CONTROL,
-        f"{arbiter.pid}/{arbiter.start_ticks}",
-    )
-    settings = control.settings
+    statefile = Statefile(state_path(runtime_settings), runtime_settings.namespace)
+    arbiter = read_deployment(statefile).arbiter
+    control = _control(settings, runtime_settings, f"{arbiter.pid}/{arbiter.start_ticks}")
     runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
     try:
         engines = RemoteEngines(runtime, runtime.system.shutdown_timeout_s)
-        async with open_connector(runtime_settings, settings, engines) as connector:
-            with _only_planner(settings, runtime_settings):
-                await _run(runtime, connector, control)
+        demand = OnDemandRegistry(runtime, time.monotonic)
+
+        def capacity() -> GpuCapacity:
+            return gpu_capacity(statefile, ActionLimits.of_planner(control.settings))
+
+        namespace = runtime_settings.namespace
+        sharing = GpuSharing(control.settings, namespace, demand, capacity, time.monotonic)
+        async with open_connector(runtime_settings, control.settings, engines) as connector:
+            with _only_planner(control.settings, runtime_settings):
+                backend = Backend(connector, frontends_of(statefile), sharing, demand)
+                await _run(runtime, backend, control)
     finally:
         await runtime.close()
+
+
+async def _scale_cluster(settings: PlannerSettings, runtime_settings: RuntimeSettings) -> None:
+    """Scale a DynamoGraphDeployment."""
+    cluster = import_extra("kubernetes", "dynamo.planner.kubernetes.connector")
+    runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
+    try:
+        async with cluster.open_connector(runtime, settings) as connector:
+            control = _control(settings, runtime_settings, connector.uid)
+            await _run(runtime, Backend(connector, connector.frontends), control)
+    finally:
+        await runtime.close()
+
+
+def _control(
+    settings: PlannerSettings, runtime: RuntimeSettings, deployment: str
+) -> PlannerControl:
+    path = state_path(runtime) / runtime.namespace / PLANNER_CONTROL
+    return PlannerControl(settings, path, deployment)
+
+
+class Backend(NamedTuple):
+    """The system that is scaled, and its frontends.
+
+    Only on one machine are GPUs shared among models, and models started on demand.
+    """
+
+    connector: Connector
+    frontends: Frontends
+    sharing: GpuSharing | None = None
+    demand: OnDemandRegistry | None = None
 
 
 class DecisionWriter(LoopObserver):
@@ -112,13 +157,11 @@ class DecisionWriter(LoopObserver):
             self._failed = True
 
 
-async def _run(
-    runtime: DistributedRuntime, connector: LocalConnector, control: PlannerControl
-) -> None:
+async def _run(runtime: DistributedRuntime, backend: Backend, control: PlannerControl) -> None:
     settings = control.settings
     namespace = runtime.settings.namespace
-    statefile = Statefile(state_dir(runtime.settings), namespace)
-    sources = LiveSources(runtime, statefile, settings)
+    connector, sharing = backend.connector, backend.sharing
+    sources = LiveSources(runtime, backend.frontends, settings)
     tensorboard = TensorboardLog(Path(settings.log_dir or default_log_dir()))
     state_file = StateFile(run_dir(runtime.settings) / PLANNER_FILE, settings)
     metrics = PlannerMetrics(runtime.metrics, namespace, settings)
@@ -128,29 +171,28 @@ async def _run(
         tensorboard,
         DecisionWriter(run_dir(runtime.settings) / DECISIONS_FILE),
     )
-    demand = OnDemandRegistry(runtime, time.monotonic)
-
-    def capacity() -> GpuCapacity:
-        return gpu_capacity(statefile, ActionLimits.of_planner(control.settings))
 
     def policies(prefill: bool) -> Policy:
         return make_policy(control.settings, prefill)
 
-    sharing = GpuSharing(settings, namespace, demand, capacity, time.monotonic)
     seasons = SeasonStore(run_dir(runtime.settings) / SEASONS_FILE, not settings.no_operation)
     loop = ScalingLoop(
         connector, sources, settings, policies, observers, sharing=sharing, seasons=seasons
     )
-    demand.on_waiting = loop.wake
-    control.listeners += [part.configure for part in (connector, sharing, metrics, loop)]
+    configurable = (connector, metrics, loop, *(() if sharing is None else (sharing,)))
+    control.listeners += [part.configure for part in configurable]
     control.on_pause = state_file.paused
     control.attach(loop)
     stop = asyncio.Event()
     try:
         with _signals(stop, loop):
             await runtime.start()
+            if sharing is None and not settings.no_operation:
+                await _check_alone(runtime)
             await sources.start()
-            await demand.start()
+            if backend.demand is not None:
+                backend.demand.on_waiting = loop.wake
+                await backend.demand.start()
             await _repair(connector, settings)
             for serving in (serve_explain(runtime, loop), serve_control(runtime, control)):
                 served = runtime.tasks.spawn(serving, name="endpoint")
@@ -166,7 +208,19 @@ async def _run(
         state_file.remove()
 
 
-async def _repair(connector: LocalConnector, settings: PlannerSettings) -> None:
+async def _check_alone(runtime: DistributedRuntime) -> None:
+    """Raise ConfigError if a planner of this namespace runs, on whatever machine."""
+    path = f"{runtime.settings.namespace}.{PLANNER}.{PLANNER_PAUSE}"
+    client = await runtime.endpoint(path).client()
+    others = client.instance_ids()
+    if others:
+        raise ConfigError(
+            f"planner {others[0]:x} already scales namespace {runtime.settings.namespace!r}; stop "
+            "it first, or use --no-operation, which only observes"
+        )
+
+
+async def _repair(connector: Connector, settings: PlannerSettings) -> None:
     """Repair what a crash, or a change that was cancelled, has left."""
     if settings.no_operation:
         return

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from dynamo.config.planner import PlannerSettings
+
 STARTING, READY, DRAINING, ASLEEP = "starting", "ready", "draining", "asleep"
 """States of a worker; one that has exited is not listed."""
 
@@ -28,7 +30,8 @@ class ScaledService:
     a service without workers has an empty ``workers``. A worker counts ``gpus_per_worker`` in the
     budget, and gets ``assigned`` GPUs: 0 if none are assigned. Without requests for
     ``idle_timeout_s`` its last worker goes (None: as the planner's option says), and no other model
-    of its ``groups`` is awake beside it. ``relayed``: its workers take whole HTTP requests.
+    of its ``groups`` is awake beside it. ``relayed``: its workers take whole HTTP requests. ``held`` says
+    why its workers must not be changed now, else it is "".
     """
 
     name: str
@@ -43,23 +46,30 @@ class ScaledService:
     idle_timeout_s: float | None = None
     groups: tuple[str, ...] = ()
     relayed: bool = False
+    held: str = ""
 
 
 class Connector(Protocol):
     """Changes the workers of a deployment."""
 
+    def configure(self, settings: PlannerSettings) -> None:
+        """Keep within the limits of ``settings`` from now on."""
+
     async def services(self) -> Mapping[str, ScaledService]:
-        """Return the services as they are now, by name. Raises StatefileError, ActionFailed."""
+        """Return the services as they are now, by name. Raises DynamoError while unknown."""
 
     async def add(self, service: str) -> str:
         """Wake or start one worker; return its watcher's name when it serves.
 
-        Raises ActionFailed when there are no GPUs, when circus refuses, or when it does not serve
-        in time; then nothing of it is left.
+        Raises DynamoError when there are no GPUs, when circus or the API server refuses, or when
+        it does not serve in time; then nothing of it is left, as after a cancellation.
         """
 
     async def remove(self, service: str) -> str:
         """Remove the newest worker; return its watcher's name when it has exited.
 
-        Its requests finish first. Raises ActionFailed without a worker, or when it does not exit.
+        Its requests finish first. Raises DynamoError without a worker, or when it does not exit.
         """
+
+    async def reconcile(self) -> list[str]:
+        """Repair what a crash left; return what was repaired, one sentence each."""

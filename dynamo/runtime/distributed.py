@@ -279,7 +279,7 @@ def _discovery(settings: RuntimeSettings) -> Discovery:
     if settings.discovery_backend == "mem":
         return MemoryDiscovery()
     if settings.discovery_backend == "etcd":
-        module = _import_extra("etcd", "dynamo.runtime.discovery.etcd")
+        module = import_extra("etcd", "dynamo.runtime.discovery.etcd")
         etcd: Discovery = module.EtcdDiscovery(from_env(EtcdSettings))
         return etcd
     return FileDiscovery(store_dir(settings), StaleSockets(lambda: socket_dirs(settings)))
@@ -288,7 +288,7 @@ def _discovery(settings: RuntimeSettings) -> Discovery:
 def _nats(settings: RuntimeSettings) -> EventPlane | None:
     if settings.event_plane != "nats":
         return None
-    plane: EventPlane = _import_extra("nats", "dynamo.runtime.events.nats").NatsPlane(
+    plane: EventPlane = import_extra("nats", "dynamo.runtime.events.nats").NatsPlane(
         from_env(NatsSettings)
     )
     return plane
@@ -298,12 +298,12 @@ def _tracing(instance_id: int) -> OtelTracing | None:
     """Return what exports spans; None unless OTEL_EXPORT_ENABLED is set."""
     if not from_env(TracingSettings).enabled:
         return None
-    module = _import_extra("otel", "dynamo.observability.otel")
+    module = import_extra("otel", "dynamo.observability.otel")
     tracing: OtelTracing = module.OtelTracing(instance_id)
     return tracing
 
 
-def _import_extra(name: str, module: str) -> Any:
+def import_extra(name: str, module: str) -> Any:
     """Import ``module``, which needs the optional dependencies ``name``. Raises ConfigError."""
     try:
         return importlib.import_module(module)

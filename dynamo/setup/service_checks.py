@@ -178,6 +178,12 @@ def _second_planners(graph: Graph) -> Iterator[str]:
         and "--no-operation" not in service.command
     ]
     for service in planners:
+        if "kubernetes" in (service.options.get("environment"), *service.command):
+            yield (
+                f"{service.origin}: {service.name}: environment: kubernetes scales a cluster, and "
+                "this graph starts workers on this machine: run the planner in the cluster "
+                "(docs/kubernetes.md), or remove the key"
+            )
         if service.workers > 1:
             yield f"{service.origin}: {service.name}: one process scales all; set workers: 1"
     for service in planners[1:]:

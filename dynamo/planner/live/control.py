@@ -71,7 +71,8 @@ class PlannerControl:
         if wanted == PlannerChange():
             return self.state(loop)
         settings = changed(self.settings, wanted)
-        _check_minima(wanted.minima, loop.services)
+        least = 0 if settings.environment == "local" else 1
+        _check_minima(wanted.minima, loop.services, least)
         total = merged(self._change, wanted)
         self._save(total)
         self._change = total
@@ -174,7 +175,7 @@ def _kept(minima: Mapping[str, int | None] | None) -> dict[str, int | None]:
 
 
 def _check_minima(
-    minima: Mapping[str, int | None] | None, services: Mapping[str, ScaledService]
+    minima: Mapping[str, int | None] | None, services: Mapping[str, ScaledService], least: int
 ) -> None:
     for name, count in (minima or {}).items():
         service = services.get(name)
@@ -182,5 +183,5 @@ def _check_minima(
             known = ", ".join(sorted(services)) or "none yet"
             raise InvalidArgument(f"minima: no service {name!r} is scaled; there are: {known}")
         most = _MOST if service.maximum is None else service.maximum
-        if count is not None and not 0 <= count <= most:
-            raise InvalidArgument(f"minima: {name} must be between 0 and {most}, got {count}")
+        if count is not None and not least <= count <= most:
+            raise InvalidArgument(f"minima: {name} must be between {least} and {most}, got {count}")

@@ -423,7 +423,7 @@ class ScalingLoop:
         service, delta = state.model.service(change.pool), change.wanted - change.before
         if service is None or not delta:
             return
-        problem = self._actions.conflict(service.name, delta)
+        problem = service.held or self._actions.conflict(service.name, delta)
         pause_s = state.retry_s - self._clock()
         if not problem and delta > 0 and pause_s > 0:
             problem = f"the last change has failed; the next one may begin in {pause_s:.0f} s"

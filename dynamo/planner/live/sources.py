@@ -6,13 +6,13 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from dynamo.errors import StatefileError
+from dynamo.errors import DynamoError
 from dynamo.http.client import ResponseError, get
 from dynamo.http.tls import unverified_context
 from dynamo.planner.connector import READY, ScaledService
@@ -195,14 +195,30 @@ class WorkerReports:
             self._queues.pop(publisher_id, None)
 
 
-class FrontendPages:
-    """Reads the page of every frontend of ``statefile`` that runs; each has two seconds to answer.
+Frontends: TypeAlias = Callable[[], Awaitable[Mapping[str, tuple[FrontendAddress, str]]]]
+"""Returns the frontends that run by URL: address and prefix of the metrics. Raises DynamoError."""
+
+
+def frontends_of(statefile: Statefile) -> Frontends:
+    """Return what finds the frontends of a statefile.
 
     One that was stopped, removed or given up has no traffic.
     """
 
-    def __init__(self, statefile: Statefile) -> None:
-        self._statefile = statefile
+    async def find() -> Mapping[str, tuple[FrontendAddress, str]]:
+        document = await asyncio.to_thread(statefile.read)
+        known = frontends_in(document or Document())
+        running = ((one.address, one.prefix) for one in known if one.runs and one.address)
+        return {address.url: (address, prefix) for address, prefix in running}
+
+    return find
+
+
+class FrontendPages:
+    """Reads the page of each of ``frontends``, 64 at most; each has two seconds to answer."""
+
+    def __init__(self, frontends: Frontends) -> None:
+        self._frontends = frontends
         self._missing_since_s: dict[str, float] = {}
         self._reported: frozenset[str] = frozenset()
         self._answered: set[str] = set()
@@ -210,15 +226,13 @@ class FrontendPages:
     async def read(self) -> tuple[dict[str, FrontendPage], frozenset[str]]:
         """Return the pages by address, and the addresses of those that did not answer."""
         try:
-            document = await asyncio.to_thread(self._statefile.read)
-        except StatefileError as error:
-            log.warning("the frontends are unknown: %s", error)
-            document = None
-        known = itertools.islice(frontends_in(document or Document()), _FRONTENDS)
-        running = ((one.address, one.prefix) for one in known if one.runs and one.address)
-        frontends = {address.url: (address, prefix) for address, prefix in running}
+            frontends = await self._frontends()
+        except DynamoError as error:
+            log.warning("the frontends are unknown: %s", error.message)
+            frontends = {}
+        known = itertools.islice(frontends.items(), _FRONTENDS)
         async with asyncio.TaskGroup() as group:
-            asked = {url: group.create_task(_page(*one)) for url, one in frontends.items()}
+            asked = {url: group.create_task(_page(*one)) for url, one in known}
         found = {url: task.result() for url, task in asked.items()}
         missing = frozenset(url for url, page in found.items() if isinstance(page, str))
         self._answered |= found.keys() - missing
@@ -259,18 +273,18 @@ async def _page(address: FrontendAddress, prefix: str) -> FrontendPage | str:
 
 
 class LiveSources:
-    """The metrics of the workers of ``runtime``, and of the frontends in ``statefile``."""
+    """The metrics of the workers of ``runtime``, and of the ``frontends``."""
 
     def __init__(
         self,
         runtime: DistributedRuntime,
-        statefile: Statefile,
+        frontends: Frontends,
         settings: PlannerSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         stale_s = max(_STALE_S, _STALE_INTERVALS * settings.metric_pulling_interval_s)
         self._reports = WorkerReports(runtime, stale_s, clock)
-        self._pages = FrontendPages(statefile)
+        self._pages = FrontendPages(frontends)
         self._clock = clock
         self._traffic = TrafficCounter(
             time.time(), clock(), _SILENT_INTERVALS * settings.adjustment_interval_s

@@ -91,10 +91,16 @@ def test_the_planner_needs_a_deployment(tmp_path: Path) -> None:
     assert reason in done.stderr and "--namespace" in done.stderr
 
 
+CLUSTER = ("--environment", "kubernetes", "--graph-deployment", "my-graph")
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--environment", "kubernetes"], "Use --environment local"),
+        (["--environment", "kubernetes"], "needs --graph-deployment NAME"),
+        ([*CLUSTER, "--min-gpu-budget", "0"], "Use at least 1"),
+        ([*CLUSTER, "--idle-timeout", "60"], "--idle-timeout with --environment kubernetes: it"),
+        ([*CLUSTER, "--min-residency", "60"], "needs the GPUs of one machine"),
         (["--min-gpu-budget", "9"], "is above --max-gpu-budget 8"),
         (["--metric-pulling-interval", "31"], "is above --adjustment-interval 30"),
         (["--environment", "virtual"], "must be one of local, kubernetes"),

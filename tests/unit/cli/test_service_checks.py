@@ -261,12 +261,6 @@ def test_one_planner_scales_a_graph(tmp_path: Path) -> None:
     assert "A: one process scales all; set workers: 1" in problems(tmp_path, several)
 
 
-def test_the_planner_of_kubernetes_is_not_this_one(tmp_path: Path) -> None:
-    text = problems(tmp_path, "A: {run: dynamo.planner, environment: kubernetes}")
-    assert "A: --environment kubernetes: this planner scales one box, so" in text
-    assert "Use --environment local" in text
-
-
 def mock(name: str, args: str, model: str = "") -> str:
     return (
         f"{name}: {{run: dynamo.mocker, model-path: MODEL, model-name: {model or name.lower()}, "
@@ -321,3 +315,10 @@ def test_models_that_are_right(tmp_path: Path) -> None:
         )
         == ""
     )
+
+
+def test_a_graph_of_this_machine_has_no_planner_of_a_cluster(tmp_path: Path) -> None:
+    keys = "environment: kubernetes, graph-deployment: my-graph"
+    text = problems(tmp_path, f"A: {{run: dynamo.planner, {keys}}}")
+    assert "A: environment: kubernetes scales a cluster, and this graph starts workers" in text
+    assert "run the planner in the cluster" in text

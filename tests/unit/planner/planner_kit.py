@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from dynamo.config.planner import PlannerSettings
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.planner.connector import (
     DRAINING,
@@ -41,6 +42,12 @@ class FakeConnector:
         self.unknown: Exception | None = None
         self._manual = manual
         self._number = 0
+
+    def configure(self, settings: PlannerSettings) -> None:
+        pass
+
+    async def reconcile(self) -> list[str]:
+        return []
 
     async def services(self) -> Mapping[str, ScaledService]:
         if self.unknown is not None:

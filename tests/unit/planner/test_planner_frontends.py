@@ -18,7 +18,7 @@ from deployment import free_port
 
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
-from dynamo.planner.live.sources import FrontendPages
+from dynamo.planner.live.sources import FrontendPages, frontends_of
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.process_table import stat
@@ -99,7 +99,7 @@ def frontend_pages(tmp_path: Path, components: dict[str, Any]) -> FrontendPages:
     statefile = Statefile(tmp_path, "box")
     document = {"namespace": "box", "circus_endpoint": "x", "environment": {}}
     statefile.create(Document.of({**document, "components": components}))
-    return FrontendPages(statefile)
+    return FrontendPages(frontends_of(statefile))
 
 
 async def test_each_frontend_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,6 +170,6 @@ async def test_a_frontend_that_hangs_has_a_deadline(
 
 
 async def test_without_a_statefile_there_are_none(tmp_path: Path) -> None:
-    assert await FrontendPages(Statefile(tmp_path, "box")).read() == ({}, frozenset())
+    assert await FrontendPages(frontends_of(Statefile(tmp_path, "box"))).read() == ({}, frozenset())
     (tmp_path / "box.json").write_text("{")
-    assert await FrontendPages(Statefile(tmp_path, "box")).read() == ({}, frozenset())
+    assert await FrontendPages(frontends_of(Statefile(tmp_path, "box"))).read() == ({}, frozenset())

@@ -1,0 +1,380 @@
+"""The API server of a cluster: credentials, requests, and objects that a watch keeps current.
+
+The extra ``dynamo-appliance[kubernetes]``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+from kubernetes_asyncio import client, config
+
+from dynamo.config.option import environ
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.planner.kubernetes.graph import Manifest
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""What Kubernetes mounts into a pod: its token, the authority of the server, its namespace."""
+
+_MERGE_PATCH = "application/merge-patch+json"
+_TIMEOUT_S = 10.0
+_PATIENCE_S = 20.0  # of one request, its repetitions included
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_WATCH_S = 30  # the server ends a watch then
+_SILENCE_S = _WATCH_S + 10.0  # a stream that is silent for longer is dead
+_ABSENT_S = 60.0  # a kind of objects that the server does not have may be installed later
+_UNLISTED = "the objects are not listed yet"
+_REPEATABLE = frozenset({429, 500, 502, 503, 504})
+_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _EXPIRED = 401, 403, 404, 410
+log = logging.getLogger(__name__)
+
+
+class Resource(NamedTuple):
+    """A kind of objects: the group of its API, the version, and the plural in its path."""
+
+    group: str
+    version: str
+    plural: str
+
+
+DEPLOYMENTS = Resource("nvidia.com", "v1alpha1", "dynamographdeployments")
+ADAPTERS = Resource("nvidia.com", "v1alpha1", "dynamographdeploymentscalingadapters")
+ENDPOINT_SLICES = Resource("discovery.k8s.io", "v1", "endpointslices")
+
+
+class ClusterError(DynamoError):
+    """The API server refuses a request with status ``answer``, or does not answer: 0."""
+
+    code = "cluster"
+    status = 502
+    kind = "Bad Gateway"
+
+    def __init__(self, message: str, answer: int = 0) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+class _Reply(NamedTuple):
+    status: int
+    retry_after: str
+    body: bytes
+
+
+class Cluster:
+    """Sends requests about the objects of one namespace.
+
+    A request that the server could not serve is repeated for 20 s, as it asks with ``Retry-After``
+    or after growing pauses. Credentials are read again when the server refuses them: tokens of a
+    pod change every hour.
+    """
+
+    def __init__(self, namespace: str | None) -> None:
+        self.namespace = namespace or ""
+        self._api: Any = None
+        self._retired: Any = None
+        self._renewing = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Read the credentials: ``KUBECONFIG``, those of the pod, or ``~/.kube/config``.
+
+        Raises ConfigError without any.
+        """
+        settings = client.Configuration()
+        where = environ().get("KUBECONFIG")
+        in_pod = not where and (ACCOUNT / "token").exists()
+        try:
+            if in_pod:
+                config.load_incluster_config(client_configuration=settings)
+                found = (ACCOUNT / "namespace").read_text().strip()
+            else:
+                loader = await config.load_kube_config(
+                    config_file=where or None, client_configuration=settings
+                )
+                context = loader.current_context or {}
+                found = context.get("context", {}).get("namespace", "")
+        except (config.ConfigException, OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"no credentials of a Kubernetes cluster: {error}. Run the planner in a pod with a "
+                "service account (deploy/kubernetes), or set KUBECONFIG"
+            ) from error
+        self.namespace = self.namespace or found or "default"
+        self._api = client.ApiClient(configuration=settings)
+
+    async def _renew(self, used: Any) -> None:
+        """Read the credentials again, unless another request has done so since it ``used`` them."""
+        async with self._renewing:
+            if self._api is used and used is not None:
+                await self.open()
+                # Not closed yet: the streams of watches on it go on, at most as long as a watch.
+                retired, self._retired = self._retired, used
+                if retired is not None:
+                    await retired.close()
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        apis, self._api, self._retired = (self._api, self._retired), None, None
+        for api in apis:
+            if api is not None:
+                await api.close()
+
+    async def get(self, resource: Resource, name: str) -> Manifest:
+        """Return an object. Raises ClusterError."""
+        return await self._request("GET", resource, name)
+
+    async def list(self, resource: Resource, selector: Mapping[str, str]) -> Manifest:
+        """Return the list of the objects that match ``selector``, parameters of the request."""
+        return await self._request("GET", resource, query=selector)
+
+    async def patch(self, resource: Resource, name: str, change: Manifest) -> Manifest:
+        """Merge ``change`` into an object (or its subresource ``name/scale``); return the result.
+
+        A ``resourceVersion`` in it makes the server answer 409 if the object is another by now.
+        """
+        return await self._request("PATCH", resource, name, body=change)
+
+    async def follow(
+        self, resource: Resource, selector: Mapping[str, str], version: str
+    ) -> AsyncIterator[Manifest]:
+        """Yield the events after ``version`` until the server ends the stream.
+
+        The first item is empty: the server has accepted the request. Raises ClusterError.
+        """
+        query = {
+            **selector,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(_WATCH_S),
+        }
+        try:
+            answer = await self._send("GET", resource, "", query, None, (_TIMEOUT_S, _SILENCE_S))
+            async with answer:
+                if answer.status != 200:
+                    raise _refused("watch", resource, "", answer.status, await answer.read())
+                yield {}
+                while line := await answer.content.readline():
+                    event = msgspec.json.decode(line)
+                    if event["type"] == "ERROR":
+                        status = event["object"]
+                        code = int(status.get("code", 500))
+                        raise ClusterError(f"watch {resource.plural}: {status['message']}", code)
+                    _check(event["object"], event["type"] != "BOOKMARK")
+                    yield event
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _silent(error) from error
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+            raise ClusterError(f"watch {resource.plural}: an invalid event: {error!r}") from error
+
+    async def _request(
+        self,
+        method: str,
+        resource: Resource,
+        name: str = "",
+        query: Mapping[str, str] | None = None,
+        body: Manifest | None = None,
+    ) -> Manifest:
+        clock = asyncio.get_running_loop().time
+        until_s, pause_s, renewed = clock() + _PATIENCE_S, _FIRST_PAUSE_S, False
+        while True:
+            used = self._api
+            try:
+                reply = await self._once(method, resource, name, query or {}, body)
+            except ClusterError as error:
+                failure, wait_s = error, pause_s
+            else:
+                if reply.status < 300:
+                    return _object(reply.body, resource)
+                if reply.status == _UNAUTHORIZED and not renewed:
+                    renewed = True
+                    await self._renew(used)
+                    continue
+                failure = _refused(method.lower(), resource, name, reply.status, reply.body)
+                if reply.status not in _REPEATABLE:
+                    raise failure
+                wait_s = max(pause_s, _seconds(reply.retry_after))
+            if clock() + wait_s > until_s:
+                raise failure
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _once(
+        self,
+        method: str,
+        resource: Resource,
+        name: str,
+        query: Mapping[str, str],
+        body: Manifest | None,
+    ) -> _Reply:
+        try:
+            answer = await self._send(method, resource, name, query, body, _TIMEOUT_S)
+            async with answer:
+                retry_after = answer.headers.get("Retry-After", "")
+                return _Reply(answer.status, retry_after, await answer.read())
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _silent(error) from error
+
+    async def _send(
+        self,
+        method: str,
+        resource: Resource,
+        name: str,
+        query: Mapping[str, str],
+        body: Manifest | None,
+        timeout_s: object,
+    ) -> Any:
+        group = f"/apis/{resource.group}/{resource.version}/namespaces/{self.namespace}"
+        path = f"{group}/{resource.plural}" + (f"/{name}" if name else "")
+        headers = {"Accept": "application/json"}
+        if body is not None:
+            headers["Content-Type"] = _MERGE_PATCH
+        if self._api is None:
+            raise ClusterError("the connection to the API server is closed")
+        return await self._api.call_api(
+            *(path, method),
+            query_params=list(query.items()),
+            header_params=headers,
+            body=body,
+            auth_settings=["BearerToken"],
+            _preload_content=False,
+            _request_timeout=timeout_s,
+        )
+
+
+class WatchedObjects:
+    """The objects of one kind that match ``selector``, by name, as the server sent them last.
+
+    ``problem`` says why they may be out of date. An ``optional`` kind that the server does not
+    have, or does not show, has no objects. ``on_change`` is called after each change of either.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        resource: Resource,
+        selector: Mapping[str, str],
+        on_change: Callable[[], object],
+        *,
+        optional: bool = False,
+    ) -> None:
+        self.objects: dict[str, Manifest] = {}
+        self.problem = _UNLISTED
+        self._cluster = cluster
+        self._resource = resource
+        self._selector = selector
+        self._on_change = on_change
+        self._optional = optional
+        self._version = ""
+
+    def put(self, found: Manifest) -> None:
+        """Take a newer state of an object, from a watch or from the answer to a change."""
+        known = self.objects.get(found["metadata"]["name"])
+        if known is None or _version_of(known) <= _version_of(found):
+            self.objects[found["metadata"]["name"]] = found
+            self._on_change()
+
+    async def run(self) -> None:
+        """List the objects and follow their changes until cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            accepted = False
+            try:
+                if not self._version:
+                    await self._list()
+                async for event in self._cluster.follow(
+                    self._resource, self._selector, self._version
+                ):
+                    accepted, pause_s = True, _FIRST_PAUSE_S
+                    self._received(event)
+                wait_s = _FIRST_PAUSE_S
+            except ClusterError as error:
+                if self._version and error.answer in (_EXPIRED, _UNAUTHORIZED):
+                    self._version = ""  # a list begins again, and renews the credentials
+                    continue
+                absent = self._optional and error.answer in (_FORBIDDEN, _NOT_FOUND)
+                if not accepted:  # a stream that broke is no problem if the next one begins
+                    self._failed(error, absent)
+                wait_s = _ABSENT_S if absent else pause_s
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await asyncio.sleep(wait_s)
+
+    async def _list(self) -> None:
+        listed = await self._cluster.list(self._resource, self._selector)
+        try:
+            self.objects = {one["metadata"]["name"]: one for one in listed["items"]}
+            self._version = str(listed["metadata"]["resourceVersion"])
+        except (KeyError, TypeError) as error:
+            raise ClusterError(f"{self._resource.plural}: an invalid list: {error!r}") from error
+        self._current()
+
+    def _received(self, event: Manifest) -> None:
+        if not event:
+            self._current()
+            return
+        found = event["object"]
+        self._version = found["metadata"]["resourceVersion"]
+        if event["type"] == "DELETED":
+            self.objects.pop(found["metadata"]["name"], None)
+            self._on_change()
+        elif event["type"] != "BOOKMARK":
+            self.put(found)
+
+    def _current(self) -> None:
+        if self.problem not in ("", _UNLISTED) and not self._optional:
+            log.info("the API server answers again")
+        self.problem = ""
+        self._on_change()
+
+    def _failed(self, error: ClusterError, absent: bool) -> None:
+        if absent:
+            self._version, self.objects = "", {}
+            if error.answer == _FORBIDDEN and self.problem:
+                log.warning("%s; the planner goes on without them", error.message)
+        elif self.problem in ("", _UNLISTED) and not self._optional:  # once per outage
+            log.warning("%s", error.message)
+        self.problem = "" if absent else error.message
+        self._on_change()
+
+
+def _object(body: bytes, resource: Resource) -> Manifest:
+    try:
+        found: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ClusterError(f"{resource.plural}: the answer cannot be read: {error}") from error
+    return found
+
+
+def _check(found: Manifest, named: bool) -> None:
+    """Raise KeyError or TypeError unless this is an object with a version, and with a name."""
+    str(found["metadata"]["resourceVersion"] + (found["metadata"]["name"] if named else ""))
+
+
+def _refused(verb: str, resource: Resource, name: str, status: int, body: bytes) -> ClusterError:
+    try:
+        text = str(msgspec.json.decode(body, type=dict[str, Any])["message"])
+    except (msgspec.MsgspecError, KeyError):
+        text = f"status {status}"
+    where = f"{resource.plural}.{resource.group}" + (f" {name}" if name else "")
+    hint = ""
+    if status == _FORBIDDEN:
+        hint = "; its service account needs the role of deploy/kubernetes/planner.yaml"
+    return ClusterError(f"the API server refuses to {verb} {where}: {text}{hint}", status)
+
+
+def _silent(error: Exception) -> ClusterError:
+    return ClusterError(f"the API server does not answer: {error or type(error).__name__}")
+
+
+def _version_of(found: Manifest) -> int:
+    """Return the resource version as a number, by which versions of one object are ordered."""
+    version = found["metadata"].get("resourceVersion", "")
+    return int(version) if version.isdecimal() else 0
+
+
+def _seconds(retry_after: str) -> float:
+    return float(retry_after) if retry_after.isdecimal() else 0.0

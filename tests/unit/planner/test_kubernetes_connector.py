@@ -1,0 +1,395 @@
+"""The planner's connector to a cluster: what others change, what fails, what is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_server import ApiServer
+from cluster_kit import (
+    ADAPTERS,
+    DEPLOYMENTS,
+    GRAPH,
+    CardPod,
+    Operator,
+    adapter,
+    cluster,
+    graph,
+    worker,
+)
+from planner_kit import FakeSources, Recorder, Wanted
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError
+from dynamo.operations.steps.limits import ActionFailed
+from dynamo.planner.connector import READY, STARTING, ScaledService
+from dynamo.planner.kubernetes.cluster import ClusterError
+from dynamo.planner.kubernetes.connector import KubernetesConnector, open_connector
+from dynamo.planner.kubernetes.graph import SERVICE_LABEL
+from dynamo.planner.live.loop import ScalingLoop
+from dynamo.runtime import DistributedRuntime
+
+SETTINGS = PlannerSettings(
+    environment="kubernetes",
+    graph_deployment=GRAPH,
+    mode="load",
+    metric_pulling_interval_s=0.01,
+    adjustment_interval_s=0.05,
+)
+
+
+class World:
+    """A cluster with one service, its operator, and a planner's runtime beside it."""
+
+    def __init__(self, server: ApiServer, operator: Operator, runtime: DistributedRuntime) -> None:
+        self.server, self.operator, self.runtime = server, operator, runtime
+        self.connector: KubernetesConnector
+
+    async def service(self, name: str = "Worker") -> ScaledService | None:
+        try:
+            return (await self.connector.services()).get(name)
+        except ClusterError:
+            return None
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():  # noqa: ASYNC110 - the server is in another thread
+                await asyncio.sleep(0.01)
+
+    async def ready(self, count: int, name: str = "Worker") -> ScaledService:
+        """Wait until so many workers serve and no others are listed; return the service."""
+        async with asyncio.timeout(30):
+            while True:
+                found = await self.service(name)
+                if found and [one.state for one in found.workers] == [READY] * count:
+                    return found
+                await asyncio.sleep(0.01)
+
+    def replicas(self, name: str = "Worker") -> int:
+        found = self.server.object(DEPLOYMENTS, GRAPH)
+        return int(found["spec"]["services"][name]["replicas"])
+
+    def by_hand(self, replicas: int) -> None:
+        change = {"spec": {"services": {"Worker": {"replicas": replicas}}}}
+        self.server.change(DEPLOYMENTS, GRAPH, change)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    settings = RuntimeSettings(state_dir=str(tmp_path / "state"))
+    with cluster(lambda spec: CardPod(settings)) as (server, operator):
+        server.put(DEPLOYMENTS, graph(("Worker", worker())))
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "config")))
+        runtime = DistributedRuntime(asyncio.get_running_loop(), settings)
+        made = World(server, operator, runtime)
+        try:
+            async with open_connector(runtime, SETTINGS) as made.connector:
+                await runtime.start()
+                await made.ready(1)
+                yield made
+        finally:
+            await runtime.close()
+
+
+async def test_what_a_service_says(world: World) -> None:
+    service = await world.ready(1)
+    (one,) = service.workers
+    assert (service.name, service.model, service.pool) == ("Worker", "tiny", "decode")
+    assert (service.gpus_per_worker, service.held, one.name) == (1.0, "", "Worker-0")
+    assert one.worker_id is not None
+
+
+async def test_replicas_are_added_and_removed(world: World) -> None:
+    assert await world.connector.add("Worker") == "Worker-1"
+    service = await world.ready(2)
+    assert len({one.worker_id for one in service.workers}) == 2
+    async with asyncio.TaskGroup() as group:  # the starts overlap
+        adds = [group.create_task(world.connector.add("Worker")) for _ in range(2)]
+    assert {task.result() for task in adds} == {"Worker-2", "Worker-3"}
+    assert world.replicas() == 4
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):
+            group.create_task(world.connector.remove("Worker"))
+    await world.ready(1)
+    assert world.operator.counts == [1, 2, 3, 4, 3, 2, 1]
+    assert await world.connector.remove("Worker") == "Worker-0"
+    with pytest.raises(ActionFailed, match="Worker: no worker to remove"):
+        await world.connector.remove("Worker")
+    with pytest.raises(ActionFailed, match=f"the deployment {GRAPH} has no such service"):
+        await world.connector.add("Other")
+
+
+async def test_a_scaling_adapter_is_scaled_instead(world: World) -> None:
+    world.server.put(ADAPTERS, adapter("Worker", 1))
+    await world.until(lambda: world.connector._adapter("Worker"))
+    await world.connector.add("Worker")
+    assert world.server.object(ADAPTERS, f"{GRAPH}-worker")["spec"]["replicas"] == 2
+    await world.ready(2)
+    patched = [path for method, path in world.server.requests if method == "PATCH"]
+    assert patched and all(path.endswith(f"{ADAPTERS}/{GRAPH}-worker/scale") for path in patched)
+    world.server.faults.before_patch.append(
+        lambda: world.server.store.update(
+            (ADAPTERS, "default", f"{GRAPH}-worker"), adapter("Worker", 5)
+        )
+    )
+    with pytest.raises(ActionFailed, match="changed its replicas from 2 to 5"):
+        await world.connector.remove("Worker")
+    await world.ready(5)
+
+
+async def test_an_operator_that_scales_by_hand_at_the_same_time(world: World) -> None:
+    """Whatever is set between read and write stays; other changes of the object do not matter."""
+
+    def other_change() -> None:
+        key = (DEPLOYMENTS, "default", GRAPH)
+        found = world.server.store.get(key)
+        labels = {"metadata": {**found["metadata"], "labels": {"team": "a"}}}
+        world.server.store.update(key, {**found, **labels})
+
+    def by_hand() -> None:
+        key = (DEPLOYMENTS, "default", GRAPH)
+        spec = graph(("Worker", worker(4)))["spec"]
+        world.server.store.update(key, {**world.server.store.get(key), "spec": spec})
+
+    world.server.faults.before_patch.append(other_change)
+    assert await world.connector.add("Worker") == "Worker-1"
+    assert world.server.object(DEPLOYMENTS, GRAPH)["metadata"]["labels"] == {"team": "a"}
+    world.server.faults.before_patch.append(by_hand)
+    with pytest.raises(ActionFailed, match="another client changed its replicas from 2 to 4"):
+        await world.connector.add("Worker")
+    await world.ready(4)
+    await world.connector.remove("Worker")  # the new number is known now
+    assert world.replicas() == 3
+
+
+async def test_a_start_that_another_client_takes_back(world: World) -> None:
+    world.operator.starts = False
+    adding = asyncio.get_running_loop().create_task(world.connector.add("Worker"))
+    await world.until(lambda: world.replicas() == 2)
+    world.by_hand(1)
+    with pytest.raises(ActionFailed, match="another client set 1 replicas"):
+        await adding
+    await world.ready(1)
+    assert world.replicas() == 1
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_a_cancelled_start_leaves_nothing(world: World, answered: bool) -> None:
+    world.operator.starts = False
+    if not answered:
+        world.server.faults.before_patch.append(lambda: setattr(world.server.faults, "hang", True))
+    adding = asyncio.get_running_loop().create_task(world.connector.add("Worker"))
+    await world.until(lambda: world.server.faults.hang or world.replicas() == 2)
+    if answered:
+        await world.until(lambda: len(world.connector._expected) == 1)
+    else:
+        await world.until(lambda: world.replicas() == 2)
+        world.server.call(lambda: setattr(world.server.faults, "hang", False))
+    adding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await adding
+    assert world.replicas() == 1
+    await world.ready(1)
+
+
+async def test_a_start_that_takes_too_long(world: World) -> None:
+    world.operator.starts = False
+    settings = PlannerSettings(
+        environment="kubernetes", graph_deployment=GRAPH, start_timeout_s=0.3
+    )
+    world.connector.configure(settings)
+    with pytest.raises(ActionFailed, match=r"replica 2 did not serve within 0\.3 s; it is removed"):
+        await world.connector.add("Worker")
+    assert world.replicas() == 1
+
+
+async def test_a_lost_answer_adds_one_replica_not_two(world: World) -> None:
+    world.server.call(lambda: setattr(world.server.faults, "lose_answers", 1))
+    assert await world.connector.add("Worker") == "Worker-1"
+    assert world.replicas() == 2
+    assert world.operator.counts == [1, 2]
+
+
+async def test_a_busy_server_is_asked_again(world: World) -> None:
+    refusals: list[tuple[int, dict[str, str]]] = [(429, {"Retry-After": "1"}), (503, {})]
+    world.server.call(lambda: world.server.faults.statuses.extend(refusals))
+    started_s = asyncio.get_running_loop().time()
+    await world.connector.add("Worker")
+    assert asyncio.get_running_loop().time() - started_s >= 1
+    assert world.operator.counts == [1, 2]
+
+
+async def test_an_outage_changes_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A start that was under way is waited for, and what others did is known afterwards."""
+    caplog.set_level(logging.INFO)
+    world.operator.starts = False
+    adding = asyncio.get_running_loop().create_task(world.connector.add("Worker"))
+    await world.until(lambda: world.replicas() == 2)
+    world.server.set_down(True)
+    await world.until(lambda: world.connector._deployments.problem)
+    with pytest.raises(ClusterError, match="the API server does not answer"):
+        await world.connector.services()
+    assert not adding.done()
+    world.operator.starts = True
+    world.by_hand(3)
+    world.server.set_down(False)
+    await world.until(lambda: world.operator.counts[-1] == 3)
+    world.by_hand(4)  # so that two more than the one that never starts serve
+    await adding
+    assert "the API server answers again" in caplog.text
+
+
+async def test_a_watch_that_is_too_old_lists_again(world: World) -> None:
+    world.server.set_down(True)
+    await world.until(lambda: world.connector._deployments.problem)
+    world.by_hand(3)
+    world.server.call(world.server.store.compact)
+    world.by_hand(2)
+    world.server.call(world.server.store.compact)
+    world.server.set_down(False)
+    await world.ready(2)
+
+
+def listings(world: World) -> int:
+    paths = [path for _, path in world.server.requests if f"/{DEPLOYMENTS}?" in path]
+    return sum("watch" not in path for path in paths)
+
+
+async def test_bookmarks_move_a_quiet_watch_on(world: World) -> None:
+    """After other objects' changes, the version of the last bookmark is not too old."""
+    before = listings(world)
+    for number in range(3):
+        world.server.put(ADAPTERS, {**adapter("Else", number), "metadata": {"name": "else"}})
+    at = world.server.call(lambda: world.server.store.version)
+    await world.until(lambda: int(world.connector._deployments._version) >= at)
+    world.server.call(world.server.store.compact)
+    world.server.call(world.server.cut_watches)
+    world.by_hand(2)
+    await world.ready(2)
+    assert listings(world) == before
+
+
+async def test_credentials_that_change(world: World, tmp_path: Path) -> None:
+    world.server.tokens["new"] = frozenset({"get *", "list *", "watch *", "patch *"})
+    world.server.kubeconfig(tmp_path / "config", "new")
+    await world.connector.add("Worker")
+    world.server.call(world.server.cut_watches)
+    await world.ready(2)
+
+
+async def test_kinds_that_it_may_not_see(world: World, tmp_path: Path) -> None:
+    """Without them, replicas are those of the deployment, and traffic is unknown."""
+    world.server.tokens["few"] = frozenset(
+        f"{verb} {DEPLOYMENTS}" for verb in ("get", "list", "watch", "patch")
+    )
+    world.server.kubeconfig(tmp_path / "config", "few")
+    async with open_connector(world.runtime, SETTINGS) as world.connector:
+        await world.ready(1)
+        await world.connector.add("Worker")
+        await world.until(lambda: world.connector._slices and not world.connector._slices.problem)
+        assert await world.connector.frontends() == {}
+
+
+async def test_the_pods_of_frontends(world: World) -> None:
+    found = graph(("Worker", worker()))
+    variable = {"name": "DYN_METRICS_PREFIX", "value": "mine"}
+    found["spec"]["services"]["Frontend"]["envs"] = [variable]
+    world.server.put(DEPLOYMENTS, found)
+    world.server.put(
+        "endpointslices",
+        {
+            "metadata": {"name": "a", "labels": {SERVICE_LABEL: f"{GRAPH}-frontend"}},
+            "endpoints": [
+                {"addresses": ["10.0.0.1"], "conditions": {"ready": True}},
+                {"addresses": ["10.0.0.2"], "conditions": {"ready": False}},
+                {"addresses": ["fd00::3"]},
+            ],
+            "ports": [{"name": "metrics", "port": 9}, {"name": "http", "port": 8000}],
+        },
+    )
+    other = {"metadata": {"name": "b", "labels": {SERVICE_LABEL: "else"}}, "endpoints": []}
+    world.server.put("endpointslices", other)
+    slices = world.connector._slices
+    await world.until(lambda: slices and not slices.problem and slices.objects)
+    seen = await world.connector.frontends()
+    assert list(seen) == ["http://10.0.0.1:8000", "http://[fd00::3]:8000"]
+    assert {prefix for _, prefix in seen.values()} == {"mine"}
+
+
+async def test_missing_permissions_are_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.server.tokens.update(reader=frozenset({"get *", "list *", "watch *"}))
+    config = world.server.kubeconfig(tmp_path / "reader", "reader")
+    monkeypatch.setenv("KUBECONFIG", str(config))
+    async with open_connector(world.runtime, SETTINGS) as world.connector:
+        await world.ready(1)
+        with pytest.raises(ClusterError, match=r"refuses to patch .* deploy/kubernetes"):
+            await world.connector.add("Worker")
+    assert world.replicas() == 1
+    world.server.tokens.clear()
+    world.server.tokens.update(other=frozenset())
+    with pytest.raises(ConfigError, match=r"refuses to get .*: Unauthorized"):
+        async with open_connector(world.runtime, SETTINGS):
+            pass
+
+
+async def test_a_deployment_that_does_not_exist(world: World) -> None:
+    settings = PlannerSettings(environment="kubernetes", graph_deployment="other")
+    with pytest.raises(ConfigError, match=r'"other" not found.*namespace .now .default'):
+        async with open_connector(world.runtime, settings):
+            pass
+
+
+async def test_without_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no credentials of a Kubernetes cluster"):
+        async with open_connector(world.runtime, SETTINGS):
+            pass
+
+
+async def test_the_loop_holds_during_a_rollout(world: World) -> None:
+    """The same loop as on one machine; it goes on when the rollout has ended."""
+    policy, record = Wanted(3, blocking=False), Recorder()
+    world.operator.rolling.add("Worker")
+    await world.until(lambda: _held(world))
+    loop = ScalingLoop(world.connector, FakeSources(), SETTINGS, lambda _: policy, [record])
+    running = asyncio.get_running_loop().create_task(loop.run())
+    try:
+        await world.until(lambda: len(record.records) > 3)
+        errors = {one.pools[0].error for one in record.records}
+        assert errors == {"a rollout is in progress: 0 of 1 replicas updated"}
+        with pytest.raises(ActionFailed, match="Worker: a rollout is in progress"):
+            await world.connector.add("Worker")
+        assert world.replicas() == 1
+        world.operator.rolling.clear()
+        await world.until(lambda: world.replicas() == 3)
+        await world.ready(3)
+    finally:
+        await loop.stop(5)
+        await running
+    assert world.operator.counts == [1, 2, 3]
+
+
+def _held(world: World) -> bool:
+    status = world.connector._deployments.objects[GRAPH].get("status", {})
+    return bool(status.get("services", {}).get("Worker", {}).get("updatedReplicas") == 0)
+
+
+async def test_an_operator_that_is_down_is_waited_for(world: World) -> None:
+    world.operator.paused = True
+    adding = asyncio.get_running_loop().create_task(world.connector.add("Worker"))
+    await world.until(lambda: world.replicas() == 2)
+    service = await world.service()
+    assert service is not None
+    assert [one.state for one in service.workers] == [READY, STARTING]
+    assert service.held == "the operator has not applied generation 2 yet"
+    world.operator.paused = False
+    assert await adding == "Worker-1"

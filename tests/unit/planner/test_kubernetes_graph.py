@@ -1,0 +1,120 @@
+"""What a DynamoGraphDeployment says: pools, models, GPUs, rollouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cluster_kit import graph, worker
+
+from dynamo.planner.kubernetes.graph import is_of, rollout, unapplied, worker_services
+
+
+def only(spec: dict[str, Any], **status: Any) -> Any:
+    found = {**graph(("Worker", spec)), "status": {"services": status}}
+    (service,) = worker_services(found)
+    return service
+
+
+@pytest.mark.parametrize(
+    ("more", "pool"),
+    [
+        ({}, "decode"),
+        ({"componentType": "prefill"}, "prefill"),
+        ({"componentType": "decode"}, "decode"),
+        ({"subComponentType": "prefill"}, "prefill"),
+        ({"subComponentType": "decode", "args": ("--is-prefill-worker",)}, "decode"),
+        ({"args": ("--is-prefill-worker",)}, "prefill"),
+        ({"args": ("--disaggregation-mode", "prefill")}, "prefill"),
+        ({"args": ("--disaggregation-mode=decode",)}, "decode"),
+    ],
+)
+def test_the_pool_of_a_service(more: dict[str, Any], pool: str) -> None:
+    assert only(worker(**more)).pool == pool
+
+
+@pytest.mark.parametrize("kind", ["frontend", "planner", "epp", "main", None, 7])
+def test_services_without_workers(kind: object) -> None:
+    assert list(worker_services(graph(("Other", worker(componentType=kind))))) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "model"),
+    [
+        ((), ""),
+        (("--model", "Qwen/Qwen3-0.6B"), "Qwen/Qwen3-0.6B"),
+        (("--model=a", "--served-model-name", "b"), "b"),
+        (("exec python3 -m dynamo.vllm --model 'my model' --x",), "my model"),
+        (("a script with ' a quote",), ""),
+        (("--model",), ""),
+    ],
+)
+def test_the_model_of_a_service(args: tuple[str, ...], model: str) -> None:
+    assert only(worker(args=args)).model == model
+
+
+@pytest.mark.parametrize(
+    ("resources", "more", "gpus"),
+    [
+        ({"limits": {"gpu": "2"}}, {}, 2.0),
+        ({"requests": {"gpu": 1}}, {}, 1.0),
+        ({"limits": {"gpu": "4"}}, {"multinode": {"nodeCount": 2}}, 8.0),
+        ({"limits": {"gpu": "many"}}, {}, 0.0),
+        ({"limits": {"cpu": "2"}}, {}, 0.0),
+        ("none", {}, 0.0),
+    ],
+)
+def test_the_gpus_of_a_replica(resources: object, more: dict[str, Any], gpus: float) -> None:
+    assert only(worker(resources=resources, **more)).gpus == gpus
+
+
+def test_counts_that_the_operator_does_not_report() -> None:
+    service = only(worker(replicas=3))
+    assert (service.replicas, service.ready, service.updated, service.listed) == (3,) + (None,) * 3
+    service = only(worker(), Worker={"replicas": 1, "updatedReplicas": 1})
+    assert (service.ready, service.updated, service.listed) == (0, 1, 1)
+    spec = worker()
+    del spec["replicas"]
+    assert only(spec).replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        ({}, ""),
+        ({"rollingUpdate": {"phase": "Completed"}}, ""),
+        ({"rollingUpdate": {"phase": "InProgress"}}, "a rolling update is in progress"),
+        ({"restart": {"phase": "Restarting"}}, "a restart is in progress"),
+        (
+            {"services": {"Worker": {"replicas": 3, "updatedReplicas": 1, "readyReplicas": 3}}},
+            "1 of 3 replicas updated",
+        ),
+        ({"services": {"Worker": {"replicas": 3, "updatedReplicas": 3, "readyReplicas": 1}}}, ""),
+    ],
+)
+def test_a_rollout(status: dict[str, Any], reason: str) -> None:
+    found = {**graph(("Worker", worker(3))), "status": status}
+    (service,) = worker_services(found)
+    assert reason in rollout(found, service) and bool(reason) == bool(rollout(found, service))
+
+
+def test_a_change_that_the_operator_has_not_seen() -> None:
+    found = graph(("Worker", worker()))
+    found["metadata"]["generation"] = 3
+    assert unapplied(found) == ""  # an operator that does not report it
+    found["status"] = {"observedGeneration": 2}
+    assert unapplied(found) == "the operator has not applied generation 3 yet"
+
+
+@pytest.mark.parametrize(
+    ("namespace", "same"),
+    [
+        ("ns-graph", True),
+        ("ns-graph-0a1b2c3d", True),
+        ("ns-graph-b", False),
+        ("ns-graph-0a1b2c3d-x", False),
+        ("ns", False),
+    ],
+)
+def test_namespaces_of_workers(namespace: str, same: bool) -> None:
+    assert is_of("ns-graph", namespace) == same
