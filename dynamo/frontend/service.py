@@ -198,7 +198,15 @@ class Frontend:
         has_keys = self._settings.api_key_file is not None
         box = BoxSource(self._runtime, has_keys)
         guard = operator_guard(self._settings, own_pages=True)
-        page = UiRoutes(box, self._status.status, self._tasks, guard, has_keys, self._recent)
+        page = UiRoutes(
+            box,
+            self._status.status,
+            self._tasks,
+            guard,
+            has_keys,
+            self._recent,
+            self._requests.recorded_content,
+        )
         page.install(routes)
         guard_ui_routes(routes, guard)
         return page

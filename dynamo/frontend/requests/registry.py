@@ -30,6 +30,7 @@ from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
 
 if TYPE_CHECKING:
+    from dynamo.frontend.apis.operator.content import ContentRecording
     from dynamo.observability.otel import OtelTracing
 
 _MIB = 1024 * 1024
@@ -46,7 +47,8 @@ class RequestRegistry:
     ``draining``, /health says so; new requests are refused once ``refuses`` is set.
     ``error_shapes`` are those of the endpoints whose errors have a shape of their own, or of their
     paths, which relayed models may serve too. ``guard`` identifies operators; without one no client
-    is. ``recordings`` read each request at its end. ``tracing`` exports a span of each.
+    is. ``recordings`` read each request at its end, and ``content`` copies their bodies, if an
+    operator asks for it. ``tracing`` exports a span of each.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class RequestRegistry:
         self.refuses = False
         self.admitted = 0
         self.recordings: list[Callable[[ActiveRequest], None]] = []
+        self.content: ContentRecording | None = None
         self.error_shapes: dict[str, ErrorShape] = {}
         self._hold = hold
         self._guard = guard
@@ -212,6 +215,16 @@ class RequestRegistry:
             engine_id = f"{engine_id}.{next(self._duplicates)}"
         self._engine_ids.add(engine_id)
         return engine_id
+
+    def recorded_content(self, request_id: str) -> bytes | None:
+        """Return the bodies of a request as JSON, if they are recorded now."""
+        return None if self.content is None else self.content.find(request_id)
+
+    def release_body(self, exchange: Exchange) -> None:
+        """Free the body of a request: it is parsed."""
+        if self.content is not None:
+            self.content.begin(exchange)
+        exchange.body = b""
 
     def remove(self, request: ActiveRequest) -> None:
         """Forget ``request``, which has ended, and release its engine id."""

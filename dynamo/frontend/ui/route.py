@@ -29,6 +29,7 @@ _ACTIONS = f"{PAGE}/actions"
 _EVENTS = f"{PAGE}/events"
 _LOGS = f"{PAGE}/logs"
 _REQUESTS = f"{PAGE}/requests"
+_CONTENT = f"{PAGE}/content/"
 _ROOT = "/"
 OPEN_UI_PATHS = file_paths() | {_ABOUT, _ROOT}
 OPERATOR_UI_ROUTES = {
@@ -36,6 +37,7 @@ OPERATOR_UI_ROUTES = {
     _LOGS: ("GET", "HEAD"),
     _REQUESTS: ("GET", "HEAD"),
     f"{_REQUESTS}/": ("GET", "HEAD"),
+    _CONTENT: ("GET", "HEAD"),
     _ACTIONS: ("POST",),
 }
 
@@ -74,7 +76,9 @@ class UiRoutes:
         guard: OperatorGuard,
         has_keys: bool,
         recent: RecentRequests,
+        content: Callable[[str], bytes | None],
     ) -> None:
+        self._content = content
         self._requests = RequestFeed(recent, source.peers)
         self.sampler = StatusSampler(source, own, tasks, {"requests": self._requests.read})
         self._logs = LogStreams(source.logs, source.namespace)
@@ -92,6 +96,7 @@ class UiRoutes:
         routes.get(_LOGS, self._logs.open)
         routes.get(_REQUESTS, in_task(self._tasks.spawn, self._list_requests))
         routes.get(f"{_REQUESTS}/", in_task(self._tasks.spawn, self._show_request))
+        routes.get(_CONTENT, self._show_content)
         routes.post(_ACTIONS, in_task(self._tasks.spawn, self._run))
 
     def stop(self) -> None:
@@ -123,6 +128,15 @@ class UiRoutes:
             exchange.respond(*error_response(error))
         else:
             _respond(exchange, found)
+
+    def _show_content(self, exchange: Exchange) -> None:
+        request_id = unquote(exchange.path.removeprefix(_CONTENT))
+        found = self._content(request_id)
+        if found is None:
+            text = "no content of this request is recorded now; see: dynamo record --content"
+            exchange.refuse(404, text)
+        else:
+            _respond(exchange, msgspec.Raw(found))
 
     async def _run(self, exchange: Exchange) -> None:
         try:

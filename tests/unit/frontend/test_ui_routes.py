@@ -80,7 +80,16 @@ class Page:
         has_keys = self.settings.api_key_file is not None
         self.recent = RecentRequests()
         self.peers = Peers()
-        self.routes = UiRoutes(source, FrontendStatus, self.tasks, guard, has_keys, self.recent)
+        self.content: dict[str, bytes] = {}
+        self.routes = UiRoutes(
+            source,
+            FrontendStatus,
+            self.tasks,
+            guard,
+            has_keys,
+            self.recent,
+            self.content.get,
+        )
         table = Routes()
         self.routes.install(table)
         guard_ui_routes(table, guard)
@@ -272,6 +281,7 @@ OPERATORS = (
     "/ui/logs?name=x",
     "/ui/requests",
     "/ui/requests/x",
+    "/ui/content/x",
     "/ui/actions",
 )
 
@@ -328,7 +338,7 @@ async def test_with_keys_the_files_are_open_and_the_rest_is_for_operators(tmp_pa
             about = json.loads((await page.ask("/ui/about.json", *headers))[2])
             assert (about["keys"], about["role"], about["name"]) == (True, role, name)
             assert about["rest"].startswith("" if role == "operator" else "for operators; ")
-        for path in ("/ui/events", "/ui/logs?name=x", "/ui/requests", "/ui/requests/last"):
+        for path in ("/ui/events", "/ui/logs?name=x", "/ui/requests", "/ui/content/x"):
             assert (await page.ask(path))[0] == 401
             status, _, answer = await page.ask(path, f"Authorization: Bearer {user}")
             assert status == 403 and b"the key 'alice' has the role user" in answer
@@ -541,3 +551,10 @@ async def test_a_receipt_of_any_frontend(page: Page) -> None:
         assert found["request_id"] == name
     status, _, answer = await page.ask("/ui/requests/nothing")
     assert status == 404 and b"the last 1000 are kept" in answer
+
+
+async def test_recorded_content(page: Page) -> None:
+    status, _, answer = await page.ask("/ui/content/own-1")
+    assert status == 404 and b"dynamo record --content" in answer
+    page.content["own-1"] = b'{"body": "hello"}'
+    assert (await page.ask("/ui/content/own-1"))[2] == b'{"body": "hello"}'

@@ -122,7 +122,7 @@ function showRole() {
   byId("role-note").hidden = role !== "user";
   setText(byId("role-note"), `${keys ? "This key" : "This browser"} may use Chat and Connect. The rest of this page is ${about.rest}.`);
   byId("sign-out").hidden = !signedIn;
-  if (role !== "operator") for (const id of ["namespace", "deployment"]) setText(byId(id), "");
+  if (role !== "operator") for (const id of ["namespace", "deployment", "recording"]) setText(byId(id), "");
   byId("problems").hidden ||= role !== "operator";
   showTab();
 }
@@ -161,7 +161,8 @@ function show(status) {
   else badge(byId("deployment"), "stopped", "no deployment");
   overview(status);
   charts.update(status);
-  requests.nameWorkers(status.workers);
+  requests.note(status);
+  badge(byId("recording"), "failed", status.records_content ? "content is recorded" : "");
   logs.update(status);
   const names = [...status.models].sort(readyFirst).map((one) => one.model);
   chat(names);
