@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 from dynamo.config.frontend import FrontendSettings
 from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_guard
 from dynamo.frontend.requests.recent import RecentRequests
-from dynamo.frontend.ui.route import UiRoutes
+from dynamo.frontend.ui.route import OwnFacts, UiRoutes
 from dynamo.http import Exchange, HttpLimits, HttpServer
 from dynamo.http.routes import Routes
 from dynamo.protocols.status import BoxStatus, FrontendStatus, RecentList, RequestRecord
@@ -79,6 +79,7 @@ class ScriptedPage:
         self.requests: list[RequestRecord] = []
         self.content: dict[str, bytes] = {}
         self.asked: list[Any] = []
+        self.routing: object = None
         self.answer: Any = {}
         self._sent = 0
         self.peers = self
@@ -154,6 +155,9 @@ class ScriptedPage:
         """One of ``records``."""
         return self.records.get(request_id)
 
+    async def _read_routing(self, first: bool) -> object:
+        return self.routing
+
     def _chat(self, exchange: Exchange) -> None:
         self.asked.append(msgspec.json.decode(exchange.body))
         exchange.respond(200, msgspec.json.encode(self.answer))
@@ -163,8 +167,11 @@ class ScriptedPage:
         source: Any = self
         guard = operator_guard(self._settings, own_pages=True)
         has_keys = self._settings.api_key_file is not None
-        recent, content = RecentRequests(), self.content.get
-        routes = UiRoutes(source, FrontendStatus, tasks, guard, has_keys, recent, content)
+        running: Any = self.records.get
+        facts = OwnFacts(
+            FrontendStatus, RecentRequests(), running, self.content.get, self._read_routing
+        )
+        routes = UiRoutes(source, facts, tasks, guard, has_keys)
         table = Routes()
         table.post("/v1/chat/completions", self._chat)
         routes.install(table)

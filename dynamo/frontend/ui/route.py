@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -16,12 +17,12 @@ from dynamo.errors import DynamoError
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.requests import RequestFeed
-from dynamo.frontend.ui.source import BoxSource, StatusSampler
+from dynamo.frontend.ui.source import BoxSource, Feed, StatusSampler
 from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
 from dynamo.http import Exchange
 from dynamo.http.access import OperatorGuard
 from dynamo.http.routes import Routes, in_task
-from dynamo.protocols.status import FrontendStatus
+from dynamo.protocols.status import FrontendStatus, RequestRecord
 from dynamo.runtime.process.tasks import Tasks
 
 _ABOUT = f"{PAGE}/about.json"
@@ -65,22 +66,35 @@ class _About(msgspec.Struct, frozen=True):
 _action = msgspec.json.Decoder(_Action).decode
 
 
+class OwnFacts(NamedTuple):
+    """What this frontend itself has to show.
+
+    ``running`` and ``content`` take the id of a request: its record while it runs, and what is
+    recorded of its bodies. ``routing`` is the feed of the section of this name.
+    """
+
+    status: Callable[[], FrontendStatus]
+    recent: RecentRequests
+    running: Callable[[str], RequestRecord | None]
+    content: Callable[[str], bytes | None]
+    routing: Feed
+
+
 class UiRoutes:
     """The routes of the page. :meth:`stop` ends its streams, so that a drain need not wait."""
 
     def __init__(
         self,
         source: BoxSource,
-        own: Callable[[], FrontendStatus],
+        own: OwnFacts,
         tasks: Tasks,
         guard: OperatorGuard,
         has_keys: bool,
-        recent: RecentRequests,
-        content: Callable[[str], bytes | None],
     ) -> None:
-        self._content = content
-        self._requests = RequestFeed(recent, source.peers)
-        self.sampler = StatusSampler(source, own, tasks, {"requests": self._requests.read})
+        self._content = own.content
+        self._requests = RequestFeed(own.recent, own.running, source.peers)
+        feeds = {"requests": self._requests.read, "routing": own.routing}
+        self.sampler = StatusSampler(source, own.status, tasks, feeds)
         self._logs = LogStreams(source.logs, source.namespace)
         self._source = source
         self._tasks = tasks

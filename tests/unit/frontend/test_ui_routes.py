@@ -20,7 +20,7 @@ from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_gu
 from dynamo.frontend.requests.recent import RecentRequests, RequestFigures, RequestInfo
 from dynamo.frontend.ui import source as sampler
 from dynamo.frontend.ui import stream as files
-from dynamo.frontend.ui.route import UiRoutes
+from dynamo.frontend.ui.route import OwnFacts, UiRoutes
 from dynamo.frontend.ui.source import with_own_figures
 from dynamo.http import HttpLimits, HttpServer
 from dynamo.http.api_keys import key_line, new_key
@@ -81,21 +81,22 @@ class Page:
         self.recent = RecentRequests()
         self.peers = Peers()
         self.content: dict[str, bytes] = {}
-        self.routes = UiRoutes(
-            source,
-            FrontendStatus,
-            self.tasks,
-            guard,
-            has_keys,
-            self.recent,
-            self.content.get,
+        self.running: dict[str, RequestRecord] = {}
+        self.firsts: list[bool] = []
+        own = OwnFacts(
+            FrontendStatus, self.recent, self.running.get, self.content.get, self.routing
         )
+        self.routes = UiRoutes(source, own, self.tasks, guard, has_keys)
         table = Routes()
         self.routes.install(table)
         guard_ui_routes(table, guard)
         limits = HttpLimits(sweep_s=0.02, linger_s=0.1)
         self.server = HttpServer(table, limits, access=frontend_access(self.settings))
         self.port = 0
+
+    async def routing(self, first: bool) -> object:
+        self.firsts.append(first)
+        return {"pools": []}
 
     def collect(self, own: FrontendStatus) -> BoxStatus:
         self.collected += 1
@@ -558,3 +559,19 @@ async def test_recorded_content(page: Page) -> None:
     assert status == 404 and b"dynamo record --content" in answer
     page.content["own-1"] = b'{"body": "hello"}'
     assert (await page.ask("/ui/content/own-1"))[2] == b'{"body": "hello"}'
+
+
+async def test_the_routing_is_read_while_a_page_shows_it(page: Page) -> None:
+    page.running["now"] = of_peer("now")
+    assert json.loads((await page.ask("/ui/requests/now"))[2])["request_id"] == "now"
+    plain = await page.stream("/ui/events")
+    for _ in range(2):
+        await plain.next()
+    assert not page.firsts
+    shows = await page.stream("/ui/events?show=routing")
+    for _ in range(2):
+        assert (await shows.next())[0] == "status"
+        assert await shows.next() == ("routing", {"pools": []})
+    assert page.firsts[:2] == [True, False]
+    await close(shows.writer)
+    await close(plain.writer)

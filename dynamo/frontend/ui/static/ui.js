@@ -7,10 +7,11 @@ import { badge, byId, setText } from "./dom.js";
 import * as logsPane from "./logs.js";
 import * as overviewPane from "./overview.js";
 import * as requestsPane from "./requests.js";
+import * as routingPane from "./routing.js";
 import { apiKey, getJson, setApiKey, Stream, toast } from "./server.js";
 
-const TABS = ["overview", "requests", "logs", "chat", "connect"];
-const FEEDS = ["requests"];
+const TABS = ["overview", "requests", "routing", "logs", "chat", "connect"];
+const FEEDS = ["requests", "routing"];
 const THEMES = ["auto", "light", "dark"];
 const MODELS_MS = 5000;
 
@@ -22,6 +23,7 @@ const chat = chatPane.install();
 const connect = connectPane.install();
 const overview = overviewPane.install(openLogs);
 const requests = requestsPane.install();
+const routing = routingPane.install();
 charts.install();
 
 // -- tabs: the hash of the address names the section
@@ -203,6 +205,7 @@ function readyFirst(one, other) {
 function onEvent(name, data) {
   if (name === "status") show(data);
   else if (name === "requests") requests.add(data);
+  else if (name === "routing") routing(data);
   else if (name === "outcome") toast(data.text, data.failed ? "failed" : "ready");
 }
 
