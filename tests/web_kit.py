@@ -19,8 +19,8 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 from dynamo.config.frontend import FrontendSettings
 from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_guard
 from dynamo.frontend.requests.recent import RecentRequests
-from dynamo.frontend.ui.route import UiRoutes
-from dynamo.http import HttpLimits, HttpServer
+from dynamo.frontend.ui.route import OwnFacts, UiRoutes
+from dynamo.http import Exchange, HttpLimits, HttpServer
 from dynamo.http.routes import Routes
 from dynamo.protocols.status import BoxStatus, FrontendStatus, RecentList, RequestRecord
 from dynamo.runtime.process.tasks import Tasks
@@ -77,6 +77,10 @@ class ScriptedPage:
         self.status = BoxStatus(namespace="dynamo", state="running", at_s=0.0, frontend="ready")
         self.records: dict[str, RequestRecord] = {}
         self.requests: list[RequestRecord] = []
+        self.content: dict[str, bytes] = {}
+        self.asked: list[Any] = []
+        self.routing: object = None
+        self.answer: Any = {}
         self._sent = 0
         self.peers = self
         self._settings = settings or FrontendSettings()
@@ -151,13 +155,25 @@ class ScriptedPage:
         """One of ``records``."""
         return self.records.get(request_id)
 
+    async def _read_routing(self, first: bool) -> object:
+        return self.routing
+
+    def _chat(self, exchange: Exchange) -> None:
+        self.asked.append(msgspec.json.decode(exchange.body))
+        exchange.respond(200, msgspec.json.encode(self.answer))
+
     async def _serve(self) -> None:
         tasks = Tasks("scripted page")
         source: Any = self
         guard = operator_guard(self._settings, own_pages=True)
         has_keys = self._settings.api_key_file is not None
-        routes = UiRoutes(source, FrontendStatus, tasks, guard, has_keys, RecentRequests())
+        running: Any = self.records.get
+        facts = OwnFacts(
+            FrontendStatus, RecentRequests(), running, self.content.get, self._read_routing
+        )
+        routes = UiRoutes(source, facts, tasks, guard, has_keys)
         table = Routes()
+        table.post("/v1/chat/completions", self._chat)
         routes.install(table)
         guard_ui_routes(table, guard)
         server = HttpServer(table, HttpLimits(), access=frontend_access(self._settings))

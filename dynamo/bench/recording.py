@@ -1,4 +1,4 @@
-"""Recording of a deployment's requests: the client of ``GET /v1/record``, and the trace file.
+"""Recording of a deployment's requests: the client of ``GET /v1/record``, and the file.
 
 The file holds whole lines at any time, so it can be read after a crash; a torn last line, which a
 full disk or a power cut may leave, is skipped by :func:`dynamo.bench.trace.read_trace`.
@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
-from urllib.parse import quote
+from typing import Any, Self
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -22,7 +22,13 @@ from dynamo.bench.client import error_message
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
 from dynamo.http.client import HttpClient, Target
 from dynamo.http.tls import client_context
-from dynamo.protocols.status import RecordedRequest, RecordingCount, RecordingLine
+from dynamo.protocols.status import (
+    RecordedContent,
+    RecordedRequest,
+    RecordingCount,
+    RecordingEnd,
+    RecordingLine,
+)
 
 _BLOCKS = 1 << 20
 _SESSIONS = 1 << 16
@@ -48,13 +54,13 @@ class RecordClient(HttpClient):
     """Calls ``add`` with each record, at most ``limit`` times.
 
     ``stopped`` is set at the limit, by :meth:`stop`, and when the stream has ended; ``failure`` is
-    why it ended by itself.
+    why it broke, ``ending`` why the frontend ended it as planned.
     """
 
     def __init__(
         self,
         target: Target,
-        add: Callable[[RecordedRequest], None],
+        add: Callable[[Any], None],
         limit: int | None = None,
     ) -> None:
         super().__init__(_ERROR_BODY_BYTES)
@@ -65,9 +71,10 @@ class RecordClient(HttpClient):
         self.totals = RecordTotals()
         self.stopped = asyncio.Event()
         self.failure: DynamoError | None = None
+        self.ending = ""
         self._counted = asyncio.Event()
 
-    async def open(self, model: str | None) -> None:
+    async def open(self, query: Mapping[str, str]) -> None:
         """Connect and begin to record. Raises CannotConnect with a remedy."""
         target = self._target
         context = client_context(target.ca_path) if target.tls else None
@@ -80,8 +87,8 @@ class RecordClient(HttpClient):
                 f"cannot connect to {target.authority} ({reason or 'timeout'}); start the "
                 "deployment, or name its frontend with --url"
             ) from None
-        query = "" if model is None else f"?model={quote(model, safe='')}"
-        self.start(target.head("GET", f"/v1/record{query}", 0), self._ended)
+        path = f"/v1/record?{urlencode(query)}" if query else "/v1/record"
+        self.start(target.head("GET", path, 0), self._ended)
 
     def stop(self) -> None:
         """Record nothing more. The second time, end at once."""
@@ -111,8 +118,13 @@ class RecordClient(HttpClient):
         if len(self._pending) > _LINE_BYTES:
             self._fail(DynamoError("a record is too large"))
 
-    def _take(self, line: RecordedRequest | RecordingCount) -> None:
+    def _take(self, line: RecordingLine) -> None:
         totals = self.totals
+        if isinstance(line, RecordingEnd):
+            self.ending = line.reason
+            self._counted.set()
+            self.stopped.set()
+            return
         if isinstance(line, RecordingCount):
             totals.lost, totals.running = line.lost, line.running
             if self.stopped.is_set():
@@ -122,8 +134,9 @@ class RecordClient(HttpClient):
             return
         self._add(line)
         totals.requests += 1
-        totals.prompt_tokens += line.input_length
-        totals.output_tokens += line.output_length
+        if isinstance(line, RecordedRequest):
+            totals.prompt_tokens += line.input_length
+            totals.output_tokens += line.output_length
         if totals.requests == self._limit:
             self.stop()
 
@@ -177,11 +190,8 @@ class Numbers:
         return number
 
 
-class TraceFile:
-    """A new file at ``path``. Raises ConfigError if it exists or cannot be made.
-
-    What it remembers is bounded, apart from 16 bytes for each line.
-    """
+class RecordFile:
+    """A new file at ``path``, of whole lines. Raises ConfigError if it exists or cannot be made."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -193,10 +203,7 @@ class TraceFile:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(f"cannot write {path}: {reason}") from None
-        self._size_bytes = 0
-        self._starts, self._times = array("Q"), array("d")
-        self._blocks, self._sessions = Numbers(_BLOCKS), Numbers(_SESSIONS)
-        self._ended_ms: dict[int, float] = {}
+        self.size_bytes = 0
         self.lines = 0
 
     def __enter__(self) -> Self:
@@ -205,9 +212,14 @@ class TraceFile:
     def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
-    def add(self, record: RecordedRequest) -> None:
-        """Append one request. Raises DynamoError if the disk is full; the file stays whole."""
-        line = msgspec.json.encode(self._line(record)) + b"\n"
+    def finish(self) -> None:
+        """Remove an empty file. Raises DynamoError."""
+        if not self.lines:
+            self._path.unlink()
+
+    def append(self, record: msgspec.Struct) -> None:
+        """Append one record. Raises DynamoError if the disk is full; the file stays whole."""
+        line = msgspec.json.encode(record) + b"\n"
         written = -1
         try:
             written = os.write(self._file, line)
@@ -215,21 +227,39 @@ class TraceFile:
             raise self._cannot_write(error) from None
         finally:
             if written != len(line):  # a part of a line would spoil the next one
-                os.ftruncate(self._file, self._size_bytes)
+                os.ftruncate(self._file, self.size_bytes)
         if written != len(line):
             raise DynamoError(f"cannot write {self._path}: the disk is full")
-        self._starts.append(self._size_bytes)
-        self._times.append(record.arrived_ms)
-        self._size_bytes += len(line)
+        self.size_bytes += len(line)
         self.lines += 1
+
+    def _cannot_write(self, error: OSError) -> DynamoError:
+        return DynamoError(f"cannot write {self._path}: {error.strerror}")
+
+
+class TraceFile(RecordFile):
+    """A trace. What it remembers is bounded, apart from 16 bytes for each line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._starts, self._times = array("Q"), array("d")
+        self._blocks, self._sessions = Numbers(_BLOCKS), Numbers(_SESSIONS)
+        self._ended_ms: dict[int, float] = {}
+
+    def add(self, record: RecordedRequest) -> None:
+        """Append one request; see :meth:`append`."""
+        start = self.size_bytes
+        self.append(self._line(record))
+        self._starts.append(start)
+        self._times.append(record.arrived_ms)
 
     def finish(self) -> None:
         """Replace the file by one in the order of arrival that begins at 0; remove an empty one.
 
         Raises DynamoError; the unsorted file stays then, which readers take as well.
         """
+        super().finish()
         if not self.lines:
-            self._path.unlink()
             return
         temporary = self._path.with_name(f"{self._path.name}.sorting")
         times, first_ms = self._times, min(self._times)
@@ -269,5 +299,27 @@ class TraceFile:
             delay=delay_ms,
         )
 
-    def _cannot_write(self, error: OSError) -> DynamoError:
-        return DynamoError(f"cannot write {self._path}: {error.strerror}")
+
+class ContentReader:
+    """Reads the requests of a recording of content. Raises ConfigError with file and line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._decode = msgspec.json.Decoder(RecordedContent).decode
+
+    def __iter__(self) -> Iterator[RecordedContent]:
+        try:
+            with self._path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.endswith(b"\n"):  # a torn last line is skipped
+                        yield self._record(number, line)
+        except OSError as error:
+            raise ConfigError(f"cannot read {self._path}: {error.strerror}") from None
+
+    def _record(self, number: int, line: bytes) -> RecordedContent:
+        try:
+            return self._decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{self._path}, line {number}: not a request of dynamo record --content: {error}"
+            ) from None

@@ -125,6 +125,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "unload": _MODEL,
     "bench": ("config.bench.BenchSettings",),
     "record": ("cli.options.RecordSettings", "config.client.ClientSettings"),
+    "replay": ("cli.options.ReplayRequestSettings", "config.client.FrontendClientSettings"),
     "profile": ("config.bench.ProfileSettings",),
     "web": ("cli.options.WebSettings",),
     "chat": ("cli.options.ChatSettings", "config.client.ClientSettings"),

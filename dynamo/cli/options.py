@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 from dynamo.config.programs import ENGINES
+from dynamo.protocols.status import CONTENT_MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class RouteSettings:
 class RecordSettings:
     """record: how long, and what"""
 
-    file: str | None = option(None, "file", metavar="FILE", help="the trace to write, a new file")
+    file: str | None = option(None, "file", metavar="FILE", help="the file to write, a new one")
     seconds: float | None = option(
         None,
         "--seconds",
@@ -72,6 +73,35 @@ class RecordSettings:
         None, "--requests", minimum=1, help="stop after so many requests; default: at Ctrl-C"
     )
     model: str | None = option(None, "--model", help="record this model only; default: all")
+    content: bool = option(
+        False,
+        "--content",
+        help="record the bodies of requests and answers, for dynamo replay, instead of a trace; "
+        "ends after --seconds (600) or --content-mb",
+    )
+    content_mb: int = option(
+        64,
+        "--content-mb",
+        minimum=1,
+        maximum=CONTENT_MB,
+        help="end a recording of content after so many MiB",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayRequestSettings:
+    """replay: which requests, to which model"""
+
+    file: str | None = option(
+        None, "file", metavar="FILE", help="a file of dynamo record --content"
+    )
+    model: str | None = option(
+        None, "--model", help="send them to this model; default: the recorded one"
+    )
+    request: str | None = option(
+        None, "--request", help="only requests with this text in their id; default: all"
+    )
+    json: bool = option(False, "--json", help="print a JSON object for each, with both answers")
 
 
 @dataclass(frozen=True, kw_only=True)

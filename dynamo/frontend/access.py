@@ -47,7 +47,9 @@ def frontend_access(settings: FrontendSettings) -> Access | None:
 
 def is_reserved(path: str) -> bool:
     """Return whether requests for ``path`` are served above the connection limit."""
-    return path in _RESERVED_PATHS or path.startswith(("/v1/requests/", "/ui/requests/"))
+    return path in _RESERVED_PATHS or path.startswith(
+        ("/v1/requests/", "/ui/requests/", "/ui/content/")
+    )
 
 
 def operator_guard(settings: FrontendSettings, own_pages: bool = False) -> OperatorGuard:

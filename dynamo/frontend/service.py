@@ -44,7 +44,8 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
-from dynamo.frontend.ui.route import UiRoutes
+from dynamo.frontend.ui.route import OwnFacts, UiRoutes
+from dynamo.frontend.ui.routing import RoutingFeed
 from dynamo.frontend.ui.source import BoxSource
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.access import OperatorGuard
@@ -140,7 +141,6 @@ class Frontend:
         )
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         self._status = StatusRoutes(self.models, self._requests)
-        self._recent = metrics.recent
         self._install_models(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics, self._tasks).install(routes)
         self._ui = self._web_page(routes) if settings.serves_ui else None
@@ -191,14 +191,22 @@ class Frontend:
         RecordRoutes(requests, models, tasks).install(routes)
         PlannerRoutes(self._runtime, tasks, requests.overload_status).install(routes)
         self._status.install(routes)
-        RecentRoutes(self._recent).install(routes)
+        RecentRoutes(requests.metrics.recent).install(routes)
         guard_operator_routes(routes, guard)
 
     def _web_page(self, routes: Routes) -> UiRoutes:
         has_keys = self._settings.api_key_file is not None
         box = BoxSource(self._runtime, has_keys)
         guard = operator_guard(self._settings, own_pages=True)
-        page = UiRoutes(box, self._status.status, self._tasks, guard, has_keys, self._recent)
+        self._routing = RoutingFeed(self._runtime, self.models, self._requests)
+        own = OwnFacts(
+            self._status.status,
+            self._requests.metrics.recent,
+            self._requests.running,
+            self._requests.recorded_content,
+            self._routing.read,
+        )
+        page = UiRoutes(box, own, self._tasks, guard, has_keys)
         page.install(routes)
         guard_ui_routes(routes, guard)
         return page
@@ -351,6 +359,7 @@ class Frontend:
         self._status.stop()
         if self._ui is not None:
             self._ui.close()
+            self._routing.close()
         await self._server.close()
         await self._tasks.close()
         await self.models.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from email.utils import formatdate
-from typing import Protocol
+from typing import Any, Protocol
 
 from dynamo._fast.http_chunk import http_chunk
 from dynamo.http.api_keys import ApiKey
@@ -50,6 +50,28 @@ class Transport(Protocol):
 
     def error_body(self, path: str, status: int, message: str) -> bytes | None:
         """The error body of the API of ``path``; None for the usual one."""
+
+
+class CopyingTransport:
+    """The connection of an exchange whose response is copied to ``owner``, by ``copy``."""
+
+    def __init__(self, transport: Transport, owner: object, copy: Callable[[bytes], None]) -> None:
+        self._transport = transport
+        self._copy = copy
+        self.owner = owner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send(self, data: bytes) -> None:
+        """See :class:`Transport`."""
+        self._copy(data)
+        self._transport.send(data)
+
+    def finish(self, exchange: Exchange, data: bytes) -> None:
+        """See :class:`Transport`."""
+        self._copy(data)
+        self._transport.finish(exchange, data)
 
 
 class ResponseHeads:
@@ -170,6 +192,17 @@ class Exchange:
     def peer(self) -> str | None:
         """The address of the client, which may be that of a proxy; None if it is unknown."""
         return self._transport.peer
+
+    def copy_to(self, owner: object, copy: Callable[[bytes], None]) -> None:
+        """Pass what is sent, head and framing included, to ``copy`` of ``owner``, too."""
+        transport: Any = CopyingTransport(self._transport, owner, copy)
+        self._transport = transport
+
+    @property
+    def copied(self) -> object:
+        """The owner of the copy; None without one."""
+        transport: object = self._transport
+        return transport.owner if isinstance(transport, CopyingTransport) else None
 
     def respond(
         self,

@@ -30,8 +30,8 @@ class ScaledService:
     a service without workers has an empty ``workers``. A worker counts ``gpus_per_worker`` in the
     budget, and gets ``assigned`` GPUs: 0 if none are assigned. Without requests for
     ``idle_timeout_s`` its last worker goes (None: as the planner's option says), and no other model
-    of its ``groups`` is awake beside it. ``relayed``: its workers take whole HTTP requests. ``held`` says
-    why its workers must not be changed now, else it is "".
+    of its ``groups`` is awake beside it. ``relayed``: its workers take whole HTTP requests.
+    ``held`` says why its workers must not be changed now, else it is "".
     """
 
     name: str

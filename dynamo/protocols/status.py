@@ -10,6 +10,9 @@ import msgspec
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens per block id, as in Mooncake's traces."""
+CONTENT_SECONDS = 3600
+CONTENT_MB = 1024
+"""The most that one recording of content may take."""
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request", omit_defaults=True):
@@ -39,7 +42,31 @@ class RecordingCount(msgspec.Struct, frozen=True, kw_only=True, tag="count"):
     running: int
 
 
-RecordingLine = RecordedRequest | RecordingCount
+class RecordedContent(msgspec.Struct, frozen=True, kw_only=True, tag="content", omit_defaults=True):
+    """One request with its bodies: a line of ``GET /v1/record?content=true``.
+
+    ``path`` is that of the API. ``body`` and ``response`` are texts as they were sent; keys in them
+    are replaced by ``[redacted]``. ``note`` says what is missing.
+    """
+
+    request_id: str
+    model: str
+    path: str
+    received_at_s: float
+    duration_s: float
+    outcome: str
+    body: str
+    response: str = ""
+    note: str = ""
+
+
+class RecordingEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+    """The last line of a recording of content, which ends by itself: why."""
+
+    reason: str
+
+
+RecordingLine = RecordedRequest | RecordingCount | RecordedContent | RecordingEnd
 
 
 class RouteCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -161,7 +188,8 @@ class FrontendStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of ``GET /v1/status``. ``requests`` are the newest records, newest first.
 
     The times to the first token are of all requests that ended in the last minute. ``rejected``
-    says by worker id, in hexadecimal, why a registered one gets no requests.
+    says by worker id, in hexadecimal, why a registered one gets no requests. ``records_content``:
+    an operator records the bodies of requests.
     """
 
     draining: bool = False
@@ -171,6 +199,7 @@ class FrontendStatus(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[ModelFigures, ...] = ()
     requests: tuple[RequestRecord, ...] = ()
     rejected: dict[str, str] = {}
+    records_content: bool = False
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -293,7 +322,7 @@ class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``frontend`` is ``ready``, ``draining``, ``loading``, ``down`` or ``none`` (not in the graph),
     ``url`` its address; figures are missing while it is down. Times to the first token are of all
     models; of several frontends, those of the slowest. ``problems`` are sentences that name
-    a cause and a command; anything failed has one.
+    a cause and a command; anything failed has one. ``records_content``: a frontend records bodies.
     """
 
     namespace: str
@@ -310,3 +339,4 @@ class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):
     planner: PlannerSummary | None = None
     requests: tuple[RequestRecord, ...] = ()
     problems: tuple[str, ...] = ()
+    records_content: bool = False

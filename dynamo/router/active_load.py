@@ -299,6 +299,15 @@ class ActiveLoad:
             prefill -= self._prefills.done_tokens(slot, self._clock())
         return prefill, blocks, requests
 
+    def backlog(self, slot: int) -> tuple[int, float | None]:
+        """Return the prompt tokens that wait on a slot, and the seconds until it begins with
+        another prompt; None while no prefill was measured."""
+        tokens = self.load(slot)[0]
+        if self._seconds is not None:
+            return tokens, self._seconds.wait_s(slot, self._clock())
+        expected_s = None if self._prefills is None else self._prefills.predict(tokens, 0)
+        return tokens, expected_s if tokens else 0.0
+
     def prefill_speed(self) -> PrefillSpeed | None:
         """What is expected of prefills; None without a model that learns."""
         return None if self._prefills is None else self._prefills.speed()

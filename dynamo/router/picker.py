@@ -152,7 +152,7 @@ class InflightPicker:
         self._gpu_weight = settings.encoder_cuda_to_cpu_ratio
         self._random = random or Random()
         self._direct = mode == "direct"
-        self._mode = mode
+        self.mode = mode
         self._captures = CaptureLimit()
         self._choose = partial(MODES[mode], self)
         self._next = 0
@@ -244,14 +244,14 @@ class InflightPicker:
         pool = self.worker_pool
         captures = self._captures
         if not (captures.left or attempt.wanted or captures.renew(now_s)):
-            return DecisionTotals(self._mode, "none", pool.owners[slot], len(slots))
+            return DecisionTotals(self.mode, "none", pool.owners[slot], len(slots))
         captures.left -= not attempt.wanted
         constraints = None
         if routing is not None or attempt.failed or slots is not pool.candidates:
             session = self.eligibility.sessions is not None
             constraints = constraints_of(routing, pool, session, attempt.failed)
         inputs = InflightInputs(
-            self._mode, "none", pool.owners, slots, slot, constraints, self._inflight[:]
+            self.mode, "none", pool.owners, slots, slot, constraints, self._inflight[:]
         )
         return inputs if len(pool.owners) <= MAX_CANDIDATES else inputs.narrowed(attempt.wanted)
 

@@ -258,6 +258,7 @@ class BoxReader:
             planner=None if planner is None else planner_summary(planner),
             requests=_requests(seen.frontends),
             problems=_problems(processes, seen.frontends),
+            records_content=any(one.records_content for one in answers),
         )
 
     def _stopped(self, problem: str) -> BoxStatus:

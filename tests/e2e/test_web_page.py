@@ -29,7 +29,7 @@ Worker:
   enable-sleep-mode: true
   ServiceArgs: {{workers: 2}}
 """
-TABS = ("overview", "requests", "logs", "chat", "connect")
+TABS = ("overview", "requests", "routing", "logs", "chat", "connect")
 
 
 class Site:
@@ -109,6 +109,14 @@ def test_the_page_shows_the_deployment_and_chats(site: Site) -> None:
     page.click("#tab-requests")
     page.click("#request-rows td.id button")
     page.wait_for_selector("#request-rows td.note .candidates .chosen")
+
+    page.click("#tab-routing")
+    page.wait_for_selector("#routing-pools .mark")
+    assert "kv, costs in blocks" in page.inner_text("#routing-pools h2")
+    page.locator("#routing-pools .mark").first.focus()
+    page.wait_for_selector("#routing-receipt .candidates .chosen")
+    name = f"{site.serving.namespace}_Worker"
+    assert name in page.inner_text("#routing-receipt .candidates .chosen")
 
     page.click("#tab-connect")
     page.wait_for_selector("#snippets >> text=CLAUDE_CODE_MAX_CONTEXT_TOKENS=131072")

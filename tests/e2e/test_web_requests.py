@@ -7,11 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from playwright.sync_api import Browser, Page
 from web_kit import ScriptedPage, accessibility_findings, chromium, needs_chromium
 
-from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt, WorkerStatus
+from dynamo.protocols.status import (
+    ModelStatus,
+    RecordedContent,
+    RequestRecord,
+    RouteCandidate,
+    RouteReceipt,
+    WorkerStatus,
+)
 
 pytestmark = needs_chromium
 ROWS = "#request-rows > tbody:has(td.id)"
@@ -196,4 +204,43 @@ def test_the_keyboard_reaches_it_and_axe_finds_nothing_serious(
     page.keyboard.press("Enter")
     assert shown(page)[0] == "request-0003"
     assert accessibility_findings(page) == []
+    page.context.close()
+
+
+def test_recorded_content_is_said_shown_and_replayed_to_another_model(
+    site: ScriptedPage, browser: Browser
+) -> None:
+    names = ("tiny", "other")
+    models = tuple(ModelStatus(model=one, state="ready", ready=1) for one in names)
+    site.end(record(1))
+    site.records["request-0001"] = record(1)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "<b>key</b> [redacted]"}]}
+    answer = {"choices": [{"message": {"content": "the recorded answer"}}]}
+    recorded = RecordedContent(
+        request_id="request-0001",
+        model="tiny",
+        path="/v1/chat/completions",
+        received_at_s=1e9,
+        duration_s=0.5,
+        outcome="ok",
+        body=json.dumps(body),
+        response=json.dumps(answer),
+    )
+    site.content["request-0001"] = msgspec.json.encode(recorded)
+    site.answer = {"choices": [{"message": {"content": "another <i>answer</i>"}}]}
+    page = site.open(browser, "requests")
+    assert not page.is_visible("#recording")
+    site.show(models=models, records_content=True)
+    page.wait_for_selector("#recording:has-text('content is recorded')")
+    page.click(f"{ROWS} td.id button")
+    page.wait_for_selector("pre:has-text('the recorded answer')")
+    assert "<b>key</b> [redacted]" in page.locator("pre.recorded").first.inner_text()
+    assert page.locator("pre b").count() == 0
+    page.click("button:text-is('Replay')")
+    page.wait_for_selector("pre:has-text('another <i>answer</i>')")
+    page.wait_for_selector("[role=status]:has-text('answered in')")
+    assert site.asked == [{**body, "model": "other"}]
+    assert accessibility_findings(page) == []
+    site.show(records_content=False)
+    page.wait_for_selector("#recording", state="hidden")
     page.context.close()

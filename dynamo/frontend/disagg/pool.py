@@ -69,6 +69,11 @@ class PrefillPool:
         """The live instances of prefill workers."""
         return [] if self._active is None else self._active.instances()
 
+    @property
+    def endpoint(self) -> EndpointPath | None:
+        """Where prefill workers are called; None without any."""
+        return None if self._active is None else self._active.endpoint
+
     def outages(self) -> dict[int, Outage]:
         """Why each avoided prefill worker is avoided."""
         return {} if self._active is None else self._active.outages()

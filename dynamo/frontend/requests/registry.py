@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from dynamo.config.frontend import FrontendSettings
@@ -23,13 +23,17 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.requests.recent import RequestFigures
 from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.frontend.requests.request_metrics import show_in_progress
 from dynamo.frontend.requests.trace import trace_refused
 from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
+from dynamo.protocols.status import RequestRecord
+from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:
+    from dynamo.frontend.apis.operator.content import ContentRecording
     from dynamo.observability.otel import OtelTracing
 
 _MIB = 1024 * 1024
@@ -46,7 +50,8 @@ class RequestRegistry:
     ``draining``, /health says so; new requests are refused once ``refuses`` is set.
     ``error_shapes`` are those of the endpoints whose errors have a shape of their own, or of their
     paths, which relayed models may serve too. ``guard`` identifies operators; without one no client
-    is. ``recordings`` read each request at its end. ``tracing`` exports a span of each.
+    is. ``recordings`` read each request at its end, and ``content`` copies their bodies, if an
+    operator asks for it. ``tracing`` exports a span of each.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class RequestRegistry:
         self.refuses = False
         self.admitted = 0
         self.recordings: list[Callable[[ActiveRequest], None]] = []
+        self.content: ContentRecording | None = None
         self.error_shapes: dict[str, ErrorShape] = {}
         self._hold = hold
         self._guard = guard
@@ -213,6 +219,16 @@ class RequestRegistry:
         self._engine_ids.add(engine_id)
         return engine_id
 
+    def recorded_content(self, request_id: str) -> bytes | None:
+        """Return the bodies of a request as JSON, if they are recorded now."""
+        return None if self.content is None else self.content.find(request_id)
+
+    def release_body(self, exchange: Exchange) -> None:
+        """Free the body of a request: it is parsed."""
+        if self.content is not None:
+            self.content.begin(exchange)
+        exchange.body = b""
+
     def remove(self, request: ActiveRequest) -> None:
         """Forget ``request``, which has ended, and release its engine id."""
         self._active.discard(request)
@@ -241,6 +257,27 @@ class RequestRegistry:
     def in_flight_by_model(self) -> Counter[str]:
         """Return the requests that a worker has now. O(requests)."""
         return Counter(one.model.name for one in self._active if one.metrics.engine_requests)
+
+    def decided_since(self, after_s: float) -> Iterator[tuple[RequestFigures, Decision]]:
+        """Yield the requests that got their worker after ``after_s`` (monotonic seconds).
+
+        O(requests in progress, and those that ended since).
+        """
+        for request in self._active:
+            figures, choices = request.metrics, request.engine_requests
+            if figures.sent_s > after_s and choices and choices[0].decision is not None:
+                yield figures, choices[0].decision
+        ended = reversed(self.metrics.recent.records)
+        for one in itertools.takewhile(lambda one: one.ended_s > after_s, ended):
+            if one.sent_s > after_s and one.decision is not None:
+                yield one, one.decision
+
+    def running(self, request_id: str) -> RequestRecord | None:
+        """Return a request in progress with its routes; None if there is none of this id."""
+        for request in self._active:
+            if request.info.request_id == request_id:
+                return request.metrics.so_far(request.engine_requests)
+        return None
 
     def fail_all(self, error: DynamoError) -> None:
         """End every request with ``error``: the drain timeout has passed."""

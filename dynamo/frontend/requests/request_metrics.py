@@ -17,6 +17,7 @@ from dynamo.frontend.requests.metrics import (
 )
 from dynamo.frontend.requests.recent import CLIENT_ID_CHARACTERS, RequestFigures
 from dynamo.http import NEVER
+from dynamo.protocols.status import RequestRecord
 from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:
@@ -157,6 +158,30 @@ class RequestMetrics(RequestFigures, kw_only=True):
                 last.ttft.value = choice.first_token_s - self.received_s
             if choice.tokens > 1:
                 last.itl.value = (choice.last_token_s - choice.first_token_s) / (choice.tokens - 1)
+
+    def so_far(self, choices: Sequence[EngineRequest]) -> RequestRecord:
+        """Return what operators see of it now; its outcome is ``running``."""
+        first = choices[0] if choices else None
+        return RequestFigures(
+            self.info,
+            self.model,
+            self.received_s,
+            outcome="running",
+            ended_s=time.monotonic(),
+            resumed_s=self.resumed_s,
+            prepared_s=self.prepared_s,
+            rerouted_s=self.rerouted_s,
+            sent_s=self.sent_s,
+            first_token_s=self.first_token_s,
+            prompt_tokens=self.prompt_tokens,
+            overlap_blocks=self.overlap_blocks,
+            prompt_blocks=self.prompt_blocks,
+            key=self.key,
+            decision=None if first is None else first.decision,
+            prefilled=self.prefilled,
+            inputs=None if first is None else first.inputs,
+            prefill_inputs=None if first is None else first.prefill_inputs,
+        ).explained()
 
     def ended(self, failure: Labels | None, choices: Sequence[EngineRequest]) -> None:
         """Count the end of the request, and add it to the recent ones.

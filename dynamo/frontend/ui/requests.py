@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from dynamo.errors import ModelNotFound
 from dynamo.frontend.requests.recent import RecentRequests
@@ -22,8 +23,14 @@ _OVERLAP_S = 2.0
 class RequestFeed:
     """The requests of ``recent``, the ring of this frontend, and of its ``peers``."""
 
-    def __init__(self, recent: RecentRequests, peers: PeerRequests) -> None:
+    def __init__(
+        self,
+        recent: RecentRequests,
+        running: Callable[[str], RequestRecord | None],
+        peers: PeerRequests,
+    ) -> None:
         self._recent = recent
+        self._running = running
         self._peers = peers
         self._cursor = 0.0
 
@@ -47,11 +54,14 @@ class RequestFeed:
         return found if found.requests or found.problems else None
 
     async def find(self, request_id: str) -> RequestRecord:
-        """Return one request with its route. Raises ModelNotFound (404)."""
+        """Return one request with its route, also one that is running here. Raises ModelNotFound
+        (404)."""
         try:
             return self._recent.find(request_id).explained()
         except ModelNotFound:
-            found = await asyncio.to_thread(self._peers.find, request_id)
+            found = self._running(request_id)
+            if found is None:
+                found = await asyncio.to_thread(self._peers.find, request_id)
             if found is None:
                 raise
             return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -16,12 +17,12 @@ from dynamo.errors import DynamoError
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.requests import RequestFeed
-from dynamo.frontend.ui.source import BoxSource, StatusSampler
+from dynamo.frontend.ui.source import BoxSource, Feed, StatusSampler
 from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
 from dynamo.http import Exchange
 from dynamo.http.access import OperatorGuard
 from dynamo.http.routes import Routes, in_task
-from dynamo.protocols.status import FrontendStatus
+from dynamo.protocols.status import FrontendStatus, RequestRecord
 from dynamo.runtime.process.tasks import Tasks
 
 _ABOUT = f"{PAGE}/about.json"
@@ -29,6 +30,7 @@ _ACTIONS = f"{PAGE}/actions"
 _EVENTS = f"{PAGE}/events"
 _LOGS = f"{PAGE}/logs"
 _REQUESTS = f"{PAGE}/requests"
+_CONTENT = f"{PAGE}/content/"
 _ROOT = "/"
 OPEN_UI_PATHS = file_paths() | {_ABOUT, _ROOT}
 OPERATOR_UI_ROUTES = {
@@ -36,6 +38,7 @@ OPERATOR_UI_ROUTES = {
     _LOGS: ("GET", "HEAD"),
     _REQUESTS: ("GET", "HEAD"),
     f"{_REQUESTS}/": ("GET", "HEAD"),
+    _CONTENT: ("GET", "HEAD"),
     _ACTIONS: ("POST",),
 }
 
@@ -63,20 +66,35 @@ class _About(msgspec.Struct, frozen=True):
 _action = msgspec.json.Decoder(_Action).decode
 
 
+class OwnFacts(NamedTuple):
+    """What this frontend itself has to show.
+
+    ``running`` and ``content`` take the id of a request: its record while it runs, and what is
+    recorded of its bodies. ``routing`` is the feed of the section of this name.
+    """
+
+    status: Callable[[], FrontendStatus]
+    recent: RecentRequests
+    running: Callable[[str], RequestRecord | None]
+    content: Callable[[str], bytes | None]
+    routing: Feed
+
+
 class UiRoutes:
     """The routes of the page. :meth:`stop` ends its streams, so that a drain need not wait."""
 
     def __init__(
         self,
         source: BoxSource,
-        own: Callable[[], FrontendStatus],
+        own: OwnFacts,
         tasks: Tasks,
         guard: OperatorGuard,
         has_keys: bool,
-        recent: RecentRequests,
     ) -> None:
-        self._requests = RequestFeed(recent, source.peers)
-        self.sampler = StatusSampler(source, own, tasks, {"requests": self._requests.read})
+        self._content = own.content
+        self._requests = RequestFeed(own.recent, own.running, source.peers)
+        feeds = {"requests": self._requests.read, "routing": own.routing}
+        self.sampler = StatusSampler(source, own.status, tasks, feeds)
         self._logs = LogStreams(source.logs, source.namespace)
         self._source = source
         self._tasks = tasks
@@ -92,6 +110,7 @@ class UiRoutes:
         routes.get(_LOGS, self._logs.open)
         routes.get(_REQUESTS, in_task(self._tasks.spawn, self._list_requests))
         routes.get(f"{_REQUESTS}/", in_task(self._tasks.spawn, self._show_request))
+        routes.get(_CONTENT, self._show_content)
         routes.post(_ACTIONS, in_task(self._tasks.spawn, self._run))
 
     def stop(self) -> None:
@@ -123,6 +142,15 @@ class UiRoutes:
             exchange.respond(*error_response(error))
         else:
             _respond(exchange, found)
+
+    def _show_content(self, exchange: Exchange) -> None:
+        request_id = unquote(exchange.path.removeprefix(_CONTENT))
+        found = self._content(request_id)
+        if found is None:
+            text = "no content of this request is recorded now; see: dynamo record --content"
+            exchange.refuse(404, text)
+        else:
+            _respond(exchange, msgspec.Raw(found))
 
     async def _run(self, exchange: Exchange) -> None:
         try:

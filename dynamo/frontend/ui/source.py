@@ -196,6 +196,7 @@ def with_own_figures(found: BoxStatus, own: FrontendStatus) -> BoxStatus:
         models=tuple(map(_model, own.models)),
         workers=tuple(worker for model in own.models for worker in _workers(model)),
         problems=(*found.problems, _ALONE),
+        records_content=own.records_content,
     )
 
 

@@ -179,6 +179,11 @@ class KvPicker:
         overlap_blocks = self._cached_blocks.device[slot]
         return Decision(worker_id, dp_rank, overlap_blocks, prompt.blocks, inputs)
 
+    @property
+    def in_seconds(self) -> bool:
+        """Whether costs are in seconds."""
+        return self._seconds is not None
+
     def weigh(
         self,
         tokens: Tokens,

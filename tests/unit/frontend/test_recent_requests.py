@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,3 +191,21 @@ async def test_the_routes() -> None:
     assert page.get("/v1/requests/ff")[0] == 404
     for query in ("limit=0", "limit=1001", "limit=x", "last=3", "after=x", "after=-1", "after=1e9"):
         assert page.get(f"/v1/requests?{query}")[0] == 400
+
+
+async def test_a_running_request_is_shown_and_its_decision_too(site: Site) -> None:
+    before_s = time.monotonic()
+    site.chat(max_tokens=5, stream=True)
+    ((figures, decision),) = site.active.decided_since(before_s)
+    assert (figures.model, decision.worker_id) == ("tiny", 7) and not records(site)
+    found = site.active.running(figures.info.request_id)
+    assert found is not None
+    assert (found.outcome, found.worker, found.dp_rank) == ("running", "7", 1)
+    assert found.duration_s > 0 and found.prefill_s is not None
+    assert site.active.running("x") is None
+    (stream,) = site.streams
+    stream.say(ids(site, "day"), finish_reason="length")
+    stream.sink.on_end()
+    assert [one.outcome for one, _ in site.active.decided_since(before_s)] == ["ok"]
+    assert not list(site.active.decided_since(time.monotonic()))
+    assert site.active.running(figures.info.request_id) is None

@@ -20,7 +20,7 @@ from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_gu
 from dynamo.frontend.requests.recent import RecentRequests, RequestFigures, RequestInfo
 from dynamo.frontend.ui import source as sampler
 from dynamo.frontend.ui import stream as files
-from dynamo.frontend.ui.route import UiRoutes
+from dynamo.frontend.ui.route import OwnFacts, UiRoutes
 from dynamo.frontend.ui.source import with_own_figures
 from dynamo.http import HttpLimits, HttpServer
 from dynamo.http.api_keys import key_line, new_key
@@ -80,13 +80,23 @@ class Page:
         has_keys = self.settings.api_key_file is not None
         self.recent = RecentRequests()
         self.peers = Peers()
-        self.routes = UiRoutes(source, FrontendStatus, self.tasks, guard, has_keys, self.recent)
+        self.content: dict[str, bytes] = {}
+        self.running: dict[str, RequestRecord] = {}
+        self.firsts: list[bool] = []
+        own = OwnFacts(
+            FrontendStatus, self.recent, self.running.get, self.content.get, self.routing
+        )
+        self.routes = UiRoutes(source, own, self.tasks, guard, has_keys)
         table = Routes()
         self.routes.install(table)
         guard_ui_routes(table, guard)
         limits = HttpLimits(sweep_s=0.02, linger_s=0.1)
         self.server = HttpServer(table, limits, access=frontend_access(self.settings))
         self.port = 0
+
+    async def routing(self, first: bool) -> object:
+        self.firsts.append(first)
+        return {"pools": []}
 
     def collect(self, own: FrontendStatus) -> BoxStatus:
         self.collected += 1
@@ -272,6 +282,7 @@ OPERATORS = (
     "/ui/logs?name=x",
     "/ui/requests",
     "/ui/requests/x",
+    "/ui/content/x",
     "/ui/actions",
 )
 
@@ -328,7 +339,7 @@ async def test_with_keys_the_files_are_open_and_the_rest_is_for_operators(tmp_pa
             about = json.loads((await page.ask("/ui/about.json", *headers))[2])
             assert (about["keys"], about["role"], about["name"]) == (True, role, name)
             assert about["rest"].startswith("" if role == "operator" else "for operators; ")
-        for path in ("/ui/events", "/ui/logs?name=x", "/ui/requests", "/ui/requests/last"):
+        for path in ("/ui/events", "/ui/logs?name=x", "/ui/requests", "/ui/content/x"):
             assert (await page.ask(path))[0] == 401
             status, _, answer = await page.ask(path, f"Authorization: Bearer {user}")
             assert status == 403 and b"the key 'alice' has the role user" in answer
@@ -541,3 +552,26 @@ async def test_a_receipt_of_any_frontend(page: Page) -> None:
         assert found["request_id"] == name
     status, _, answer = await page.ask("/ui/requests/nothing")
     assert status == 404 and b"the last 1000 are kept" in answer
+
+
+async def test_recorded_content(page: Page) -> None:
+    status, _, answer = await page.ask("/ui/content/own-1")
+    assert status == 404 and b"dynamo record --content" in answer
+    page.content["own-1"] = b'{"body": "hello"}'
+    assert (await page.ask("/ui/content/own-1"))[2] == b'{"body": "hello"}'
+
+
+async def test_the_routing_is_read_while_a_page_shows_it(page: Page) -> None:
+    page.running["now"] = of_peer("now")
+    assert json.loads((await page.ask("/ui/requests/now"))[2])["request_id"] == "now"
+    plain = await page.stream("/ui/events")
+    for _ in range(2):
+        await plain.next()
+    assert not page.firsts
+    shows = await page.stream("/ui/events?show=routing")
+    for _ in range(2):
+        assert (await shows.next())[0] == "status"
+        assert await shows.next() == ("routing", {"pools": []})
+    assert page.firsts[:2] == [True, False]
+    await close(shows.writer)
+    await close(plain.writer)

@@ -130,7 +130,7 @@ class OpenAIRoutes:
             self._refuse(exchange, api, error, model)
             return
         self._adapt(parsed, loaded)
-        exchange.body = b""
+        registry.release_body(exchange)
         info = RequestInfo(api.endpoint, *request_id(exchange.headers))
         request = ActiveRequest(registry, exchange, info, loaded.metrics, bool(parsed.stream))
         preprocessor = loaded.preprocessor
@@ -170,7 +170,7 @@ class OpenAIRoutes:
                 )
                 model = parsed.model
                 loaded = await models.find_loaded(model, api.model_type)
-                exchange.body = b""
+                registry.release_body(exchange)
                 if exchange.gone:
                     registry.abandoned(exchange, api.endpoint, model, bool(parsed.stream))
                     return

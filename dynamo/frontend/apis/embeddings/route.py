@@ -182,7 +182,7 @@ class EmbeddingRoutes:
 
     def _begin(self, exchange: Exchange, loaded: TokenModel) -> EmbeddingRequest:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
-        exchange.body = b""
+        self._registry.release_body(exchange)
         info = RequestInfo(_ENDPOINT, *request_id(exchange.headers))
         return EmbeddingRequest(self._registry, exchange, info, loaded.metrics, False)
 

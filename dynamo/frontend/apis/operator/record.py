@@ -1,7 +1,8 @@
 """Recording requests for an operator: what is kept of each, and the route that sends it.
 
 One JSON object a line; :mod:`dynamo.protocols.status` describes them. ``?model=`` records one model
-alone. ``dynamo record`` makes a trace of it.
+alone. ``dynamo record`` makes a trace of it. With ``?content=true`` lines have bodies instead
+(:mod:`dynamo.frontend.apis.operator.content`), for ``seconds=`` (600) and up to ``mb=`` (64).
 
 Ids are keyed hashes (BLAKE2b) with a random key for each recording, which is never stored: equal
 prompts have equal ids within a recording, ids of two recordings cannot be matched, and a prompt
@@ -12,16 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from array import array
 from hashlib import blake2b
+from typing import NamedTuple
 from urllib.parse import parse_qs
 
 import msgspec
 from msgspec.structs import replace
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, Unavailable, shorten
+from dynamo.frontend.apis.operator.content import MIB, ContentRecording, ending
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import error_response
@@ -31,7 +35,13 @@ from dynamo.http import NEVER, Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest
-from dynamo.protocols.status import TRACE_BLOCK_TOKENS, RecordedRequest, RecordingCount
+from dynamo.protocols.status import (
+    CONTENT_MB,
+    CONTENT_SECONDS,
+    TRACE_BLOCK_TOKENS,
+    RecordedRequest,
+    RecordingCount,
+)
 from dynamo.router.kv_mode.prompt import Hasher
 from dynamo.runtime.process.tasks import Tasks
 
@@ -39,6 +49,7 @@ _PATH = "/v1/record"
 _CONTENT_TYPE = "application/x-ndjson"
 _RECORDINGS = 4
 _COUNT_S = 1.0
+_NUMBER = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6})?")
 log = logging.getLogger(__name__)
 _KEY_BYTES = 32
 _ID_BYTES = 6  # 48 bits: numbers that every JSON reader takes; 2**20 blocks collide with 0.2 %
@@ -145,7 +156,10 @@ class RecordRoutes:
     async def _record(self, exchange: Exchange) -> None:
         registry = self._registry
         try:
-            model = self._asked_model(exchange.query)
+            asked = _parse(exchange.query)
+            model = self._known(asked.model)
+            if asked.content and registry.content is not None:
+                raise Unavailable("one client records content already; end that recording")
             if len(registry.recordings) >= _RECORDINGS:
                 raise Unavailable(f"{_RECORDINGS} clients record already; end one of them")
         except DynamoError as error:
@@ -156,6 +170,13 @@ class RecordRoutes:
             return
         exchange.deadline = NEVER
         exchange.start(200, _CONTENT_TYPE, [("cache-control", "no-cache")])
+        if asked.content:
+            await self._record_content(exchange, asked)
+        else:
+            await self._record_figures(exchange, model)
+
+    async def _record_figures(self, exchange: Exchange, model: str | None) -> None:
+        registry = self._registry
         recording = Recording(exchange, model)
         registry.recordings.append(recording.ended)
         try:
@@ -165,15 +186,73 @@ class RecordRoutes:
         finally:
             registry.recordings.remove(recording.ended)
 
-    def _asked_model(self, query: str) -> str | None:
-        """The model to record, None for all. Raises InvalidArgument and ModelNotFound."""
-        given = parse_qs(query)
-        unknown = ", ".join(f"`{name}`" for name in sorted(given.keys() - {"model"}))
-        if unknown:
-            raise InvalidArgument(f"The query takes `model`, not {unknown}")
-        if "model" not in given:
-            return None
-        model = given["model"][-1]
-        if model not in [name for name, *_ in self._models.listed()]:
+    async def _record_content(self, exchange: Exchange, asked: _Asked) -> None:
+        registry, key = self._registry, exchange.api_key
+        name = "a client of this machine" if key is None else f"operator {key.name}"
+        log.warning("%s records the content of requests, at most %g s", name, asked.seconds)
+        until_s = time.monotonic() + asked.seconds
+        recording = ContentRecording(exchange, asked.model, asked.mb * MIB, until_s)
+        registry.content = recording
+        registry.recordings.append(recording.ended)
+        counts = self._tasks.spawn(self._count_content(exchange, recording), name="count content")
+        try:
+            exchange.end(ending(await recording.send()))
+        finally:
+            counts.cancel()
+            registry.content = None
+            registry.recordings.remove(recording.ended)
+            log.warning("%s: the recording of content has ended", name)
+
+    async def _count_content(self, exchange: Exchange, recording: ContentRecording) -> None:
+        while True:
+            if not exchange.above_high_water:
+                running = self._registry.admitted
+                count = RecordingCount(
+                    recorded=recording.recorded, lost=recording.lost, running=running
+                )
+                exchange.write(msgspec.json.encode(count) + b"\n")
+            await asyncio.sleep(_COUNT_S)
+
+    def _known(self, model: str | None) -> str | None:
+        """Return ``model``, None for all. Raises ModelNotFound."""
+        if model is not None and model not in [name for name, *_ in self._models.listed()]:
             raise ModelNotFound(f"Model not found: {shorten(model)}")
         return model
+
+
+class _Asked(NamedTuple):
+    """What the query asks for."""
+
+    model: str | None
+    content: bool
+    seconds: float
+    mb: int
+
+
+def _parse(query: str) -> _Asked:
+    """Read a query. Raises InvalidArgument."""
+    given = {name: values[-1] for name, values in parse_qs(query).items()}
+    unknown = ", ".join(
+        f"`{shorten(name)}`"
+        for name in sorted(given.keys() - {"model", "content", "seconds", "mb"})
+    )
+    if unknown:
+        raise InvalidArgument(f"The query takes `model`, `content`, `seconds`, `mb`, not {unknown}")
+    content = given.get("content", "false")
+    if content != "true" and given.keys() & {"seconds", "mb"}:
+        raise InvalidArgument("`seconds` and `mb` belong to `content=true`")
+    if content not in ("true", "false"):
+        raise InvalidArgument(f"`content` must be true or false, got {shorten(content)}")
+    return _Asked(
+        given.get("model"),
+        content == "true",
+        _number("seconds", given.get("seconds", "600"), CONTENT_SECONDS),
+        max(1, int(_number("mb", given.get("mb", "64"), CONTENT_MB))),
+    )
+
+
+def _number(name: str, text: str, most: int) -> float:
+    """Return a number above 0. Raises InvalidArgument."""
+    if not (_NUMBER.fullmatch(text) and 0 < float(text) <= most):
+        raise InvalidArgument(f"`{name}` must be above 0 and at most {most}, got {shorten(text)}")
+    return float(text)

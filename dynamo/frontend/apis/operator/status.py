@@ -278,6 +278,7 @@ class StatusRoutes:
             ),
             requests=tuple(self._recent.newest(_REQUESTS)),
             rejected=self._models.rejections(),
+            records_content=self._requests.content is not None,
         )
 
     def _cold(self, name: str) -> ModelFigures:

@@ -354,7 +354,8 @@ class RelayRoutes:
         kind = RelayedActiveRequest if text else RelayedHttpRequest
         streams = asked.streams and exchange.path != EMBEDDINGS
         answer: RelayedAnswer = TextAnswer(streams) if text else HttpAnswer()
-        body, exchange.body = exchange.body, b""
+        body = exchange.body
+        self._registry.release_body(exchange)
         info = RequestInfo(label, *request_id(exchange.headers))
         request = kind(self._registry, exchange, info, model.metrics, streams)
         request.generation = answer

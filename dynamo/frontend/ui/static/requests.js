@@ -1,6 +1,7 @@
 // Recent requests, as they end. The whole list is fetched when the section is opened; the stream
 // then sends what is new. Filters, figures and export are over the list that the page has.
 
+import { isRecorded, noteRecording, showContent } from "./content.js";
 import { badge, byId, clock, count, liveTable, make, natural, NONE, seconds, setText } from "./dom.js";
 import { receiptNodes } from "./receipt.js";
 import { getJson, toast } from "./server.js";
@@ -202,9 +203,17 @@ async function fetchReceipt(cell, row) {
   try {
     receipts.set(key, await getJson(`ui/requests/${encodeURIComponent(row.request_id)}`));
     cell.replaceChildren(...receiptNodes(receipts.get(key), true, nameOf));
+    showBodies(cell, row);
   } catch (error) {
     cell.append(make("p", { class: "dim" }, error.message));
   }
+}
+
+function showBodies(cell, row) {
+  if (!isRecorded()) return;
+  const content = make("div");
+  cell.append(content);
+  showContent(content, row.request_id);
 }
 
 function note(cell, row) {
@@ -212,7 +221,8 @@ function note(cell, row) {
   if (shown && !cell.firstChild) {
     const full = receipts.get(keyOf(row));
     cell.replaceChildren(...receiptNodes(full ?? row, Boolean(full), nameOf));
-    if (!full) fetchReceipt(cell, row);
+    if (full) showBodies(cell, row);
+    else fetchReceipt(cell, row);
   } else if (!shown) {
     cell.replaceChildren();
   }
@@ -286,8 +296,9 @@ export function install() {
       add(data.requests);
       redraw();
     },
-    nameWorkers(workers) {
-      for (const one of workers) if (one.worker) names.set(one.worker, one.name);
+    note(status) {
+      noteRecording(status);
+      for (const one of status.workers) if (one.worker) names.set(one.worker, one.name);
       while (names.size > NAMES) names.delete(names.keys().next().value);
     },
   };

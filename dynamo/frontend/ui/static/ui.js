@@ -7,10 +7,11 @@ import { badge, byId, setText } from "./dom.js";
 import * as logsPane from "./logs.js";
 import * as overviewPane from "./overview.js";
 import * as requestsPane from "./requests.js";
+import * as routingPane from "./routing.js";
 import { apiKey, getJson, setApiKey, Stream, toast } from "./server.js";
 
-const TABS = ["overview", "requests", "logs", "chat", "connect"];
-const FEEDS = ["requests"];
+const TABS = ["overview", "requests", "routing", "logs", "chat", "connect"];
+const FEEDS = ["requests", "routing"];
 const THEMES = ["auto", "light", "dark"];
 const MODELS_MS = 5000;
 
@@ -22,6 +23,7 @@ const chat = chatPane.install();
 const connect = connectPane.install();
 const overview = overviewPane.install(openLogs);
 const requests = requestsPane.install();
+const routing = routingPane.install();
 charts.install();
 
 // -- tabs: the hash of the address names the section
@@ -122,7 +124,7 @@ function showRole() {
   byId("role-note").hidden = role !== "user";
   setText(byId("role-note"), `${keys ? "This key" : "This browser"} may use Chat and Connect. The rest of this page is ${about.rest}.`);
   byId("sign-out").hidden = !signedIn;
-  if (role !== "operator") for (const id of ["namespace", "deployment"]) setText(byId(id), "");
+  if (role !== "operator") for (const id of ["namespace", "deployment", "recording"]) setText(byId(id), "");
   byId("problems").hidden ||= role !== "operator";
   showTab();
 }
@@ -161,7 +163,8 @@ function show(status) {
   else badge(byId("deployment"), "stopped", "no deployment");
   overview(status);
   charts.update(status);
-  requests.nameWorkers(status.workers);
+  requests.note(status);
+  badge(byId("recording"), "failed", status.records_content ? "content is recorded" : "");
   logs.update(status);
   const names = [...status.models].sort(readyFirst).map((one) => one.model);
   chat(names);
@@ -202,6 +205,7 @@ function readyFirst(one, other) {
 function onEvent(name, data) {
   if (name === "status") show(data);
   else if (name === "requests") requests.add(data);
+  else if (name === "routing") routing(data);
   else if (name === "outcome") toast(data.text, data.failed ? "failed" : "ready");
 }
 

@@ -1,0 +1,192 @@
+"""Recording the bodies of requests and answers, for an operator who asks for it.
+
+Off unless a client of ``GET /v1/record?content=true`` is connected. It ends by itself after a time
+and a number of bytes. What looks like a key or a password is replaced before it is kept or sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dynamo.http import Exchange
+from dynamo.protocols.status import RecordedContent, RecordingEnd
+
+if TYPE_CHECKING:
+    from dynamo.frontend.requests.request import ActiveRequest
+
+log = logging.getLogger(__name__)
+MIB = 1 << 20
+BODY_BYTES = MIB // 2
+"""Of one body or answer: to look for keys in it takes 35 ms of CPU."""
+_OPEN_BYTES = 64 * MIB
+_WAITING_BYTES = 16 * MIB
+_SHOWN_BYTES = 16 * MIB
+_REDACTED = b"[redacted]"
+# Both are linear in the text: no part of them can match a position in more than one way.
+_KEYS = re.compile(
+    rb"(?<![A-Za-z0-9])(?:(?:sk|dyn|hf|gh[opsu]|github_pat|glpat|xox[abprs])[-_][A-Za-z0-9_-]{16,}"
+    rb"|AKIA[A-Z0-9]{16}|eyJ[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_.-]{16,}"
+    rb"|[Bb]earer +[A-Za-z0-9._~+/=-]{16,})"
+    rb"|-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----[A-Za-z0-9+/=\\\s]*"
+)
+_FIELDS = re.compile(
+    rb'((?:api[_-]?key|password|passwd|secret|authorization|token)\\*"\s*:\s*\\*")[^"\\]+', re.I
+)
+
+
+class ContentCopy:
+    """The body of a request, and its response as it is sent: head, framing and all."""
+
+    __slots__ = ("__weakref__", "body", "cut", "response", "size_bytes")
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.response: list[bytes] = []
+        self.size_bytes = 0
+        self.cut = False
+
+    def add(self, data: bytes) -> None:
+        """Keep a piece of the response, up to the limit."""
+        if self.size_bytes + len(data) > BODY_BYTES:
+            self.cut = True
+        if not self.cut:
+            self.response.append(data)
+            self.size_bytes += len(data)
+
+
+class ContentRecording:
+    """Records requests of ``model``, or of all, that arrive from now on, to ``exchange``.
+
+    It is over after ``limit_bytes``, and at ``until_s`` (monotonic seconds). The newest 16 MiB are
+    kept for :meth:`find`, until it is over.
+    """
+
+    def __init__(
+        self, exchange: Exchange, model: str | None, limit_bytes: int, until_s: float
+    ) -> None:
+        self._exchange = exchange
+        self._model = model
+        self._limit_bytes = limit_bytes
+        self._begun_s = time.monotonic()
+        self._until_s = until_s
+        self._open: weakref.WeakSet[ContentCopy] = weakref.WeakSet()
+        self._waiting: deque[tuple[ContentCopy, RecordedContent]] = deque()
+        self._waiting_bytes = self._sent_bytes = self._shown_bytes = 0
+        self._shown: dict[str, bytes] = {}
+        self._wake = asyncio.Event()
+        self.recorded = self.lost = 0
+
+    def begin(self, exchange: Exchange) -> None:
+        """Copy the body of a request, and from now on its response.
+
+        Nothing of it if the bodies of running requests exceed 64 MiB.
+        """
+        held_bytes = sum(len(one.body) + one.size_bytes for one in self._open)
+        if len(exchange.body) <= BODY_BYTES and held_bytes <= _OPEN_BYTES:
+            copy = ContentCopy(exchange.body)
+            self._open.add(copy)
+            exchange.copy_to(copy, copy.add)
+
+    def ended(self, request: ActiveRequest) -> None:
+        """Take a request that has ended; its text is cleaned in :meth:`send`."""
+        name, exchange = request.model.name, request.exchange
+        if self._model not in (None, name) or exchange.received_at < self._begun_s:
+            return
+        copy = exchange.copied
+        if not isinstance(copy, ContentCopy) or self._waiting_bytes > _WAITING_BYTES:
+            self.lost += 1
+            return
+        figures = request.metrics
+        content = RecordedContent(
+            request_id=request.info.request_id,
+            model=name,
+            path=exchange.path,
+            received_at_s=round(time.time() - (time.monotonic() - exchange.received_at), 3),
+            duration_s=figures.ended_s - exchange.received_at,
+            outcome=figures.outcome,
+            body="",
+        )
+        self._waiting.append((copy, content))
+        self._waiting_bytes += len(copy.body) + copy.size_bytes
+        self._wake.set()
+
+    async def send(self) -> str:
+        """Send what ends, until the recording is over; return why it is."""
+        while True:
+            self._wake.clear()
+            while self._waiting:
+                line = await self._next_line()
+                if self._sent_bytes + len(line) > self._limit_bytes:
+                    return f"{self._limit_bytes >> 20} MiB are recorded"
+                if self._exchange.above_high_water:
+                    self.lost += 1
+                    continue
+                self._sent_bytes += len(line)
+                self.recorded += 1
+                self._exchange.write(line)
+            try:
+                async with asyncio.timeout(self._until_s - time.monotonic()):
+                    await self._wake.wait()
+            except TimeoutError:
+                return "its time is over"
+
+    def find(self, request_id: str) -> bytes | None:
+        """Return the JSON of a :class:`RecordedContent` that was sent lately."""
+        return self._shown.get(request_id)
+
+    async def _next_line(self) -> bytes:
+        """Clean one record, in a loop turn for each of its two texts."""
+        copy, content = self._waiting.popleft()
+        self._waiting_bytes -= len(copy.body) + copy.size_bytes
+        body = cleaned(copy.body)
+        await asyncio.sleep(0)
+        response = cleaned(response_body(b"".join(copy.response)))
+        note = f"the response is longer than {BODY_BYTES >> 10} KiB: its end is missing"
+        content = msgspec.structs.replace(
+            content, body=body, response=response, note=note if copy.cut else ""
+        )
+        encoded = msgspec.json.encode(content)
+        self._keep(content.request_id, encoded)
+        await asyncio.sleep(0)
+        return encoded + b"\n"
+
+    def _keep(self, request_id: str, encoded: bytes) -> None:
+        self._shown_bytes += len(encoded) - len(self._shown.pop(request_id, b""))
+        self._shown[request_id] = encoded
+        while self._shown_bytes > _SHOWN_BYTES:
+            self._shown_bytes -= len(self._shown.pop(next(iter(self._shown))))
+
+
+def ending(reason: str) -> bytes:
+    """Return the last line of a recording that ends by itself."""
+    return msgspec.json.encode(RecordingEnd(reason=reason)) + b"\n"
+
+
+def cleaned(text: bytes) -> str:
+    """Return ``text`` without what looks like a key, a token or a password. O(n)."""
+    text = _FIELDS.sub(rb"\1" + _REDACTED, _KEYS.sub(_REDACTED, text))
+    return text.decode("utf-8", "replace")
+
+
+def response_body(raw: bytes) -> bytes:
+    """Return the body of a response that this server sent, as far as it is there."""
+    head, _, body = raw.partition(b"\r\n\r\n")
+    if b"transfer-encoding: chunked" not in head.lower():
+        return body
+    pieces = []
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        count = int(size or b"0", 16)
+        pieces.append(rest[:count])
+        body = rest[count + 2 :]
+        if not count:
+            break
+    return b"".join(pieces)
