@@ -73,6 +73,7 @@ class ScriptedPage:
     def __init__(self, logs: Path, settings: FrontendSettings | None = None) -> None:
         self.namespace = "dynamo"
         self.logs = logs / "logs"
+        self.history_file = logs / "history"
         self.logs.mkdir(exist_ok=True)
         self.status = BoxStatus(namespace="dynamo", state="running", at_s=0.0, frontend="ready")
         self.records: dict[str, RequestRecord] = {}
@@ -80,6 +81,7 @@ class ScriptedPage:
         self._sent = 0
         self.peers = self
         self._settings = settings or FrontendSettings()
+        self.routes: UiRoutes
         self._ready = threading.Event()
         self._stop: Callable[[], object]
         self._wake: Callable[[], object]
@@ -157,6 +159,7 @@ class ScriptedPage:
         guard = operator_guard(self._settings, own_pages=True)
         has_keys = self._settings.api_key_file is not None
         routes = UiRoutes(source, FrontendStatus, tasks, guard, has_keys, RecentRequests())
+        self.routes = routes
         table = Routes()
         routes.install(table)
         guard_ui_routes(table, guard)

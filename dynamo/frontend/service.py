@@ -198,7 +198,10 @@ class Frontend:
         has_keys = self._settings.api_key_file is not None
         box = BoxSource(self._runtime, has_keys)
         guard = operator_guard(self._settings, own_pages=True)
-        page = UiRoutes(box, self._status.status, self._tasks, guard, has_keys, self._recent)
+        status = self._status
+        page = UiRoutes(
+            box, status.status, self._tasks, guard, has_keys, self._recent, status.active
+        )
         page.install(routes)
         guard_ui_routes(routes, guard)
         return page
@@ -246,6 +249,7 @@ class Frontend:
         log.info("listening on %s", self.url(*bound))
         if self._ui is not None:
             log.info("web page at %s/ui", self.url(*bound))
+            self._ui.sampler.start()
         warn_if_exposed(settings, bound[0])
         if self._runtime.settings.discovery_backend == "file":
             self._tasks.spawn(self._hold_lease(), name="lease")

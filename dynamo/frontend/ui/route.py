@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
-from dynamo.errors import DynamoError
+from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.requests import RequestFeed
@@ -27,12 +27,15 @@ from dynamo.runtime.process.tasks import Tasks
 _ABOUT = f"{PAGE}/about.json"
 _ACTIONS = f"{PAGE}/actions"
 _EVENTS = f"{PAGE}/events"
+_HISTORY = f"{PAGE}/history"
 _LOGS = f"{PAGE}/logs"
 _REQUESTS = f"{PAGE}/requests"
 _ROOT = "/"
+_DIGITS = 12
 OPEN_UI_PATHS = file_paths() | {_ABOUT, _ROOT}
 OPERATOR_UI_ROUTES = {
     _EVENTS: ("GET", "HEAD"),
+    _HISTORY: ("GET", "HEAD"),
     _LOGS: ("GET", "HEAD"),
     _REQUESTS: ("GET", "HEAD"),
     f"{_REQUESTS}/": ("GET", "HEAD"),
@@ -74,9 +77,11 @@ class UiRoutes:
         guard: OperatorGuard,
         has_keys: bool,
         recent: RecentRequests,
+        active: Callable[[], bool] = lambda: False,
     ) -> None:
         self._requests = RequestFeed(recent, source.peers)
-        self.sampler = StatusSampler(source, own, tasks, {"requests": self._requests.read})
+        feeds = {"requests": self._requests.read}
+        self.sampler = StatusSampler(source, own, tasks, feeds, active)
         self._logs = LogStreams(source.logs, source.namespace)
         self._source = source
         self._tasks = tasks
@@ -89,6 +94,7 @@ class UiRoutes:
         routes.get(_ROOT, _redirect)
         routes.get(_ABOUT, self._describe)
         routes.get(_EVENTS, self.sampler.open)
+        routes.get(_HISTORY, self._show_history)
         routes.get(_LOGS, self._logs.open)
         routes.get(_REQUESTS, in_task(self._tasks.spawn, self._list_requests))
         routes.get(f"{_REQUESTS}/", in_task(self._tasks.spawn, self._show_request))
@@ -99,11 +105,28 @@ class UiRoutes:
         message = "the frontend is stopping; the page connects again when one runs"
         self.sampler.pages.end(message)
         self._logs.end(message)
+        self.sampler.save()
 
     def close(self) -> None:
         """Stop, and end what buttons have begun."""
         self.stop()
         self._source.close()
+
+    def _show_history(self, exchange: Exchange) -> None:
+        """Answer ``?range=10m&subject=&after=0``; ``after`` is Unix time."""
+        query = {name: values[-1] for name, values in parse_qs(exchange.query).items()}
+        after = query.get("after", "0")
+        try:
+            if not (after.isascii() and after.isdecimal() and len(after) <= _DIGITS):
+                raise InvalidArgument("`after` must be a whole number of seconds")
+            found = self.sampler.history.read(
+                query.get("subject", ""), query.get("range", "10m"), int(after)
+            )
+        except InvalidArgument as error:
+            exchange.refuse(400, error.message)
+            return
+        headers = [*HEADERS, ("cache-control", "no-store")]
+        exchange.respond(200, msgspec.json.encode(found), headers=headers)
 
     def _describe(self, exchange: Exchange) -> None:
         """Say what the client may see. The path is open: with a wrong key as without one."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
 from asyncinotify import Mask
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
+from dynamo.frontend.ui.history import History, figures_of
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
 from dynamo.operations.operate import ActionOutcome, BoxControl
@@ -27,7 +30,7 @@ from dynamo.protocols.status import (
 )
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.inotify import Inotify
-from dynamo.runtime.process.paths import state_path
+from dynamo.runtime.process.paths import state_path, write_atomic
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.status.reading import BoxCollector
 from dynamo.status.recent import PeerRequests
@@ -38,6 +41,9 @@ _ALONE = (
     "only Drain has something to act on; start a deployment: dynamo serve GRAPH"
 )
 _INTERVAL_S = 1.0
+_IDLE_S = 10.0
+_SAVE_S = 300.0
+_HISTORY_BYTES = 8 << 20
 _SHORTEST_S = 0.2  # after a change, so that a burst of changes costs five samples a second
 _PAGES = 16
 Feed = Callable[[bool], Awaitable[object]]
@@ -46,10 +52,13 @@ shown the section in the last tick."""
 
 
 class StatusSampler:
-    """Sends a sample to each page once a second and after :meth:`wake`.
+    """Collects the state for the open pages and for the history.
 
-    A page names its section in the query (``?show=requests``) and gets the ``feeds`` of this
-    section, too. Without a page nothing runs. Collecting blocks, so it runs in a thread.
+    With a page, or while ``active()`` (requests run, or have ended in the last minute), that is
+    each second and after :meth:`wake`; else every 10 seconds. Collecting blocks, so it runs in a
+    thread. A page names its section in the query (``?show=requests``) and gets the ``feeds`` of
+    this section, too. The history is in ``source.history_file`` across a restart: it is read at
+    first, and written every five minutes and by :meth:`save`.
     """
 
     def __init__(
@@ -58,43 +67,72 @@ class StatusSampler:
         own: Callable[[], FrontendStatus],
         tasks: Tasks,
         feeds: Mapping[str, Feed],
+        active: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pages = EventStreams(_PAGES)
+        self.history = _read_history(source.history_file)
         self._feeds = feeds
         self._shown: set[str] = set()
         self._source = source
         self._own = own
+        self._active = active
         self._tasks = tasks
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
+        self._collected_s = -math.inf
+        self._saved_s = time.monotonic()
+        self._unwritten = False
+
+    def start(self) -> None:
+        """Collect from now on. Idempotent."""
+        if self._running is None or self._running.done():
+            self._running = self._tasks.spawn(self._run(), name="ui samples")
 
     def open(self, exchange: Exchange) -> None:
         """Stream samples to a page."""
-        if not self.pages.open(exchange, parse_qs(exchange.query).get("show", [""])[-1]):
-            return
-        self._wake.set()
-        if self._running is None or self._running.done():
-            self._running = self._tasks.spawn(self._run(), name="ui samples")
+        if self.pages.open(exchange, parse_qs(exchange.query).get("show", [""])[-1]):
+            self._wake.set()
+            self.start()
 
     def wake(self) -> None:
         """Collect a sample now: something has changed."""
         self._wake.set()
 
+    def save(self) -> None:
+        """Write the history: the frontend stops."""
+        if self.history.slot:
+            self._write(self.history.pack())
+
     async def _run(self) -> None:
-        try:
-            with self._source.watch(self.wake):
-                while self.pages:
-                    started_s = time.monotonic()
-                    self._wake.clear()
-                    status = await asyncio.to_thread(self._source.collect, self._own())
-                    self.pages.send(event("status", msgspec.json.encode(status)))
-                    await self._send_feeds()
-                    for outcome in self._source.outcomes():
-                        self.pages.send(event("outcome", msgspec.json.encode(outcome)))
-                    await self._pause(started_s)
-        finally:  # after a failure the pages open their streams again
+        while True:
+            try:
+                if self.pages:
+                    with self._source.watch(self.wake):
+                        while self.pages:
+                            await self._collect()
+                            await self._pause()
+                elif self._active() or time.monotonic() - self._collected_s >= _IDLE_S:
+                    await self._collect()
+            except Exception:  # the pages open their streams again
+                log.exception("the status can't be read")
+                self.pages.close("the status can't be read; the frontend's log says why")
             self._shown.clear()
-            self.pages.close("the status can't be read; the frontend's log says why")
+            if not self.pages:
+                await self._pause()
+
+    async def _collect(self) -> None:
+        self._collected_s = time.monotonic()
+        self._wake.clear()
+        status = await asyncio.to_thread(self._source.collect, self._own())
+        self.history.add(status.at_s, figures_of(status))
+        if self.pages:
+            self.pages.send(event("status", msgspec.json.encode(status)))
+            await self._send_feeds()
+            for outcome in self._source.outcomes():
+                self.pages.send(event("outcome", msgspec.json.encode(outcome)))
+        if self._collected_s - self._saved_s >= _SAVE_S:
+            self._saved_s = self._collected_s
+            await asyncio.to_thread(self._write, self.history.pack())
 
     async def _send_feeds(self) -> None:
         for section, read in self._feeds.items():
@@ -106,8 +144,9 @@ class StatusSampler:
             if data is not None:
                 self.pages.send(event(section, msgspec.json.encode(data)), section)
 
-    async def _pause(self, started_s: float) -> None:
+    async def _pause(self) -> None:
         """Wait for the next second, or for a change, but not for a closed page."""
+        started_s = self._collected_s if self.pages else time.monotonic()
         try:
             async with asyncio.timeout(started_s + _INTERVAL_S - time.monotonic()):
                 await self._wake.wait()
@@ -116,6 +155,26 @@ class StatusSampler:
         rest_s = started_s + _SHORTEST_S - time.monotonic()
         if rest_s > 0:
             await asyncio.sleep(rest_s)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            write_atomic(self._source.history_file, data)
+        except OSError as error:
+            if not self._unwritten:
+                log.warning("cannot write %s: %s", self._source.history_file, error.strerror)
+            self._unwritten = True
+
+
+def _read_history(path: Path) -> History:
+    """Return the history in a file, an empty one if it cannot be used."""
+    try:
+        with path.open("rb") as file:
+            return History.unpack(file.read(_HISTORY_BYTES))
+    except FileNotFoundError:
+        pass
+    except (OSError, InvalidArgument) as error:
+        log.warning("the charts begin now: %s cannot be used: %s", path, error)
+    return History()
 
 
 class BoxSource:
@@ -132,6 +191,7 @@ class BoxSource:
         self._statefile = f"{settings.namespace}.json"
         self.logs = self._directory / settings.namespace / "logs"
         self.peers = PeerRequests(settings)
+        self.history_file = self._directory / settings.namespace / "history"
 
     def act(self, action: str, name: str) -> str:
         """Do what a button says. Raises DynamoError. Blocks."""
