@@ -51,20 +51,20 @@ class HistorySlice(msgspec.Struct, frozen=True, kw_only=True):
     series: dict[str, list[float | None]]
 
 
-class _Saved(msgspec.Struct, frozen=True, array_like=True):
+class _SavedSeries(msgspec.Struct, frozen=True, array_like=True):
     subject: str
     name: str
     rings: list[bytes]
 
 
-class _File(msgspec.Struct, frozen=True, array_like=True):
+class _HistoryFile(msgspec.Struct, frozen=True, array_like=True):
     version: int
     slot: int
     tiers: list[tuple[int, int]]
-    series: list[_Saved]
+    series: list[_SavedSeries]
 
 
-_decode = msgspec.msgpack.Decoder(_File).decode
+_decode = msgspec.msgpack.Decoder(_HistoryFile).decode
 
 
 class _Series:
@@ -78,6 +78,7 @@ class History:
 
     def __init__(self) -> None:
         self.slot = 0
+        self._resumed = False
         self._series: dict[SeriesKey, _Series] = {}
 
     def __len__(self) -> int:
@@ -99,7 +100,7 @@ class History:
             self._forget_after(slot)
         elif self.slot:
             self._advance(slot)
-        self.slot = slot
+        self.slot, self._resumed = slot, False
         for key, value in values.items():
             if value is None or not math.isfinite(value):
                 continue
@@ -140,10 +141,10 @@ class History:
     def pack(self) -> bytes:
         """Return the content of the history's file."""
         saved = [
-            _Saved(subject, name, [ring.tobytes() for ring in series.rings])
+            _SavedSeries(subject, name, [ring.tobytes() for ring in series.rings])
             for (subject, name), series in self._series.items()
         ]
-        body = msgspec.msgpack.encode(_File(VERSION, self.slot, _shape(), saved))
+        body = msgspec.msgpack.encode(_HistoryFile(VERSION, self.slot, _shape(), saved))
         return zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little") + body
 
     @classmethod
@@ -160,7 +161,7 @@ class History:
         if found.version != VERSION or found.tiers != _shape():
             raise InvalidArgument(f"it has version {found.version}, not {VERSION}")
         history = cls()
-        history.slot = found.slot
+        history.slot, history._resumed = found.slot, True  # a restart is a gap
         for one in found.series[:SERIES]:
             series = _Series()
             rings = [array("f", ring) for ring in one.rings if len(ring) % 4 == 0]
@@ -184,7 +185,7 @@ class History:
     def _advance(self, slot: int) -> None:
         """Fill the coarser slots that ended, and clear what was a whole ring ago."""
         before = self.slot
-        held = slot - before <= HELD_S
+        held = slot - before <= HELD_S and not self._resumed
         last = slot - 1 if held else before
         for (_, name), series in self._series.items():
             fine = series.rings[0]

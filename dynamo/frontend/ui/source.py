@@ -158,6 +158,7 @@ class StatusSampler:
 
     def _write(self, data: bytes) -> None:
         try:
+            self._source.history_file.parent.mkdir(mode=0o700, exist_ok=True)
             write_atomic(self._source.history_file, data)
         except OSError as error:
             if not self._unwritten:
@@ -191,7 +192,7 @@ class BoxSource:
         self._statefile = f"{settings.namespace}.json"
         self.logs = self._directory / settings.namespace / "logs"
         self.peers = PeerRequests(settings)
-        self.history_file = self._directory / settings.namespace / "history"
+        self.history_file = self.logs / "history"
 
     def act(self, action: str, name: str) -> str:
         """Do what a button says. Raises DynamoError. Blocks."""

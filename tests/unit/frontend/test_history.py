@@ -145,6 +145,9 @@ def test_the_file_is_read_back_and_damage_is_found() -> None:
     again.add(START + 1000, {KEY: 1.0})  # a gap while it was down
     assert known(again, "10m") == [1.0]
     assert known(again, "2h")[-1] == pytest.approx(194.5)
+    again = History.unpack(data)
+    again.add(START + 202, {KEY: 1.0})  # a short one, too
+    assert again.read("", "10m").series["in_flight"][-4:] == [199.0, None, None, 1.0]
     for cut in (0, 1, 4, 5, len(data) // 2, len(data) - 1):
         with pytest.raises(InvalidArgument, match="damaged"):
             History.unpack(data[:cut])
