@@ -22,7 +22,7 @@ from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.route import UiRoutes
 from dynamo.http import HttpLimits, HttpServer
 from dynamo.http.routes import Routes
-from dynamo.protocols.status import BoxStatus, FrontendStatus, RecentList, RequestRecord
+from dynamo.protocols.status import BoxEvent, BoxStatus, FrontendStatus, RecentList, RequestRecord
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.status.recent import merged
 
@@ -76,6 +76,7 @@ class ScriptedPage:
         self.history_file = logs / "history"
         self.logs.mkdir(exist_ok=True)
         self.status = BoxStatus(namespace="dynamo", state="running", at_s=0.0, frontend="ready")
+        self._happened: list[BoxEvent] = []
         self.records: dict[str, RequestRecord] = {}
         self.requests: list[RequestRecord] = []
         self._sent = 0
@@ -100,6 +101,11 @@ class ScriptedPage:
         self.requests += requests
         self._wake()
 
+    def happen(self, *events: BoxEvent) -> None:
+        """Send events."""
+        self._happened += events
+        self._wake()
+
     def close(self) -> None:
         """End the server."""
         self._stop()
@@ -120,6 +126,11 @@ class ScriptedPage:
         """The state that the test describes."""
         return self.status
 
+    def events(self) -> list[BoxEvent]:
+        """What :meth:`happen` was given since the last call."""
+        found, self._happened = self._happened, []
+        return found
+
     def outcomes(self) -> Iterator[Any]:
         """Nothing was pressed."""
         return iter(())
@@ -129,7 +140,7 @@ class ScriptedPage:
         """Samples come once a second and with :meth:`show`."""
         yield
 
-    def act(self, action: str, name: str) -> str:
+    def act(self, action: str, name: str, by: str) -> str:
         """Press a button."""
         return f"{name}: {action}"
 

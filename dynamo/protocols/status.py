@@ -287,6 +287,31 @@ class PlannerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     models: tuple[PlannedModel, ...] = ()
 
 
+class BoxEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that happened to a deployment: a line of ``events.log`` in its run directory.
+
+    ``kind`` is one of EVENT_KINDS, ``name`` the worker, service, model or key, ``by`` the operator
+    or program that asked for it, "" if it happened by itself.
+    """
+
+    kind: str
+    at_s: float
+    name: str = ""
+    model: str = ""
+    text: str = ""
+    by: str = ""
+
+
+EVENT_KINDS = (
+    "start", "stop", "started", "serving", "died", "failed", "exited", "drained",
+    "restart", "drain", "sleep", "wake", "load", "unload", "pause", "resume", "planner",
+    "scaled", "reload", "added", "removed", "keys", "error",
+)  # fmt: skip
+"""Deployment; processes; operators; the planner's decisions; the graph; API keys; an operator's
+action that failed."""
+BAD_EVENTS = frozenset({"died", "failed", "error"})
+
+
 class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A deployment and its machine at ``at_s``. ``state`` is running or stopped (no deployment).
 

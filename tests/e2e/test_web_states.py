@@ -12,6 +12,7 @@ from web_kit import ScriptedPage, chromium, needs_chromium
 
 from dynamo.frontend.ui.history import figures_of
 from dynamo.protocols.status import (
+    BoxEvent,
     GpuStatus,
     ModelFigures,
     ModelStatus,
@@ -140,6 +141,33 @@ def test_the_history_of_models_and_gpus_is_read_by_keyboard(
     )
     page.wait_for_selector("#charts .plot[aria-label='GPU power'][aria-valuetext^='300 W']")
     assert page.locator("#charts .chart").count() == 3
+    page.context.close()
+
+
+def test_events_are_listed_below_the_charts(site: ScriptedPage, browser: Browser) -> None:
+    end_s = 1_800_000_000.0
+    site.show(at_s=end_s, models=(ModelStatus(model="a", state="ready"),))
+    old = BoxEvent(kind="started", at_s=end_s - 3600, name="dynamo_W", text="pid 1", model="a")
+    died = BoxEvent(kind="died", at_s=end_s - 60, name="dynamo_W", text="was killed", model="a")
+    site.happen(old, died)
+    page = site.open(browser)
+    page.wait_for_selector("#event-list li.failed:has-text('was killed')")
+    assert page.locator("#event-list li").count() == 1  # the other one is an hour old
+    by = "root (pid 7)"
+    site.happen(BoxEvent(kind="drain", at_s=end_s - 1, name="<b>x</b>", text="draining", by=by))
+    page.wait_for_selector(
+        "#event-list li:first-child:has-text('<b>x</b>draining (by root (pid 7))')"
+    )
+    page.click("#chart-ranges >> text='2 h'")
+    page.wait_for_selector("#event-list li >> nth=2")
+    marks = page.locator("#event-strip .mark")
+    assert [
+        marks.nth(one).evaluate("node => Math.round(parseFloat(node.style.left))")
+        for one in range(3)
+    ] == [50, 99, 100]
+    page.select_option("#chart-subject", "model a")
+    page.wait_for_selector("#event-list li >> nth=2", state="detached")
+    assert page.locator("#event-list b").all_inner_texts() == ["died", "started"]
     page.context.close()
 
 

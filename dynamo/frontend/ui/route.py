@@ -19,7 +19,7 @@ from dynamo.frontend.ui.requests import RequestFeed
 from dynamo.frontend.ui.source import BoxSource, StatusSampler
 from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
 from dynamo.http import Exchange
-from dynamo.http.access import OperatorGuard
+from dynamo.http.access import OperatorGuard, operator_name
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.status import FrontendStatus
 from dynamo.runtime.process.tasks import Tasks
@@ -154,7 +154,8 @@ class UiRoutes:
             exchange.refuse(400, f"Failed to deserialize the JSON body: {error}")
             return
         try:
-            message = await asyncio.to_thread(self._source.act, asked.action, asked.name)
+            by = operator_name(exchange, "the web page")
+            message = await asyncio.to_thread(self._source.act, asked.action, asked.name, by)
         except DynamoError as error:
             # Not 500: most often the state of the worker does not allow it.
             exchange.refuse(409 if error.status == 500 else error.status, error.message)

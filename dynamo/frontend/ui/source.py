@@ -7,7 +7,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -19,9 +20,10 @@ from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.ui.history import History, figures_of
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
-from dynamo.operations.operate import ActionOutcome, BoxControl
+from dynamo.operations.operate import ActionOutcome, BoxControl, Steps, recorded
 from dynamo.protocols.control import INSTANCES, MODEL_CARDS
 from dynamo.protocols.status import (
+    BoxEvent,
     BoxStatus,
     FrontendStatus,
     ModelFigures,
@@ -32,6 +34,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.paths import state_path, write_atomic
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.status.events import EventReader
 from dynamo.status.reading import BoxCollector
 from dynamo.status.recent import PeerRequests
 
@@ -44,6 +47,7 @@ _INTERVAL_S = 1.0
 _IDLE_S = 10.0
 _SAVE_S = 300.0
 _HISTORY_BYTES = 8 << 20
+_EVENTS = 500
 _SHORTEST_S = 0.2  # after a change, so that a burst of changes costs five samples a second
 _PAGES = 16
 Feed = Callable[[bool], Awaitable[object]]
@@ -80,6 +84,7 @@ class StatusSampler:
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._collected_s = -math.inf
+        self._events: deque[BoxEvent] = deque(maxlen=_EVENTS)
         self._saved_s = time.monotonic()
         self._unwritten = False
 
@@ -91,6 +96,8 @@ class StatusSampler:
     def open(self, exchange: Exchange) -> None:
         """Stream samples to a page."""
         if self.pages.open(exchange, parse_qs(exchange.query).get("show", [""])[-1]):
+            if self._events:
+                self.pages.send_one(exchange, _events(self._events, True))
             self._wake.set()
             self.start()
 
@@ -123,10 +130,13 @@ class StatusSampler:
     async def _collect(self) -> None:
         self._collected_s = time.monotonic()
         self._wake.clear()
-        status = await asyncio.to_thread(self._source.collect, self._own())
+        status, happened = await asyncio.to_thread(self._read, self._own())
+        self._events.extend(happened)
         self.history.add(status.at_s, figures_of(status))
         if self.pages:
             self.pages.send(event("status", msgspec.json.encode(status)))
+            if happened:
+                self.pages.send(_events(happened, False))
             await self._send_feeds()
             for outcome in self._source.outcomes():
                 self.pages.send(event("outcome", msgspec.json.encode(outcome)))
@@ -143,6 +153,10 @@ class StatusSampler:
             self._shown.add(section)
             if data is not None:
                 self.pages.send(event(section, msgspec.json.encode(data)), section)
+
+    def _read(self, own: FrontendStatus) -> tuple[BoxStatus, list[BoxEvent]]:
+        """Return the state, and the events since the last call. Blocks."""
+        return self._source.collect(own), self._source.events()
 
     async def _pause(self) -> None:
         """Wait for the next second, or for a change, but not for a closed page."""
@@ -166,6 +180,11 @@ class StatusSampler:
             self._unwritten = True
 
 
+def _events(events: Iterable[BoxEvent], are_all: bool) -> bytes:
+    """Return what a page gets: new events, or ``are_all`` that are kept here."""
+    return event("events", msgspec.json.encode({"events": list(events), "all": are_all}))
+
+
 def _read_history(path: Path) -> History:
     """Return the history in a file, an empty one if it cannot be used."""
     try:
@@ -182,7 +201,7 @@ class BoxSource:
     """The deployment in the namespace of ``runtime``. ``collect`` and ``act`` block."""
 
     def __init__(self, runtime: DistributedRuntime, has_keys: bool) -> None:
-        settings = runtime.settings
+        settings = self._runtime = runtime.settings
         self._has_keys = has_keys
         self._discovery = runtime.discovery
         self._collector = BoxCollector(settings)
@@ -193,9 +212,11 @@ class BoxSource:
         self.logs = self._directory / settings.namespace / "logs"
         self.peers = PeerRequests(settings)
         self.history_file = self.logs / "history"
+        self._events = EventReader(self._directory / settings.namespace)
+        self._reads_all = True
 
-    def act(self, action: str, name: str) -> str:
-        """Do what a button says. Raises DynamoError. Blocks."""
+    def act(self, action: str, name: str, by: str) -> str:
+        """Do what a button says, for ``by``. Raises DynamoError. Blocks."""
         actions = self._control.actions
         named = {
             "restart": actions.restart,
@@ -206,14 +227,22 @@ class BoxSource:
             "unload": actions.unload,
         }
         planner = {"pause_planner": actions.pause_planner, "resume_planner": actions.resume_planner}
+        steps: Callable[[], Steps]
         if action in named:
-            log.info("%s %s, by the web page", action, shorten(name, 128))
-            return self._control.begin(partial(named[action], name))
-        if action in planner:
-            log.info("%s, by the web page", action)
-            return self._control.begin(planner[action])
-        known = ", ".join((*named, *planner))
-        raise InvalidArgument(f"unknown action '{shorten(action, 64)}'; there are {known}")
+            steps = partial(named[action], name)
+        elif action in planner:
+            steps, action, name = planner[action], action.removesuffix("_planner"), "planner"
+        else:
+            known = ", ".join((*named, *planner))
+            raise InvalidArgument(f"unknown action '{shorten(action, 64)}'; there are {known}")
+        log.info("%s %s, by %s", action, shorten(name, 128), by)
+        return self._control.begin(lambda: recorded(self._runtime, action, name, by, steps()))
+
+    def events(self) -> list[BoxEvent]:
+        """Return the events since the last call, at first the newest of those kept. Blocks."""
+        found = self._events.all() if self._reads_all else list(self._events.read())
+        self._reads_all = False
+        return found[-_EVENTS:]
 
     def outcomes(self) -> Iterator[ActionOutcome]:
         """Yield how actions ended."""

@@ -27,6 +27,7 @@ from dynamo.http.api_keys import key_line, new_key
 from dynamo.http.routes import Routes
 from dynamo.operations.operate import ActionOutcome
 from dynamo.protocols.status import (
+    BoxEvent,
     BoxStatus,
     FrontendStatus,
     ModelFigures,
@@ -75,6 +76,7 @@ class Page:
         self.unwatched = asyncio.Event()
         self.closed = False
         self.ended: list[ActionOutcome] = []
+        self.happened: list[BoxEvent] = []
         self.pressed: list[tuple[str, str]] = []
         self.tasks = Tasks("test")
         source: Any = self
@@ -99,6 +101,10 @@ class Page:
     def close(self) -> None:
         self.closed = True
 
+    def events(self) -> list[BoxEvent]:
+        found, self.happened = self.happened, []
+        return found
+
     def outcomes(self) -> Iterator[ActionOutcome]:
         while self.ended:
             yield self.ended.pop()
@@ -110,7 +116,7 @@ class Page:
         self.watching -= 1
         self.unwatched.set()
 
-    def act(self, action: str, name: str) -> str:
+    def act(self, action: str, name: str, by: str) -> str:
         self.pressed.append((action, name))
         if action == "explode":
             raise InvalidArgument(f"unknown action '{action}'")

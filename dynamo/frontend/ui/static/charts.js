@@ -2,6 +2,7 @@
 // frontend keeps the history; the samples of this page go on from there.
 
 import { age, byId, bytes, clock, make, percent, rate, seconds, setText } from "./dom.js";
+import * as events from "./events.js";
 import { getJson } from "./server.js";
 
 const RANGES = [
@@ -273,6 +274,7 @@ let loading = null;
 function show() {
   charts = (subject.startsWith("gpu ") ? GPU : TRAFFIC).map((spec) => new Chart(spec));
   byId("charts").replaceChildren(...charts.map((one) => one.node));
+  events.show(subject, range.span_s, at_s);
   loaded_s = 0;
   load();
 }
@@ -348,6 +350,7 @@ export function update(status) {
   };
   sample.ttft = model === null ? status : sample.figures[0];
   for (const one of charts) one.update(at_s, sample);
+  events.show(subject, range.span_s, at_s);
   if (gap) loaded_s = 0;
   const live = range.step_s === 1;
   if (!loaded_s || (!live && at_s >= loaded_s + 2 * range.step_s)) {
