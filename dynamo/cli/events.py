@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import msgspec
 
 from dynamo.cli.console import shows_colour
 from dynamo.cli.options import DeploymentSettings, EventsSettings
-from dynamo.cli.text_table import cell_len, printable
+from dynamo.cli.text_table import cell_len, printable, wrap
 from dynamo.config import load
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.protocols.status import BAD_EVENTS, BoxEvent
@@ -27,7 +28,8 @@ operator or program that asked for it, if any. Ctrl-C ends -f.
 Exit status: 0 shown, 2 wrong --since, or several deployments and none is chosen."""
 _KIND_WIDTH = 7
 _NAME_WIDTH = 20
-_RED, _DIM = 31, 2
+_LEAST_TEXT = 24
+_RED = 31
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,12 +71,16 @@ def _print(event: BoxEvent, as_json: bool) -> None:
 
 
 def _line(event: BoxEvent) -> str:
+    """Return the event for people; a terminal gets more than one line if need be."""
     when = time.strftime("%m-%d %H:%M:%S", time.localtime(event.at_s))
     name = printable(event.name)
     kind = f"{event.kind:<{_KIND_WIDTH}}"
-    by = f"(by {printable(event.by)})" if event.by else ""
-    if shows_colour(sys.stdout):
-        kind = f"\x1b[{_RED}m{kind}\x1b[0m" if event.kind in BAD_EVENTS else kind
-        by = by and f"\x1b[{_DIM}m{by}\x1b[0m"
+    text = printable(event.text) + (f" (by {printable(event.by)})" if event.by else "")
     padded = name + " " * max(0, _NAME_WIDTH - cell_len(name))
-    return "  ".join(filter(None, (when, kind, padded, printable(event.text), by))).rstrip()
+    indent = sum(map(cell_len, (when, kind, padded))) + 6
+    room = shutil.get_terminal_size().columns - indent
+    if sys.stdout.isatty() and room >= _LEAST_TEXT:
+        text = ("\n" + " " * indent).join(wrap(text, room))
+    if event.kind in BAD_EVENTS and shows_colour(sys.stdout):
+        kind = f"\x1b[{_RED}m{kind}\x1b[0m"
+    return "  ".join((when, kind, padded, text)).rstrip()

@@ -302,13 +302,15 @@ class BoxEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     by: str = ""
 
 
+OPERATOR_EVENTS = (
+    *("restart", "drain", "sleep", "wake", "load", "unload", "pause", "resume"),
+    "error",  # one of these failed after it had begun
+)
 EVENT_KINDS = (
-    "start", "stop", "started", "serving", "died", "failed", "exited", "drained",
-    "restart", "drain", "sleep", "wake", "load", "unload", "pause", "resume", "planner",
-    "scaled", "reload", "added", "removed", "keys", "error",
+    "start", "stop", "started", "serving", "died", "failed", "drained",
+    *OPERATOR_EVENTS, "planner", "scaled", "reload", "added", "removed", "keys",
 )  # fmt: skip
-"""Deployment; processes; operators; the planner's decisions; the graph; API keys; an operator's
-action that failed."""
+"""Of the deployment; of processes; of operators; of the planner, the graph and API keys."""
 BAD_EVENTS = frozenset({"died", "failed", "error"})
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.errors import InvalidArgument
-from dynamo.protocols.status import BoxEvent
+from dynamo.protocols.status import OPERATOR_EVENTS, BoxEvent
 from dynamo.serve.state.events import EVENTS_FILE
 from dynamo.status.logs import LogTail, matches
 
@@ -35,11 +35,18 @@ class EventFilter:
         return (
             event.at_s >= self.since_s
             and (not self.model or self.model in (event.model, event.name))
-            and (
-                not self.name
-                or event.name == self.name
-                or any(matches(one, self.namespace, self.name) for one in event.name.split(", "))
-            )
+            and (not self.name or self._names(event))
+        )
+
+    def _names(self, event: BoxEvent) -> bool:
+        """Whether it is of ``name``, which may be without the namespace, or that of a service.
+
+        What operators name may be a service, too, and is then of each of its workers.
+        """
+        prefix = f"{self.namespace}_"
+        bare, wanted = event.name.removeprefix(prefix), self.name.removeprefix(prefix)
+        return matches(prefix + bare, self.namespace, wanted) or (
+            event.kind in OPERATOR_EVENTS and matches(prefix + wanted, self.namespace, bare)
         )
 
 

@@ -151,13 +151,14 @@ def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_events_are_chosen_by_time_model_and_name() -> None:
-    event = BoxEvent(kind="drain", at_s=100.0, name="ns_Worker_1, ns_Worker_2", model="m")
+    event = BoxEvent(kind="died", at_s=100.0, name="ns_Worker_1", model="m")
     for chosen in (
         EventFilter("ns"),
         EventFilter("ns", 100.0),
         EventFilter("ns", model="m"),
         EventFilter("ns", name="Worker"),
-        EventFilter("ns", name="ns_Worker_2"),
+        EventFilter("ns", name="Worker_1"),
+        EventFilter("ns", name="ns_Worker_1"),
     ):
         assert chosen.takes(event), chosen
     for chosen in (
@@ -167,6 +168,13 @@ def test_events_are_chosen_by_time_model_and_name() -> None:
         EventFilter("ns", name="ns_Worker_3"),
     ):
         assert not chosen.takes(event), chosen
+    for name in ("Worker", "Worker_1", "ns_Worker_1"):
+        assert EventFilter("ns", name="ns_Worker_1").takes(
+            BoxEvent(kind="drain", at_s=1, name=name)
+        )
+    assert not EventFilter("ns", name="Worker_1").takes(
+        BoxEvent(kind="died", at_s=1, name="ns_Worker")
+    )
     assert EventFilter("ns", model="m").takes(BoxEvent(kind="load", at_s=1, name="m"))
     assert parse_since("90s", 1000) == 910 and parse_since("1.5h", 10_000) == 4600
     assert parse_since("2026-05-04T13:00+00:00") == 1_777_899_600
