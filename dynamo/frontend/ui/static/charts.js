@@ -111,7 +111,7 @@ class Chart {
     this.paths = spec.lines.map((_, index) => drawn("path", { class: `line s${index}` }));
     this.cursor = drawn("path", { class: "cursor" });
     this.svg.append(this.grid, this.area, ...this.paths, this.cursor);
-    this.plot = make("div", { class: "plot", role: "slider", tabIndex: 0, "aria-label": spec.title }, this.scale, this.svg);
+    this.plot = make("div", { class: "plot", role: "slider", tabIndex: 0, "aria-label": spec.title, "aria-valuenow": "0" }, this.scale, this.svg);
     this.plot.addEventListener("pointermove", (event) => this.point(event));
     this.plot.addEventListener("pointerleave", () => this.choose(null));
     this.plot.addEventListener("focus", () => this.choose(this.samples.at(-1)?.[0] ?? null));
