@@ -22,7 +22,7 @@ from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.route import OwnFacts, UiRoutes
 from dynamo.http import Exchange, HttpLimits, HttpServer
 from dynamo.http.routes import Routes
-from dynamo.protocols.status import BoxStatus, FrontendStatus, RecentList, RequestRecord
+from dynamo.protocols.status import BoxEvent, BoxStatus, FrontendStatus, RecentList, RequestRecord
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.status.recent import merged
 
@@ -73,8 +73,10 @@ class ScriptedPage:
     def __init__(self, logs: Path, settings: FrontendSettings | None = None) -> None:
         self.namespace = "dynamo"
         self.logs = logs / "logs"
+        self.history_file = logs / "history"
         self.logs.mkdir(exist_ok=True)
         self.status = BoxStatus(namespace="dynamo", state="running", at_s=0.0, frontend="ready")
+        self._happened: list[BoxEvent] = []
         self.records: dict[str, RequestRecord] = {}
         self.requests: list[RequestRecord] = []
         self.content: dict[str, bytes] = {}
@@ -84,6 +86,7 @@ class ScriptedPage:
         self._sent = 0
         self.peers = self
         self._settings = settings or FrontendSettings()
+        self.routes: UiRoutes
         self._ready = threading.Event()
         self._stop: Callable[[], object]
         self._wake: Callable[[], object]
@@ -100,6 +103,11 @@ class ScriptedPage:
     def end(self, *requests: RequestRecord) -> None:
         """These requests end now."""
         self.requests += requests
+        self._wake()
+
+    def happen(self, *events: BoxEvent) -> None:
+        """Send events."""
+        self._happened += events
         self._wake()
 
     def close(self) -> None:
@@ -122,6 +130,11 @@ class ScriptedPage:
         """The state that the test describes."""
         return self.status
 
+    def events(self) -> list[BoxEvent]:
+        """What :meth:`happen` was given since the last call."""
+        found, self._happened = self._happened, []
+        return found
+
     def outcomes(self) -> Iterator[Any]:
         """Nothing was pressed."""
         return iter(())
@@ -131,7 +144,7 @@ class ScriptedPage:
         """Samples come once a second and with :meth:`show`."""
         yield
 
-    def act(self, action: str, name: str) -> str:
+    def act(self, action: str, name: str, by: str) -> str:
         """Press a button."""
         return f"{name}: {action}"
 
@@ -172,6 +185,7 @@ class ScriptedPage:
             FrontendStatus, RecentRequests(), running, self.content.get, self._read_routing
         )
         routes = UiRoutes(source, facts, tasks, guard, has_keys)
+        self.routes = routes
         table = Routes()
         table.post("/v1/chat/completions", self._chat)
         routes.install(table)

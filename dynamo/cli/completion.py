@@ -112,6 +112,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "state": ("cli.options.StateSettings",),
     "top": ("cli.options.TopSettings", _DEPLOYMENT),
     "logs": ("cli.options.LogsSettings", _DEPLOYMENT),
+    "events": ("cli.options.EventsSettings", _DEPLOYMENT),
     "stop": (_DEPLOYMENT,),
     "remove": _MODEL,
     "restart": _WORKERS,

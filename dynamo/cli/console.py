@@ -17,6 +17,7 @@ import threading
 import time
 import zlib
 from io import BytesIO, FileIO, RawIOBase
+from typing import IO, Any
 
 from dynamo.config import environ
 from dynamo.observability.logs import one_line
@@ -26,6 +27,11 @@ _LINES_AT_ONCE = 256
 _CLOSE_TIMEOUT_S = 2.0
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _LEVEL_COLOURS = {logging.WARNING: 33, logging.ERROR: 31}
+
+
+def shows_colour(stream: IO[Any] | RawIOBase | BytesIO) -> bool:
+    """Whether ``stream`` is a terminal, and colours are wanted there (https://no-color.org)."""
+    return stream.isatty() and not environ().get("NO_COLOR")
 
 
 class WatcherPrefix:
@@ -65,7 +71,7 @@ class Console:
         # Not sys.stdout: a flush of that at exit would wait for our thread, which may be blocked
         # in a pipe that is full and never read.
         self._stream = FileIO(sys.stdout.fileno(), "w", closefd=False) if stream is None else stream
-        self._colour = not jsonl and self._stream.isatty() and not environ().get("NO_COLOR")
+        self._colour = not jsonl and shows_colour(self._stream)
         self._jsonl = jsonl
         self._quiet = quiet
         self._prefix = WatcherPrefix(namespace, self._colour)

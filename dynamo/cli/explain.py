@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 
 from dynamo.cli.frontend_client import ask
 from dynamo.cli.options import RequestExplainSettings
+from dynamo.cli.text_table import figures, printable, wrap
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -50,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if settings.json:
         print(msgspec.json.format(msgspec.json.encode(record)).decode())
     else:
-        print("\n".join(explanation(record)))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+        print("\n".join(explanation(record, width)))
     return 0
 
 
@@ -100,18 +103,22 @@ def _fit_lines(title: str, found: Explanation) -> Iterator[str]:
         yield f"  worker {row.worker_id:x}{rank}: {row.slowness:.2f} times as long"
 
 
-def explanation(record: RequestRecord) -> Iterator[str]:
-    """Yield the lines: the conclusion, the times, the tokens, and a table for each choice."""
-    yield _conclusion(record)
+def explanation(record: RequestRecord, width: int = 0) -> Iterator[str]:
+    """Yield the lines: the conclusion, the times, the tokens, and a table for each choice.
+
+    ``width`` is that of a terminal.
+    """
+    conclusion = printable(_conclusion(record))
+    yield from wrap(conclusion, width) if width else [conclusion]
     yield ""
     yield from _times(record)
     yield ""
     yield from _facts(record)
     if record.prefill_route is not None:
-        yield from ("", "prefill worker", *_route(record.prefill_route))
+        yield from ("", "prefill worker", *_route(record.prefill_route, width))
     if record.route is not None:
         title = "worker" if record.prefill_route is None else "decode worker"
-        yield from ("", title, *_route(record.route))
+        yield from ("", title, *_route(record.route, width))
 
 
 def _conclusion(record: RequestRecord) -> str:
@@ -188,7 +195,7 @@ def _expected(record: RequestRecord) -> str:
     return f"{_ms(wait_s + compute_s)} (wait {_ms(wait_s)}, compute {_ms(compute_s)})"
 
 
-def _route(route: RouteReceipt) -> Iterator[str]:
+def _route(route: RouteReceipt, width: int) -> Iterator[str]:
     yield f"  {route.reason} (mode {route.mode})"
     if route.index in _INDEX:
         yield f"  index {route.index}: {_INDEX[route.index]}"
@@ -197,17 +204,25 @@ def _route(route: RouteReceipt) -> Iterator[str]:
     titles = list(dict.fromkeys(name for row in route.candidates for name in row.terms))
     if any(row.cost is not None for row in route.candidates):
         titles.append(_COST)
-    widths = [max(len(title), 8) + 2 for title in titles]
-    head = "".join(f"{_title(one):>{width}}" for one, width in zip(titles, widths, strict=True))
-    yield f"    {'worker':>16}{'rank':>6}{'overlap':>9}{head}"
-    for row in route.candidates:
-        cells = "".join(
-            f"{_cell(row, title, scale):>{width}}"
-            for title, width in zip(titles, widths, strict=True)
+    ranks = any(row.dp_rank for row in route.candidates)
+    head = ("worker", *(["rank"] if ranks else []), "overlap", *map(_title, titles))
+    rows = [
+        (
+            f"{row.worker:>16}",
+            *([str(row.dp_rank)] if ranks else []),
+            f"{row.overlap_blocks:g}",
+            *(_cell(row, title, scale) for title in titles),
         )
+        for row in route.candidates
+    ]
+    first, *lines = figures([(f"{head[0]:>16}", *head[1:]), *rows])
+    yield f"     {first}"
+    for row, line in zip(route.candidates, lines, strict=True):
         mark, note = ("->", "  chosen") if row.chosen else ("", f"  {row.excluded}")
-        overlap = f"{row.overlap_blocks:g}"
-        yield f"  {mark:2}{row.worker:>16}{row.dp_rank:>6}{overlap:>9}{cells}{note}".rstrip()
+        shown = f"  {mark:2} {line}"
+        # The mark says it, too: a terminal that is too narrow would break the line.
+        left_out = row.chosen and 0 < width < len(shown) + len(note)
+        yield (shown if left_out else shown + note).rstrip()
     if route.omitted:
         yield f"    and {route.omitted} more"
     if _COST in titles:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.cli.console import WatcherPrefix
+from dynamo.cli.console import WatcherPrefix, shows_colour
 from dynamo.cli.options import DeploymentSettings, LogsSettings
 from dynamo.config import load
 from dynamo.errors import ConfigError, InvalidArgument
@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dynamo logs: {error.message}", file=sys.stderr)
         return 2
     # One watcher named in full needs no prefix; a service may get more workers later.
-    prefix = None if watchers == [settings.name] else WatcherPrefix(namespace, sys.stdout.isatty())
+    prefix = (
+        None if watchers == [settings.name] else WatcherPrefix(namespace, shows_colour(sys.stdout))
+    )
     reader = LogReader(directory, namespace, settings.name)
     try:
         _print(reader.last(settings.number), prefix)
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _follow(reader: LogReader, prefix: WatcherPrefix | None) -> None:
-    async for line in follow(reader):
+    async for line in follow(reader.directory, reader.read):
         _print([line], prefix)
 
 

@@ -28,6 +28,7 @@ VERBS = {
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
     "top": ("dynamo.cli.top", "show GPUs, models, workers and requests live, with keys to act"),
     "logs": ("dynamo.cli.logs", "show the output of processes"),
+    "events": ("dynamo.cli.events", "show what happened: deaths, starts, decisions, who did what"),
     "stop": ("dynamo.cli.stop", "end the running deployment; requests in flight finish"),
     "restart": ("dynamo.cli.operate:restart", "replace the processes of a worker or a service"),
     "drain": ("dynamo.cli.operate:drain", "let workers finish their requests and exit"),

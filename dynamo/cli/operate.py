@@ -10,7 +10,8 @@ from typing import Any
 from dynamo.cli.options import DeploymentSettings, LoadModelSettings, OperateSettings
 from dynamo.config import load as load_options
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
-from dynamo.operations.operate import BoxActions, Steps
+from dynamo.operations.operate import BoxActions, Steps, recorded
+from dynamo.serve.state.events import actor
 from dynamo.status.deployment import chosen_runtime
 
 _EPILOG = """NAME is a worker (dynamo_Worker_1), or a service for all of its workers. The command
@@ -64,14 +65,14 @@ def pause_planner(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo planner pause``; return the exit status."""
     text = "Let the planner observe only, until it is resumed."
     (deployment,) = load_options("dynamo planner pause", text, [DeploymentSettings], argv)
-    return _run("planner pause", deployment, BoxActions.pause_planner)
+    return _run("pause", deployment, BoxActions.pause_planner, "planner", "planner pause")
 
 
 def resume_planner(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo planner resume``; return the exit status."""
     text = "Let a paused planner add and remove workers again."
     (deployment,) = load_options("dynamo planner resume", text, [DeploymentSettings], argv)
-    return _run("planner resume", deployment, BoxActions.resume_planner)
+    return _run("resume", deployment, BoxActions.resume_planner, "planner", "planner resume")
 
 
 def _on_workers(
@@ -80,21 +81,29 @@ def _on_workers(
     groups: list[type[Any]] = [OperateSettings, DeploymentSettings]
     epilog = _EPILOG.format(what=interrupt)
     target, deployment = load_options(f"dynamo {verb}", text, groups, argv, epilog=epilog)
-    return _run(verb, deployment, lambda actions: action(actions, target.name))
+    return _run(verb, deployment, lambda actions: action(actions, target.name), target.name)
 
 
 def _on_model(verb: str, action: Action, text: str, argv: Sequence[str] | None) -> int:
     groups: list[type[Any]] = [LoadModelSettings, DeploymentSettings]
     target, deployment = load_options(f"dynamo {verb}", text, groups, argv)
-    return _run(verb, deployment, lambda actions: action(actions, target.model))
+    return _run(verb, deployment, lambda actions: action(actions, target.model), target.model)
 
 
-def _run(verb: str, deployment: DeploymentSettings, action: Callable[[BoxActions], Steps]) -> int:
-    """Run an action, print what it reports."""
+def _run(
+    action: str,
+    deployment: DeploymentSettings,
+    steps: Callable[[BoxActions], Steps],
+    name: str,
+    verb: str = "",
+) -> int:
+    """Run an action on ``name``, print what it reports."""
     try:
-        asyncio.run(_print_steps(action(BoxActions(chosen_runtime(deployment.namespace)))))
+        runtime = chosen_runtime(deployment.namespace)
+        found = recorded(runtime, action, name, actor(), steps(BoxActions(runtime)))
+        asyncio.run(_print_steps(found))
     except (DynamoError, OSError) as error:
-        print(f"dynamo {verb}: {error}", file=sys.stderr)
+        print(f"dynamo {verb or action}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
     return 0
 

@@ -177,6 +177,19 @@ class LogsSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EventsSettings:
+    """events: which ones, and how"""
+
+    follow: bool = option(False, "-f", "--follow", help="go on with new events")
+    json: bool = option(False, "--json", help="print each event as a JSON object in a line")
+    since: str = option(
+        "1d", "--since", metavar="TIME", help="30m, 2h, 1d, or a local time: 2026-05-04T13:00"
+    )
+    model: str = option("", "--model", help="events of this model and its workers")
+    name: str = option("", "--name", help="events of this worker, service or key file")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TopSettings:
     """top: how often"""
 

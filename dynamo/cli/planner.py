@@ -20,6 +20,7 @@ from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog
 from dynamo.planner.reports.explain import EXPLAIN, ExplainReport, ModelReport, report_text
 from dynamo.protocols.control import PlannerChange, PlannerState
 from dynamo.runtime.process.paths import state_path
+from dynamo.serve.state.events import BoxEventLog, actor
 from dynamo.status.deployment import chosen_runtime
 
 _DESCRIPTION = """Show the last decisions of the planner, and what it would decide now."""
@@ -62,8 +63,10 @@ def _set(words: Sequence[str]) -> int:
             min_gpu_budget=settings.min_gpu_budget,
             minima=_minima(settings.minima) or None,
         )
-        actions = BoxActions(chosen_runtime(deployment.namespace))
-        state = asyncio.run(actions.change_planner(change))
+        runtime = chosen_runtime(deployment.namespace)
+        state = asyncio.run(BoxActions(runtime).change_planner(change))
+        events = BoxEventLog(state_path(runtime) / runtime.namespace)
+        events.add("planner", "planner", msgspec.json.encode(change).decode(), by=actor())
     except (DynamoError, OSError) as error:
         print(f"dynamo planner set: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InvalidArgument) else 1

@@ -6,12 +6,13 @@ It takes at most 60 ms of CPU: the arbiter collects the state, and few modules a
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.cli.text_table import aligned
+from dynamo.cli.text_table import aligned, cell_len
 from dynamo.config import load
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
@@ -77,7 +78,8 @@ def _ask(path: str, api_key: str | None) -> bytes:
 def _show(answer: bytes, as_json: bool) -> int:
     """Print the status; return the exit status."""
     found = json.loads(answer)
-    print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    print(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found, width)))
     return 1 if _has_failed(found) else 0
 
 
@@ -87,7 +89,8 @@ def _has_failed(found: Status) -> bool:
     return found["state"] != "running" or any(one["state"] == "failed" for one in processes)
 
 
-def _lines(found: Status) -> Iterator[str]:
+def _lines(found: Status, width: int = 0) -> Iterator[str]:
+    """Yield the lines; with ``width`` for a terminal, which breaks longer ones."""
     problems = found.get("problems", ())
     if found["state"] != "running":
         if not problems:
@@ -97,7 +100,9 @@ def _lines(found: Status) -> Iterator[str]:
     models = found.get("models", ())
     others = [one for one in found.get("workers", ()) if not one.get("model")]
     rows = [_COLUMNS, *map(_model_row, models), *map(_other_row, others)]
-    yield from aligned(rows)
+    shown = _fitting(rows, width)
+    last = max(cell_len(row[-1]) for row in shown)
+    yield from aligned(shown, max(1, width - last) if width else 0)
     where = f" at {found['url']}" if found.get("url") else ""
     yield f"frontend: {found['frontend']}{where}"
     for one in (*models, *others, *found.get("others", ())):
@@ -105,6 +110,15 @@ def _lines(found: Status) -> Iterator[str]:
             remedy = f"; try: {one['remedy']}" if one.get("remedy") else ""
             yield f"{one.get('model') or one['name']} is {one['state']}: {one['cause']}{remedy}"
     yield from problems
+
+
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> Sequence[Sequence[str]]:
+    """Leave out columns without a value on a terminal that is too narrow for all of them."""
+    if not width or max(map(cell_len, aligned(rows))) <= width:
+        return rows
+    columns = list(zip(*rows, strict=True))
+    kept = [one for one in columns if any(cell != "-" for cell in one[1:])]
+    return list(zip(*kept, strict=True))
 
 
 def _model_row(model: Status) -> tuple[str, ...]:

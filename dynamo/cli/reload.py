@@ -21,6 +21,7 @@ from dynamo.runtime.process.paths import state_dir
 from dynamo.serve.graph.graph import parse_graph, read_text
 from dynamo.serve.graph.overrides import split_overrides
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.events import actor
 from dynamo.serve.state.process_table import runs_here
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import chosen_runtime
@@ -98,7 +99,7 @@ def _answer(document: Document, request: Mapping[str, Any]) -> Any:
     message = {
         "id": number,
         "command": _RELOAD_GRAPH,
-        "properties": {**request, "waiting": True},
+        "properties": {**request, "by": actor(), "waiting": True},
     }
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)

@@ -12,7 +12,9 @@ from dynamo.cli.options import DeploymentSettings
 from dynamo.config import load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.events import BoxEventLog, actor
 from dynamo.status.deployment import chosen_runtime, main_pid, running_deployment
 
 DESCRIPTION = """End the running deployment: frontends refuse new requests and finish those in
@@ -46,6 +48,8 @@ def _stop(document: Document, runtime: RuntimeSettings) -> None:
         if running_deployment(runtime) is None:  # else the number is another process's by now
             return
         _terminate(main_process, main_pid(document))
+        events = BoxEventLog(state_path(runtime) / runtime.namespace)
+        events.add("stop", runtime.namespace, "dynamo stop", by=actor())
         print(f"stopping {runtime.namespace}; requests in flight may finish", flush=True)
         select.select([main_process], [], [])
     finally:

@@ -29,6 +29,25 @@ def cut(text: str, width: int, mark: str = "") -> str:
     return (_rich_cells().chop_cells(text, left)[0] if left else "") + mark
 
 
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """Return the words of ``text`` in lines of at most ``width`` cells; the later ones begin with
+    ``indent``. A longer word is broken: Chinese and Japanese have no spaces."""
+    lines, line = [], ""
+    for word in text.split():
+        gap = " " if line.strip() else ""
+        if cell_len(line + gap + word) <= width:
+            line += gap + word
+            continue
+        if line.strip():
+            lines.append(line)
+            line = indent
+        while cell_len(line + word) > width and (head := cut(word, width - cell_len(line))):
+            lines.append(line + head)
+            line, word = indent, word[len(head) :]
+        line += word
+    return [*lines, line]
+
+
 def printable(text: str) -> str:
     """Replace control characters: names and output of programs must not move the cursor."""
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

@@ -23,9 +23,10 @@ from dynamo.cli.top_view import BAD, PLAIN, SORT_ORDERS, WARN, TopView, frame, s
 from dynamo.config import environ, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.operations.operate import ActionOutcome, BoxControl, Steps
+from dynamo.operations.operate import ActionOutcome, BoxControl, Steps, recorded
 from dynamo.protocols.status import WorkerStatus
 from dynamo.runtime.process.paths import state_path
+from dynamo.serve.state.events import actor
 from dynamo.status.deployment import chosen_runtime
 from dynamo.status.logs import LogLine, LogReader
 from dynamo.status.reading import BoxCollector
@@ -334,7 +335,13 @@ class Top:
     def _act(self, action: Callable[..., Steps], *names: str) -> None:
         """Begin an action in a thread: it may wait for the arbiter."""
         self._say("…")
-        threading.Thread(target=self._begin, args=(partial(action, *names),), daemon=True).start()
+        kind = action.__name__.removesuffix("_planner")
+        name = names[0] if names else "planner"
+
+        def begin() -> Steps:
+            return recorded(self._runtime, kind, name, actor(), action(*names))
+
+        threading.Thread(target=self._begin, args=(begin,), daemon=True).start()
 
     def _begin(self, action: Callable[[], Steps]) -> None:
         try:

@@ -6,13 +6,12 @@ less than one.
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo.cli.text_table import aligned, cut, printable
+from dynamo.cli.text_table import aligned, cut, printable, wrap
 from dynamo.protocols.status import BoxStatus, GpuStatus, ModelStatus, WorkerStatus
 from dynamo.status.workers import natural_order
 
@@ -66,7 +65,7 @@ def frame(status: BoxStatus, view: TopView, width: int, height: int = 0) -> list
     lines = _log(view, room) if view.log_of else _panes(status, view, room, width)
     if height:
         lines = [*lines[:room], *[(PLAIN, "")] * (room - len(lines))]
-    return [(style, cut(printable(text), width)) for style, text in [*lines, *foot]]
+    return [(style, cut(printable(text), width, "…")) for style, text in [*lines, *foot]]
 
 
 def _keys(status: BoxStatus, view: TopView) -> str:
@@ -117,7 +116,7 @@ def _panes(status: BoxStatus, view: TopView, room: int, width: int) -> list[Line
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Return ``text`` in a few lines, with its end, which names the remedy."""
-    lines = textwrap.wrap(printable(text), width, subsequent_indent="  ", break_long_words=False)
+    lines = wrap(printable(text), width, "  ")
     if len(lines) <= _PROBLEM_LINES:
         return lines
     return [lines[0], "  …", *lines[2 - _PROBLEM_LINES :]]
@@ -266,14 +265,14 @@ def _requests(status: BoxStatus, room: int, width: int) -> list[Line]:
                 names.get(one.worker, one.worker) or "-",
                 f"{one.overlap_blocks}/{one.prompt_blocks}",
                 one.outcome,
-                one.request_id,
+                one.request_id if width >= _WIDE else "",
             ),
         )
         for one in requests
     ]
     head = (
         *("TIME", "MODEL", "TTFT", "DURATION", "IN", "OUT", "WORKER"),
-        *("BLOCKS", "OUTCOME", "ID"),
+        *("BLOCKS", "OUTCOME", "ID" if width >= _WIDE else ""),
     )
     return _table("last requests", head, rows, "none yet", width)
 

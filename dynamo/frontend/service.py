@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from dynamo._fast.histogram import Histogram
 from dynamo.config.frontend import FrontendSettings
@@ -56,8 +57,10 @@ from dynamo.router.factory import ineffective_settings, summarize
 from dynamo.router.prefill_model import prefill_model
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.os_process import StopSignals
+from dynamo.runtime.process.paths import state_path
 from dynamo.runtime.process.sockets import bracketed
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.state.events import BoxEventLog
 
 log = logging.getLogger(__name__)
 _MIB = 1024 * 1024
@@ -157,6 +160,7 @@ class Frontend:
         )
         if access is not None and access.keys is not None:
             show_key_requests(metrics, access.keys)
+            access.keys.on_change = self._keys_changed
         metrics.http_connections.function = lambda: self._server.connections
         self._stop = asyncio.Event()
         self._on_loaded = on_loaded
@@ -205,11 +209,18 @@ class Frontend:
             self._requests.running,
             self._requests.recorded_content,
             self._routing.read,
+            self._status.active,
         )
         page = UiRoutes(box, own, self._tasks, guard, has_keys)
         page.install(routes)
         guard_ui_routes(routes, guard)
         return page
+
+    def _keys_changed(self, text: str) -> None:
+        """Add the change to the events of the deployment; each of its frontends sees it."""
+        settings = self._runtime.settings
+        events = BoxEventLog(state_path(settings) / settings.namespace)
+        events.add("keys", Path(self._settings.api_key_file or "").name, text, once=True)
 
     def _limit_connections(self) -> None:
         """Accept no more clients than there may be open files."""
@@ -254,6 +265,7 @@ class Frontend:
         log.info("listening on %s", self.url(*bound))
         if self._ui is not None:
             log.info("web page at %s/ui", self.url(*bound))
+            self._ui.sampler.start()
         warn_if_exposed(settings, bound[0])
         if self._runtime.settings.discovery_backend == "file":
             self._tasks.spawn(self._hold_lease(), name="lease")

@@ -63,6 +63,12 @@ class Access:
         self.check_key(head)
 
 
+def operator_name(exchange: Exchange, program: str) -> str:
+    """Return who asks: the name of the key, else the ``program`` and the address of the client."""
+    key = exchange.api_key
+    return f"{program}, " + (f"from {exchange.peer}" if key is None else f"key {key.name}")
+
+
 class OperatorGuard:
     """Admits operators: by their key, or without keys by calling from this machine.
 

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from dynamo.errors import ConfigError
@@ -47,6 +48,7 @@ class ApiKeys:
         self._path = path
         self.watch = FileWatch((path,), self._load)
         self.entries: dict[bytes, ApiKey] = {}
+        self.on_change: Callable[[str], None] = lambda text: None
         self._remembered: dict[tuple[str, bool], ApiKey] = {}
         self._load()
 
@@ -96,8 +98,28 @@ class ApiKeys:
         counted = {one.name: one.requests for one in self.entries.values()}
         for one in entries.values():
             one.requests = counted.get(one.name, 0)
-        self.entries = entries
+        before, self.entries = self.entries, entries
         self._remembered.clear()
+        if before and (text := _difference(before, entries)):
+            self.on_change(text)
+
+
+def _difference(before: dict[bytes, ApiKey], after: dict[bytes, ApiKey]) -> str:
+    """Return which names were added, removed, or got another key or role; "" without any."""
+    old, new = ({one.name: one for one in keys.values()} for keys in (before, after))
+    changed = {
+        name
+        for name in old.keys() & new.keys()
+        if (old[name].digest, old[name].operator) != (new[name].digest, new[name].operator)
+    }
+    groups = {
+        "added": new.keys() - old.keys(),
+        "removed": old.keys() - new.keys(),
+        "changed": changed,
+    }
+    return "; ".join(
+        f"{what} {', '.join(sorted(names))}" for what, names in groups.items() if names
+    )
 
 
 def new_key() -> str:

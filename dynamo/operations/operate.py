@@ -37,12 +37,32 @@ from dynamo.operations.steps.sleeping import (
 )
 from dynamo.operations.targets import find_model, find_workers, named_processes, restartable
 from dynamo.protocols.control import PlannerChange, PlannerState
+from dynamo.runtime.process.paths import state_path
+from dynamo.serve.state.events import BoxEventLog
 from dynamo.serve.state.process_table import is_reserved, runs_here
 
 Steps = AsyncIterator[str]
 _RUNNING = 32
 _OUTCOMES = 50
 log = logging.getLogger(__name__)
+
+
+async def recorded(
+    runtime: RuntimeSettings, action: str, name: str, by: str, steps: Steps
+) -> Steps:
+    """Run ``steps``; add to the events of the deployment what begins, and what fails after that."""
+    events = BoxEventLog(state_path(runtime) / runtime.namespace)
+    text = ""
+    try:
+        async for sentence in steps:
+            if not text:
+                events.add(action, name, sentence, by=by)
+            text = sentence
+            yield sentence
+    except DynamoError as error:
+        if text:
+            events.add("error", name, f"{action}: {error.message}", by=by)
+        raise
 
 
 class BoxActions:

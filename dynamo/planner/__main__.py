@@ -43,6 +43,7 @@ from dynamo.runtime.discovery.layout import read_file
 from dynamo.runtime.distributed import import_extra
 from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.paths import private_dir, run_dir, state_path
+from dynamo.serve.state.events import BoxEventLog
 from dynamo.serve.state.rundir import PLANNER_CONTROL
 from dynamo.serve.state.statefile import FileLock, Statefile
 from dynamo.status.planner_file import PLANNER_FILE
@@ -140,15 +141,21 @@ class Backend(NamedTuple):
 
 
 class DecisionWriter(LoopObserver):
-    """Writes each finished decision to the file of ``dynamo planner explain``."""
+    """Writes each finished decision to the file of ``dynamo planner explain``, and the changes of
+    workers to the events of the deployment."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, events: BoxEventLog) -> None:
         private_dir(path.parent)
         self._log = DecisionLog(path)
+        self._events = events
         self._failed = False
 
     def finished(self, record: DecisionRecord) -> None:
         """See :class:`LoopObserver`."""
+        if record.changes and record.outcome != "no-operation":
+            changed = (pool for pool in record.pools if pool.before != pool.wanted)
+            text = "; ".join(pool.text(with_figures=False) for pool in changed)
+            self._events.add("scaled", record.model, text, model=record.model, by="planner")
         try:
             self._log.append(record)
         except OSError as error:
@@ -169,7 +176,9 @@ async def _run(runtime: DistributedRuntime, backend: Backend, control: PlannerCo
         state_file,
         metrics,
         tensorboard,
-        DecisionWriter(run_dir(runtime.settings) / DECISIONS_FILE),
+        DecisionWriter(
+            run_dir(runtime.settings) / DECISIONS_FILE, BoxEventLog(run_dir(runtime.settings))
+        ),
     )
 
     def policies(prefill: bool) -> Policy:

@@ -316,6 +316,33 @@ class PlannerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     models: tuple[PlannedModel, ...] = ()
 
 
+class BoxEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that happened to a deployment: a line of ``events.log`` in its run directory.
+
+    ``kind`` is one of EVENT_KINDS, ``name`` the worker, service, model or key, ``by`` the operator
+    or program that asked for it, "" if it happened by itself.
+    """
+
+    kind: str
+    at_s: float
+    name: str = ""
+    model: str = ""
+    text: str = ""
+    by: str = ""
+
+
+OPERATOR_EVENTS = (
+    *("restart", "drain", "sleep", "wake", "load", "unload", "pause", "resume"),
+    "error",  # one of these failed after it had begun
+)
+EVENT_KINDS = (
+    "start", "stop", "started", "serving", "died", "failed", "drained",
+    *OPERATOR_EVENTS, "planner", "scaled", "reload", "added", "removed", "keys",
+)  # fmt: skip
+"""Of the deployment; of processes; of operators; of the planner, the graph and API keys."""
+BAD_EVENTS = frozenset({"died", "failed", "error"})
+
+
 class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A deployment and its machine at ``at_s``. ``state`` is running or stopped (no deployment).
 

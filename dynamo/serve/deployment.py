@@ -20,6 +20,7 @@ from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan
 from dynamo.serve.reload import GraphReload
 from dynamo.serve.startup import StartupReport
 from dynamo.serve.state.document import STOPPED, RecordedProcess, Supervision
+from dynamo.serve.state.events import BoxEventLog, ProcessEvents
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
 from dynamo.serve.state.registered import Leases
 from dynamo.serve.state.rundir import RunDirectory
@@ -57,6 +58,7 @@ class Deployment:
         self._source = source
         self._make_plan = make_plan
         self._stop = asyncio.Event()
+        self.happened = ProcessEvents(BoxEventLog(run_directory.path))
 
     async def run(self) -> int:
         """Serve; return the exit status: 0 after a requested stop, 1 if a service failed."""
@@ -74,6 +76,7 @@ class Deployment:
         self._leases = Leases(self._run_directory.store, self.changed)
         self._reload = self._make_reload()
         self._startup = self._make_startup()
+        self.happened.add("start", self._plan.namespace, f"{len(self._plan.specs)} processes start")
         try:
             await self._start()
             self._record.start(self._tasks)
@@ -111,6 +114,7 @@ class Deployment:
 
     def changed(self) -> None:
         """Write the statefile again: a process, a watcher or a lease appeared or disappeared."""
+        self.happened.served(self._leases)
         self._record.changed()
         self._startup.changed()
         self._rolling.changed()
@@ -199,6 +203,7 @@ class Deployment:
         tail = "\n".join(self._factory.output(watcher.name).tail())
         what = watcher.name if watcher.given_up else f"a process of {watcher.name}"
         lines = [f"gave up {what}: {reason}"]
+        self.happened.add("failed", watcher.name, f"gave up: {reason}")
         if tail:
             lines += [f"last output (all: {self._run_directory.logs / watcher.name}.log):", tail]
         lines.append(f"command: {shlex.join(watcher.command_words())}")
@@ -266,6 +271,7 @@ class Deployment:
     async def _end(self) -> None:
         if not self._arbiter.killing:
             self._announcer.announce("stopping; requests in flight may finish (Ctrl-C again: kill)")
+        self.happened.add("stop", self._plan.namespace, "the deployment stops")
         # The order matters: files are removed only after every process that uses them has exited.
         await self._arbiter.end()
         self._arbiter.close()

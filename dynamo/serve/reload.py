@@ -92,16 +92,20 @@ class GraphReload:
         if request.get("dry_run"):
             return reply
         self._announcer.announce(f"reloading the graph: {changes.summary()}")
+        by, happened = str(request.get("by", "")), self._arbiter.events.happened
         before, self._source = self._source, source
         problem = await self._change(plan, changes, edit is None)
         if edit is not None:
             problem = problem or await self._write(source.file, edit)
             if problem:
+                happened.add("error", "graph", f"reload: {problem}", by=by)
                 return error_reply(await self._take_back(before, problem))
         if problem:
             self._announcer.announce(f"the graph was reloaded in part: {problem}", logging.ERROR)
+            happened.add("error", "graph", f"reloaded in part: {problem}", by=by)
             return error_reply(f"reloaded in part: {problem}")
         self._announcer.announce(f"reloaded the graph: {changes.summary()}")
+        happened.reloaded(changes.added, changes.removed, changes.summary(), by)
         return reply
 
     def _wanted(self, request: Mapping[str, Any], edit: GraphEdit | None) -> GraphSource:

@@ -8,8 +8,9 @@ import heapq
 import io
 import os
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from asyncinotify import Mask
 
@@ -19,6 +20,7 @@ from dynamo.serve.supervision.output import telling_line
 
 LogLine = tuple[str, bytes]
 """A watcher, and a line of its output without the line end."""
+_T = TypeVar("_T")
 _SUFFIX = ".log"
 _OLDER = ".log.1"
 _BATCH_S = 0.05
@@ -92,7 +94,7 @@ class LogReader:
         self.directory = directory
         self._namespace = namespace
         self._name = name
-        self._tails: dict[str, _Tail] = {}
+        self._tails: dict[str, LogTail] = {}
 
     def last(self, count: int) -> list[LogLine]:
         """Return the last ``count`` lines of each watcher, merged by the times in them."""
@@ -111,31 +113,31 @@ class LogReader:
             tail.close()
         self._tails.clear()
 
-    def _followed(self) -> list[_Tail]:
+    def _followed(self) -> list[LogTail]:
         for path in sorted(self.directory.glob(f"{self._namespace}_*{_SUFFIX}")):
             watcher = path.name.removesuffix(_SUFFIX)
             if watcher not in self._tails and matches(watcher, self._namespace, self._name):
-                self._tails[watcher] = _Tail(path, watcher)
+                self._tails[watcher] = LogTail(path, watcher)
         return list(self._tails.values())
 
 
-async def follow(reader: LogReader) -> AsyncGenerator[LogLine, None]:
-    """Yield the lines of ``reader`` as they are written, without an end."""
+async def follow(directory: Path, read: Callable[[], Iterable[_T]]) -> AsyncGenerator[_T, None]:
+    """Yield what ``read`` returns after each change of a file in ``directory``, without an end."""
     changed = asyncio.Event()
     inotify = Inotify(changed.set)
     try:
-        inotify.add(reader.directory, _MASK, lambda name, mask: changed.set())
+        inotify.add(directory, _MASK, lambda name, mask: changed.set())
         while True:
             changed.clear()  # before the files are read: a write during that counts
-            for line in reader.read():
-                yield line
+            for found in read():
+                yield found
             await changed.wait()
             await asyncio.sleep(_BATCH_S)  # one read for many lines
     finally:
         inotify.close()
 
 
-class _Tail:
+class LogTail:
     """Reads the lines that are appended to the file ``path``, beyond rotations."""
 
     def __init__(self, path: Path, watcher: str) -> None:
@@ -153,6 +155,12 @@ class _Tail:
             with contextlib.suppress(OSError), self._path.with_suffix(_OLDER).open("rb") as older:
                 lines = _end_of(older, count - len(lines)).split(b"\n")[:-1] + lines
         return lines[-count:] if count else []
+
+    def whole(self) -> Iterator[bytes]:
+        """Yield all complete lines, also of the older file; :meth:`read` goes on there."""
+        with contextlib.suppress(OSError):
+            yield from self._path.with_suffix(_OLDER).read_bytes().splitlines()
+        yield from self.read()
 
     def read(self) -> Iterator[bytes]:
         """Yield the lines that are complete now and were not returned yet."""

@@ -15,6 +15,7 @@ from load_kit import under_load
 from serving import Serving
 
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionRecord
+from dynamo.status.events import EventReader
 
 GRAPH = """
 Frontend: {{run: dynamo.frontend, http-port: {port}}}
@@ -91,6 +92,11 @@ def test_a_step_of_the_load_and_back(serving: Serving) -> None:
     assert set(directions) == {1, -1}
     reversals = sum(a != b for a, b in itertools.pairwise(directions))
     assert reversals == 1, changes(serving)
+    reader = EventReader(serving.state_dir / serving.namespace)
+    scaled = [one for one in reader.all() if one.kind == "scaled"]
+    reader.close()
+    assert {(one.by, one.model) for one in scaled} == {("planner", "tiny")}
+    assert scaled[0].text.startswith("decode 1 -> 2: ")
     [planner] = serving.pids("Planner")
     command = [sys.executable, "-m", "dynamo", "reload", "--Planner.max-gpu-budget=3"]
     env = {**serving.env, "DYN_NAMESPACE": serving.namespace}

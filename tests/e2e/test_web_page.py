@@ -95,7 +95,7 @@ def test_the_page_shows_the_deployment_and_chats(site: Site) -> None:
     assert "tiny" in page.inner_text("#models")
     assert page.inner_text("#models td[data-label=Workers]").strip() == "2 / 2"
     wait_for_state(page, site, "Worker", "ready")
-    assert page.get_attribute("#charts svg", "aria-label") == "Output tokens/s: 0"
+    page.wait_for_selector("#charts .plot[aria-label='Output tokens/s'][aria-valuetext^='0 at ']")
 
     page.click("#tab-chat")
     page.fill("#chat-text", "Say <b>hello</b> & goodbye")

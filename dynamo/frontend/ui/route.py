@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
-from dynamo.errors import DynamoError
+from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.requests import RequestFeed
 from dynamo.frontend.ui.source import BoxSource, Feed, StatusSampler
 from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
 from dynamo.http import Exchange
-from dynamo.http.access import OperatorGuard
+from dynamo.http.access import OperatorGuard, operator_name
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.status import FrontendStatus, RequestRecord
 from dynamo.runtime.process.tasks import Tasks
@@ -28,13 +28,16 @@ from dynamo.runtime.process.tasks import Tasks
 _ABOUT = f"{PAGE}/about.json"
 _ACTIONS = f"{PAGE}/actions"
 _EVENTS = f"{PAGE}/events"
+_HISTORY = f"{PAGE}/history"
 _LOGS = f"{PAGE}/logs"
 _REQUESTS = f"{PAGE}/requests"
 _CONTENT = f"{PAGE}/content/"
 _ROOT = "/"
+_DIGITS = 12
 OPEN_UI_PATHS = file_paths() | {_ABOUT, _ROOT}
 OPERATOR_UI_ROUTES = {
     _EVENTS: ("GET", "HEAD"),
+    _HISTORY: ("GET", "HEAD"),
     _LOGS: ("GET", "HEAD"),
     _REQUESTS: ("GET", "HEAD"),
     f"{_REQUESTS}/": ("GET", "HEAD"),
@@ -70,7 +73,8 @@ class OwnFacts(NamedTuple):
     """What this frontend itself has to show.
 
     ``running`` and ``content`` take the id of a request: its record while it runs, and what is
-    recorded of its bodies. ``routing`` is the feed of the section of this name.
+    recorded of its bodies. ``routing`` is the feed of the section of this name. ``active``: requests
+    run, or have ended in the last minute.
     """
 
     status: Callable[[], FrontendStatus]
@@ -78,6 +82,7 @@ class OwnFacts(NamedTuple):
     running: Callable[[str], RequestRecord | None]
     content: Callable[[str], bytes | None]
     routing: Feed
+    active: Callable[[], bool] = lambda: False
 
 
 class UiRoutes:
@@ -94,7 +99,7 @@ class UiRoutes:
         self._content = own.content
         self._requests = RequestFeed(own.recent, own.running, source.peers)
         feeds = {"requests": self._requests.read, "routing": own.routing}
-        self.sampler = StatusSampler(source, own.status, tasks, feeds)
+        self.sampler = StatusSampler(source, own.status, tasks, feeds, own.active)
         self._logs = LogStreams(source.logs, source.namespace)
         self._source = source
         self._tasks = tasks
@@ -107,6 +112,7 @@ class UiRoutes:
         routes.get(_ROOT, _redirect)
         routes.get(_ABOUT, self._describe)
         routes.get(_EVENTS, self.sampler.open)
+        routes.get(_HISTORY, self._show_history)
         routes.get(_LOGS, self._logs.open)
         routes.get(_REQUESTS, in_task(self._tasks.spawn, self._list_requests))
         routes.get(f"{_REQUESTS}/", in_task(self._tasks.spawn, self._show_request))
@@ -118,11 +124,28 @@ class UiRoutes:
         message = "the frontend is stopping; the page connects again when one runs"
         self.sampler.pages.end(message)
         self._logs.end(message)
+        self.sampler.save()
 
     def close(self) -> None:
         """Stop, and end what buttons have begun."""
         self.stop()
         self._source.close()
+
+    def _show_history(self, exchange: Exchange) -> None:
+        """Answer ``?range=10m&subject=&after=0``; ``after`` is Unix time."""
+        query = {name: values[-1] for name, values in parse_qs(exchange.query).items()}
+        after = query.get("after", "0")
+        try:
+            if not (after.isascii() and after.isdecimal() and len(after) <= _DIGITS):
+                raise InvalidArgument("`after` must be a whole number of seconds")
+            found = self.sampler.history.read(
+                query.get("subject", ""), query.get("range", "10m"), int(after)
+            )
+        except InvalidArgument as error:
+            exchange.refuse(400, error.message)
+            return
+        headers = [*HEADERS, ("cache-control", "no-store")]
+        exchange.respond(200, msgspec.json.encode(found), headers=headers)
 
     def _describe(self, exchange: Exchange) -> None:
         """Say what the client may see. The path is open: with a wrong key as without one."""
@@ -159,7 +182,8 @@ class UiRoutes:
             exchange.refuse(400, f"Failed to deserialize the JSON body: {error}")
             return
         try:
-            message = await asyncio.to_thread(self._source.act, asked.action, asked.name)
+            by = operator_name(exchange, "the web page")
+            message = await asyncio.to_thread(self._source.act, asked.action, asked.name, by)
         except DynamoError as error:
             # Not 500: most often the state of the worker does not allow it.
             exchange.refuse(409 if error.status == 500 else error.status, error.message)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
 from asyncinotify import Mask
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
+from dynamo.frontend.ui.history import History, figures_of
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
-from dynamo.operations.operate import ActionOutcome, BoxControl
+from dynamo.operations.operate import ActionOutcome, BoxControl, Steps, recorded
 from dynamo.protocols.control import INSTANCES, MODEL_CARDS
 from dynamo.protocols.status import (
+    BoxEvent,
     BoxStatus,
     FrontendStatus,
     ModelFigures,
@@ -27,8 +32,9 @@ from dynamo.protocols.status import (
 )
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.inotify import Inotify
-from dynamo.runtime.process.paths import state_path
+from dynamo.runtime.process.paths import state_path, write_atomic
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.status.events import EventReader
 from dynamo.status.reading import BoxCollector
 from dynamo.status.recent import PeerRequests
 
@@ -38,6 +44,10 @@ _ALONE = (
     "only Drain has something to act on; start a deployment: dynamo serve GRAPH"
 )
 _INTERVAL_S = 1.0
+_IDLE_S = 10.0
+_SAVE_S = 300.0
+_HISTORY_BYTES = 8 << 20
+_EVENTS = 500
 _SHORTEST_S = 0.2  # after a change, so that a burst of changes costs five samples a second
 _PAGES = 16
 Feed = Callable[[bool], Awaitable[object]]
@@ -46,10 +56,13 @@ shown the section in the last tick."""
 
 
 class StatusSampler:
-    """Sends a sample to each page once a second and after :meth:`wake`.
+    """Collects the state for the open pages and for the history.
 
-    A page names its section in the query (``?show=requests``) and gets the ``feeds`` of this
-    section, too. Without a page nothing runs. Collecting blocks, so it runs in a thread.
+    With a page, or while ``active()`` (requests run, or have ended in the last minute), that is
+    each second and after :meth:`wake`; else every 10 seconds. Collecting blocks, so it runs in a
+    thread. A page names its section in the query (``?show=requests``) and gets the ``feeds`` of
+    this section, too. The history is in ``source.history_file`` across a restart: it is read at
+    first, and written every five minutes and by :meth:`save`.
     """
 
     def __init__(
@@ -58,43 +71,78 @@ class StatusSampler:
         own: Callable[[], FrontendStatus],
         tasks: Tasks,
         feeds: Mapping[str, Feed],
+        active: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pages = EventStreams(_PAGES)
+        self.history = _read_history(source.history_file)
         self._feeds = feeds
         self._shown: set[str] = set()
         self._source = source
         self._own = own
+        self._active = active
         self._tasks = tasks
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
+        self._collected_s = -math.inf
+        self._events: deque[BoxEvent] = deque(maxlen=_EVENTS)
+        self._saved_s = time.monotonic()
+        self._unwritten = False
+
+    def start(self) -> None:
+        """Collect from now on. Idempotent."""
+        if self._running is None or self._running.done():
+            self._running = self._tasks.spawn(self._run(), name="ui samples")
 
     def open(self, exchange: Exchange) -> None:
         """Stream samples to a page."""
-        if not self.pages.open(exchange, parse_qs(exchange.query).get("show", [""])[-1]):
-            return
-        self._wake.set()
-        if self._running is None or self._running.done():
-            self._running = self._tasks.spawn(self._run(), name="ui samples")
+        if self.pages.open(exchange, parse_qs(exchange.query).get("show", [""])[-1]):
+            if self._events:
+                self.pages.send_one(exchange, _events(self._events, True))
+            self._wake.set()
+            self.start()
 
     def wake(self) -> None:
         """Collect a sample now: something has changed."""
         self._wake.set()
 
+    def save(self) -> None:
+        """Write the history: the frontend stops."""
+        if self.history.slot:
+            self._write(self.history.pack())
+
     async def _run(self) -> None:
-        try:
-            with self._source.watch(self.wake):
-                while self.pages:
-                    started_s = time.monotonic()
-                    self._wake.clear()
-                    status = await asyncio.to_thread(self._source.collect, self._own())
-                    self.pages.send(event("status", msgspec.json.encode(status)))
-                    await self._send_feeds()
-                    for outcome in self._source.outcomes():
-                        self.pages.send(event("outcome", msgspec.json.encode(outcome)))
-                    await self._pause(started_s)
-        finally:  # after a failure the pages open their streams again
+        while True:
+            try:
+                if self.pages:
+                    with self._source.watch(self.wake):
+                        while self.pages:
+                            await self._collect()
+                            await self._pause()
+                elif self._active() or time.monotonic() - self._collected_s >= _IDLE_S:
+                    await self._collect()
+            except Exception:  # the pages open their streams again
+                log.exception("the status can't be read")
+                self.pages.close("the status can't be read; the frontend's log says why")
             self._shown.clear()
-            self.pages.close("the status can't be read; the frontend's log says why")
+            if not self.pages:
+                await self._pause()
+
+    async def _collect(self) -> None:
+        self._collected_s = time.monotonic()
+        self._wake.clear()
+        status, happened = await asyncio.to_thread(self._read, self._own())
+        self._events.extend(happened)
+        self.history.add(status.at_s, figures_of(status))
+        if self.pages:
+            self.pages.send(event("status", msgspec.json.encode(status)))
+            if happened:
+                self.pages.send(_events(happened, False))
+            await self._send_feeds()
+            for outcome in self._source.outcomes():
+                self.pages.send(event("outcome", msgspec.json.encode(outcome)))
+        if self._collected_s - self._saved_s >= _SAVE_S:
+            self._saved_s = self._collected_s
+            await asyncio.to_thread(self._write, self.history.pack())
 
     async def _send_feeds(self) -> None:
         for section, read in self._feeds.items():
@@ -106,8 +154,13 @@ class StatusSampler:
             if data is not None:
                 self.pages.send(event(section, msgspec.json.encode(data)), section)
 
-    async def _pause(self, started_s: float) -> None:
+    def _read(self, own: FrontendStatus) -> tuple[BoxStatus, list[BoxEvent]]:
+        """Return the state, and the events since the last call. Blocks."""
+        return self._source.collect(own), self._source.events()
+
+    async def _pause(self) -> None:
         """Wait for the next second, or for a change, but not for a closed page."""
+        started_s = self._collected_s if self.pages else time.monotonic()
         try:
             async with asyncio.timeout(started_s + _INTERVAL_S - time.monotonic()):
                 await self._wake.wait()
@@ -117,12 +170,38 @@ class StatusSampler:
         if rest_s > 0:
             await asyncio.sleep(rest_s)
 
+    def _write(self, data: bytes) -> None:
+        try:
+            self._source.history_file.parent.mkdir(mode=0o700, exist_ok=True)
+            write_atomic(self._source.history_file, data)
+        except OSError as error:
+            if not self._unwritten:
+                log.warning("cannot write %s: %s", self._source.history_file, error.strerror)
+            self._unwritten = True
+
+
+def _events(events: Iterable[BoxEvent], are_all: bool) -> bytes:
+    """Return what a page gets: new events, or ``are_all`` that are kept here."""
+    return event("events", msgspec.json.encode({"events": list(events), "all": are_all}))
+
+
+def _read_history(path: Path) -> History:
+    """Return the history in a file, an empty one if it cannot be used."""
+    try:
+        with path.open("rb") as file:
+            return History.unpack(file.read(_HISTORY_BYTES))
+    except FileNotFoundError:
+        pass
+    except (OSError, InvalidArgument) as error:
+        log.warning("the charts begin now: %s cannot be used: %s", path, error)
+    return History()
+
 
 class BoxSource:
     """The deployment in the namespace of ``runtime``. ``collect`` and ``act`` block."""
 
     def __init__(self, runtime: DistributedRuntime, has_keys: bool) -> None:
-        settings = runtime.settings
+        settings = self._runtime = runtime.settings
         self._has_keys = has_keys
         self._discovery = runtime.discovery
         self._collector = BoxCollector(settings)
@@ -132,9 +211,12 @@ class BoxSource:
         self._statefile = f"{settings.namespace}.json"
         self.logs = self._directory / settings.namespace / "logs"
         self.peers = PeerRequests(settings)
+        self.history_file = self.logs / "history"
+        self._events = EventReader(self._directory / settings.namespace)
+        self._reads_all = True
 
-    def act(self, action: str, name: str) -> str:
-        """Do what a button says. Raises DynamoError. Blocks."""
+    def act(self, action: str, name: str, by: str) -> str:
+        """Do what a button says, for ``by``. Raises DynamoError. Blocks."""
         actions = self._control.actions
         named = {
             "restart": actions.restart,
@@ -145,14 +227,22 @@ class BoxSource:
             "unload": actions.unload,
         }
         planner = {"pause_planner": actions.pause_planner, "resume_planner": actions.resume_planner}
+        steps: Callable[[], Steps]
         if action in named:
-            log.info("%s %s, by the web page", action, shorten(name, 128))
-            return self._control.begin(partial(named[action], name))
-        if action in planner:
-            log.info("%s, by the web page", action)
-            return self._control.begin(planner[action])
-        known = ", ".join((*named, *planner))
-        raise InvalidArgument(f"unknown action '{shorten(action, 64)}'; there are {known}")
+            steps = partial(named[action], name)
+        elif action in planner:
+            steps, action, name = planner[action], action.removesuffix("_planner"), "planner"
+        else:
+            known = ", ".join((*named, *planner))
+            raise InvalidArgument(f"unknown action '{shorten(action, 64)}'; there are {known}")
+        log.info("%s %s, by %s", action, shorten(name, 128), by)
+        return self._control.begin(lambda: recorded(self._runtime, action, name, by, steps()))
+
+    def events(self) -> list[BoxEvent]:
+        """Return the events since the last call, at first the newest of those kept. Blocks."""
+        found = self._events.all() if self._reads_all else list(self._events.read())
+        self._reads_all = False
+        return found[-_EVENTS:]
 
     def outcomes(self) -> Iterator[ActionOutcome]:
         """Yield how actions ended."""

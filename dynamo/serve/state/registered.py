@@ -99,6 +99,14 @@ class Leases:
         self.served |= found
         return found
 
+    def model_of(self) -> dict[int, str]:
+        """Return the name of the model that each session serves, of its first card."""
+        found: dict[int, str] = {}
+        for session, record in self._registered():
+            with contextlib.suppress(ValueError):  # reported by the frontend
+                found.setdefault(session, decode_card(record).display_name)
+        return found
+
     def models(self) -> set[str]:
         """Return the names of the models that are registered now, adapters included."""
         return {card.display_name for _, card in self._served()}

@@ -281,6 +281,7 @@ class SupervisingArbiter(RollingArbiter):
     def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """Record a started process of ``watcher``."""
         self._alive[process.pid] = (watcher, process)
+        self.events.happened.started(watcher.name, process.pid)
         self.events.changed()
 
     def reap_processes(self) -> None:
@@ -339,6 +340,7 @@ class SupervisingArbiter(RollingArbiter):
         ended = describe_exit(process.exit_status)
         last = self.events.last_line(watcher.name)
         hint = "; the kernel does that when memory runs out, see: journalctl -k"
+        self.events.happened.died(watcher.name, process.pid, f"{ended}; restarting it {when}")
         self._announcer.announce(
             f"{watcher.name} (pid {process.pid}) {ended}; restarting it {when}"
             + (hint if process.exit_status == -signal.SIGKILL else "")
@@ -369,6 +371,7 @@ class SupervisingArbiter(RollingArbiter):
         """
         draining = self.events.is_draining(watcher, or_asleep=not stopped)
         if draining and not watcher.processes:
+            self.events.happened.add("drained", watcher.name, "all its requests have ended")
             self._tasks.spawn(self.remove([watcher]), name=f"remove {watcher.name}")
         return draining
 

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 from rich.cells import cell_len
 
-from dynamo.cli.text_table import cut
+from dynamo.cli.explain import explanation
+from dynamo.cli.ps import _lines as ps_lines
+from dynamo.cli.text_table import cut, wrap
 from dynamo.cli.top_view import SORT_ORDERS, TopView, frame, sorted_workers
 from dynamo.protocols.status import (
     BoxStatus,
@@ -18,6 +20,8 @@ from dynamo.protocols.status import (
     ModelStatus,
     PlannerSummary,
     RequestRecord,
+    RouteCandidate,
+    RouteReceipt,
     WorkerFigures,
     WorkerStatus,
 )
@@ -180,6 +184,59 @@ def test_long_and_wide_names_leave_room_for_the_state() -> None:
 )
 def test_text_is_cut_by_its_width_on_a_terminal(shown: str, width: int, left: str) -> None:
     assert cut(shown, width, "…") == left and cell_len(left) <= width
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 20, 80])
+@pytest.mark.parametrize(
+    "given", ["", "one", "a few words of text", "显存不足：无法加载模型 out of memory", "x" * 50]
+)
+def test_wrapped_lines_fit_and_lose_nothing(given: str, width: int) -> None:
+    lines = wrap(given, width)
+    if width > 1:  # a Chinese character takes two cells
+        assert all(cell_len(line) <= width for line in lines)
+    assert "".join(lines).replace(" ", "") == given.replace(" ", "")
+    assert wrap("one two", 5, "  ") == ["one", "  two"]
+
+
+def test_a_problem_in_chinese_is_wrapped() -> None:
+    problem = "ns_W failed: last output: " + "显存不足" * 15 + ". Then: dynamo restart ns_W"
+    status = msgspec.structs.replace(box(), problems=(problem,))
+    lines = text(status, width=80).splitlines()
+    shown = "".join(line.strip() for line in lines[1:4])
+    assert shown.count("显存不足") == 15 and "dynamo restart ns_W" in shown
+
+
+def test_the_list_of_ps_fits_a_terminal() -> None:
+    name = "组织/大型语言模型" * 5
+    model = {"model": name, "state": "ready", "figures": {"in_flight": 3}}
+    found = {"namespace": "ns", "state": "running", "frontend": "ready", "models": [model]}
+    for width in (60, 80, 160):
+        head, row, *_ = ps_lines(found, width)
+        assert max(cell_len(head), cell_len(row)) <= width
+        assert "GPUS" not in head or width == 160
+    assert "GPUS" in next(iter(ps_lines(found))) and name in "".join(ps_lines(found))
+
+
+def test_the_table_of_explain_fits_80_columns() -> None:
+    terms = {"prompt": 24.5, "queued_prefill": 0.0, "cached": -24.0, "decode": 24.0}
+    rows = tuple(
+        RouteCandidate(worker="f" * 16, chosen=chosen, cost=24.5, terms=terms)
+        for chosen in (True, False)
+    )
+    record = RequestRecord(
+        request_id="9a76bf84-b360-4450-925c-3ba6cb0dfda6",
+        model="通义千问",
+        endpoint="chat_completions",
+        received_at_s=1.0,
+        duration_s=1.0,
+        outcome="ok",
+        worker="f" * 16,
+        route=RouteReceipt(mode="kv", reason="the cheapest of 2", unit="blocks", candidates=rows),
+    )
+    assert all(cell_len(line) <= 80 for line in explanation(record, 80))
+    piped = [*explanation(record)]
+    assert sum(line.endswith("  chosen") for line in piped) == 1
+    assert not any("rank" in line for line in piped)
 
 
 def test_the_selected_worker_is_shown() -> None:

@@ -27,6 +27,7 @@ from dynamo.http.api_keys import key_line, new_key
 from dynamo.http.routes import Routes
 from dynamo.operations.operate import ActionOutcome
 from dynamo.protocols.status import (
+    BoxEvent,
     BoxStatus,
     FrontendStatus,
     ModelFigures,
@@ -67,12 +68,15 @@ class Page:
     def __init__(self, at: Path, settings: FrontendSettings | None = None) -> None:
         self.settings = settings or FrontendSettings()
         self.logs = at / "logs"
+        self.history_file = at / "history"
         self.namespace = "ns"
         self.collected = 0
         self.in_thread = False
         self.watching = 0
+        self.unwatched = asyncio.Event()
         self.closed = False
         self.ended: list[ActionOutcome] = []
+        self.happened: list[BoxEvent] = []
         self.pressed: list[tuple[str, str]] = []
         self.tasks = Tasks("test")
         source: Any = self
@@ -107,6 +111,10 @@ class Page:
     def close(self) -> None:
         self.closed = True
 
+    def events(self) -> list[BoxEvent]:
+        found, self.happened = self.happened, []
+        return found
+
     def outcomes(self) -> Iterator[ActionOutcome]:
         while self.ended:
             yield self.ended.pop()
@@ -116,8 +124,9 @@ class Page:
         self.watching += 1
         yield
         self.watching -= 1
+        self.unwatched.set()
 
-    def act(self, action: str, name: str) -> str:
+    def act(self, action: str, name: str, by: str) -> str:
         self.pressed.append((action, name))
         if action == "explode":
             raise InvalidArgument(f"unknown action '{action}'")
@@ -279,6 +288,7 @@ FOREIGN = [
 ]
 OPERATORS = (
     "/ui/events",
+    "/ui/history",
     "/ui/logs?name=x",
     "/ui/requests",
     "/ui/requests/x",
@@ -339,7 +349,7 @@ async def test_with_keys_the_files_are_open_and_the_rest_is_for_operators(tmp_pa
             about = json.loads((await page.ask("/ui/about.json", *headers))[2])
             assert (about["keys"], about["role"], about["name"]) == (True, role, name)
             assert about["rest"].startswith("" if role == "operator" else "for operators; ")
-        for path in ("/ui/events", "/ui/logs?name=x", "/ui/requests", "/ui/content/x"):
+        for path in (one for one in OPERATORS if not one.endswith("actions")):
             assert (await page.ask(path))[0] == 401
             status, _, answer = await page.ask(path, f"Authorization: Bearer {user}")
             assert status == 403 and b"the key 'alice' has the role user" in answer
@@ -361,7 +371,7 @@ def test_where_the_page_is_on() -> None:
 # -- samples
 
 
-async def test_pages_share_one_sample_a_tick_and_none_runs_without_a_page(page: Page) -> None:
+async def test_pages_share_one_sample_a_tick_and_few_run_without_a_page(page: Page) -> None:
     first = await page.stream("/ui/events")
     assert (await first.next())[1]["namespace"] == "sample1" and page.in_thread
     second = await page.stream("/ui/events")
@@ -369,10 +379,8 @@ async def test_pages_share_one_sample_a_tick_and_none_runs_without_a_page(page: 
     assert (page.collected, page.watching) == (2, 1)
     await close(first.writer)
     await close(second.writer)
-    running = page.routes.sampler._running
-    assert running is not None
-    async with asyncio.timeout(10):
-        await running
+    async with asyncio.timeout(30):
+        await page.unwatched.wait()
     assert page.collected <= 3 and not page.routes.sampler.pages and not page.watching
 
 
@@ -414,12 +422,36 @@ async def test_a_slow_page_is_dropped(page: Page, monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(page, "collect", lambda own: large)
     events = await page.stream("/ui/events")  # which reads no more
-    running = page.routes.sampler._running
-    assert running is not None
     async with asyncio.timeout(30):
-        await running
+        await page.unwatched.wait()
     assert not page.routes.sampler.pages
     await close(events.writer)
+
+
+async def test_the_history_outlives_the_frontend(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    figures = (ModelFigures(model="a", in_flight=3),)
+    now = with_own_figures(page.collect(FrontendStatus()), FrontendStatus(models=figures))
+    monkeypatch.setattr(page, "collect", lambda own: now)
+    events = await page.stream("/ui/events")
+    await events.next()
+    status, _, body = await page.ask("/ui/history?range=10m&subject=model%20a")
+    found = {"output_tokens_per_s": [0.0], "in_flight": [3.0], "queued": [0.0]}
+    assert (status, json.loads(body)) == (200, {"start_s": 1, "step_s": 1, "series": found})
+    for query in ("range=1y", "after=-1", "after=x", "after=1" + "0" * 20):
+        status, _, body = await page.ask(f"/ui/history?{query}")
+        assert status == 400 and b"must be" in body, query
+    page.routes.stop()
+    await close(events.writer)
+    async with served(tmp_path) as other:
+        assert (await other.ask("/ui/history?subject=model%20a"))[2] == json.dumps(
+            {"start_s": 1, "step_s": 1, "series": found}, separators=(",", ":")
+        ).encode()
+    page.history_file.write_bytes(b"damaged")
+    async with served(tmp_path) as third:
+        assert b'"series":{}' in (await third.ask("/ui/history"))[2]
+    assert "history cannot be used: it is damaged" in caplog.text
 
 
 # -- logs

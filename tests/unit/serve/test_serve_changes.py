@@ -20,6 +20,7 @@ from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, WatcherSpec, place, plan
 from dynamo.serve.reload import GraphReload
 from dynamo.serve.state.document import Document, Entry, RecordedProcess
+from dynamo.serve.state.events import BoxEventLog, ProcessEvents
 from dynamo.serve.state.process_table import ledger_of, reservation
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
 from dynamo.serve.state.statefile import FileLock, Statefile
@@ -77,6 +78,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.specs = {spec.name: spec for spec in self.plan.specs}
+        self.events = self
+        self.happened = ProcessEvents(BoxEventLog(self.statefile.path.parent))
         self.watchers = [
             Watcher(spec.name, self, {index: Process(index, spec.shares)})
             for index, spec in enumerate(self.plan.specs, start=10)

@@ -90,7 +90,7 @@ def test_nothing_is_lost_over_rotation_truncation_and_new_files(
 async def test_follow(tmp_path: Path, reader: LogReader) -> None:
     write(tmp_path, "ns_A", "old")
     reader.last(0)
-    lines = follow(reader)
+    lines = follow(reader.directory, reader.read)
     async with asyncio.timeout(20):
         waiting = asyncio.ensure_future(anext(lines))
         await asyncio.sleep(0)

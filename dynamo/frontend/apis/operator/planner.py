@@ -9,11 +9,14 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidRequest, Unavailable, shorten
 from dynamo.frontend.requests.errors import error_response
 from dynamo.http import Exchange
+from dynamo.http.access import operator_name
 from dynamo.http.routes import Routes, in_task
 from dynamo.operations.outside import call_planner_of
 from dynamo.protocols.control import PLANNER_PAUSE, PlannerChange
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.process.paths import state_path
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.serve.state.events import BoxEventLog
 
 _PATH = "/v1/planner"
 log = logging.getLogger(__name__)
@@ -28,6 +31,7 @@ class PlannerRoutes:
 
     def __init__(self, runtime: DistributedRuntime, tasks: Tasks, overload_status: int) -> None:
         self._runtime = runtime
+        self._events = BoxEventLog(state_path(runtime.settings) / runtime.settings.namespace)
         self._tasks = tasks
         self._overload_status = overload_status
 
@@ -58,7 +62,9 @@ class PlannerRoutes:
             self._refuse(exchange, error)
             return
         if change != PlannerChange():
-            log.info("planner changed: %s", msgspec.json.encode(change).decode())
+            text = msgspec.json.encode(change).decode()
+            log.info("planner changed: %s", text)
+            self._events.add("planner", "planner", text, by=operator_name(exchange, "/v1/planner"))
         exchange.respond(200, msgspec.json.encode(state))
 
     def _refuse(self, exchange: Exchange, error: DynamoError) -> None:

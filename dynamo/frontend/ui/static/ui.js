@@ -4,6 +4,7 @@ import * as charts from "./charts.js";
 import * as chatPane from "./chat.js";
 import * as connectPane from "./connect.js";
 import { badge, byId, setText } from "./dom.js";
+import * as events from "./events.js";
 import * as logsPane from "./logs.js";
 import * as overviewPane from "./overview.js";
 import * as requestsPane from "./requests.js";
@@ -206,6 +207,7 @@ function onEvent(name, data) {
   if (name === "status") show(data);
   else if (name === "requests") requests.add(data);
   else if (name === "routing") routing(data);
+  else if (name === "events") events.add(data.events, data.all);
   else if (name === "outcome") toast(data.text, data.failed ? "failed" : "ready");
 }
 

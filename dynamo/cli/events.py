@@ -1,0 +1,86 @@
+"""``dynamo events``: what happened to a deployment, and who asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.cli.console import shows_colour
+from dynamo.cli.options import DeploymentSettings, EventsSettings
+from dynamo.cli.text_table import cell_len, printable, wrap
+from dynamo.config import load
+from dynamo.errors import ConfigError, InvalidArgument
+from dynamo.protocols.status import BAD_EVENTS, BoxEvent
+from dynamo.runtime.process.paths import state_path
+from dynamo.status.deployment import chosen_runtime
+from dynamo.status.events import EventFilter, EventReader, parse_since
+from dynamo.status.logs import follow
+
+DESCRIPTION = "Show what happened to a deployment and who asked for it, also after its end."
+EPILOG = """Each line has the time, the kind of event, the worker, service or model, and the
+operator or program that asked for it, if any. Ctrl-C ends -f.
+Exit status: 0 shown, 2 wrong --since, or several deployments and none is chosen."""
+_KIND_WIDTH = 7
+_NAME_WIDTH = 20
+_LEAST_TEXT = 24
+_RED = 31
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; return the exit status."""
+    groups: list[type[Any]] = [EventsSettings, DeploymentSettings]
+    settings, deployment = load("dynamo events", DESCRIPTION, groups, argv, epilog=EPILOG)
+    try:
+        runtime = chosen_runtime(deployment.namespace)
+        since_s = parse_since(settings.since)
+    except (ConfigError, InvalidArgument) as error:
+        print(f"dynamo events: {error.message}", file=sys.stderr)
+        return 2
+    namespace = runtime.namespace
+    chosen = EventFilter(namespace, since_s, settings.model, settings.name)
+    reader = EventReader(state_path(runtime) / namespace)
+    try:
+        events = [one for one in reader.all() if chosen.takes(one)]
+        for event in events:
+            _print(event, settings.json)
+        if settings.follow:
+            asyncio.run(_follow(reader, chosen, settings.json))
+        elif not events:
+            text = f"dynamo events: none in namespace {namespace!r} since {settings.since}"
+            print(text, file=sys.stderr)
+    finally:
+        reader.close()
+    return 0
+
+
+async def _follow(reader: EventReader, chosen: EventFilter, as_json: bool) -> None:
+    reader.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first start
+    async for event in follow(reader.directory, reader.read):
+        if chosen.takes(event):
+            _print(event, as_json)
+
+
+def _print(event: BoxEvent, as_json: bool) -> None:
+    print(msgspec.json.encode(event).decode() if as_json else _line(event), flush=True)
+
+
+def _line(event: BoxEvent) -> str:
+    """Return the event for people; a terminal gets more than one line if need be."""
+    when = time.strftime("%m-%d %H:%M:%S", time.localtime(event.at_s))
+    name = printable(event.name)
+    kind = f"{event.kind:<{_KIND_WIDTH}}"
+    text = printable(event.text) + (f" (by {printable(event.by)})" if event.by else "")
+    padded = name + " " * max(0, _NAME_WIDTH - cell_len(name))
+    indent = sum(map(cell_len, (when, kind, padded))) + 6
+    room = shutil.get_terminal_size().columns - indent
+    if sys.stdout.isatty() and room >= _LEAST_TEXT:
+        text = ("\n" + " " * indent).join(wrap(text, room))
+    if event.kind in BAD_EVENTS and shows_colour(sys.stdout):
+        kind = f"\x1b[{_RED}m{kind}\x1b[0m"
+    return "  ".join((when, kind, padded, text)).rstrip()
