@@ -228,7 +228,7 @@ export function install(onRefused) {
   async function open(id) {
     const found = await list.read(id);
     if (found?.owner !== owner) return;
-    for (const [name, field] of Object.entries(SETTINGS)) byId(field).value = found.settings[name];
+    for (const [name, field] of Object.entries(SETTINGS)) byId(field).value = found.settings[name] ?? "";
     wanted = found.models;
     show(ended(found));
     fill(true);

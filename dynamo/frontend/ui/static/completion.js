@@ -3,6 +3,7 @@
 import { newId } from "./conversations.js";
 import { events, headers, refusal } from "./server.js";
 
+const LOST = "the connection to the frontend was lost; is it running? See: dynamo ps";
 const NUMBERS = ["temperature", "top_p", "seed", "max_tokens"];
 
 // `state` is running, done, stopped or failed; `note` says why it ended early.
@@ -63,18 +64,32 @@ function answered({ text, calls }, results) {
   return [{ role: "assistant", content: text || null, tool_calls }];
 }
 
+// Names the failure that browsers call "network error" or "Failed to fetch".
+async function lost(promise) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error instanceof TypeError ? new Error(LOST, { cause: error }) : error;
+  }
+}
+
 // Fills `answer`, and calls `onChange` after each part. Throws what ended it early.
 export async function receive(answer, body, signal, onChange) {
   const begin = performance.now();
   let first = 0;
-  const response = await fetch("v1/chat/completions", {
+  const response = await lost(fetch("v1/chat/completions", {
     method: "POST",
     headers: headers({ "content-type": "application/json", "x-request-id": answer.id }),
     body: JSON.stringify(body),
     signal,
-  });
+  }));
   if (!response.ok) throw await refusal(response);
-  for await (const event of events(response)) {
+  let isComplete = false;
+  const parts = events(response);
+  for (;;) {
+    const { value: event, done } = await lost(parts.next());
+    if (done) break;
+    isComplete ||= event.data === "[DONE]";
     if (!event.data || event.data === "[DONE]") continue;
     const chunk = JSON.parse(event.data);
     if (chunk.error) throw new Error(chunk.error.message ?? "the request failed");
@@ -85,9 +100,11 @@ export async function receive(answer, body, signal, onChange) {
       answer.tokens += 1;
     }
     if (first) answer.decode_s = (performance.now() - first) / 1000;
+    isComplete ||= Boolean(choice?.finish_reason);
     if (chunk.usage) answer.tokens = chunk.usage.completion_tokens;
     onChange();
   }
+  if (!isComplete) throw new Error(LOST);
 }
 
 function add(answer, { delta = {}, finish_reason: reason }) {

@@ -31,10 +31,10 @@ export class TurnLog {
   drawAbove(left) {
     if (left !== this.left) return; // another conversation is drawn now
     const begin = performance.now();
-    const height = this.node.scrollHeight;
-    while (left.length && performance.now() - begin < AT_ONCE_MS) this.node.prepend(this.turn(left.pop()));
-    this.buttonsOf();
-    this.node.scrollTop += this.node.scrollHeight - height;
+    this.follow(() => {
+      while (left.length && performance.now() - begin < AT_ONCE_MS) this.node.prepend(this.turn(left.pop()));
+      this.buttonsOf();
+    });
     if (left.length) requestAnimationFrame(() => this.drawAbove(left));
   }
 
