@@ -210,7 +210,13 @@ def test_an_error_in_an_answer_keeps_what_has_arrived(site: Site) -> None:
     page.wait_for_selector("#chat-stats:has-text('failed')")
     assert page.inner_text(".message.assistant .body") == "half an answer"
     page.unroute("**/v1/chat/completions")
-    ask(page, "next")
+    answer_with(page, part("no end"))
+    send(page, "lost")
+    page.wait_for_selector(".turn:last-child .error:has-text('was lost; is it running?')")
+    page.click(".edit >> nth=1")
+    page.unroute("**/v1/chat/completions")
+    send(page, "next")
+    page.wait_for_selector(".turn:last-child:has-text('next') >> text=Receipt")
     assert [one["content"] for one in sent[-1]["messages"]] == [
         "question",
         "half an answer",

@@ -69,6 +69,19 @@ def test_conversations_are_kept_and_deleted(site: Site) -> None:
     page.context.close()
 
 
+def test_a_reload_during_an_answer_keeps_the_question(site: Site) -> None:
+    page = site.open()
+    send(page, "word " * 3000, "echo")
+    page.wait_for_selector(".message.assistant .body:has-text('word')")
+    page.wait_for_selector("#chat-list .link")  # it is kept
+    page.reload()
+    page.wait_for_selector(".message.assistant >> text=not complete: its page was closed")
+    assert page.locator(".turn").count() == 1 and page.is_enabled("#chat-send")
+    ask(page, "next")
+    assert page.locator(".turn").count() == 2
+    page.context.close()
+
+
 def test_two_tabs_share_the_conversations(site: Site) -> None:
     page = site.open()
     ask(page, "shared", "echo")
