@@ -16,7 +16,12 @@ def main() -> None:
     print(
         "Of the versions in `requirements.lock`, by their own metadata. `scripts/lock` makes this"
     )
-    print("page. Nothing of them is copied into this repository.\n")
+    print(
+        "page. Nothing of them is copied into this repository. The web page has copies of two npm"
+    )
+    print(
+        "packages, unchanged, with [their licences](../dynamo/frontend/ui/static/vendor/LICENSES.txt).\n"
+    )
     print("| package | version | licence |\n|---|---|---|")
     rows = {}
     for name, version in _PINNED.findall(LOCK.read_text()):

@@ -278,6 +278,13 @@ class Models:
         """Tokens of prompt and answer together, of every model that is loaded."""
         return [one.context_length for one in self.loaded_models()]
 
+    def max_images(self, name: str) -> int:
+        """How many images a prompt for ``name`` may have; 0 too if nothing is known."""
+        entry = self._names.get(name)
+        loaded = None if entry is None else entry.loaded
+        images = loaded.preprocessor.images if isinstance(loaded, TokenModel) else None
+        return 0 if images is None else images.limit
+
     def takes_media(self) -> bool:
         """Whether a loaded model reads images in chat messages, or files in forms."""
         return any(

@@ -73,8 +73,8 @@ class OwnFacts(NamedTuple):
     """What this frontend itself has to show.
 
     ``running`` and ``content`` take the id of a request: its record while it runs, and what is
-    recorded of its bodies. ``routing`` is the feed of the section of this name. ``active``: requests
-    run, or have ended in the last minute.
+    recorded of its bodies. ``routing`` is the feed of the section of this name. ``active``:
+    requests run, or have ended in the last minute.
     """
 
     status: Callable[[], FrontendStatus]

@@ -36,6 +36,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
 }
 _POLICY = "; ".join(
     (
@@ -77,10 +78,13 @@ def install_files(routes: Routes) -> None:
 
 def _files() -> dict[str, tuple[str, bytes]]:
     """Path → name and content."""
+    static = resources.files("dynamo.frontend.ui").joinpath("static")
     found = {}
-    for file in resources.files("dynamo.frontend.ui").joinpath("static").iterdir():
-        path = PAGE if file.name == "index.html" else f"{PAGE}/{file.name}"
-        found[path] = (file.name, file.read_bytes())
+    for prefix, folder in ((PAGE, static), (f"{PAGE}/vendor", static.joinpath("vendor"))):
+        for file in folder.iterdir():
+            if file.is_file():
+                path = PAGE if file.name == "index.html" else f"{prefix}/{file.name}"
+                found[path] = (file.name, file.read_bytes())
     return found
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import re
 import threading
 import time
+import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from dynamo.runtime.process.tasks import Tasks
 
 OWN = "http://localhost:8000"
 STATIC = Path(files.__file__).with_name("static")
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Peers:
@@ -219,6 +222,7 @@ async def page(tmp_path: Path) -> AsyncIterator[Page]:
 
 async def test_files_are_served_with_a_policy_and_an_etag(page: Page) -> None:
     types = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg"}
+    types["txt"] = "text/plain"
     for path in sorted(files.file_paths()):
         status, headers, body = await page.ask(path)
         assert (status, len(body) > 50) == (200, True), path
@@ -263,7 +267,20 @@ def test_the_page_needs_nothing_from_elsewhere_and_has_no_inline_code() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
         for name in re.findall(r'from "\./([^"]+)"', text):
             assert (STATIC / name).is_file(), name
-    assert not [one.name for one in STATIC.iterdir() if "://" in _code(one)]
+    assert not [one.name for one in STATIC.glob("*.*") if "://" in _code(one)]
+
+
+def test_libraries_are_unchanged_and_have_their_licences() -> None:
+    """Copies of npm packages; what of them writes HTML is not called, and the policy forbids it."""
+    licences = (STATIC / "vendor/LICENSES.txt").read_text()
+    known = dict(re.findall(r"^\| (\S+\.js) \|.*\| ([0-9a-f]{64}) \|$", licences, re.MULTILINE))
+    scripts = sorted((STATIC / "vendor").glob("*.js"))
+    assert {one.name: hashlib.sha256(one.read_bytes()).hexdigest() for one in scripts} == known
+    for script in scripts:
+        assert not re.search(r"\beval\(|new Function|document\.write", script.read_text())
+        assert f"{files.PAGE}/vendor/{script.name}" in files.file_paths()
+    licensed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license-files"]
+    assert "dynamo/frontend/ui/static/vendor/LICENSES.txt" in licensed
 
 
 def _code(path: Path) -> str:

@@ -220,7 +220,7 @@ class InfoRoutes:
         if _VERSION in exchange.headers:
             self._list_as_anthropic(exchange)
             return
-        rows = [_row(*one) for one in self._models.public()]
+        rows = [_row(*one, self._models.max_images(one[0])) for one in self._models.public()]
         exchange.respond(200, orjson.dumps({"object": "list", "data": rows}))
 
     def _list_as_anthropic(self, exchange: Exchange) -> None:
@@ -236,7 +236,7 @@ class InfoRoutes:
         anthropic = _VERSION in exchange.headers
         for one in self._models.listed():
             if one[0] == name:
-                row = model_info(*one) if anthropic else _row(*one)
+                row = model_info(*one) if anthropic else _row(*one, self._models.max_images(name))
                 exchange.respond(200, orjson.dumps(row))
                 return
         text = f"Model not found: {name}"
@@ -261,10 +261,12 @@ def _instance_row(record: EndpointRecord, outage: Outage | None) -> dict[str, An
     return row
 
 
-def _row(name: str, created: int, context_length: int | None) -> dict[str, Any]:
+def _row(name: str, created: int, context_length: int | None, max_images: int) -> dict[str, Any]:
     row = {"id": name, "object": "model", "created": created, "owned_by": "dynamo"}
     if context_length is not None:
         row["context_window"] = context_length
+    if max_images:
+        row["max_images"] = max_images
     return row
 
 

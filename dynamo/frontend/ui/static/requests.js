@@ -14,6 +14,7 @@ const NAMES = 2000;
 const open = new Set();
 const receipts = new Map();
 const pinned = new Map();
+let linked = null; // the request that the address of the page names
 const names = new Map();
 let kept = []; // newest first
 let frozen = null; // what is shown while paused
@@ -49,7 +50,7 @@ function add(records) {
   kept = [...fresh, ...kept].sort((one, other) => endOf(other) - endOf(one)).slice(0, MOST);
   const present = new Set(kept.map(keyOf));
   for (const id of [...open, ...receipts.keys()]) {
-    if (present.has(id) || pinned.has(id) || frozen?.some((row) => keyOf(row) === id)) continue;
+    if (present.has(id) || pinned.has(id) || (linked && keyOf(linked) === id) || frozen?.some((row) => keyOf(row) === id)) continue;
     open.delete(id);
     receipts.delete(id);
   }
@@ -249,9 +250,10 @@ function draw(update) {
   const matching = source.filter(matches);
   percentiles(byId("request-percentiles"), matching);
   setText(byId("request-count"), summary(matching, source));
-  const others = matching.filter((row) => !pinned.has(keyOf(row)));
+  const first = new Map([...(linked ? [[keyOf(linked), linked]] : []), ...pinned]);
+  const others = matching.filter((row) => !first.has(keyOf(row)));
   byId("request-more").hidden = others.length <= rows;
-  update([...pinned.values(), ...others.slice(0, rows)]);
+  update([...first.values(), ...others.slice(0, rows)]);
 }
 
 function exportJson() {
@@ -272,6 +274,22 @@ async function pause() {
   redraw();
 }
 
+// Opens the request that the address names, kept in the list or not; "" for none.
+async function reveal(id) {
+  linked = null;
+  try {
+    if (id) {
+      linked = await getJson(`ui/requests/${encodeURIComponent(id)}`);
+      receipts.set(keyOf(linked), linked);
+      open.add(keyOf(linked));
+    }
+  } catch (error) {
+    toast(error.message, "failed");
+  }
+  redraw();
+  if (linked) byId("request-rows").querySelector(".id button").focus();
+}
+
 export function install() {
   const update = liveTable(byId("request-rows"), COLUMNS, { key: keyOf, empty: "No request matches.", note });
   redraw = () => draw(update);
@@ -290,6 +308,7 @@ export function install() {
   redraw();
   return {
     load,
+    reveal,
     add(data) {
       leftOut += data.left_out;
       problems = data.problems;

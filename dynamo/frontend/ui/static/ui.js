@@ -18,16 +18,17 @@ const MODELS_MS = 5000;
 
 let about = { keys: false, role: "", name: "", rest: "" };
 let retry = 0;
+let linked = "";
 
 const logs = logsPane.install();
-const chat = chatPane.install();
+const chat = chatPane.install(() => start());
 const connect = connectPane.install();
 const overview = overviewPane.install(openLogs);
 const requests = requestsPane.install();
 const routing = routingPane.install();
 charts.install();
 
-// -- tabs: the hash of the address names the section
+// -- tabs: the hash of the address names the section, and a request: #requests/ID
 
 // What the role of the key may see; without one, the form alone.
 function tabs() {
@@ -35,7 +36,7 @@ function tabs() {
 }
 
 function currentTab() {
-  const name = location.hash.slice(1);
+  const name = location.hash.slice(1).split("/")[0];
   return tabs().includes(name) ? name : tabs()[0];
 }
 
@@ -51,6 +52,9 @@ function showTab() {
   byId("tabs").hidden = !current;
   byId("sign-in").hidden = about.role !== "none";
   logs.show(current === "logs");
+  chat.show(current === "chat");
+  const id = current === "requests" ? location.hash.split("/")[1] ?? "" : "";
+  if (id !== linked) requests.reveal(linked = id);
   if (stream.path !== null && stream.path !== streamPath()) stream.open(streamPath());
 }
 
@@ -127,6 +131,7 @@ function showRole() {
   byId("sign-out").hidden = !signedIn;
   if (role !== "operator") for (const id of ["namespace", "deployment", "recording"]) setText(byId(id), "");
   byId("problems").hidden ||= role !== "operator";
+  chat.signIn(about);
   showTab();
 }
 
@@ -168,7 +173,7 @@ function show(status) {
   badge(byId("recording"), "failed", status.records_content ? "content is recorded" : "");
   logs.update(status);
   const names = [...status.models].sort(readyFirst).map((one) => one.model);
-  chat(names);
+  chat.update(names);
   connect(names, about.keys);
 }
 
@@ -186,7 +191,7 @@ function onState(current, text) {
 async function showModels() {
   try {
     const names = (await getJson("v1/models")).data.map((one) => one.id);
-    chat(names);
+    chat.update(names);
     connect(names, about.keys);
     badge(byId("live"), "ready", names.length ? "connected" : "connected; no model is served yet");
   } catch (error) {
