@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from dynamo.errors import ConfigError
+from dynamo.llm.model_source import NamedModel, named_model
 from dynamo.serve.graph.graph import parse_graph
-from dynamo.setup.engines import InstalledEngine, NamedModel, choose, choose_engine, named_model
+from dynamo.setup.engines import InstalledEngine, choose, choose_engine
 from dynamo.setup.new_graph import NewGraph, flags_as_keys
 
 VLLM = InstalledEngine("vllm", (), "this environment")

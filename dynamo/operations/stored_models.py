@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dynamo.config import environ
 from dynamo.errors import ConfigError
+from dynamo.operations.ollama import ask_ollama
 from dynamo.serve.state.document import Document
 
 HUB, LLAMA, OLLAMA, LOCAL = "Hugging Face", "llama.cpp", "Ollama", "path"
@@ -196,6 +197,27 @@ def _read_at_s(path: Path) -> float:
     return 0.0
 
 
+def deletable(name: str, documents: Iterable[Document]) -> StoredModel:
+    """Return the stored model ``name``. Raises ConfigError if it is used, or not in a store."""
+    matches = [
+        one
+        for one in stored_models(documents)
+        if name in (one.name, str(one.path)) or one.name == f"{name}:latest"
+    ]
+    if not matches:
+        raise ConfigError(f"no model {name!r} on disk; see: dynamo list")
+    model = matches[0]
+    if model.served_by:
+        raise ConfigError(
+            f"{model.name} is served by {', '.join(model.served_by)}; first: dynamo remove MODEL"
+        )
+    if model.store == LOCAL:
+        raise ConfigError(f"{model.name} is in no store of models; delete it with: rm")
+    if pids := users_of(model):
+        raise ConfigError(f"{model.name} is open in process {', '.join(map(str, pids))}")
+    return model
+
+
 def users_of(model: StoredModel) -> list[int]:
     """Return the processes that have a file of ``model`` open or mapped, as far as we may see."""
     inside = f"{model.path}{os.sep}" if model.path.is_dir() else str(model.path)
@@ -211,7 +233,11 @@ def users_of(model: StoredModel) -> list[int]:
 
 
 def delete(model: StoredModel) -> None:
-    """Delete a model of Hugging Face's or llama.cpp's cache. Raises OSError."""
+    """Delete a model from its store, which is Ollama's own to do. Raises DynamoError, OSError."""
+    if model.store == OLLAMA:
+        for _ in ask_ollama("DELETE", "/api/delete", model.name):
+            pass
+        return
     if model.store == HUB:
         shutil.rmtree(model.path)
         shutil.rmtree(model.path.parent / ".locks" / model.path.name, ignore_errors=True)
