@@ -129,7 +129,7 @@ def _on_lines(name: str) -> OnProgress:
 class _JsonLines:
     """Prints the progress as JSON, a line a second, until it is closed.
 
-    It ends the process if nobody reads the lines, also while no byte arrives.
+    It ends the process if its reader has exited, also while no byte arrives.
     """
 
     def __init__(self) -> None:

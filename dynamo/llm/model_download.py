@@ -10,7 +10,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from http import HTTPStatus
 from pathlib import Path
@@ -28,7 +28,6 @@ from huggingface_hub.errors import (
 from tqdm.std import tqdm
 
 from dynamo.errors import ConfigError, ModelUnreachable
-from dynamo.llm.model_source import OnProgress
 
 _OTHER_FORMATS = (
     *("*.gguf", "*.onnx", "*.msgpack", "*.h5", "*.ot", "*.tflite", "*.mlmodel"),
@@ -50,7 +49,7 @@ class HubModel:
         name: str,
         revision: str | None,
         given: str,
-        on_progress: OnProgress | None = None,
+        on_progress: Callable[[int, int], object] | None = None,
     ) -> None:
         self._name = name
         self._revision = revision
@@ -246,7 +245,7 @@ def _status(error: BaseException) -> int | None:
 class _Reported(tqdm):  # type: ignore[misc]
     """A progress bar that is not shown: a function receives its numbers."""
 
-    report: OnProgress
+    report: Callable[[int, int], object]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.pop("name", None)  # of the Hub's own class

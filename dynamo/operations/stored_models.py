@@ -52,8 +52,11 @@ def stored_models(documents: Iterable[Document]) -> list[StoredModel]:
     served = [(where, words) for document in documents for where, words in _services(document)]
     rows = [_with_servers(model, served) for model in found]
     paths = {model.path for model in found}
+    local: dict[Path, list[str]] = {}
     for where, words in served:
-        rows += [_local(path, where) for path in _paths(words, paths)]
+        for path in _paths(words, paths):
+            local.setdefault(path, []).append(where)
+    rows += [_local(path, where) for path, where in local.items()]
     return sorted(rows, key=lambda one: one.name.lower())
 
 
@@ -171,7 +174,7 @@ def _paths(words: Iterable[str], known: Iterable[Path]) -> Iterator[Path]:
             yield path
 
 
-def _local(path: Path, where: str) -> StoredModel:
+def _local(path: Path, served_by: Iterable[str]) -> StoredModel:
     files = [path] if path.is_file() else [one for one in path.iterdir() if one.is_file()]
     formats = {_FORMATS.get(file.suffix) for file in files} - {None}
     return StoredModel(
@@ -181,7 +184,7 @@ def _local(path: Path, where: str) -> StoredModel:
         size_bytes=sum(map(_size, files)),
         used_at_s=max((_read_at_s(file) for file in files), default=0.0),
         formats=tuple(sorted(map(str, formats))),
-        served_by=(where,),
+        served_by=tuple(served_by),
     )
 
 

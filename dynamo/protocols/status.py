@@ -205,13 +205,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class LoadEffect(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a load of a service without a worker would do now: ``text`` has no subject.
 
-    It takes ``gpus``; the sleeping workers that it ``removes`` hold memory there. It fails if it is
-    ``blocked_by`` workers that hold the GPUs.
+    It takes ``gpus``. Sleeping workers that hold memory it needs are those it ``removes``; others
+    on these GPUs it ``keeps_asleep``. It fails if it is ``blocked_by`` workers that hold the GPUs.
     """
 
     text: str
     gpus: tuple[str, ...] = ()
     removes: tuple[str, ...] = ()
+    keeps_asleep: tuple[str, ...] = ()
     blocked_by: tuple[str, ...] = ()
 
 

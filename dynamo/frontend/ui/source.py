@@ -14,6 +14,7 @@ import msgspec
 from asyncinotify import Mask
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
+from dynamo.frontend.ui.model_store import ModelStore
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
 from dynamo.operations.operate import ActionOutcome, BoxControl
@@ -62,6 +63,7 @@ class StatusSampler:
         self.pages = EventStreams(_PAGES)
         self._feeds = feeds
         self._shown: set[str] = set()
+        self.store: ModelStore | None = None
         self._source = source
         self._own = own
         self._tasks = tasks
@@ -89,8 +91,7 @@ class StatusSampler:
                     status = await asyncio.to_thread(self._source.collect, self._own())
                     self.pages.send(event("status", msgspec.json.encode(status)))
                     await self._send_feeds()
-                    for outcome in self._source.outcomes():
-                        self.pages.send(event("outcome", msgspec.json.encode(outcome)))
+                    self._send_more()
                     await self._pause(started_s)
         finally:  # after a failure the pages open their streams again
             self._shown.clear()
@@ -105,6 +106,17 @@ class StatusSampler:
             self._shown.add(section)
             if data is not None:
                 self.pages.send(event(section, msgspec.json.encode(data)), section)
+
+    def _send_more(self) -> None:
+        """Send how actions ended, and the progress of a download."""
+        for outcome in self._source.outcomes():
+            self.pages.send(event("outcome", msgspec.json.encode(outcome)))
+        if self.store is None:
+            return
+        while self.store.outcomes:
+            self.pages.send(event("outcome", msgspec.json.encode(self.store.outcomes.popleft())))
+        if self.store.download is not None:
+            self.pages.send(event("download", msgspec.json.encode(self.store.download)))
 
     async def _pause(self, started_s: float) -> None:
         """Wait for the next second, or for a change, but not for a closed page."""
@@ -123,6 +135,7 @@ class BoxSource:
 
     def __init__(self, runtime: DistributedRuntime, has_keys: bool) -> None:
         settings = runtime.settings
+        self.settings = settings
         self._has_keys = has_keys
         self._discovery = runtime.discovery
         self._collector = BoxCollector(settings)

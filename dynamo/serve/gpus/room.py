@@ -113,8 +113,11 @@ def _effect(document: Document, service: ServiceEntries, devices: Sequence[Gpu])
         gpus = ledger.assign("a worker", service.gpus, avoid=avoid)
     except ConfigError:
         return _without_gpu(service, ledger, crowded.values())
-    removes = tuple(entry.name for entry in sleepers if not {*gpus}.isdisjoint(entry.gpus))
-    return LoadEffect(text="starts a worker", gpus=gpus, removes=removes)
+    removes = tuple(entry.name for entry in sleepers)
+    others = [entry.name for _, entry in sleepers_on(document, gpus) if entry.name not in removes]
+    return LoadEffect(
+        text="starts a worker", gpus=gpus, removes=removes, keeps_asleep=tuple(others)
+    )
 
 
 def _without_gpu(service: ServiceEntries, ledger: GpuLedger, reasons: Iterable[str]) -> LoadEffect:

@@ -71,7 +71,10 @@ def test_a_sleeper_of_another_model_goes_if_its_memory_is_needed() -> None:
     asleep = entry("B", "1", pid=8, state="asleep")
     found = effects(entry("A", "0", pid=7), asleep, entry("C"), used=(70, 20))
     assert found["C"] == LoadEffect(text="starts a worker", gpus=("1",), removes=("d_B",))
-    assert effects(asleep, entry("C"), used=(1, 20))["C"].removes == ()
+    beside = effects(asleep, entry("C"), used=(1, 20))["C"]
+    assert (beside.gpus, beside.removes, beside.keeps_asleep) == (("0",), (), ())
+    on_it = effects(entry("A", "0", pid=7), asleep, entry("C"), used=(70, 2))["C"]
+    assert (on_it.gpus, on_it.removes, on_it.keeps_asleep) == (("1",), (), ("d_B",))
 
 
 def test_a_stopped_worker_is_started_again() -> None:

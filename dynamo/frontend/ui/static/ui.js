@@ -3,6 +3,7 @@
 import * as charts from "./charts.js";
 import * as chatPane from "./chat.js";
 import * as connectPane from "./connect.js";
+import * as diskPane from "./disk.js";
 import { badge, byId, setText } from "./dom.js";
 import * as logsPane from "./logs.js";
 import * as overviewPane from "./overview.js";
@@ -20,6 +21,7 @@ let retry = 0;
 const logs = logsPane.install();
 const chat = chatPane.install();
 const connect = connectPane.install();
+const disk = diskPane.install();
 const overview = overviewPane.install(openLogs);
 const requests = requestsPane.install();
 charts.install();
@@ -170,8 +172,10 @@ function show(status) {
 
 function onState(current, text) {
   state = current;
-  if (state === "live") sampledAt = performance.now();
-  else document.title = `(${state}) Dynamo`;
+  if (state === "live") {
+    sampledAt = performance.now();
+    disk.connected();
+  } else document.title = `(${state}) Dynamo`;
   badge(byId("live"), state === "live" ? "ready" : "failed", state === "live" ? "live" : text);
   document.body.classList.toggle("stale", state !== "live");
   if (state === "live" && currentTab() === "requests") requests.load();
@@ -202,7 +206,11 @@ function readyFirst(one, other) {
 function onEvent(name, data) {
   if (name === "status") show(data);
   else if (name === "requests") requests.add(data);
-  else if (name === "outcome") toast(data.text, data.failed ? "failed" : "ready");
+  else if (name === "download") disk.progress(data);
+  else if (name === "outcome") {
+    toast(data.text, data.failed ? "failed" : "ready");
+    disk.refresh();
+  }
 }
 
 const stream = new Stream(onEvent, onState);
