@@ -89,7 +89,8 @@ function named(names, status) {
   return names.map((name) => {
     const worker = status.workers.find((one) => one.name === name);
     const model = status.models.find((one) => one.model === worker?.model);
-    const idle = model?.figures?.in_flight ? "busy" : model?.figures?.idle_s == null ? "" : `idle ${age(model.figures.idle_s)}`;
+    const idle_s = model?.figures?.idle_s;
+    const idle = model?.figures?.in_flight || idle_s < 1 ? "busy" : idle_s == null ? "" : `idle ${age(idle_s)}`;
     const told = [worker?.model, idle].filter(Boolean).join(", ");
     return told ? `${name} (${told})` : name;
   }).join(", ");
