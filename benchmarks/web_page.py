@@ -42,7 +42,7 @@ MODELS = ("chat-8b", "coder-30b", "small-1b")
 TEXT = (
     "the model answers with a few plain words about tea rivers seven mountains and how light "
     "moves through glass while people walk slowly along some old road to another town"
-).split()
+)
 GRAPH = """\
 namespace: {namespace}
 Frontend: {{run: dynamo.frontend, http-port: {port}, router-mode: kv, router-cost: seconds}}
@@ -157,13 +157,13 @@ class Load:
                 group.create_task(self._ask())
 
     async def _ask(self) -> None:
-        words = " ".join(self._random.choices(TEXT, k=self._random.randrange(20, 400)))
+        words = " ".join(self._random.choices(TEXT.split(), k=self._random.randrange(20, 400)))
         about = self._random.randrange(12)  # some prompts begin alike
         body = json.dumps(
             {
                 "model": self._random.choice(self._models),
                 "messages": [
-                    {"role": "system", "content": f"Document {about}. " + " ".join(TEXT * 8)},
+                    {"role": "system", "content": f"Document {about}. " + 8 * TEXT},
                     {"role": "user", "content": words},
                 ],
                 "max_tokens": self._random.randrange(8, 96),
