@@ -43,7 +43,7 @@ def list_models(argv: Sequence[str] | None = None) -> int:
 
 def pull(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo pull``; return the exit status."""
-    text = "Download a model, with its weights. What an interrupted download has is used again."
+    text = "Download a model, with its weights. An interruption keeps the files that are complete."
     (settings,) = load("dynamo pull", text, [PullSettings], argv)
     try:
         if not settings.model:

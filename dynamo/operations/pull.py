@@ -9,7 +9,7 @@ from pathlib import Path
 from dynamo.errors import ConfigError, InvalidArgument, Unavailable
 from dynamo.llm.model_source import NamedModel, OnProgress, resolve_model
 from dynamo.operations.ollama import ask_ollama
-from dynamo.operations.stored_models import check_blobs
+from dynamo.operations.stored_models import check_blobs, drop_parts
 
 _HITS = 20
 _QUERY_CHARACTERS = 96
@@ -29,9 +29,9 @@ class HubHit:
 def pull(model: NamedModel, verify: bool, on_progress: OnProgress | None = None) -> str:
     """Download ``model``; return a sentence about it.
 
-    An interrupted download goes on where it was. ``on_progress`` receives the bytes that are here
-    and those of all files. With ``verify``, files that were here are compared with their checksums,
-    too. Raises DynamoError and OSError.
+    An interruption keeps the files that are complete. ``on_progress`` receives the bytes that are
+    here and those of all files. With ``verify``, files that were here are compared with their
+    checksums, too. Raises DynamoError and OSError.
     """
     if model.kind == "ollama":
         for reply in ask_ollama("POST", "/api/pull", model.source):
@@ -41,6 +41,7 @@ def pull(model: NamedModel, verify: bool, on_progress: OnProgress | None = None)
     if Path(model.source).is_absolute():
         return f"{model.source} is here already; serve it: dynamo run {model.source}"
     source = _gguf_source(model.source) if model.kind == "gguf-repository" else model.source
+    drop_parts("/".join(source.removeprefix("hf://").split("/")[:2]))
     begin_s = 0.0 if verify else time.time()
     path = resolve_model(source, weights=True, on_progress=on_progress).path
     snapshot = path if path.is_dir() else path.parent

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ _FORMATS = {".safetensors": "safetensors", ".gguf": "GGUF", ".bin": "PyTorch", "
 _LIBRARY = ("registry.ollama.ai", "library")
 _WEIGHTS = "application/vnd.ollama.image.model"
 _PIECE_BYTES = 1 << 22
+_UNUSED_PART = re.compile(r"\.[0-9a-f]{8}\.incomplete$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,14 +218,29 @@ def deletable(name: str, documents: Iterable[Document]) -> StoredModel:
         )
     if model.store == LOCAL:
         raise ConfigError(f"{model.name} is in no store of models; delete it with: rm")
-    if pids := users_of(model):
+    if pids := users_of(model.path):
         raise ConfigError(f"{model.name} is open in process {', '.join(map(str, pids))}")
     return model
 
 
-def users_of(model: StoredModel) -> list[int]:
-    """Return the processes that have a file of ``model`` open or mapped, as far as we may see."""
-    inside = f"{model.path}{os.sep}" if model.path.is_dir() else str(model.path)
+def drop_parts(repository: str) -> None:
+    """Delete the cut files of downloads of ``repository`` that have ended.
+
+    Recent versions of the Hub's library never use them again. Those of earlier ones, which do, have
+    another name.
+    """
+    from huggingface_hub import constants  # takes 0.2 s
+
+    name = f"models--{repository.replace('/', '--')}"
+    for path in Path(constants.HF_HUB_CACHE, name, "blobs").glob("*.incomplete"):
+        if _UNUSED_PART.search(path.name) and not users_of(path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def users_of(path: Path) -> list[int]:
+    """Return the processes that have ``path``, or a file in it, open, as far as we may see."""
+    inside = f"{path}{os.sep}" if path.is_dir() else str(path)
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

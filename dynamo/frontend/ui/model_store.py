@@ -136,14 +136,14 @@ class ModelStore:
         return f"downloading {name}"
 
     async def cancel(self, name: str) -> str:
-        """End the download of ``name``; what it has is used by the next one."""
+        """End the download of ``name``; files that are complete are kept."""
         running = self._pulling is not None and not self._pulling.done()
         if self.download is None or self.download.name != name or not running:
             raise InvalidArgument(f"{shorten(name, 128)} is not being downloaded")
         assert self._pulling is not None
         self._pulling.cancel()
         await asyncio.wait([self._pulling])
-        return f"the download of {name} was cancelled; the next one goes on where it was"
+        return f"the download of {name} was cancelled; files that are complete are kept"
 
     async def delete(self, name: str) -> str:
         """Delete a model from disk. Raises DynamoError if it is used."""

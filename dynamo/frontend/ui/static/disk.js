@@ -92,7 +92,7 @@ function downloadLine(node, after) {
     const state = {
       running: `Downloading ${one.name}: ${of}`,
       done: `Downloaded ${one.name}.`,
-      cancelled: `The download of ${one.name} was cancelled; the next one goes on where it was.`,
+      cancelled: `The download of ${one.name} was cancelled; files that are complete are kept.`,
     }[one.state];
     if (text.dataset.shown !== (state ?? one.message)) {
       text.dataset.shown = state ?? one.message;
