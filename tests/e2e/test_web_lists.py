@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page
-from web_kit import ScriptedPage, chromium, needs_chromium
+from web_kit import ScriptedPage, accessibility_findings, chromium, needs_chromium
 
 from dynamo.protocols.status import (
     GpuHolder,
@@ -104,6 +104,7 @@ def test_the_gpus_come_first_and_say_who_holds_them(site: ScriptedPage, browser:
         "A load of large needs 2 GPUs, more than is free; "
         "GPUs are held by d_A (chat, idle 1 min 1 s)",
     ]
+    assert accessibility_findings(page) == []
     page.click("button[aria-label='Load vision']")
     page.wait_for_selector("#confirm:has-text('removes the sleeping d_C (coder)')")
     page.keyboard.press("Escape")
@@ -201,6 +202,7 @@ def test_forty_workers_fit_390_px(site: ScriptedPage, browser: Browser) -> None:
     page = site.open(browser, width=390)
     page.wait_for_selector("text=40 workers")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert accessibility_findings(page) == []
     page.select_option("#list-workers-sort", "Running")
     running = [
         int(one) for one in page.locator("#workers td[data-label=Running]").all_inner_texts()

@@ -20,7 +20,7 @@ function compare(one, other) {
 function select(id, label, names, value) {
   const node = make("select", { id }, ...Object.entries(names).map(([key, text]) => make("option", { value: key }, text)));
   node.value = names[value] === undefined ? "" : value;
-  return { node, parts: [make("label", { for: id }, label), node] };
+  return { node, part: make("span", { class: "pairing" }, make("label", { for: id }, label), node) };
 }
 
 // `words(row)` is the text that the filter looks in, `states` the states to choose from, `groups`
@@ -41,9 +41,9 @@ export function toolTable(table, columns, { words, states, groups = {}, things, 
   const order = select(`${id}-sort`, "Order", { "": "as in the graph", ...labels(sorts) }, choice.sort);
   const shown = make("span", { class: "dim", role: "status" });
   const tools = make("div", { class: "row tools", hidden: true },
-    make("label", { for: filter.id }, "Filter"), filter, ...state.parts,
-    ...(Object.keys(groups).length ? group.parts : []),
-    make("span", { class: "narrow row" }, ...order.parts), shown);
+    make("span", { class: "pairing" }, make("label", { for: filter.id }, "Filter"), filter), state.part,
+    ...(Object.keys(groups).length ? [group.part] : []), order.part, shown);
+  order.part.classList.add("narrow");
   table.before(tools);
 
   function choose(changes) {
