@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,16 +14,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+_LARGE = 1_000_000
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Serves one model, ``name``, with ``files``. ``status`` replaces every answer."""
+    """Serves one model, ``name``, with ``files``. ``status`` replaces every answer.
+
+    While ``gate`` is not set, the download of a large file stops after its first half.
+    """
 
     def __init__(self, name: str, files: Mapping[str, bytes], status: int = 200) -> None:
         self.name, self.files, self.status = name, dict(files), status
         self.requests: list[str] = []
         self.tokens: set[str | None] = set()
+        self.gate = threading.Event()
+        self.gate.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -42,6 +49,7 @@ class Hub:
         }
 
     def close(self) -> None:
+        self.gate.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -51,6 +59,14 @@ class Hub:
         if self.status != 200:
             code = {401: "GatedRepo", 404: "RepoNotFound"}.get(self.status, "Error")
             return self.status, b"{}", {"X-Error-Code": code}
+        if path == "/api/models":
+            hit = {
+                "id": self.name,
+                "downloads": 1234,
+                "likes": 5,
+                "pipeline_tag": "text-generation",
+            }
+            return 200, _json([hit]), {}
         api = f"/api/models/{self.name}"
         if path.startswith((f"{api}/revision/", api)) and "/tree/" not in path:
             siblings = [{"rfilename": name, "size": len(data)} for name, data in self._sorted()]
@@ -87,7 +103,13 @@ class Hub:
                     self.send_header(key, value)
                 self.end_headers()
                 if self.command == "GET":
-                    self.wfile.write(body)
+                    half = len(body) // 2 if len(body) > _LARGE else len(body)
+                    with contextlib.suppress(ConnectionError):
+                        self.wfile.write(body[:half])
+                        self.wfile.flush()
+                        if half < len(body):
+                            hub.gate.wait(60)
+                        self.wfile.write(body[half:])
 
             do_GET = do_HEAD = answer
 

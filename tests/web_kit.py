@@ -17,6 +17,7 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from dynamo.config.frontend import FrontendSettings
+from dynamo.config.runtime import RuntimeSettings
 from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_guard
 from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.route import OwnFacts, UiRoutes
@@ -72,6 +73,7 @@ class ScriptedPage:
 
     def __init__(self, logs: Path, settings: FrontendSettings | None = None) -> None:
         self.namespace = "dynamo"
+        self.settings = RuntimeSettings()
         self.logs = logs / "logs"
         self.history_file = logs / "history"
         self.logs.mkdir(exist_ok=True)

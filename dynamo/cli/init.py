@@ -17,18 +17,17 @@ from dynamo.config import environ, from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.llm.model_source import NamedModel, named_model
+from dynamo.operations.ollama import running_ollama
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.graph import parse_graph, read_text
 from dynamo.setup.engines import (
     InstalledEngine,
-    NamedModel,
     cached_model,
     choose,
     engine_names,
     find_engines,
-    named_model,
     probe_gpus,
-    running_ollama,
     uninstalled,
     weights_bytes,
 )

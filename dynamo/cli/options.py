@@ -153,6 +153,7 @@ class PullSettings:
     verify: bool = option(
         False, "--verify", help="compare with the checksums what was downloaded earlier, too"
     )
+    json: bool = option(False, "--json", help="print the progress as JSON, a line a second")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,15 @@ from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.llm.model_source import named_model
+from dynamo.operations.ollama import running_ollama
 from dynamo.serve.graph.edited import with_service
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.model_args import duration_s
 from dynamo.serve.graph.overrides import Override, split_overrides
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
-from dynamo.setup.engines import choose, find_engines, named_model, probe_gpus, running_ollama
+from dynamo.setup.engines import choose, find_engines, probe_gpus
 from dynamo.setup.new_graph import NewGraph
 from dynamo.status.deployment import running_deployment
 

@@ -10,7 +10,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from http import HTTPStatus
 from pathlib import Path
@@ -44,10 +44,17 @@ log = logging.getLogger(__name__)
 class HubModel:
     """The repository ``name`` on Hugging Face; ``given`` is what the user wrote, for errors."""
 
-    def __init__(self, name: str, revision: str | None, given: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        revision: str | None,
+        given: str,
+        on_progress: Callable[[int, int], object] | None = None,
+    ) -> None:
         self._name = name
         self._revision = revision
         self._given = given
+        self._on_progress = on_progress
 
     def fetch(self, patterns: Sequence[str] | None, download: bool) -> Path:
         """Return the directory with the files that match ``patterns``; None: with the weights.
@@ -78,12 +85,14 @@ class HubModel:
         """Return the path of one file of the repository. Raises as :meth:`fetch`."""
         local = not download or constants.HF_HUB_OFFLINE
         try:
+            if not local:
+                self._check_file(file)
             path = hf_hub_download(
                 self._name,
                 file,
                 revision=self._revision,
                 local_files_only=local,
-                tqdm_class=_progress(f"{self._name}/{file}"),
+                tqdm_class=self._progress(f"{self._name}/{file}"),
             )
         except Exception as error:  # of the Hub's library and of its HTTP library
             raise self._error(error, local) from error
@@ -98,7 +107,7 @@ class HubModel:
             allow_patterns=None if patterns is None else list(patterns),
             ignore_patterns=list(ignored),
             local_files_only=local,
-            tqdm_class=_progress(self._name),
+            tqdm_class=self._progress(self._name),
         )
         return Path(path)
 
@@ -128,6 +137,27 @@ class HubModel:
         if not any(path.glob(f"*{_SAFETENSORS}")):
             path = self._snapshot(None, _OTHER_FORMATS, True)
         return path
+
+    def _check_file(self, file: str) -> None:
+        """Raise OSError if the disk has no room for ``file``; its download says what else fails."""
+        try:
+            found = HfApi().model_info(self._name, revision=self._revision, files_metadata=True)
+        except (HfHubHTTPError, ValueError):
+            return
+        # Here the Hub's errors of connections are those of its HTTP library, no OSError.
+        except Exception as error:
+            if _is_of_disk(error):
+                raise
+            return
+        self._check_space([one for one in found.siblings or [] if one.rfilename == file], ())
+
+    def _progress(self, name: str) -> Any:
+        """Return the progress bar of a download; None, the Hub's own bar, on a terminal."""
+        if self._on_progress is not None:
+            return type("_Told", (_Reported,), {"report": staticmethod(self._on_progress)})
+        if sys.stderr.isatty():
+            return None
+        return type("_NamedPercentLines", (_PercentLines,), {"model": name})
 
     def _check_space(self, files: Sequence[Any], ignored: Sequence[str]) -> None:
         """Raise OSError if the disk has no room for what is to be downloaded."""
@@ -212,11 +242,19 @@ def _status(error: BaseException) -> int | None:
     return None
 
 
-def _progress(name: str) -> Any:
-    """Return the progress bar of a download; None, the Hub's own bar, on a terminal."""
-    if sys.stderr.isatty():
-        return None
-    return type("_NamedPercentLines", (_PercentLines,), {"model": name})
+class _Reported(tqdm):  # type: ignore[misc]
+    """A progress bar that is not shown: a function receives its numbers."""
+
+    report: Callable[[int, int], object]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options.pop("name", None)  # of the Hub's own class
+        super().__init__(*args, **options)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Report the progress in place of a redrawn bar."""
+        if self.unit == "B" and self.total:
+            self.report(int(self.n), int(self.total))
 
 
 class _PercentLines(tqdm):  # type: ignore[misc]

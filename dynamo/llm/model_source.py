@@ -8,11 +8,15 @@ the credentials and the network are those of ``huggingface_hub``: ``HF_HOME``, `
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
+
+OnProgress = Callable[[int, int], object]
+"""Receives the bytes of a download that are here, and those of all its files."""
 
 _PREFIX = "hf://"
 _GGUF = ".gguf"
@@ -21,7 +25,24 @@ _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _ID = re.compile(rf"{_NAME}/{_NAME}")
 _OLD_ID = re.compile(_NAME)
 _GGUF_IN_ID = re.compile(rf"({_NAME}/{_NAME})/(.+{re.escape(_GGUF)})")
+_OLLAMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9._-]+)?")
 _PROMPT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """What a user names as a model.
+
+    ``kind`` is directory, hub (an id on Hugging Face), gguf (a file, local or there),
+    gguf-repository (an id of a repository of such files) or ollama. ``source`` is what engines
+    take, with absolute paths; ``name`` is its name in the API. ``has_tokenizer`` is false for a
+    GGUF file without tokenizer.json beside it.
+    """
+
+    kind: str
+    source: str
+    name: str
+    has_tokenizer: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,12 +78,51 @@ class ResolvedModel:
         return ModelDirectory(self.path.parent)
 
 
+def named_model(text: str) -> NamedModel:
+    """Return the model that ``text`` names; looks at local files only. Raises ConfigError."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _directory(path.resolve())
+    if path.is_file():
+        path = local_gguf(path)
+        tokenizer = (path.parent / "tokenizer.json").is_file()
+        return NamedModel("gguf", str(path), path.stem, has_tokenizer=tokenizer)
+    identifier, _, quantization = text.partition(":")
+    if is_hub_id(identifier) and (quantization or "gguf" in identifier.rpartition("/")[2].lower()):
+        if identifier.endswith(".gguf"):
+            return NamedModel("gguf", identifier, Path(identifier).stem, has_tokenizer=False)
+        return NamedModel("gguf-repository", text, identifier)
+    if is_hub_id(text):
+        return NamedModel("hub", text, text.removeprefix("hf://"))
+    if text.endswith(".gguf"):
+        raise ConfigError(
+            f"no file {text!r} here; give the path of a GGUF file, or on Hugging Face "
+            "org/name/file.gguf"
+        )
+    if _OLLAMA_NAME.fullmatch(text):
+        return NamedModel("ollama", text if ":" in text else f"{text}:latest", text)
+    raise ConfigError(
+        f"no model {text!r}: there is no such directory or file, and it is no id on Hugging Face, "
+        "such as Qwen/Qwen3-0.6B"
+    )
+
+
+def _directory(path: Path) -> NamedModel:
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if files:
+            raise ConfigError(f"{path} has GGUF files; name one of them, such as {files[0]}")
+        raise ConfigError(f"{path} has no config.json; give the directory of a model")
+    return NamedModel("directory", str(path), path.name)
+
+
 def resolve_model(
     source: str | Path,
     *,
     weights: bool = False,
     revision: str | None = None,
     download: bool = True,
+    on_progress: OnProgress | None = None,
 ) -> ResolvedModel:
     """Return the model that ``source`` names on this machine; download it if necessary.
 
@@ -72,7 +132,8 @@ def resolve_model(
     files that make prompts are downloaded: configuration, tokenizer, chat template. ``revision``
     is a branch, a tag or a commit on Hugging Face. With ``download`` false only the cache is read.
 
-    Blocking, with progress in the log, or as a bar on a terminal. Raises ConfigError; it is
+    Blocking, with progress in the log, as a bar on a terminal, or to ``on_progress``, which is
+    called in threads of the Hub's library. Raises ConfigError; it is
     ModelUnreachable if the same call may succeed later.
     """
     path = Path(source).expanduser()
@@ -90,7 +151,7 @@ def resolve_model(
     # Imported here: it takes 0.2 s, and a local directory does not need it.
     from dynamo.llm.model_download import HubModel
 
-    model = HubModel(repository, revision, str(source))
+    model = HubModel(repository, revision, str(source), on_progress)
     if file is not None:
         return ResolvedModel(model.fetch_file(file, download), Path(file).stem)
     patterns = None if weights else _PROMPT_FILES

@@ -10,13 +10,9 @@ from functools import partial
 from dynamo.operations.steps.access import LocalAccess, wait_until
 from dynamo.operations.steps.circus import STOPPED, CircusBusy, retried
 from dynamo.operations.steps.limits import ActionFailed, reserve
-from dynamo.operations.steps.sleeping import (
-    RemoteEngines,
-    can_sleep,
-    finish_wake,
-    sleeper_to_wake,
-)
+from dynamo.operations.steps.sleeping import RemoteEngines, can_sleep, finish_wake
 from dynamo.operations.steps.starting import WorkerStart
+from dynamo.serve.gpus.room import sleeper_to_wake
 from dynamo.serve.state.document import LOAD, WAKE, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services, release
 from dynamo.serve.state.process_table import is_reserved

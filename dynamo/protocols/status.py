@@ -231,12 +231,26 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     uptime_s: float | None = None
 
 
+class LoadEffect(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a load of a service without a worker would do now: ``text`` has no subject.
+
+    It takes ``gpus``. Sleeping workers that hold memory it needs are those it ``removes``; others
+    on these GPUs it ``keeps_asleep``. It fails if it is ``blocked_by`` workers that hold the GPUs.
+    """
+
+    text: str
+    gpus: tuple[str, ...] = ()
+    removes: tuple[str, ...] = ()
+    keeps_asleep: tuple[str, ...] = ()
+    blocked_by: tuple[str, ...] = ()
+
+
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One model of a deployment. ``state`` is that of :class:`WorkerStatus` which says most: ready
     if a worker is, else loading, draining, asleep, failed, stopped; ``zero`` without workers.
 
     ``idle_until_s`` is the time until an idle model gives up its GPUs. ``figures`` are summed over
-    the frontends; None if none answers.
+    the frontends; None if none answers. ``load`` has an effect for each service that has no worker.
     """
 
     model: str
@@ -251,6 +265,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     idle_until_s: float | None = None
     figures: ModelFigures | None = None
     workers: tuple[str, ...] = ()
+    load: tuple[LoadEffect, ...] = ()
 
 
 class GpuHolder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -263,7 +278,7 @@ class GpuHolder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GpuStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One GPU of the box. ``workers`` are those that have it in the statefile."""
+    """One GPU of the box; ``gpu`` alone without a driver. ``workers`` hold it in the statefile."""
 
     gpu: str
     name: str = ""

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import re
 import shutil
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from dynamo.config import environ
 from dynamo.config.programs import ATTACH, ENGINES, EngineChoice, engines_for
 from dynamo.errors import ConfigError
-from dynamo.llm.model_source import is_hub_id, local_gguf
+from dynamo.llm.model_source import NamedModel
 from dynamo.serve.gpus.gpus import Gpu
 
 _KINDS = {
@@ -26,47 +22,6 @@ _KINDS = {
     "gguf-repository": "GGUF files on Hugging Face",
     "ollama": "a model of Ollama",
 }
-_OLLAMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9._-]+)?")
-_OLLAMA = "127.0.0.1:11434"
-_CONNECT_S = 0.5
-
-
-def named_model(text: str) -> NamedModel:
-    """Return the model that ``text`` names; looks at local files only. Raises ConfigError."""
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return _directory(path.resolve())
-    if path.is_file():
-        path = local_gguf(path)
-        tokenizer = (path.parent / "tokenizer.json").is_file()
-        return NamedModel("gguf", str(path), path.stem, has_tokenizer=tokenizer)
-    identifier, _, quantization = text.partition(":")
-    if is_hub_id(identifier) and (quantization or "gguf" in identifier.rpartition("/")[2].lower()):
-        if identifier.endswith(".gguf"):
-            return NamedModel("gguf", identifier, Path(identifier).stem, has_tokenizer=False)
-        return NamedModel("gguf-repository", text, identifier)
-    if is_hub_id(text):
-        return NamedModel("hub", text, text.removeprefix("hf://"))
-    if text.endswith(".gguf"):
-        raise ConfigError(
-            f"no file {text!r} here; give the path of a GGUF file, or on Hugging Face "
-            "org/name/file.gguf"
-        )
-    if _OLLAMA_NAME.fullmatch(text):
-        return NamedModel("ollama", text if ":" in text else f"{text}:latest", text)
-    raise ConfigError(
-        f"no model {text!r}: there is no such directory or file, and it is no id on Hugging Face, "
-        "such as Qwen/Qwen3-0.6B"
-    )
-
-
-def _directory(path: Path) -> NamedModel:
-    if not (path / "config.json").is_file():
-        files = sorted(path.glob("*.gguf"))
-        if files:
-            raise ConfigError(f"{path} has GGUF files; name one of them, such as {files[0]}")
-        raise ConfigError(f"{path} has no config.json; give the directory of a model")
-    return NamedModel("directory", str(path), path.name)
 
 
 def choose(
@@ -118,20 +73,6 @@ def weights_bytes(model: NamedModel) -> int:
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
-def running_ollama() -> str | None:
-    """Return the URL of an Ollama that answers here; None without one."""
-    given = environ().get("OLLAMA_HOST") or _OLLAMA
-    parts = urlsplit(given if "://" in given else f"//{given}")
-    host = parts.hostname or "127.0.0.1"
-    host = "127.0.0.1" if host == "0.0.0.0" else host
-    with contextlib.suppress(OSError, ValueError):
-        port = parts.port or 11434
-        with socket.create_connection((host, port), _CONNECT_S):
-            shown = f"[{host}]" if ":" in host else host
-            return f"{parts.scheme or 'http'}://{shown}:{port}"
-    return None
-
-
 @dataclass(frozen=True)
 class InstalledEngine:
     """An engine of :data:`dynamo.config.programs.ENGINES`, found at ``source``.
@@ -144,22 +85,6 @@ class InstalledEngine:
     command: tuple[str, ...]
     source: str
     install: str = ""
-
-
-@dataclass(frozen=True)
-class NamedModel:
-    """What a user names as a model.
-
-    ``kind`` is directory, hub (an id on Hugging Face), gguf (a file, local or there),
-    gguf-repository (an id of a repository of such files) or ollama. ``source`` is what engines
-    take, with absolute paths; ``name`` is its name in the API. ``has_tokenizer`` is false for a
-    GGUF file without tokenizer.json beside it.
-    """
-
-    kind: str
-    source: str
-    name: str
-    has_tokenizer: bool = True
 
 
 def find_engines() -> tuple[InstalledEngine, ...]:

@@ -15,7 +15,8 @@ import yaml
 
 from dynamo.config.programs import ATTACH, ENGINES, FRONTEND, PLANNER
 from dynamo.errors import ConfigError
-from dynamo.setup.engines import InstalledEngine, NamedModel
+from dynamo.llm.model_source import NamedModel
+from dynamo.setup.engines import InstalledEngine
 
 _DRAIN_S = 120
 _WIDE = 10_000

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dynamo.protocols.status import GpuHolder, GpuStatus
-from dynamo.serve.gpus.gpus import names_gpu
+from dynamo.serve.gpus.gpus import Gpu, names_gpu
 
 _T = TypeVar("_T")
 
@@ -18,19 +18,33 @@ _T = TypeVar("_T")
 def read_gpus(
     assigned: Mapping[str, tuple[str, ...]], leaders: Mapping[int, str]
 ) -> tuple[GpuStatus, ...]:
-    """Return every GPU of the machine; none without a driver.
+    """Return every GPU of the machine; without a driver, those of the statefile without figures.
 
-    ``assigned`` has the workers of each GPU id of the statefile. ``leaders`` has the worker of each
-    process that the arbiter started; it leads the session of all processes of that worker.
+    ``assigned`` has the workers of each GPU id of the statefile, free ones too. ``leaders`` has the
+    worker of each process that the arbiter started; it leads the session of all processes of that
+    worker.
     """
     nvml = _nvml()
     if nvml is None:
-        return ()
+        return tuple(GpuStatus(gpu=gpu, workers=names) for gpu, names in assigned.items())
     try:
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError:
         return ()
     return tuple(_Device(nvml, index).status(assigned, leaders) for index in range(count))
+
+
+def devices_of(gpus: Sequence[GpuStatus]) -> list[Gpu]:
+    """Return ``gpus``, which are in the driver's order, as devices; their memory if it is known."""
+    return [
+        Gpu(
+            index=index,
+            uuid=gpu.gpu if gpu.gpu.startswith("GPU-") else "",
+            memory_bytes=gpu.total_bytes or 0,
+            used_bytes=gpu.used_bytes or 0,
+        )
+        for index, gpu in enumerate(gpus)
+    ]
 
 
 def vram_by_worker(gpus: tuple[GpuStatus, ...]) -> dict[str, int]:

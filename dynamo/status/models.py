@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dynamo.protocols.status import (
     FrontendStatus,
     GpuStatus,
+    LoadEffect,
     ModelFigures,
     ModelStatus,
     PlannerReport,
@@ -46,8 +47,8 @@ class BoxSighting:
 
     ``uptimes`` has the recorded processes that live. ``reserved`` are the entries that a living
     process adds, removes or wakes. ``last_output`` returns the last line of a watcher. ``planner``
-    is what a running one reports. ``uses_files``: workers register in files, else ``registered``
-    has none.
+    is what a running one reports. ``loads`` has what a load would do, by service. ``uses_files``:
+    workers register in files, else ``registered`` has none.
     """
 
     document: Document
@@ -59,6 +60,7 @@ class BoxSighting:
     frontends: tuple[FrontendSighting, ...] = ()
     planner: PlannerReport | None = None
     gpus: tuple[GpuStatus, ...] = ()
+    loads: Mapping[str, LoadEffect] = field(default_factory=dict)
     uses_files: bool = True
 
     def rejected(self, worker: str) -> str:
@@ -143,11 +145,14 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
     Then others that frontends list for the same workers.
     """
     models: dict[str, list[WorkerStatus]] = {}
+    loads: dict[str, list[LoadEffect]] = {}
     decoded: set[str] = set()
     for service in read_services(seen.document).values():
         name = _served_name(service.name, service.model, workers)
         models.setdefault(name, [])
         decoded |= set() if service.is_prefill else {name}
+        if service.name in seen.loads:
+            loads.setdefault(name, []).append(seen.loads[service.name])
     for worker in workers:
         if worker.model:
             models.setdefault(worker.model, []).append(worker)
@@ -161,7 +166,7 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
             models[name] = shared
     wanted = _wanted(seen, workers)
     return tuple(
-        _model(name, found, _state(found, name in decoded), seen, figures, wanted)
+        _model(name, found, _state(found, name in decoded), seen, figures, wanted, loads)
         for name, found in models.items()
     )
 
@@ -185,6 +190,7 @@ def _model(
     seen: BoxSighting,
     figures: Mapping[str, ModelFigures],
     wanted: Mapping[str, int],
+    loads: Mapping[str, Sequence[LoadEffect]],
 ) -> ModelStatus:
     failed = next((one for one in workers if one.state == "failed"), None)
     first = failed or next((one for one in workers if one.state == state), None)
@@ -208,6 +214,7 @@ def _model(
         idle_until_s=_idle_until_s(_idle_timeout_s(seen, name), found),
         figures=found,
         workers=tuple(worker.name for worker in workers),
+        load=() if state in ("ready", "loading") else tuple(loads.get(name, ())),
     )
 
 

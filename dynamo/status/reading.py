@@ -23,6 +23,7 @@ from dynamo.protocols.status import (
     WorkerStatus,
 )
 from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
+from dynamo.serve.gpus.room import load_effects
 from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.frontends import KnownFrontend, frontends_in
@@ -30,7 +31,7 @@ from dynamo.serve.state.process_table import ledger_of, runs_here, same_process
 from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import STATUS_SOCKET, ask
-from dynamo.status.gpus import read_gpus
+from dynamo.status.gpus import devices_of, read_gpus
 from dynamo.status.logs import last_line
 from dynamo.status.models import BoxSighting, FrontendSighting, largest, model_statuses
 from dynamo.status.planner_file import planner_summary, read_planner
@@ -227,6 +228,7 @@ class BoxReader:
     ) -> BoxStatus:
         entries = document.components.values()
         planner = read_planner(self._run_dir)
+        gpus = _gpus(document, entries)
         seen = BoxSighting(
             document=document,
             at_s=time.time(),
@@ -235,8 +237,9 @@ class BoxReader:
             reserved=[one.name for one in entries if _is_changed(one)],
             last_output=partial(self._last_output, _started_at_s(document)),
             frontends=tuple(ask_frontends(document, api_key, own)),
-            gpus=_gpus(document, entries),
+            gpus=gpus,
             planner=planner,
+            loads=load_effects(document, devices_of(gpus)),
             uses_files=self._runtime.discovery_backend == "file",
         )
         processes = worker_statuses(seen)
@@ -287,8 +290,9 @@ def _is_changed(entry: Entry) -> bool:
 
 
 def _gpus(document: Document, entries: Iterable[Entry]) -> tuple[GpuStatus, ...]:
-    assigned: dict[str, tuple[str, ...]] = {}
-    for name, gpus in ledger_of(document).held.items():
+    ledger = ledger_of(document)
+    assigned: dict[str, tuple[str, ...]] = dict.fromkeys(ledger.ids, ())
+    for name, gpus in ledger.held.items():
         for gpu in gpus:
             assigned[gpu] = (*assigned.get(gpu, ()), name)
     return read_gpus(assigned, {pid: entry.name for entry in entries for pid in entry.pids})

@@ -7,7 +7,7 @@ this frontend alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote
 
@@ -16,6 +16,7 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.recent import RecentRequests
+from dynamo.frontend.ui.model_store import ModelStore
 from dynamo.frontend.ui.requests import RequestFeed
 from dynamo.frontend.ui.source import BoxSource, Feed, StatusSampler
 from dynamo.frontend.ui.stream import HEADERS, PAGE, LogStreams, file_paths, install_files
@@ -30,18 +31,23 @@ _ACTIONS = f"{PAGE}/actions"
 _EVENTS = f"{PAGE}/events"
 _HISTORY = f"{PAGE}/history"
 _LOGS = f"{PAGE}/logs"
+_MODELS = f"{PAGE}/models"
+_HUB = f"{PAGE}/models/hub"
 _REQUESTS = f"{PAGE}/requests"
 _CONTENT = f"{PAGE}/content/"
 _ROOT = "/"
 _DIGITS = 12
 OPEN_UI_PATHS = file_paths() | {_ABOUT, _ROOT}
+_READ = ("GET", "HEAD")
 OPERATOR_UI_ROUTES = {
-    _EVENTS: ("GET", "HEAD"),
-    _HISTORY: ("GET", "HEAD"),
-    _LOGS: ("GET", "HEAD"),
-    _REQUESTS: ("GET", "HEAD"),
-    f"{_REQUESTS}/": ("GET", "HEAD"),
-    _CONTENT: ("GET", "HEAD"),
+    _EVENTS: _READ,
+    _HISTORY: _READ,
+    _LOGS: _READ,
+    _MODELS: _READ,
+    _HUB: _READ,
+    _REQUESTS: _READ,
+    f"{_REQUESTS}/": _READ,
+    _CONTENT: _READ,
     _ACTIONS: ("POST",),
 }
 
@@ -100,6 +106,8 @@ class UiRoutes:
         self._requests = RequestFeed(own.recent, own.running, source.peers)
         feeds = {"requests": self._requests.read, "routing": own.routing}
         self.sampler = StatusSampler(source, own.status, tasks, feeds, own.active)
+        self.store = ModelStore(source.settings, tasks, self.sampler.wake)
+        self.sampler.store = self.store
         self._logs = LogStreams(source.logs, source.namespace)
         self._source = source
         self._tasks = tasks
@@ -117,6 +125,8 @@ class UiRoutes:
         routes.get(_REQUESTS, in_task(self._tasks.spawn, self._list_requests))
         routes.get(f"{_REQUESTS}/", in_task(self._tasks.spawn, self._show_request))
         routes.get(_CONTENT, self._show_content)
+        routes.get(_MODELS, in_task(self._tasks.spawn, self._list))
+        routes.get(_HUB, in_task(self._tasks.spawn, self._find))
         routes.post(_ACTIONS, in_task(self._tasks.spawn, self._run))
 
     def stop(self) -> None:
@@ -181,16 +191,31 @@ class UiRoutes:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             exchange.refuse(400, f"Failed to deserialize the JSON body: {error}")
             return
-        try:
-            by = operator_name(exchange, "the web page")
-            message = await asyncio.to_thread(self._source.act, asked.action, asked.name, by)
-        except DynamoError as error:
-            # Not 500: most often the state of the worker does not allow it.
-            exchange.refuse(409 if error.status == 500 else error.status, error.message)
-            return
-        finally:
-            self.sampler.wake()
-        _respond(exchange, {"message": message})
+        by = operator_name(exchange, "the web page")
+        if (on_disk := self.store.actions.get(asked.action)) is not None:
+            work = on_disk(asked.name)
+        else:
+            work = asyncio.to_thread(self._source.act, asked.action, asked.name, by)
+        await _answer(exchange, work, "message")
+        self.sampler.wake()
+
+    async def _list(self, exchange: Exchange) -> None:
+        await _answer(exchange, self.store.stored())
+
+    async def _find(self, exchange: Exchange) -> None:
+        text = parse_qs(exchange.query).get("find", [""])[-1]
+        await _answer(exchange, self.store.find(text), "models")
+
+
+async def _answer(exchange: Exchange, work: Awaitable[object], key: str = "") -> None:
+    """Respond with the result of ``work``, below ``key`` if there is one, or with its error."""
+    try:
+        found = await work
+    except DynamoError as error:
+        # Not 500: most often the state of the worker or the model does not allow it.
+        exchange.refuse(409 if error.status == 500 else error.status, error.message)
+        return
+    _respond(exchange, {key: found} if key else found)
 
 
 def _respond(exchange: Exchange, found: object) -> None:

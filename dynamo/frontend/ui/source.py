@@ -18,6 +18,7 @@ from asyncinotify import Mask
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.ui.history import History, figures_of
+from dynamo.frontend.ui.model_store import ModelStore
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
 from dynamo.operations.operate import ActionOutcome, BoxControl, Steps, recorded
@@ -77,6 +78,7 @@ class StatusSampler:
         self.history = _read_history(source.history_file)
         self._feeds = feeds
         self._shown: set[str] = set()
+        self.store: ModelStore | None = None
         self._source = source
         self._own = own
         self._active = active
@@ -138,8 +140,7 @@ class StatusSampler:
             if happened:
                 self.pages.send(_events(happened, False))
             await self._send_feeds()
-            for outcome in self._source.outcomes():
-                self.pages.send(event("outcome", msgspec.json.encode(outcome)))
+            self._send_more()
         if self._collected_s - self._saved_s >= _SAVE_S:
             self._saved_s = self._collected_s
             await asyncio.to_thread(self._write, self.history.pack())
@@ -157,6 +158,17 @@ class StatusSampler:
     def _read(self, own: FrontendStatus) -> tuple[BoxStatus, list[BoxEvent]]:
         """Return the state, and the events since the last call. Blocks."""
         return self._source.collect(own), self._source.events()
+
+    def _send_more(self) -> None:
+        """Send how actions ended, and the progress of a download."""
+        for outcome in self._source.outcomes():
+            self.pages.send(event("outcome", msgspec.json.encode(outcome)))
+        if self.store is None:
+            return
+        while self.store.outcomes:
+            self.pages.send(event("outcome", msgspec.json.encode(self.store.outcomes.popleft())))
+        if self.store.download is not None:
+            self.pages.send(event("download", msgspec.json.encode(self.store.download)))
 
     async def _pause(self) -> None:
         """Wait for the next second, or for a change, but not for a closed page."""
@@ -201,7 +213,7 @@ class BoxSource:
     """The deployment in the namespace of ``runtime``. ``collect`` and ``act`` block."""
 
     def __init__(self, runtime: DistributedRuntime, has_keys: bool) -> None:
-        settings = self._runtime = runtime.settings
+        settings = self.settings = runtime.settings
         self._has_keys = has_keys
         self._discovery = runtime.discovery
         self._collector = BoxCollector(settings)
@@ -236,7 +248,7 @@ class BoxSource:
             known = ", ".join((*named, *planner))
             raise InvalidArgument(f"unknown action '{shorten(action, 64)}'; there are {known}")
         log.info("%s %s, by %s", action, shorten(name, 128), by)
-        return self._control.begin(lambda: recorded(self._runtime, action, name, by, steps()))
+        return self._control.begin(lambda: recorded(self.settings, action, name, by, steps()))
 
     def events(self) -> list[BoxEvent]:
         """Return the events since the last call, at first the newest of those kept. Blocks."""

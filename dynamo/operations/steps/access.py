@@ -27,11 +27,12 @@ from asyncinotify import Mask
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.operations.steps.circus import CircusEndpoint, CircusError, NoSuchWatcher, retried
-from dynamo.operations.steps.limits import ActionFailed, ActionLimits, crowded_gpus
+from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.runtime.discovery.layout import ensure_directories, lease_path
 from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, store_dir
 from dynamo.serve.gpus.gpus import Gpu
+from dynamo.serve.gpus.room import crowded_gpus
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.registered import RegisteredWorker, registered_workers

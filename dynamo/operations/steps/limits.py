@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from dynamo.config.programs import memory_share
 from dynamo.errors import DynamoError
-from dynamo.serve.gpus.gpus import Gpu, fits
+from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.gpus.ledger import GpuLedger
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import ServiceEntries
@@ -17,10 +16,6 @@ from dynamo.serve.state.process_table import is_reserved, reservation
 
 if TYPE_CHECKING:
     from dynamo.config.planner import PlannerSettings
-
-_SHARE_FLAG = "--gpu-memory-utilization"
-_BYTES_FLAG = "--kv-cache-memory-bytes"
-_GIB = 1 << 30
 
 
 class ActionFailed(DynamoError):
@@ -97,35 +92,6 @@ def budget_held(
                 # Each process of a watcher is a worker; `circusctl incr` adds some.
                 total += each * max(1, len(entry.pids))
     return total
-
-
-def reserved_share(argv: Sequence[str]) -> float:
-    """Return the part of a GPU's memory that the engine of this command reserves; 0 if unknown."""
-    share = max(memory_share(word) for word in argv)
-    if not share or any(word.startswith(_BYTES_FLAG) for word in argv):
-        return 0.0
-    for word, following in zip(argv, (*argv[1:], ""), strict=True):
-        flag, joined, value = word.partition("=")
-        if flag == _SHARE_FLAG:
-            try:
-                return float(value if joined else following)
-            except ValueError:
-                return 0.0  # the engine reports it
-    return share
-
-
-def crowded_gpus(gpus: Iterable[str], share: float, devices: Sequence[Gpu]) -> dict[str, str]:
-    """Return those of ``gpus`` of which less than ``share`` is free, and what is wrong. Pure."""
-    found = {}
-    for name in gpus:
-        for gpu in devices:
-            free_bytes = gpu.memory_bytes - gpu.used_bytes
-            if gpu.is_named(name) and gpu.memory_bytes and free_bytes < share * gpu.memory_bytes:
-                found[name] = (
-                    f"GPU {name}: {free_bytes / _GIB:.1f} of {gpu.memory_bytes / _GIB:.1f} GiB "
-                    f"are free, and a worker reserves {share:.0%}"
-                )
-    return found
 
 
 def reserve(document: Document, name: str, operation: str) -> None:

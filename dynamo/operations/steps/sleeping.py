@@ -113,27 +113,6 @@ class RemoteEngines:
         return answers[-1] if answers and isinstance(answers[-1], dict) else {}
 
 
-def sleeper_to_wake(
-    document: Document, service: ServiceEntries, active: Collection[str]
-) -> Entry | None:
-    """Return the oldest sleeping worker of ``service`` whose GPUs are free, if any."""
-    ledger = ledger_of(document)
-    for entry in service.entries:
-        if entry.asleep and not is_reserved(entry, active) and ledger.can_hold(entry.name):
-            return entry
-    return None
-
-
-def sleepers_on(document: Document, gpus: Collection[str]) -> list[tuple[ServiceEntries, Entry]]:
-    """Return the sleeping workers that are bound to some of ``gpus``."""
-    return [
-        (service, entry)
-        for service in read_services(document).values()
-        for entry in service.entries
-        if entry.asleep and entry.reserved_by is None and not {*gpus}.isdisjoint(entry.gpus)
-    ]
-
-
 async def can_sleep(engines: RemoteEngines, entry: Entry) -> bool:
     """Whether a worker serves, and its engine has a sleep mode."""
     lease = entry.lease

@@ -9,11 +9,10 @@ from collections.abc import Collection
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.operations.steps.access import LocalAccess, wait_until, without_room
 from dynamo.operations.steps.circus import STOPPED, CircusBusy, CircusError, retried
-from dynamo.operations.steps.limits import ActionFailed, budget_held, reserved_share
+from dynamo.operations.steps.limits import ActionFailed, budget_held
 from dynamo.operations.steps.removal import remove_entry, wait_until_gone
-from dynamo.operations.steps.sleeping import sleepers_on
-from dynamo.serve.gpus.gpus import fits
 from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.gpus.room import free_gpus, in_the_way, reserved_share
 from dynamo.serve.state.document import LOAD, Document
 from dynamo.serve.state.entries import ServiceEntries, next_name, read_services, release
 from dynamo.serve.state.process_table import ledger_of, reservation
@@ -51,11 +50,9 @@ class WorkerStart:
         document = access.document()
         service = access.service(document, self._service)
         share = reserved_share(service.template.argv)
-        free = [gpu for gpu, share in ledger_of(document).free().items() if fits(share, 1.0)]
+        free = free_gpus(ledger_of(document))
         self._avoid = await without_room(free, share, access.devices)
-        if len(free) - len(self._avoid) >= service.gpus:
-            return
-        sleepers = sleepers_on(document, self._avoid)
+        sleepers = in_the_way(document, service, free, self._avoid)
         for owner, entry in sleepers:
             log.info("%s: removing it; %s needs the memory of its GPU", entry.name, self._service)
             await remove_entry(access, owner, entry)

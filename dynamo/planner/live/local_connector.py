@@ -26,7 +26,6 @@ from dynamo.operations.steps.sleeping import (
     check_sleepers,
     finish_interrupted,
     put_to_sleep,
-    sleeper_to_wake,
     wake_worker,
 )
 from dynamo.operations.steps.starting import WorkerStart
@@ -41,6 +40,7 @@ from dynamo.planner.connector import (
 from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.planner.sharing.gpu_sharing import GpuCapacity
 from dynamo.planner.sharing.sharing import GpuRoom
+from dynamo.serve.gpus.room import sleeper_to_wake
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.process_table import is_reserved, ledger_of

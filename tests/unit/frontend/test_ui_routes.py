@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from dynamo.config.frontend import FrontendSettings
+from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_guard
 from dynamo.frontend.requests.recent import RecentRequests, RequestFigures, RequestInfo
@@ -69,7 +70,8 @@ class Page:
     """A server with the page's routes, over a deployment that the test controls."""
 
     def __init__(self, at: Path, settings: FrontendSettings | None = None) -> None:
-        self.settings = settings or FrontendSettings()
+        self.frontend = settings or FrontendSettings()
+        self.settings = RuntimeSettings()
         self.logs = at / "logs"
         self.history_file = at / "history"
         self.namespace = "ns"
@@ -83,8 +85,8 @@ class Page:
         self.pressed: list[tuple[str, str]] = []
         self.tasks = Tasks("test")
         source: Any = self
-        guard = operator_guard(self.settings, own_pages=True)
-        has_keys = self.settings.api_key_file is not None
+        guard = operator_guard(self.frontend, own_pages=True)
+        has_keys = self.frontend.api_key_file is not None
         self.recent = RecentRequests()
         self.peers = Peers()
         self.content: dict[str, bytes] = {}
@@ -98,7 +100,7 @@ class Page:
         self.routes.install(table)
         guard_ui_routes(table, guard)
         limits = HttpLimits(sweep_s=0.02, linger_s=0.1)
-        self.server = HttpServer(table, limits, access=frontend_access(self.settings))
+        self.server = HttpServer(table, limits, access=frontend_access(self.frontend))
         self.port = 0
 
     async def routing(self, first: bool) -> object:

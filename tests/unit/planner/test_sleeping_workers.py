@@ -19,7 +19,7 @@ from dynamo.errors import EngineFailure, StatefileError
 from dynamo.operations.loading import ModelLoad
 from dynamo.operations.steps.access import LocalAccess
 from dynamo.operations.steps.circus import CircusError
-from dynamo.operations.steps.limits import ActionFailed, ActionLimits, crowded_gpus, reserved_share
+from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.removal import finish_removal, mark_draining
 from dynamo.operations.steps.sleeping import (
     RemoteEngines,
@@ -29,6 +29,7 @@ from dynamo.operations.steps.sleeping import (
 )
 from dynamo.planner.live.local_connector import LocalConnector
 from dynamo.serve.gpus.gpus import Gpu
+from dynamo.serve.gpus.room import crowded_gpus, reserved_share
 from dynamo.serve.state.document import Document, OperationOwner
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.process_table import ledger_of, reservation, stat

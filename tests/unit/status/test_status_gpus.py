@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.protocols.status import GpuStatus
 from dynamo.status import gpus
 from dynamo.status.gpus import read_gpus, vram_by_worker
 
@@ -96,6 +97,10 @@ def test_a_figure_that_the_driver_denies_is_missing(driver: Driver) -> None:
     assert second.watts is None and second.celsius == 60 and second.gpu == "1"
 
 
-def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_there_are_the_gpus_of_the_statefile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gpus, "_nvml", lambda: None)
-    assert read_gpus({"0": ("d_W",)}, {}) == ()
+    found = read_gpus({"0": ("d_W",), "1": ()}, {})
+    assert found == (GpuStatus(gpu="0", workers=("d_W",)), GpuStatus(gpu="1"))
+    assert read_gpus({}, {}) == ()

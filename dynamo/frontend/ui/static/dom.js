@@ -23,6 +23,15 @@ export function setText(node, value) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+// Writes only what differs: a write of the same value still costs a style recalculation.
+export function set(node, name, value) {
+  if (node[name] !== value) node[name] = value;
+}
+
+function toggle(node, name, on) {
+  if (node.classList.contains(name) !== on) node.classList.toggle(name, on);
+}
+
 export const NONE = "–";
 
 export function bytes(count) {
@@ -82,9 +91,10 @@ export function bar(node, share, text) {
     node.append(make("span", { class: "track" }, make("span", { class: "fill" })), make("span"));
   }
   const fill = node.firstChild.firstChild;
-  node.firstChild.hidden = share == null;
-  fill.style.width = `${Math.min(100, Math.max(0, (share ?? 0) * 100))}%`;
-  fill.classList.toggle("high", share > 0.9);
+  set(node.firstChild, "hidden", share == null);
+  const width = `${Math.round(1000 * Math.min(1, Math.max(0, share ?? 0))) / 10}%`;
+  if (fill.style.width !== width) fill.style.width = width;
+  toggle(fill, "high", share > 0.9);
   setText(node.lastChild, text);
 }
 
@@ -124,13 +134,18 @@ export function sentence(text) {
 
 // `columns`: {label, class, fill(cell, row)} or {label, class, text(row)}. `key(row)` identifies a
 // row. `note(cell, row)` fills a second line and returns whether it is shown. A column that is
-// `optional` is hidden while no row has a value in it.
-export function liveTable(table, columns, { key, empty, note }) {
+// `optional` is hidden while no row has a value in it. With `onSort(column)`, the label of a column
+// that has `sort` is a button. Rows of which `group(row)` of an update is the same, and that follow
+// each other, have a heading.
+export function liveTable(table, columns, { key, empty, note, onSort }) {
   const head = make("tr", {}, ...columns.map((one) =>
-    make("th", { scope: "col", class: one.class ?? "" }, one.label)));
-  const blank = make("tbody", { hidden: true }, make("tr", {},
-    make("td", { class: "empty", colSpan: columns.length }, empty)));
+    make("th", { scope: "col", class: one.class ?? "" }, onSort && one.sort
+      ? make("button", { type: "button", class: "sort", onclick: () => onSort(one) }, one.label)
+      : one.label)));
+  const nothing = make("td", { class: "empty", colSpan: columns.length }, empty);
+  const blank = make("tbody", { hidden: true }, make("tr", {}, nothing));
   const rows = new Map();
+  const heads = new Map();
   table.append(make("thead", {}, head), blank);
 
   function build() {
@@ -150,15 +165,39 @@ export function liveTable(table, columns, { key, empty, note }) {
       if (!one.optional) return;
       const cells = [...rows.values()].map((entry) => entry.cells[index]);
       const empty = cells.every((cell) => cell.textContent === NONE);
-      for (const cell of [head.children[index], ...cells]) cell.hidden = empty;
+      for (const cell of [head.children[index], ...cells]) set(cell, "hidden", empty);
     });
   }
 
-  return function update(items) {
+  function heading(name, text) {
+    let entry = heads.get(name);
+    if (!entry) {
+      const cell = make("th", { colSpan: columns.length, scope: "rowgroup" });
+      heads.set(name, entry = { body: make("tbody", { class: "group" }, make("tr", {}, cell)), cell });
+    }
+    setText(entry.cell, text);
+    return entry.body;
+  }
+
+  // A node that is moved loses the focus.
+  function place(body, before) {
+    if (before.nextSibling !== body) before.after(body);
+    return body;
+  }
+
+  return function update(items, { group, empty: why = empty } = {}) {
+    const active = document.activeElement;
     const left = new Set(rows.keys());
-    let before = table.tHead;
+    const idle = new Set(heads.keys());
+    let [before, last] = [table.tHead, null];
     for (const item of items) {
       const name = key(item);
+      const found = group?.(item);
+      if (found && found.name !== last) {
+        last = found.name;
+        idle.delete(last);
+        before = place(heading(last, found.text), before);
+      }
       let entry = rows.get(name);
       if (!entry) rows.set(name, entry = build());
       left.delete(name);
@@ -166,18 +205,23 @@ export function liveTable(table, columns, { key, empty, note }) {
         const cell = entry.cells[index];
         if (one.fill) one.fill(cell, item);
         else setText(cell, one.text(item));
-        cell.classList.toggle("none", cell.textContent === NONE);
+        toggle(cell, "none", cell.textContent === NONE);
       });
-      if (note) entry.note.parentNode.hidden = !note(entry.note, item);
-      if (before.nextSibling !== entry.body) before.after(entry.body);
-      before = entry.body;
+      if (note) set(entry.note.parentNode, "hidden", !note(entry.note, item));
+      before = place(entry.body, before);
     }
     for (const name of left) {
       rows.get(name).body.remove();
       rows.delete(name);
     }
+    for (const name of idle) {
+      heads.get(name).body.remove();
+      heads.delete(name);
+    }
+    if (active !== document.activeElement && table.contains(active)) active.focus({ preventScroll: true });
     hideEmptyColumns();
-    blank.hidden = items.length > 0;
+    setText(nothing, why);
+    set(blank, "hidden", items.length > 0);
     if (!blank.isConnected) table.append(blank);
   };
 }

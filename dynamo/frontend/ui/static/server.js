@@ -51,6 +51,7 @@ export async function getJson(path, withKey = true) {
 
 // -- actions
 
+// Returns whether it was begun; a message says so, or why not.
 export async function act(action, name) {
   try {
     const response = await fetch("ui/actions", {
@@ -60,8 +61,10 @@ export async function act(action, name) {
     });
     if (!response.ok) throw await refusal(response);
     toast((await response.json()).message);
+    return true;
   } catch (error) {
-    toast(`${action} ${name}: ${error.message}`, "failed");
+    toast(`${action.replace("_", " ")} ${name}: ${error.message}`, "failed");
+    return false;
   }
 }
 

@@ -3,6 +3,7 @@
 import * as charts from "./charts.js";
 import * as chatPane from "./chat.js";
 import * as connectPane from "./connect.js";
+import * as diskPane from "./disk.js";
 import { badge, byId, setText } from "./dom.js";
 import * as events from "./events.js";
 import * as logsPane from "./logs.js";
@@ -23,6 +24,7 @@ let linked = "";
 const logs = logsPane.install();
 const chat = chatPane.install(() => start());
 const connect = connectPane.install();
+const disk = diskPane.install();
 const overview = overviewPane.install(openLogs);
 const requests = requestsPane.install();
 const routing = routingPane.install();
@@ -179,8 +181,10 @@ function show(status) {
 
 function onState(current, text) {
   state = current;
-  if (state === "live") sampledAt = performance.now();
-  else document.title = `(${state}) Dynamo`;
+  if (state === "live") {
+    sampledAt = performance.now();
+    disk.connected();
+  } else document.title = `(${state}) Dynamo`;
   badge(byId("live"), state === "live" ? "ready" : "failed", state === "live" ? "live" : text);
   document.body.classList.toggle("stale", state !== "live");
   if (state === "live" && currentTab() === "requests") requests.load();
@@ -213,7 +217,11 @@ function onEvent(name, data) {
   else if (name === "requests") requests.add(data);
   else if (name === "routing") routing(data);
   else if (name === "events") events.add(data.events, data.all);
-  else if (name === "outcome") toast(data.text, data.failed ? "failed" : "ready");
+  else if (name === "download") disk.progress(data);
+  else if (name === "outcome") {
+    toast(data.text, data.failed ? "failed" : "ready");
+    disk.refresh();
+  }
 }
 
 const stream = new Stream(onEvent, onState);

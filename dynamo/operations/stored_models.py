@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from dynamo.config import environ
 from dynamo.errors import ConfigError
+from dynamo.operations.ollama import ask_ollama
 from dynamo.serve.state.document import Document
 
 HUB, LLAMA, OLLAMA, LOCAL = "Hugging Face", "llama.cpp", "Ollama", "path"
@@ -21,6 +23,7 @@ _FORMATS = {".safetensors": "safetensors", ".gguf": "GGUF", ".bin": "PyTorch", "
 _LIBRARY = ("registry.ollama.ai", "library")
 _WEIGHTS = "application/vnd.ollama.image.model"
 _PIECE_BYTES = 1 << 22
+_UNUSED_PART = re.compile(r"\.[0-9a-f]{8}\.incomplete$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,11 @@ def stored_models(documents: Iterable[Document]) -> list[StoredModel]:
     served = [(where, words) for document in documents for where, words in _services(document)]
     rows = [_with_servers(model, served) for model in found]
     paths = {model.path for model in found}
+    local: dict[Path, list[str]] = {}
     for where, words in served:
-        rows += [_local(path, where) for path in _paths(words, paths)]
+        for path in _paths(words, paths):
+            local.setdefault(path, []).append(where)
+    rows += [_local(path, where) for path, where in local.items()]
     return sorted(rows, key=lambda one: one.name.lower())
 
 
@@ -170,7 +176,7 @@ def _paths(words: Iterable[str], known: Iterable[Path]) -> Iterator[Path]:
             yield path
 
 
-def _local(path: Path, where: str) -> StoredModel:
+def _local(path: Path, served_by: Iterable[str]) -> StoredModel:
     files = [path] if path.is_file() else [one for one in path.iterdir() if one.is_file()]
     formats = {_FORMATS.get(file.suffix) for file in files} - {None}
     return StoredModel(
@@ -180,7 +186,7 @@ def _local(path: Path, where: str) -> StoredModel:
         size_bytes=sum(map(_size, files)),
         used_at_s=max((_read_at_s(file) for file in files), default=0.0),
         formats=tuple(sorted(map(str, formats))),
-        served_by=(where,),
+        served_by=tuple(served_by),
     )
 
 
@@ -196,9 +202,45 @@ def _read_at_s(path: Path) -> float:
     return 0.0
 
 
-def users_of(model: StoredModel) -> list[int]:
-    """Return the processes that have a file of ``model`` open or mapped, as far as we may see."""
-    inside = f"{model.path}{os.sep}" if model.path.is_dir() else str(model.path)
+def deletable(name: str, documents: Iterable[Document]) -> StoredModel:
+    """Return the stored model ``name``. Raises ConfigError if it is used, or not in a store."""
+    matches = [
+        one
+        for one in stored_models(documents)
+        if name in (one.name, str(one.path)) or one.name == f"{name}:latest"
+    ]
+    if not matches:
+        raise ConfigError(f"no model {name!r} on disk; see: dynamo list")
+    model = matches[0]
+    if model.served_by:
+        raise ConfigError(
+            f"{model.name} is served by {', '.join(model.served_by)}; first: dynamo remove MODEL"
+        )
+    if model.store == LOCAL:
+        raise ConfigError(f"{model.name} is in no store of models; delete it with: rm")
+    if pids := users_of(model.path):
+        raise ConfigError(f"{model.name} is open in process {', '.join(map(str, pids))}")
+    return model
+
+
+def drop_parts(repository: str) -> None:
+    """Delete the cut files of downloads of ``repository`` that have ended.
+
+    Recent versions of the Hub's library never use them again. Those of earlier ones, which do, have
+    another name.
+    """
+    from huggingface_hub import constants  # takes 0.2 s
+
+    name = f"models--{repository.replace('/', '--')}"
+    for path in Path(constants.HF_HUB_CACHE, name, "blobs").glob("*.incomplete"):
+        if _UNUSED_PART.search(path.name) and not users_of(path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def users_of(path: Path) -> list[int]:
+    """Return the processes that have ``path``, or a file in it, open, as far as we may see."""
+    inside = f"{path}{os.sep}" if path.is_dir() else str(path)
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -211,7 +253,11 @@ def users_of(model: StoredModel) -> list[int]:
 
 
 def delete(model: StoredModel) -> None:
-    """Delete a model of Hugging Face's or llama.cpp's cache. Raises OSError."""
+    """Delete a model from its store, which is Ollama's own to do. Raises DynamoError, OSError."""
+    if model.store == OLLAMA:
+        for _ in ask_ollama("DELETE", "/api/delete", model.name):
+            pass
+        return
     if model.store == HUB:
         shutil.rmtree(model.path)
         shutil.rmtree(model.path.parent / ".locks" / model.path.name, ignore_errors=True)

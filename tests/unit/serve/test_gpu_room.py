@@ -1,0 +1,90 @@
+"""What a load of a model would take, wake and remove."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dynamo.protocols.status import LoadEffect
+from dynamo.serve.gpus.gpus import Gpu
+from dynamo.serve.gpus.room import load_effects
+from dynamo.serve.state.document import Document
+
+VLLM = ["python", "-m", "dynamo.vllm", "--model", "x"]
+GIB = 1 << 30
+
+
+def entry(service: str, *gpus: str, pid: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "watcher_name": f"d_{service}",
+        "service": service,
+        "argv": VLLM,
+        "resources": {"allocated_gpus": [*gpus]},
+        "gpus_per_worker": 1.0,
+        "processes": [{"pid": pid, "start_ticks": 1}] if pid else [],
+        "state": "running",
+        "watcher": {"status": "active" if gpus else "absent"},
+        **more,
+    }
+
+
+def effects(
+    *entries: dict[str, Any], total: int = 2, used: tuple[int, ...] = ()
+) -> dict[str, LoadEffect]:
+    gpu = {"ServiceArgs": {"resources": {"gpu": 1}}}
+    config = {one["service"]: gpu for one in entries}
+    document = {
+        "namespace": "d",
+        "environment": {
+            "DYNAMO_SERVICE_CONFIG": json.dumps(config),
+            "SYSTEM_RESOURCES": {"gpu_info": [*map(str, range(total))]},
+        },
+        "components": {one["watcher_name"]: one for one in entries},
+    }
+    devices = [
+        Gpu(index=index, memory_bytes=80 * GIB, used_bytes=gib * GIB)
+        for index, gib in enumerate(used)
+    ]
+    return load_effects(Document.of(document), devices)
+
+
+def test_a_free_gpu_is_taken() -> None:
+    assert effects(entry("A", "0", pid=7), entry("B")) == {
+        "B": LoadEffect(text="starts a worker", gpus=("1",))
+    }
+
+
+def test_a_full_gpu_is_passed_over() -> None:
+    assert effects(entry("B"), used=(70, 1))["B"].gpus == ("1",)
+
+
+def test_a_sleeper_is_woken_before_another_is_started() -> None:
+    asleep = entry("B", "1", pid=8, state="asleep")
+    assert effects(entry("A", "0", pid=7), asleep) == {
+        "B": LoadEffect(text="wakes d_B", gpus=("1",))
+    }
+
+
+def test_a_sleeper_of_another_model_goes_if_its_memory_is_needed() -> None:
+    asleep = entry("B", "1", pid=8, state="asleep")
+    found = effects(entry("A", "0", pid=7), asleep, entry("C"), used=(70, 20))
+    assert found["C"] == LoadEffect(text="starts a worker", gpus=("1",), removes=("d_B",))
+    beside = effects(asleep, entry("C"), used=(1, 20))["C"]
+    assert (beside.gpus, beside.removes, beside.keeps_asleep) == (("0",), (), ())
+    on_it = effects(entry("A", "0", pid=7), asleep, entry("C"), used=(70, 2))["C"]
+    assert (on_it.gpus, on_it.removes, on_it.keeps_asleep) == (("1",), (), ("d_B",))
+
+
+def test_a_stopped_worker_is_started_again() -> None:
+    stopped = entry("B", "1", watcher={"status": "stopped"})
+    assert effects(stopped)["B"] == LoadEffect(text="starts d_B again", gpus=("1",))
+
+
+@pytest.mark.parametrize("used", [(), (70, 70)])
+def test_without_a_gpu_it_says_who_has_them(used: tuple[int, ...]) -> None:
+    full = [entry("A", "0", pid=7), entry("B", "1", pid=8)]
+    found = effects(*full, entry("C"), used=used)["C"]
+    assert found.blocked_by == ("d_A", "d_B") and found.gpus == ()
+    assert found.text == "needs 1 GPU, more than is free"
