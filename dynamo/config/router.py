@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from dynamo.config.absent import ROUTER, ROUTER_PROCESS, AbsentFlag
 from dynamo.config.option import from_env, option
 from dynamo.config.router_kv import CacheSettings, CostSettings, DisaggSettings, LoadSettings
 
@@ -20,6 +21,19 @@ ROUTER_MODES = (
     "direct",
     "kv",
 )
+
+_LOAD_AWARE = {
+    "mode": "kv",
+    "cost": "blocks",
+    "kv_events": False,
+    "overlap_score_credit": 0.0,
+    "assume_kv_reuse": False,
+    "track_active_blocks": True,
+    "track_prefill_tokens": True,
+    "shared_cache_type": "none",
+    "predicted_ttl_s": None,
+}
+"""What --load-aware sets, whatever other options say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +71,7 @@ class ModeSettings:
 class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, DisaggSettings):
     """router: mode, cost, load tracking, KV events"""
 
+    absent: ClassVar[tuple[AbsentFlag, ...]] = ROUTER
     replica_sync: bool = option(
         False,
         "--router-replica-sync",
@@ -164,6 +179,13 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         minimum=0,
         help="the same as a fraction of the worker's max_num_batched_tokens",
     )
+    load_aware: bool = option(
+        False,
+        "--load-aware",
+        env="DYN_ROUTER_LOAD_AWARE",
+        heading="router: presets",
+        help="choose workers by load alone: mode kv without caches and KV events",
+    )
     durable_kv_events: bool = option(
         False,
         "--router-durable-kv-events",
@@ -187,6 +209,13 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         deprecated=_JETSTREAM,
         help="accepted, no effect",
     )
+
+    def __post_init__(self) -> None:
+        """Set what --load-aware means. Raises ConfigError."""
+        super().__post_init__()
+        if self.load_aware:
+            for name, value in _LOAD_AWARE.items():
+                object.__setattr__(self, name, value)
 
     def overridden(self, given: Mapping[str, Any]) -> RouterSettings:
         """Return these settings with ``given`` ones in place; unknown names are ignored.
@@ -212,7 +241,7 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
     @property
     def uses_index(self) -> bool:
         """Whether prefix overlap matters at all: kv mode, weight not zero."""
-        return self.mode == "kv" and self.overlap_score_weight != 0
+        return self.mode == "kv" and self.overlap_score_weight != 0 and not self.load_aware
 
     def block_size_for(self, worker_tokens: int) -> int:
         """Return the block size to route with, for workers with blocks of ``worker_tokens``.
@@ -233,6 +262,7 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
 class RouterProcessSettings:
     """standalone router: the workers"""
 
+    absent: ClassVar[tuple[AbsentFlag, ...]] = ROUTER_PROCESS
     endpoint: str | None = option(
         None,
         "--endpoint",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
+from dynamo.config.absent import RUNTIME, AbsentFlag
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
 
@@ -136,6 +138,7 @@ class EtcdSettings:
 class RuntimeSettings:
     """runtime: namespace, discovery, request plane, event plane"""
 
+    absent: ClassVar[tuple[AbsentFlag, ...]] = RUNTIME
     namespace: str = option(
         "dynamo", "--namespace", env="DYN_NAMESPACE", help="namespace of this deployment"
     )
@@ -200,6 +203,14 @@ class RuntimeSettings:
         env="ETCD_LEASE_TTL",
         minimum=0.5,
         help="seconds without a renewal after which the lease of a hung process expires",
+    )
+
+    dump_config_to: str | None = option(
+        None,
+        "--dump-config-to",
+        env="DYN_DUMP_CONFIG_TO",
+        metavar="FILE",
+        help="write all settings of this process to FILE, as JSON, when it starts",
     )
 
     def __post_init__(self) -> None:
