@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from dynamo._fast.histogram import Histogram
 from dynamo.config.frontend import FrontendSettings
-from dynamo.config.router import RouterSettings
+from dynamo.config.router import RouterSettings, with_policies
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.access import (
     frontend_access,
@@ -52,6 +52,7 @@ from dynamo.http.head import allow_open_files
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Counter
 from dynamo.router.factory import ineffective_settings, summarize
+from dynamo.router.kv_mode.policy_types import check_policies
 from dynamo.router.prefill_model import prefill_model
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.os_process import StopSignals
@@ -110,7 +111,10 @@ class Frontend:
         router: RouterSettings,
         on_loaded: Callable[[], None] | None = None,
     ) -> None:
-        prefill_model(router)  # raises ConfigError now instead of with the first model
+        router = with_policies(router)
+        # Raises ConfigError now instead of with the first model.
+        prefill_model(router)
+        check_policies(router.policies)
         access = frontend_access(settings)
         self._runtime = runtime
         self._settings = settings

@@ -177,7 +177,8 @@ class ModelEntry:
         settings = settings.overridden(card.router_config) if card.router_config else settings
         begun = time.monotonic()
         try:
-            settings = router_settings(card, settings)
+            stage = "decode" if card.worker_type == "Decode" else "aggregated"
+            settings = router_settings(card, settings).at_stage(stage)
             preprocessor = await in_daemon_thread(load_preprocessor, card, settings)
             loaded = await self._connect(runtime, settings, preprocessor)
         finally:
