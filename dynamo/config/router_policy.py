@@ -210,11 +210,6 @@ def _checked(file: _File, directory: Path) -> RouterPolicies:
     for name, profile in {"the root profile": root, **file.models}.items():
         if profile is not None and profile.problem():
             raise ConfigError(f"{name}: {profile.problem()}")
-    if root is not None or file.models:
-        raise ConfigError(
-            "policy_classes and models are not supported: requests wait in one queue; remove them "
-            "and use --router-queue-threshold and --router-queue-policy"
-        )
     policies = RouterPolicies(
         directory=directory,
         settings=_shared(file.router or {}),

@@ -97,6 +97,8 @@ def _kv_features(settings: RouterSettings) -> list[str]:
         parts.append(f"queue above {settings.queue_threshold:g} batches ({settings.queue_policy})")
     if settings.selection is not None:
         parts.append(f"policy {settings.selection.name}")
+    if settings.policies is not None and (settings.policies.profile or settings.policies.models):
+        parts.append("queue by policy classes")
     if settings.replica_sync:
         parts.append("synchronized with other routers")
     if settings.shared_cache_type != "none":

@@ -30,9 +30,9 @@ def read(url: str) -> str:
         return str(answer.read().decode())
 
 
-def complete(url: str, count: int) -> None:
+def complete(url: str, count: int, **more: str) -> None:
     body = json.dumps({"model": "tiny", "prompt": "hello there", "max_tokens": 4}).encode()
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **more}
     for _ in range(count):
         request = urllib.request.Request(f"{url}/v1/completions", body, headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -52,6 +52,31 @@ def test_the_example_chooses_workers(serving: Serving, tmp_path: Path) -> None:
     assert 'policy="even-batches"' in active[0] and active[1] == 1
     (decided,) = samples(url, "dynamo_frontend_router_policy_seconds_count").values()
     assert decided >= 3
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+CLASSES = """
+default_policy_family: standard
+uncached_isl_buckets:
+  - {min_tokens: 0, bucket: short}
+  - {min_tokens: 3072, bucket: long}
+policy_classes:
+  - {name: short, policy_family: standard, cache_bucket: short, quantum: 2048}
+  - {name: long, policy_family: standard, cache_bucket: long, quantum: 512}
+  - {name: nightly, quantum: 128, prefill_busy_threshold: 0, request_queue_limit_per_worker: 64}
+"""
+
+
+def test_clients_name_the_class_of_their_requests(serving: Serving, tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(CLASSES)
+    url = start(serving, tmp_path)
+    assert "queue by policy classes" in serving.text()
+    complete(url, 2)
+    complete(url, 3, **{"x-dynamo-meta-policy-class": "nightly"})
+    received = samples(url, "dynamo_frontend_router_admission_received_total")
+    counts = {name.split('policy_class="')[1].split('"')[0]: n for name, n in received.items()}
+    assert counts == {"short": 2, "long": 0, "nightly": 3}
     assert serving.stop() == 0
     serving.assert_clean()
 

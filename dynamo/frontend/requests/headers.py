@@ -31,7 +31,10 @@ _PRIORITIES = {
     "x-dynamo-request-priority": "priority",
     "x-dynamo-request-strict-priority": "strict_priority",
 }
-_TEXTS = {"x-dynamo-session-id": "session_id"}
+_TEXTS = {
+    "x-dynamo-session-id": "session_id",
+    "x-dynamo-meta-policy-class": "policy_class",
+}
 _TENANT = "x-tenant-id"
 ROUTING_HEADERS = frozenset((*_INTEGERS, *_PRIORITIES, *_TEXTS, _TENANT))
 
