@@ -185,6 +185,15 @@ class FrontendSettings:
         metavar="HOST",
         help="hosts from which the images that clients name by URL are fetched; default: none",
     )
+    route_extensions: tuple[str, ...] = option(
+        (),
+        "--frontend-route-extension",
+        env="DYN_FRONTEND_ROUTE_EXTENSIONS",
+        repeat=True,
+        metavar="NAME",
+        help="function that adds routes: an entry point of the group dynamo.frontend.routes, or "
+        "MODULE:FUNCTION; may be repeated",
+    )
     reasoning_field_name: str = option(
         "reasoning_content",
         "--reasoning-field-name",

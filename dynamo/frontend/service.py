@@ -26,6 +26,7 @@ from dynamo.frontend.access import (
 )
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.embeddings.route import EmbeddingRoutes
+from dynamo.frontend.apis.extensions.route import ExtensionRoutes, load_routes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
 from dynamo.frontend.apis.operator.info import BusyThresholdRoutes, InfoRoutes
 from dynamo.frontend.apis.operator.planner import PlannerRoutes
@@ -111,10 +112,7 @@ class Frontend:
         router: RouterSettings,
         on_loaded: Callable[[], None] | None = None,
     ) -> None:
-        router = with_policies(router)
-        # Raises ConfigError now instead of with the first model.
-        prefill_model(router)
-        check_policies(router.policies)
+        router = _checked(router)
         access = frontend_access(settings)
         self._runtime = runtime
         self._settings = settings
@@ -150,6 +148,7 @@ class Frontend:
         self._ui = self._web_page(routes) if settings.serves_ui else None
         if guard is not None:
             self._install_operators(routes, guard)
+        self._install_extensions(routes)
         self._server = HttpServer(
             routes,
             _limits(settings),
@@ -197,6 +196,11 @@ class Frontend:
         self._status.install(routes)
         RecentRoutes(self._recent).install(routes)
         guard_operator_routes(routes, guard)
+
+    def _install_extensions(self, routes: Routes) -> None:
+        """Add the routes of other packages, which may have no path of the frontend's own."""
+        extensions = load_routes(self._settings.route_extensions)
+        ExtensionRoutes(extensions, self.models, self._requests, self._tasks).install(routes)
 
     def _web_page(self, routes: Routes) -> UiRoutes:
         has_keys = self._settings.api_key_file is not None
@@ -358,6 +362,17 @@ class Frontend:
         await self._server.close()
         await self._tasks.close()
         await self.models.close()
+
+
+def _checked(router: RouterSettings) -> RouterSettings:
+    """Return the settings with those of the policy file.
+
+    Raises ConfigError now instead of with the first model.
+    """
+    router = with_policies(router)
+    prefill_model(router)
+    check_policies(router.policies)
+    return router
 
 
 def _limits(settings: FrontendSettings) -> HttpLimits:
