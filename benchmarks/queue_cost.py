@@ -25,7 +25,8 @@ from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
-from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue
+from dynamo.router.queue.metrics import QueueMetrics
+from dynamo.router.queue.request_queue import RequestQueue
 
 BLOCK, WORKERS, RUNNING = 16, 16, 128
 Request = Callable[[str, "array[int]"], None]
@@ -76,7 +77,7 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
     settings = RouterSettings(mode="kv", queue_threshold=1.0)
     picker = picker_of(settings, prompts)
     eligibility = picker.eligibility
-    queue = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
+    queue = RequestQueue(picker, settings, partial(QueueMetrics, Registry(), "m"))
 
     def unaware() -> Request:
         eligibility.__class__ = Unaware

@@ -16,7 +16,7 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.active_load import ActiveLoad, DecisionMetrics
 from dynamo.router.metrics import RouterLabels, WorkerMetrics
-from dynamo.router.queue.request_queue import QueueMetrics
+from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.worker_pool import Member
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"

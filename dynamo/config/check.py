@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from dynamo.config.option import fields_of, try_build
+from dynamo.config.absent import check_variables
+from dynamo.config.option import absent_of, fields_of, try_build
 from dynamo.config.parser import Option, Parser
 from dynamo.errors import ConfigError
 
@@ -46,7 +47,7 @@ def check_options(
     keys: dict[str, str] = {}
     for key, words in given.items():
         try:
-            found, rest = parser.parse_known_args(list(words))
+            found, rest = parser.read(words)
         except ConfigError as error:
             problems.append(OptionProblem(key, error.message))
             continue
@@ -57,6 +58,8 @@ def check_options(
                 text = f"sets the same option as {keys[name]}; remove one of them"
                 problems.append(OptionProblem(key, text))
             keys[name], values[name] = key, value
+    absent = [row for group in groups for row in absent_of(group)]
+    problems += [OptionProblem("", error.message) for error in check_variables(absent, env)]
     settings = [_build(group, values, keys, env, problems) for group in groups]
     return CheckedOptions(None if problems else tuple(settings), problems, unknown)
 
@@ -79,7 +82,11 @@ class _CheckingParser(Parser):
     def __init__(self, groups: Sequence[type[Any]]) -> None:
         super().__init__("", "", None, add_help=False)
         for group in groups:
-            self.add_settings("", fields_of(group))
+            self.add_settings("", fields_of(group), absent_of(group))
+
+    def refuse(self, flag: str, text: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(text)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.partition(": ")[2] or message)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from dynamo.config.absent import FRONTEND, AbsentFlag
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
 
@@ -12,6 +14,7 @@ from dynamo.errors import ConfigError
 class FrontendSettings:
     """frontend: address, limits, API, metrics, logs"""
 
+    absent: ClassVar[tuple[AbsentFlag, ...]] = FRONTEND
     http_host: str = option(
         "127.0.0.1",
         "--http-host",
@@ -182,6 +185,35 @@ class FrontendSettings:
         metavar="HOST",
         help="hosts from which the images that clients name by URL are fetched; default: none",
     )
+    route_extensions: tuple[str, ...] = option(
+        (),
+        "--frontend-route-extension",
+        env="DYN_FRONTEND_ROUTE_EXTENSIONS",
+        repeat=True,
+        metavar="NAME",
+        help="function that adds routes: an entry point of the group dynamo.frontend.routes, or "
+        "MODULE:FUNCTION; may be repeated",
+    )
+    reasoning_field_name: str = option(
+        "reasoning_content",
+        "--reasoning-field-name",
+        env="DYN_REASONING_FIELD_NAME",
+        choices=("reasoning_content", "reasoning"),
+        help="field of chat answers that has the model's reasoning",
+    )
+    exclude_tools_when_tool_choice_none: bool = option(
+        True,
+        "--exclude-tools-when-tool-choice-none",
+        env="DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE",
+        help="leave tools out of the prompts of chats with tool_choice none",
+    )
+    min_initial_workers: int = option(
+        0,
+        "--router-min-initial-workers",
+        env="DYN_ROUTER_MIN_INITIAL_WORKERS",
+        minimum=0,
+        help="workers that a model needs before it is listed and served for the first time",
+    )
     ignore_unsupported_fields: bool = option(
         False,
         env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
@@ -226,6 +258,30 @@ class FrontendSettings:
         False,
         env="DYN_ENABLE_FORCE_INCLUDE_USAGE",
         help="send token counts at the end of every stream",
+    )
+
+    tokenizer: str = option(
+        "default",
+        "--tokenizer",
+        env="DYN_TOKENIZER",
+        choices=("default", "fastokens"),
+        deprecated="the fastest tokenizer that gives a model's own ids is chosen for each model",
+        heading="accepted, but without effect",
+        help="accepted, no effect",
+    )
+    model_name: str | None = option(
+        None,
+        "--model-name",
+        env="DYN_MODEL_NAME",
+        deprecated="models have the names that their workers register",
+        help="accepted, no effect",
+    )
+    model_path: str | None = option(
+        None,
+        "--model-path",
+        env="DYN_MODEL_PATH",
+        deprecated="models are read from the directories that their workers register",
+        help="accepted, no effect",
     )
 
     @property

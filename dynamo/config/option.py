@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+from dynamo.config.absent import AbsentFlag, check_variables
 from dynamo.config.parser import Option, Parser
 from dynamo.errors import ConfigError
 
@@ -24,6 +27,8 @@ _FALSE = frozenset(("false", "0", "no", "off", "none", ""))
 _UNSET = ("", "None")
 _GIVEN = "given"
 """Field of a group that gets the names of the options that a flag or a variable has set."""
+_DUMP = "dump_config_to"
+"""Field that names a file for the settings of all groups."""
 
 
 def option(
@@ -63,7 +68,10 @@ def load(
     Exits with status 2 and a one-line message for a bad flag or variable, 0 after ``--help``.
     """
     parser = _parser(prog, description, groups, epilog)
-    return _build_all(parser, parser.parse_args(argv), groups, env)
+    given, rest = parser.read(argv)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return _build_all(parser, given, groups, env)
 
 
 def load_known(
@@ -78,7 +86,7 @@ def load_known(
     For a program that passes flags on. Such a flag may have its value as a separate argument.
     """
     parser = _parser(prog, description, groups, epilog)
-    given, rest = parser.parse_known_args(argv)
+    given, rest = parser.read(argv)
     return _build_all(parser, given, groups, None), rest
 
 
@@ -111,7 +119,8 @@ def deprecations(settings: Any) -> list[str]:
 def _parser(prog: str, description: str, groups: Sequence[type[Any]], epilog: str | None) -> Parser:
     parser = Parser(prog, description, epilog)
     for group in groups:
-        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], fields_of(group))
+        title = (group.__doc__ or group.__name__).split("\n")[0]
+        parser.add_settings(title, fields_of(group), absent_of(group))
     return parser
 
 
@@ -122,10 +131,34 @@ def _build_all(
     env: Mapping[str, str] | None,
 ) -> tuple[Any, ...]:
     variables = os.environ if env is None else env
+    absent = [row for group in groups for row in absent_of(group)]
     try:
-        return tuple(_build(group, vars(given), variables) for group in groups)
+        for error in check_variables(absent, variables):
+            raise error
+        built = tuple(_build(group, vars(given), variables) for group in groups)
+        _dump(built)
+        return built
     except ConfigError as error:
         parser.error(error.message)
+
+
+def _dump(groups: Sequence[Any]) -> None:
+    """Write ``groups`` to the file that one of them names, if any. Raises ConfigError."""
+    path = next((name for group in groups if (name := getattr(group, _DUMP, None))), None)
+    if path is None:
+        return
+    shown = {
+        type(group).__name__: {
+            field.name: getattr(group, field.name) for field in fields_of(type(group))
+        }
+        for group in groups
+    }
+    temporary = Path(f"{path}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(shown, indent=2), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--dump-config-to {path}: can't be written: {error}") from None
 
 
 def _text(value: Any) -> str:
@@ -137,6 +170,12 @@ def _text(value: Any) -> str:
 def fields_of(group: type[Any]) -> list[dataclasses.Field[Any]]:
     """Return the fields of ``group`` that are options."""
     return [field for field in dataclasses.fields(group) if "option" in field.metadata]
+
+
+def absent_of(group: type[Any]) -> tuple[AbsentFlag, ...]:
+    """Return the flags of Dynamo that a program with ``group`` refuses."""
+    absent: tuple[AbsentFlag, ...] = getattr(group, "absent", ())
+    return absent
 
 
 def _type(hint: Any) -> tuple[type[Any], bool]:

@@ -10,7 +10,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
+from dynamo import __version__
+from dynamo.config.absent import AbsentFlag, sort_words
+
 _WIDEST = 100
+_PROGRAM = "python -m dynamo."
 
 
 class Option(NamedTuple):
@@ -44,6 +48,7 @@ class Parser(argparse.ArgumentParser):
         self, prog: str, description: str, epilog: str | None, add_help: bool = True
     ) -> None:
         self._variables: list[str] = []
+        self._absent: list[AbsentFlag] = []
         self._epilog = epilog
         super().__init__(
             prog=prog,
@@ -54,9 +59,21 @@ class Parser(argparse.ArgumentParser):
             # argparse makes one at each add_argument; without a width it imports shutil: 3 ms.
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=_WIDEST),
         )
+        if prog.startswith(_PROGRAM):
+            name = prog.removeprefix("python -m ")
+            self.add_argument("--version", action="version", version=f"{name} {__version__}")
 
-    def add_settings(self, title: str, fields: Sequence[dataclasses.Field[Any]]) -> None:
-        """Add an argument for each field with a flag, under ``title`` or the latest ``heading``."""
+    def add_settings(
+        self,
+        title: str,
+        fields: Sequence[dataclasses.Field[Any]],
+        absent: Sequence[AbsentFlag] = (),
+    ) -> None:
+        """Add an argument for each field with a flag, under ``title`` or the latest ``heading``.
+
+        ``absent`` are flags of Dynamo that are refused.
+        """
+        self._absent += absent
         section = self.add_argument_group(title)
         for field in fields:
             spec: Option = field.metadata["option"]
@@ -69,6 +86,18 @@ class Parser(argparse.ArgumentParser):
                     self.usage = f"{self.usage} [{spec.flags[0]}{more}]"
             elif spec.env:
                 self._variables.append(_paragraph(spec, field.default))
+
+    def read(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+        """Return what ``argv`` sets and the words of no option, after refusing absent flags."""
+        given, rest = self.parse_known_args(argv)
+        rest, asked = sort_words(rest, self._absent)
+        if asked is not None:
+            self.refuse(asked.flag, asked.absent.text)
+        return given, rest
+
+    def refuse(self, flag: str, text: str) -> NoReturn:
+        """Exit with status 2 because of ``flag``."""
+        self.error(f"{flag} {text}")
 
     def format_help(self) -> str:
         """Return the text of ``--help``."""

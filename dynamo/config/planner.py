@@ -49,6 +49,13 @@ class PlannerSettings:
         "against --ttft and --itl; load+sla: the forecast and a fast reaction to load; auto: load "
         "if a threshold is given, else load+sla",
     )
+    config_file: str | None = option(
+        None,
+        "--config",
+        metavar="FILE",
+        help="JSON or YAML file with these options, by our names or by those of Dynamo 1.6; flags "
+        "win over it",
+    )
     no_operation: bool = option(
         False, "--no-operation", help="observe and log only; never change the workers"
     )

@@ -5,10 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from dynamo.config.absent import ROUTER, ROUTER_PROCESS, AbsentFlag
 from dynamo.config.option import from_env, option
 from dynamo.config.router_kv import CacheSettings, CostSettings, DisaggSettings, LoadSettings
+from dynamo.config.router_policy import (
+    BUILT_IN,
+    FLAG,
+    STAGES,
+    WEIGHTED,
+    PolicyInstance,
+    RouterPolicies,
+    read_policies,
+)
+from dynamo.errors import ConfigError
 
 _JETSTREAM = "there is no JetStream mode; a router requests missed events from the workers"
 ROUTER_MODES = (
@@ -20,6 +31,19 @@ ROUTER_MODES = (
     "direct",
     "kv",
 )
+
+_LOAD_AWARE = {
+    "mode": "kv",
+    "cost": "blocks",
+    "kv_events": False,
+    "overlap_score_credit": 0.0,
+    "assume_kv_reuse": False,
+    "track_active_blocks": True,
+    "track_prefill_tokens": True,
+    "shared_cache_type": "none",
+    "predicted_ttl_s": None,
+}
+"""What --load-aware sets, whatever other options say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +81,7 @@ class ModeSettings:
 class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, DisaggSettings):
     """router: mode, cost, load tracking, KV events"""
 
+    absent: ClassVar[tuple[AbsentFlag, ...]] = ROUTER
     replica_sync: bool = option(
         False,
         "--router-replica-sync",
@@ -164,6 +189,44 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         minimum=0,
         help="the same as a fraction of the worker's max_num_batched_tokens",
     )
+    policy_config: str | None = option(
+        None,
+        FLAG,
+        env="DYN_ROUTER_POLICY_CONFIG",
+        metavar="FILE",
+        heading="router, mode kv: policies",
+        help="YAML file with shared settings, classes of the queue and policies that choose "
+        "workers; flags and variables win over its settings",
+    )
+    prefill_policy: str | None = option(
+        None,
+        "--router-prefill-policy",
+        env="DYN_ROUTER_PREFILL_POLICY",
+        help="policy of that file for prefill workers, or default",
+    )
+    decode_policy: str | None = option(
+        None,
+        "--router-decode-policy",
+        env="DYN_ROUTER_DECODE_POLICY",
+        help="policy of that file for decode workers, or default",
+    )
+    selection_policy: str | None = option(
+        None,
+        env="DYN_ROUTER_WORKER_SELECTION_POLICY",
+        help="policy of that file for all workers, or default",
+    )
+    policies: RouterPolicies | None = None
+    """What the policy file says; :func:`with_policies` reads it."""
+    stage: str = "aggregated"
+    """The work of the workers, which decides the policy."""
+    given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    load_aware: bool = option(
+        False,
+        "--load-aware",
+        env="DYN_ROUTER_LOAD_AWARE",
+        heading="router: presets",
+        help="choose workers by load alone: mode kv without caches and KV events",
+    )
     durable_kv_events: bool = option(
         False,
         "--router-durable-kv-events",
@@ -188,15 +251,40 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         help="accepted, no effect",
     )
 
+    def __post_init__(self) -> None:
+        """Set what --load-aware means. Raises ConfigError."""
+        super().__post_init__()
+        if self.load_aware:
+            for name, value in _LOAD_AWARE.items():
+                object.__setattr__(self, name, value)
+
     def overridden(self, given: Mapping[str, Any]) -> RouterSettings:
         """Return these settings with ``given`` ones in place; unknown names are ignored.
 
         Raises ConfigError for a value out of range.
         """
         known = {field.name for field in dataclasses.fields(self)}
+        known -= {"policies", "stage", "given"}
         chosen = {name: value for name, value in given.items() if name in known}
-        from_env(RouterSettings, {}, **chosen)
-        return dataclasses.replace(self, **chosen)
+        built = from_env(RouterSettings, {}, **chosen)
+        return dataclasses.replace(self, **{name: getattr(built, name) for name in chosen})
+
+    @property
+    def selection(self) -> PolicyInstance | None:
+        """The policy that chooses among the workers of :attr:`stage`; None: the built-in choice."""
+        if self.policies is None:
+            return None
+        own = {"prefill": self.prefill_policy, "decode": self.decode_policy}.get(self.stage)
+        name = own or self.selection_policy or getattr(self.policies.selection, self.stage)
+        return self.policies.instance(name or BUILT_IN)
+
+    def at_stage(self, stage: str) -> RouterSettings:
+        """Return the settings for workers of ``stage``. Raises ConfigError."""
+        settings = dataclasses.replace(self, stage=stage)
+        policy = settings.selection
+        if policy is None or policy.type != WEIGHTED:
+            return settings
+        return settings.overridden(policy.weights())
 
     @property
     def prefill_weight(self) -> float:
@@ -212,7 +300,7 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
     @property
     def uses_index(self) -> bool:
         """Whether prefix overlap matters at all: kv mode, weight not zero."""
-        return self.mode == "kv" and self.overlap_score_weight != 0
+        return self.mode == "kv" and self.overlap_score_weight != 0 and not self.load_aware
 
     def block_size_for(self, worker_tokens: int) -> int:
         """Return the block size to route with, for workers with blocks of ``worker_tokens``.
@@ -229,10 +317,32 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         return self.uses_index and not self.kv_events
 
 
+def with_policies(settings: RouterSettings) -> RouterSettings:
+    """Return ``settings`` with what their policy file says, which is read once.
+
+    Raises ConfigError.
+    """
+    names = settings.prefill_policy, settings.decode_policy, settings.selection_policy
+    if settings.policies is not None or not any((settings.policy_config, *names)):
+        return settings
+    policies = read_policies(settings.policy_config)
+    shared = {
+        name: value for name, value in policies.settings.items() if name not in settings.given
+    }
+    try:
+        found = dataclasses.replace(settings.overridden(shared), policies=policies)
+        for stage in STAGES:
+            found.at_stage(stage)
+    except ConfigError as error:
+        raise ConfigError(f"{FLAG} {settings.policy_config}: {error.message}") from None
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterProcessSettings:
     """standalone router: the workers"""
 
+    absent: ClassVar[tuple[AbsentFlag, ...]] = ROUTER_PROCESS
     endpoint: str | None = option(
         None,
         "--endpoint",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from dynamo.config.absent import RUNTIME, AbsentFlag
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
 
@@ -136,6 +138,7 @@ class EtcdSettings:
 class RuntimeSettings:
     """runtime: namespace, discovery, request plane, event plane"""
 
+    absent: ClassVar[tuple[AbsentFlag, ...]] = RUNTIME
     namespace: str = option(
         "dynamo", "--namespace", env="DYN_NAMESPACE", help="namespace of this deployment"
     )
@@ -202,8 +205,122 @@ class RuntimeSettings:
         help="seconds without a renewal after which the lease of a hung process expires",
     )
 
+    dump_config_to: str | None = option(
+        None,
+        "--dump-config-to",
+        env="DYN_DUMP_CONFIG_TO",
+        metavar="FILE",
+        help="write all settings of this process to FILE, as JSON, when it starts",
+    )
+
+    tcp_tls_cert_path: str | None = option(
+        None,
+        "--tcp-tls-cert-path",
+        env="DYN_TCP_TLS_CERT_PATH",
+        heading="request plane tcp, event plane nats: TLS",
+        help="PEM file of the certificate with which this process serves requests over TCP",
+    )
+    tcp_tls_key_path: str | None = option(
+        None,
+        "--tcp-tls-key-path",
+        env="DYN_TCP_TLS_KEY_PATH",
+        help="PEM file of that certificate's key",
+    )
+    tcp_tls_ca_cert_path: str | None = option(
+        None,
+        "--tcp-tls-ca-cert-path",
+        env="DYN_TCP_TLS_CA_CERT_PATH",
+        help="PEM file of the authority of the workers' certificates; requests are sent over TLS",
+    )
+    tcp_tls_client_cert_path: str | None = option(
+        None,
+        "--tcp-tls-client-cert-path",
+        env="DYN_TCP_TLS_CLIENT_CERT_PATH",
+        help="PEM file of the certificate that this process shows to workers",
+    )
+    tcp_tls_client_key_path: str | None = option(
+        None,
+        "--tcp-tls-client-key-path",
+        env="DYN_TCP_TLS_CLIENT_KEY_PATH",
+        help="PEM file of that certificate's key",
+    )
+    tcp_tls_client_ca_cert_path: str | None = option(
+        None,
+        "--tcp-tls-client-ca-cert-path",
+        env="DYN_TCP_TLS_CLIENT_CA_CERT_PATH",
+        help="PEM file of the authority whose certificates clients of this process need",
+    )
+    tcp_tls_server_name: str | None = option(
+        None,
+        "--tcp-tls-server-name",
+        env="DYN_TCP_TLS_SERVER_NAME",
+        help="name in the workers' certificates; default: their address",
+    )
+    tcp_tls_insecure: bool = option(
+        False,
+        "--tcp-tls-insecure",
+        env="DYN_TCP_TLS_INSECURE",
+        help="send requests over TLS without verifying the workers' certificates",
+    )
+    nats_tls_ca_cert_path: str | None = option(
+        None,
+        "--nats-tls-ca-cert-path",
+        env="NATS_TLS_CA_CERT_PATH",
+        help="PEM file of the authority of the NATS servers",
+    )
+    nats_tls_insecure: bool = option(
+        False,
+        "--nats-tls-insecure",
+        env="NATS_TLS_INSECURE",
+        help="do not verify the NATS servers' certificates",
+    )
+    nats_tls_client_cert_path: str | None = option(
+        None,
+        "--nats-tls-client-cert-path",
+        env="NATS_TLS_CLIENT_CERT_PATH",
+        help="PEM file of our own certificate for NATS",
+    )
+    nats_tls_client_key_path: str | None = option(
+        None,
+        "--nats-tls-client-key-path",
+        env="NATS_TLS_CLIENT_KEY_PATH",
+        help="PEM file of its key",
+    )
+
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
+        self._check_tls()
+
+    @property
+    def nats_tls(self) -> dict[str, Any]:
+        """The fields of :class:`NatsSettings` that are given here."""
+        given = {
+            "ca": self.nats_tls_ca_cert_path,
+            "client_cert": self.nats_tls_client_cert_path,
+            "client_key": self.nats_tls_client_key_path,
+            "insecure": self.nats_tls_insecure,
+        }
+        return {name: value for name, value in given.items() if value}
+
+    def _check_tls(self) -> None:
+        for flag, cert, key in (
+            ("--tcp-tls", self.tcp_tls_cert_path, self.tcp_tls_key_path),
+            ("--tcp-tls-client", self.tcp_tls_client_cert_path, self.tcp_tls_client_key_path),
+        ):
+            if (cert is None) != (key is None):
+                missing = f"{flag}-{'cert' if cert is None else 'key'}-path"
+                raise ConfigError(f"{missing} is missing: TLS needs a certificate and its key")
+        if self.tcp_tls_client_ca_cert_path is not None and self.tcp_tls_cert_path is None:
+            raise ConfigError(
+                "--tcp-tls-client-ca-cert-path needs --tcp-tls-cert-path and --tcp-tls-key-path: "
+                "clients send certificates over TLS alone"
+            )
+        sends = self.tcp_tls_ca_cert_path is not None or self.tcp_tls_insecure
+        if self.tcp_tls_client_cert_path is not None and not sends:
+            raise ConfigError(
+                "--tcp-tls-client-cert-path needs --tcp-tls-ca-cert-path: without it, requests are "
+                "sent in plain text"
+            )
 
 
 def check_namespace(name: str) -> None:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
     )
     setup_logging("frontend", logs.level, logs.jsonl)
-    for line in deprecations(router):
+    for line in (*deprecations(frontend), *deprecations(router)):
         log.warning("%s", line)
     try:
         uvloop.run(_serve(frontend, router, runtime))

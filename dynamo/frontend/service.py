@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dynamo._fast.histogram import Histogram
 from dynamo.config.frontend import FrontendSettings
-from dynamo.config.router import RouterSettings
+from dynamo.config.router import RouterSettings, with_policies
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.access import (
     frontend_access,
@@ -27,6 +27,7 @@ from dynamo.frontend.access import (
 )
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.embeddings.route import EmbeddingRoutes
+from dynamo.frontend.apis.extensions.route import ExtensionRoutes, load_routes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
 from dynamo.frontend.apis.operator.info import BusyThresholdRoutes, InfoRoutes
 from dynamo.frontend.apis.operator.planner import PlannerRoutes
@@ -54,6 +55,7 @@ from dynamo.http.head import allow_open_files
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Counter
 from dynamo.router.factory import ineffective_settings, summarize
+from dynamo.router.kv_mode.policy_types import check_policies
 from dynamo.router.prefill_model import prefill_model
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.os_process import StopSignals
@@ -114,7 +116,7 @@ class Frontend:
         router: RouterSettings,
         on_loaded: Callable[[], None] | None = None,
     ) -> None:
-        prefill_model(router)  # raises ConfigError now instead of with the first model
+        router = _checked(router)
         access = frontend_access(settings)
         self._runtime = runtime
         self._settings = settings
@@ -149,6 +151,7 @@ class Frontend:
         self._ui = self._web_page(routes) if settings.serves_ui else None
         if guard is not None:
             self._install_operators(routes, guard)
+        self._install_extensions(routes)
         self._server = HttpServer(
             routes,
             _limits(settings),
@@ -197,6 +200,11 @@ class Frontend:
         self._status.install(routes)
         RecentRoutes(requests.metrics.recent).install(routes)
         guard_operator_routes(routes, guard)
+
+    def _install_extensions(self, routes: Routes) -> None:
+        """Add the routes of other packages, which may have no path of the frontend's own."""
+        extensions = load_routes(self._settings.route_extensions)
+        ExtensionRoutes(extensions, self.models, self._requests, self._tasks).install(routes)
 
     def _web_page(self, routes: Routes) -> UiRoutes:
         has_keys = self._settings.api_key_file is not None
@@ -375,6 +383,17 @@ class Frontend:
         await self._server.close()
         await self._tasks.close()
         await self.models.close()
+
+
+def _checked(router: RouterSettings) -> RouterSettings:
+    """Return the settings with those of the policy file.
+
+    Raises ConfigError now instead of with the first model.
+    """
+    router = with_policies(router)
+    prefill_model(router)
+    check_policies(router.policies)
+    return router
 
 
 def _limits(settings: FrontendSettings) -> HttpLimits:

@@ -128,6 +128,10 @@ class Routes:
         routes = self._exact.get(path) or dict(self._prefixes)[path]
         routes.update({method: wrap(routes[method]) for method in methods})
 
+    def serves(self, path: str) -> bool:
+        """Return whether ``path`` has a route."""
+        return path in self._exact or self._prefixed(path) is not None
+
     def paths(self) -> list[tuple[str, tuple[str, ...]]]:
         """Every path and its methods."""
         rows = [*self._exact.items(), *self._prefixes]

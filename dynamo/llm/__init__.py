@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dynamo.llm._unary import LLMUnaryClient, UnaryChatModel, with_engine_data
     from dynamo.llm.exceptions import HttpError, RouterQueueLimitExceeded
+    from dynamo.llm.frontend_routes import (
+        FrontendExtensionContext,
+        FrontendResponse,
+        FrontendRoute,
+    )
     from dynamo.llm.kv_router import KvRouter
     from dynamo.llm.prefix_index import (
         OverlapScores,
@@ -46,6 +51,9 @@ if TYPE_CHECKING:
     from dynamo.protocols.openai import RoutingConstraints
 
 __all__ = [
+    "FrontendExtensionContext",
+    "FrontendResponse",
+    "FrontendRoute",
     "HttpError",
     "KvEventPublisher",
     "KvRouter",
@@ -80,6 +88,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "FrontendExtensionContext": "llm.frontend_routes",
+    "FrontendResponse": "llm.frontend_routes",
+    "FrontendRoute": "llm.frontend_routes",
     "HttpError": "llm.exceptions",
     "KvEventPublisher": "llm.publishers",
     "KvRouter": "llm.kv_router",

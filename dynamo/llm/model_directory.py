@@ -165,9 +165,11 @@ class ModelDirectory:
                 found[name] = text
         return found
 
-    @property
-    def kv_bytes_per_token(self) -> int | None:
-        """Layers x 2 x KV heads x head size x bytes of a number; None if config.json lacks one."""
+    def kv_bytes_per_token(self, number_bytes: int | None = None) -> int | None:
+        """Layers x 2 x KV heads x head size x bytes of a number; None if config.json lacks one.
+
+        A number has ``number_bytes``, by default those of the model's own type.
+        """
         config = self._text_config
         layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
         if not isinstance(layers, int) or not isinstance(heads, int) or not heads:
@@ -178,7 +180,8 @@ class ModelDirectory:
         if not isinstance(size, int) or not isinstance(kv_heads, int):
             return None
         kind = str(config.get("torch_dtype") or config.get("dtype") or "")
-        return layers * 2 * kv_heads * size * (4 if kind in _FOUR_BYTE_TYPES else 2)
+        own_bytes = 4 if kind in _FOUR_BYTE_TYPES else 2
+        return layers * 2 * kv_heads * size * (number_bytes or own_bytes)
 
     def chat_templates(
         self, custom_path: str | Path | None = None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from dynamo.config.absent import MOCKER, AbsentFlag
 from dynamo.config.option import option
+from dynamo.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class MockerSettings:
     """mocker: size, speed and behaviour of the simulated engine"""
 
+    absent: ClassVar[tuple[AbsentFlag, ...]] = MOCKER
     reply: str = option(
         "random",
         "--reply",
@@ -121,6 +125,16 @@ class MockerSettings:
         choices=("agg", "prefill", "decode"),
         help="compute prompts and output, prompts alone, or output alone",
     )
+    is_prefill_worker: bool = option(
+        False,
+        "--is-prefill-worker",
+        help="older name of --disaggregation-mode prefill",
+    )
+    is_decode_worker: bool = option(
+        False,
+        "--is-decode-worker",
+        help="older name of --disaggregation-mode decode",
+    )
     taints: tuple[str, ...] = option(
         (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"
     )
@@ -138,9 +152,36 @@ class MockerSettings:
         minimum=1,
         help="size of a token's KV; default: from the model's config.json, else 131072",
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "--kv-cache-dtype",
+        choices=("auto", "bfloat16", "fp8", "fp8_ds_mla", "fp8_e4m3", "fp8_e5m2", "fp8_inc"),
+        metavar="TYPE",
+        help="numbers in the KV cache, for the size of a token's KV; fp8 halves that of a model "
+        "of two-byte numbers",
+    )
     extra_engine_args: str | None = option(
         None,
         "--extra-engine-args",
         metavar="FILE",
         help="JSON object of settings of this group; they win over flags",
     )
+
+    def __post_init__(self) -> None:
+        """Give older names their meaning. Raises ConfigError."""
+        modes = [
+            mode
+            for mode, asked in (
+                ("prefill", self.is_prefill_worker),
+                ("decode", self.is_decode_worker),
+            )
+            if asked
+        ]
+        if not modes:
+            return
+        if len(modes) > 1 or self.disaggregation_mode not in ("agg", modes[0]):
+            raise ConfigError(
+                "--is-prefill-worker, --is-decode-worker and --disaggregation-mode contradict each "
+                "other; give the last one alone"
+            )
+        object.__setattr__(self, "disaggregation_mode", modes[0])

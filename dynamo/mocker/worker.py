@@ -44,6 +44,8 @@ _WORKER_TYPES = {
     "prefill": WorkerType.Prefill,
     "decode": WorkerType.Decode,
 }
+_KV_NUMBER_BYTES: dict[str, int | None] = {"auto": None, "bfloat16": 2}
+"""By --kv-cache-dtype; the others have one byte."""
 DEFAULT_MAX_TOKENS = 256
 """Reply length for a request without ``max_tokens``; less if the context is shorter."""
 log = logging.getLogger(__name__)
@@ -197,8 +199,9 @@ def make_plan(
         raise ConfigError("--model-path is missing; give a directory or an id on Hugging Face")
     model = resolve_model(settings.model_path).directory()
     model.require_worker_files()
-    if mocker.kv_bytes_per_token is None and model.kv_bytes_per_token is not None:
-        transfer = replace(shape.transfer, bytes_per_token=model.kv_bytes_per_token)
+    bytes_per_token = model.kv_bytes_per_token(_KV_NUMBER_BYTES.get(mocker.kv_cache_dtype, 1))
+    if mocker.kv_bytes_per_token is None and bytes_per_token is not None:
+        transfer = replace(shape.transfer, bytes_per_token=bytes_per_token)
         shape = replace(shape, transfer=transfer)
     template = settings.custom_jinja_template
     if template is not None and not Path(template).is_file():

@@ -24,6 +24,7 @@ from dynamo.observability.logs import setup_logging
 from dynamo.operations.steps.access import read_deployment
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.operations.steps.sleeping import RemoteEngines
+from dynamo.planner.config_file import with_config_file
 from dynamo.planner.connector import Connector
 from dynamo.planner.live.control import PlannerControl
 from dynamo.planner.live.local_connector import gpu_capacity, open_connector
@@ -63,7 +64,12 @@ _EPILOG = """examples:
 def main(argv: Sequence[str] | None = None, prog: str = "python -m dynamo.planner") -> int:
     """Run until SIGTERM or SIGINT; return the exit status."""
     groups = [PlannerSettings, RuntimeSettings, LogSettings]
-    settings, runtime, logs = load(prog, _DESCRIPTION, groups, argv, epilog=_EPILOG)
+    try:
+        words = with_config_file(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"{prog}: error: {error.message}", file=sys.stderr)
+        return 2
+    settings, runtime, logs = load(prog, _DESCRIPTION, groups, words, epilog=_EPILOG)
     setup_logging("planner", logs.level, logs.jsonl)
     try:
         uvloop.run(run_planner(settings, runtime))

@@ -114,6 +114,7 @@ class Routing(msgspec.Struct, omit_defaults=True):
     required_taints: list[str] | None = None
     preferred_taints: dict[str, float] | None = None
     session_id: str | None = None
+    policy_class: str | None = None
     mm_routing_info: MmRoutingInfo | None = None
 
 

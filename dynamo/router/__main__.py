@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from dynamo.config import deprecations, load
-from dynamo.config.router import RouterProcessSettings, RouterSettings
+from dynamo.config.router import RouterProcessSettings, RouterSettings, with_policies
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
 from dynamo.errors import DynamoError, InvalidArgument
@@ -25,6 +25,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.router.explanation import overlap_scores
 from dynamo.router.factory import ineffective_settings, summarize
+from dynamo.router.kv_mode.policy_types import check_policies
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.runtime import Context, DistributedRuntime
 from dynamo.runtime.endpoints.component import parse_endpoint
@@ -119,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if process.endpoint is None:
             raise DynamoError("--endpoint (or DYN_ROUTER_ENDPOINT) is required")
         path = parse_endpoint(process.endpoint)
+        router = with_policies(router)
+        check_policies(router.policies)
     except DynamoError as error:
         print(f"python -m dynamo.router: error: {error.message}", file=sys.stderr)
         return 2

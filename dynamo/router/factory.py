@@ -15,6 +15,7 @@ _KV_ONLY = (
     ("--router-predicted-ttl-secs", "predicted_ttl_s"),
     ("--router-duplicate-cost", "duplicate_cost"),
     ("--router-temperature", "temperature"),
+    ("--router-policy-config", "policy_config"),
 )
 _WEIGHTS = (
     ("--router-prefill-load-scale", "prefill_load_scale"),
@@ -94,6 +95,10 @@ def _kv_features(settings: RouterSettings) -> list[str]:
     parts = []
     if settings.queue_threshold is not None:
         parts.append(f"queue above {settings.queue_threshold:g} batches ({settings.queue_policy})")
+    if settings.selection is not None:
+        parts.append(f"policy {settings.selection.name}")
+    if settings.policies is not None and (settings.policies.profile or settings.policies.models):
+        parts.append("queue by policy classes")
     if settings.replica_sync:
         parts.append("synchronized with other routers")
     if settings.shared_cache_type != "none":

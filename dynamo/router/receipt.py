@@ -258,6 +258,8 @@ class KvInputs(RankInputs, gc=False, frozen=True):
     free_copy: int | None
     least_tokens: int | None = None
     terms: bytes = b""
+    policy: str = ""
+    """The policy that chose; "" for the built-in choice."""
 
     @property
     def unit(self) -> str:
@@ -325,6 +327,8 @@ class KvInputs(RankInputs, gc=False, frozen=True):
         costs = list(_column("d", self.costs)[: len(self.slots)])
         cost, least = costs[self.slots.index(self.chosen)], min(costs)
         ties = costs.count(least)
+        if self.policy:
+            return f"chosen of {count} by the policy {self.policy}"
         if cost > least:
             return f"drawn with temperature {self.params.temperature:g}, not the cheapest"
         if ties > 1:

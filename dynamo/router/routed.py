@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.config.router import RouterSettings
+from dynamo.config.router import RouterSettings, with_policies
 from dynamo.errors import Cancelled, DynamoError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
@@ -118,7 +118,7 @@ class RoutedEndpoint:
         self._unset = unset or {}
         self.block_size = block_size
         self._runtime = runtime
-        self._settings = settings
+        self._settings = with_policies(settings)
         self._router: ConnectedKvRouter | None = None
         self._numbers = itertools.count(1)
 

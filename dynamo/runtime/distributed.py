@@ -29,6 +29,7 @@ from dynamo.runtime.process.paths import release_sockets, socket_dirs, store_dir
 from dynamo.runtime.process.sockets import StaleSockets
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import RequestClient, RequestServer
+from dynamo.runtime.requests.tls import request_tls
 
 if TYPE_CHECKING:
     from dynamo.observability.otel import OtelTracing
@@ -71,11 +72,12 @@ class DistributedRuntime:
         self.instance_id = secrets.randbits(62) + 1
         self.metrics = Registry() if metrics is None else metrics
         self.tasks = Tasks("runtime")
-        self.requests = RequestClient(longest_pause_s=self.system.inhibited_duration_s)
+        tls = request_tls(settings)
+        self.requests = RequestClient(None, self.system.inhibited_duration_s, tls)
         self.discovery = discovery if discovery is not None else _discovery(settings)
         self.tracing = _tracing(self.instance_id)
         self.serving = Serving(
-            settings, self.system, self.discovery, self.instance_id, self.metrics
+            settings, self.system, self.discovery, self.instance_id, self.metrics, tls
         )
         self.status = StatusServer(self.system, self.serving.health, self.metrics)
         self._nats = _nats(settings)
@@ -289,7 +291,7 @@ def _nats(settings: RuntimeSettings) -> EventPlane | None:
     if settings.event_plane != "nats":
         return None
     plane: EventPlane = import_extra("nats", "dynamo.runtime.events.nats").NatsPlane(
-        from_env(NatsSettings)
+        from_env(NatsSettings, **settings.nats_tls)
     )
     return plane
 

@@ -265,6 +265,11 @@ def test_informational_routes(started: Deployment) -> None:
     assert health["endpoints"] == [f"dyn://{started.namespace}.backend.generate"]
     assert started.request("GET", "/v1/models/nope")[0] == 404
     assert json.loads(started.request("GET", "/v1/models/tiny")[2])["id"] == "tiny"
+    status, _, body = started.request("GET", "/v1/models/tiny/ready")
+    assert (status, json.loads(body)) == (200, {"id": "tiny", "ready": True})
+    assert started.request("GET", "/v1/models/nope/ready")[0] == 404
+    status, headers, _ = started.request("GET", "/docs")
+    assert status == 303 and dict(headers)["location"] == "/openapi.json"
     for method, path, expected in (
         ("GET", "/nope", 404),
         ("DELETE", "/health", 405),

@@ -88,8 +88,8 @@ class ParsedChoice(Choice):
 class ParsedChatStream(ChatStream):
     """The answer to POST /v1/chat/completions, parsed by ``prepared.answer``.
 
-    A stream writes what the parser finds as ``delta.content``, ``delta.reasoning_content`` and
-    ``delta.tool_calls``.
+    A stream writes what the parser finds as ``delta.content``, ``delta.reasoning_content`` (or
+    another field) and ``delta.tool_calls``.
     """
 
     _chunks = MessageChunks
@@ -103,6 +103,13 @@ class ParsedChatStream(ChatStream):
     ) -> Choice:
         assert prepared.answer is not None
         return ParsedChoice(prepared.answer, rules, collector)
+
+    def _start_writers(self) -> list[ChoiceChunks]:
+        writers = super()._start_writers()
+        for writer, choice in zip(writers, self.choices, strict=True):
+            assert isinstance(choice, ParsedChoice) and isinstance(writer, MessageChunks)
+            writer.name_reasoning(choice.message.reasoning_field)
+        return writers
 
     def _part(self, index: int, text: str) -> dict[str, Any]:
         choice = self.choices[index]

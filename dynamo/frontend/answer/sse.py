@@ -118,14 +118,19 @@ class ChatChunks(ChoiceChunks):
 class MessageChunks(ChatChunks):
     """Chunks of /v1/chat/completions with reasoning and tool calls.
 
-    ``reasoning_head`` is as ``head``, for a chunk that has reasoning alone.
+    ``reasoning_head`` is as ``head``, for a chunk that has reasoning alone, in
+    ``reasoning_field``.
     """
 
     __slots__ = ("reasoning_head",)
 
     def __init__(self, stream_head: bytes, index: int, usage: bytes) -> None:
         super().__init__(stream_head, index, usage)
-        self.reasoning_head = self._index + b'"delta":{"reasoning_content":'
+        self.name_reasoning("reasoning_content")
+
+    def name_reasoning(self, field: str) -> None:
+        """Send reasoning in ``field``."""
+        self.reasoning_head = self._index + b'"delta":{"%b":' % field.encode()
 
     def arguments_chunk(self, call: int, arguments: str) -> bytes:
         """A chunk with nothing but more arguments of tool call number ``call``."""

@@ -239,7 +239,8 @@ def prefill_settings(settings: RouterSettings) -> RouterSettings:
     In mode ``direct`` the client's pin names a decode worker, so prompts go to the least loaded.
     """
     mode = "least-loaded" if settings.mode == "direct" else settings.mode
-    return replace(settings, mode=mode, track_active_blocks=False, track_output_blocks=False)
+    settings = replace(settings, mode=mode, track_active_blocks=False, track_output_blocks=False)
+    return settings.at_stage("prefill")
 
 
 def _endpoint(card: ModelCard) -> EndpointPath:

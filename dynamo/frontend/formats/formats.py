@@ -185,19 +185,24 @@ class AnswerFormat(NamedTuple):
     new_id: Callable[[], str]
     max_calls: int | None
     named: bool = False
+    reasoning_field: str = "reasoning_content"
 
     def start(self) -> tuple[AnswerMessage, AnswerParser]:
         """The message of one choice, and its parser."""
-        message = AnswerMessage(self.new_id, self.max_calls)
+        message = AnswerMessage(self.new_id, self.max_calls, self.reasoning_field)
         return message, self.make(message)
 
 
 class ModelFormats:
-    """The formats of one model; at least one of ``tool`` and ``reasoning`` is a known name."""
+    """The formats of one model; at least one of ``tool`` and ``reasoning`` is a known name.
+
+    Chat answers have reasoning in ``reasoning_field``.
+    """
 
     def __init__(self, tool: str | None, reasoning: str | None, tokenizer: Tokenizer) -> None:
         self._tool = None if tool is None else TOOL_FORMATS[tool]
         self._shape = None if reasoning is None else REASONING_FORMATS[reasoning]
+        self.reasoning_field = "reasoning_content"
         self._calls = tool == "harmony"
         self._harmony = self._calls or reasoning == "gpt_oss"
         marks = HARMONY_MARKERS if self._harmony else self._shape.markers if self._shape else ()
@@ -235,6 +240,7 @@ class ModelFormats:
             _short_id if tool is not None and tool.short_ids else _id,
             1 if request.parallel_tool_calls is False else None,
             tool is not None and forced_name(request.tool_choice) is not None,
+            self.reasoning_field,
         )
 
     def _inside(self, request: ChatCompletionRequest, prompt: str | None) -> bool:

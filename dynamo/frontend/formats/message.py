@@ -101,9 +101,16 @@ class AnswerMessage:
         "_muted",
         "_new_id",
         "_reasoning",
+        "reasoning_field",
     )
 
-    def __init__(self, new_id: Callable[[], str], max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        new_id: Callable[[], str],
+        max_calls: int | None = None,
+        reasoning_field: str = "reasoning_content",
+    ) -> None:
+        self.reasoning_field = reasoning_field
         self._reasoning = _TextPart()
         self._content = _TextPart()
         self._calls: list[ToolCallPart] = []
@@ -134,7 +141,7 @@ class AnswerMessage:
         return bool(self._content.pieces or self._reasoning.pieces or self._calls or self._earlier)
 
     def add_reasoning(self, text: str) -> None:
-        """Add to ``reasoning_content``."""
+        """Add to the reasoning."""
         if self._calls or self._content.pieces:
             self._divide()
         self._reasoning.add(text)
@@ -205,7 +212,7 @@ class AnswerMessage:
         delta: dict[str, Any] = {}
         reasoning, content, calls = self._joined()
         if reasoning is not None:
-            delta["reasoning_content"] = reasoning
+            delta[self.reasoning_field] = reasoning
         if content is not None:
             delta["content"] = content
         if calls:
@@ -227,7 +234,7 @@ class AnswerMessage:
             content = ""
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning is not None:
-            message["reasoning_content"] = reasoning
+            message[self.reasoning_field] = reasoning
         if calls:
             message["tool_calls"] = [call.whole() for call in calls]
         return message

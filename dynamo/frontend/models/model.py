@@ -120,6 +120,8 @@ class ModelEntry:
         self._all_metrics = metrics
         self._admitted: AdmittedWorkers | None = None
         self._closed = False
+        self._settings = settings
+        self._awaited = settings.min_initial_workers
 
     def agrees_with(self, card: ModelCard) -> str:
         """Why ``card`` can't be a worker of this model: ``model_input``, ``checksum``,
@@ -175,7 +177,8 @@ class ModelEntry:
         settings = settings.overridden(card.router_config) if card.router_config else settings
         begun = time.monotonic()
         try:
-            settings = router_settings(card, settings)
+            stage = "decode" if card.worker_type == "Decode" else "aggregated"
+            settings = router_settings(card, settings).at_stage(stage)
             preprocessor = await in_daemon_thread(load_preprocessor, card, settings)
             loaded = await self._connect(runtime, settings, preprocessor)
         finally:
@@ -243,6 +246,9 @@ class ModelEntry:
             return LoadedModel(*parts, preprocessor)
         if not self.relayed:  # those of a relayed model work in threads, and metrics have no lock
             preprocessor.metrics = self._all_metrics.prompt
+        preprocessor.excludes_unused_tools = self._settings.exclude_tools_when_tool_choice_none
+        if preprocessor.formats is not None:
+            preprocessor.formats.reasoning_field = self._settings.reasoning_field_name
         return TokenModel(*parts, preprocessor)
 
     def _update(self) -> None:
@@ -250,7 +256,9 @@ class ModelEntry:
         if self.relayed and self.workers:
             self.paths = paths_of(self.workers.values())
             self.patterns = patterns_of(self.workers.values())
-        self.served = self.loaded is not None and bool(self.workers)
+        if len(self.workers) >= self._awaited:
+            self._awaited = 0
+        self.served = self.loaded is not None and bool(self.workers) and not self._awaited
         if self.loaded is not None:
             self._all_metrics.show_card(self.card, self.served, self._migrations.limit)
 

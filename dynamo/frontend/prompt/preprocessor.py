@@ -80,7 +80,8 @@ class Preprocessor:
     ConfigError naming the file and the remedy. Loading is O(vocabulary): do it off the event loop.
     Bodies up to ``inline_limit_bytes`` go through :meth:`chat` and :meth:`completion`, larger ones
     through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``metrics``, where
-    set, observe the seconds that each prompt took.
+    set, observe the seconds that each prompt took. ``excludes_unused_tools``: prompts of chats with
+    ``tool_choice`` none have no tools.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Preprocessor:
         self.formats = ModelFormats.of(card, self.tokenizer)
         self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
         self.metrics: PromptMetrics | None = None
+        self.excludes_unused_tools = True
         self.template = load_template(directory, custom_template_path or card.custom_template_path)
         self.context_length = (
             card.context_length or card.runtime_config.context_length or directory.context_length
@@ -254,10 +256,11 @@ class Preprocessor:
                 f"Model `{request.model}` has no chat template; use /v1/completions, or give the "
                 "worker a template"
             )
+        excluded = request.tool_choice == "none" and self.excludes_unused_tools
         try:
             return self.template.render(
                 request.messages if messages is None else messages,
-                None if request.tool_choice == "none" else request.tools,
+                None if excluded else request.tools,
                 add_generation_prompt=request.add_generation_prompt is not False,
                 continue_final_message=request.continue_final_message is True,
                 variables=template_variables(request),

@@ -10,6 +10,7 @@ import msgspec
 
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.protocols.engine import Routing
+from dynamo.protocols.openai import MAX_SALT_CHARACTERS
 
 _RANDOM = random.Random()
 _IDS_A_PREFIX = 1 << 16
@@ -30,8 +31,12 @@ _PRIORITIES = {
     "x-dynamo-request-priority": "priority",
     "x-dynamo-request-strict-priority": "strict_priority",
 }
-_TEXTS = {"x-dynamo-session-id": "session_id"}
-ROUTING_HEADERS = frozenset((*_INTEGERS, *_PRIORITIES, *_TEXTS))
+_TEXTS = {
+    "x-dynamo-session-id": "session_id",
+    "x-dynamo-meta-policy-class": "policy_class",
+}
+_TENANT = "x-tenant-id"
+ROUTING_HEADERS = frozenset((*_INTEGERS, *_PRIORITIES, *_TEXTS, _TENANT))
 
 
 def _new_request_ids() -> Iterator[str]:
@@ -78,8 +83,24 @@ def routed(routing: Routing | None, headers: Mapping[str, str]) -> Routing | Non
     for name, field in _TEXTS.items():
         if name in headers:
             changes[field] = headers[name]
+    given = routing or Routing()
+    if _TENANT in headers:
+        changes["cache_namespace"] = _namespace(headers[_TENANT], given.cache_namespace)
     replace: Callable[..., Routing] = msgspec.structs.replace
-    return replace(routing or Routing(), **changes)
+    return replace(given, **changes)
+
+
+def _namespace(tenant: str, salt: str | None) -> str:
+    """Return the namespace of a tenant's caches; its own ``cache_salt`` divides that further.
+
+    A header has no line break, so no salt gives the namespace of another tenant.
+    """
+    if len(tenant) > MAX_SALT_CHARACTERS:
+        raise InvalidArgument(
+            f"Header '{_TENANT}' must have at most {MAX_SALT_CHARACTERS} characters, "
+            f"got {len(tenant)}"
+        )
+    return tenant if salt is None else f"{tenant}\n{salt}"
 
 
 def _integer(name: str, text: str) -> int:

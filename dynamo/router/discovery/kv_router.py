@@ -22,6 +22,7 @@ from dynamo.router.discovery.router import ConnectedRouter, InstanceSource, Rout
 from dynamo.router.discovery.saved_speed import SpeedFile, speed_file
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.kv_mode.policy import make_kv_picker
 from dynamo.router.metrics import COMPONENT, RouterLabels, WorkerMetrics
 from dynamo.router.queue.request_queue import make_queue
 from dynamo.router.replicas import ReplicaSync
@@ -201,7 +202,7 @@ class ConnectedKvRouter(ConnectedRouter):
         registry, labels = runtime.metrics, workers.labels(runtime.instance_id)
         index = make_index(settings)
         metrics = DecisionMetrics(registry, labels)
-        picker = KvPicker(settings, workers.block_size, index, metrics)
+        picker = make_kv_picker(settings, workers.block_size, index, metrics, registry, labels)
         super().__init__(runtime, workers, client, picker)
         self.queue = make_queue(settings, picker, registry, labels)
         self._worker_metrics = WorkerMetrics(registry, labels)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from dynamo.config.router import RouterSettings
+from dynamo.config.router_policy import PolicyClass, PolicyProfile
 from dynamo.errors import (
     DynamoError,
     InvalidArgument,
@@ -22,7 +25,7 @@ from dynamo.errors import (
     RouterQueueLimitExceeded,
     Unavailable,
 )
-from dynamo.observability.metrics import Registry, counter, gauge, histogram
+from dynamo.observability.metrics import Registry
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.control import UNKNOWN_BATCH_TOKENS
 from dynamo.protocols.engine import Routing
@@ -30,7 +33,15 @@ from dynamo.router.kv_mode.cost import cached_tokens
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Attempt, Decision
-from dynamo.router.queue.waiting import POLICY_CLASS, QueueEntry, WaitingQueue, priority_of
+from dynamo.router.queue.classes import (
+    Classifier,
+    QueueClass,
+    Turns,
+    default_class,
+    profile_of,
+)
+from dynamo.router.queue.metrics import QueueMetrics
+from dynamo.router.queue.waiting import QueueEntry, Work, priority_of
 from dynamo.router.worker_pool import Saturation
 
 TICK_S = 0.1
@@ -41,94 +52,21 @@ _BATCH = 32
 log = logging.getLogger(__name__)
 OnDecision = Callable[[Decision], None]
 OnError = Callable[[DynamoError], None]
-_QUEUED = "model policy_class worker_type"
-_REASONED = "model policy_class reason worker_type"
-_REQUESTS = gauge(
-    "dynamo_frontend_router_queue_pending_requests",
-    "Requests waiting in the router's queue",
-    _QUEUED,
-)
-_ISL_TOKENS = gauge(
-    "dynamo_frontend_router_queue_pending_isl_tokens",
-    "Prompt tokens of the requests waiting in the router's queue",
-    _QUEUED,
-)
-_CACHED_TOKENS = gauge(
-    "dynamo_frontend_router_queue_pending_cached_tokens",
-    "Those of them that a worker holds",
-    _QUEUED,
-)
-_BACKPRESSURE = counter(
-    "dynamo_frontend_router_queue_backpressure_total",
-    "Requests that had to wait: behind others, or for prefill load to fall",
-    _REASONED,
-)
-_RECEIVED = counter(
-    "dynamo_frontend_router_admission_received_total",
-    "Requests that came to the router's queue, whether they had to wait or not",
-    _QUEUED,
-)
-_REJECTED = counter(
-    "dynamo_frontend_router_admission_rejected_total",
-    "Requests turned away there: the queue was full, or all workers overloaded",
-    _REASONED,
-)
-_LEFT = counter(
-    "dynamo_frontend_router_queue_left_total",
-    "Requests whose client left while they waited",
-    _QUEUED,
-)
-_WAIT_SECONDS = histogram(
-    "dynamo_frontend_router_queue_wait_seconds",
-    "Time in the router's queue of the requests that had to wait and were served",
-    (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300),
-    _QUEUED,
-)
-_LIMIT, _OVERLOADED = "queue_limit", "overloaded"
-_BACKLOG, _PREFILL = "backlog", "prefill_load"
 
 
-class QueueMetrics:
-    """The series of ``model`` in ``registry``, or in a registry of their own without it."""
+class _Class(QueueClass["QueuedRequest"]):
+    """A class with its metrics."""
 
     def __init__(
-        self, registry: Registry | None = None, model: str = "", worker_type: str = "decode"
+        self, config: PolicyClass, limit: int, work: Work | None, metrics: QueueMetrics
     ) -> None:
-        self._registry = registry
-        self._labels = (model, POLICY_CLASS, worker_type)
-        into = registry or Registry()
-        self.received = into.child(_RECEIVED, *self._labels)
-        self.left = into.child(_LEFT, *self._labels)
-        self.waited = into.child(_WAIT_SECONDS, *self._labels)
-        self._rejected, self._pressed = (
-            {one: into.child(spec, model, POLICY_CLASS, one, worker_type) for one in reasons}
-            for spec, reasons in (
-                (_REJECTED, (_LIMIT, _OVERLOADED)),
-                (_BACKPRESSURE, (_BACKLOG, _PREFILL)),
-            )
-        )
-
-    def show(self, queue: WaitingQueue[Any]) -> None:
-        """Export the size of ``queue``."""
-        if self._registry is None:
-            return
-        for spec, read in (
-            (_REQUESTS, queue.__len__),
-            (_ISL_TOKENS, lambda: queue.isl_tokens),
-            (_CACHED_TOKENS, lambda: queue.cached_tokens),
-        ):
-            self._registry.child(spec, *self._labels).function = read
-
-    def joined(self, before: int) -> None:
-        """Count a queued request, with ``before`` others ahead."""
-        self._pressed[_BACKLOG if before else _PREFILL].value += 1
-
-    def refused(self, error: Overloaded) -> None:
-        """Count a rejected request."""
-        full = isinstance(error, RouterQueueLimitExceeded)
-        self._rejected[_LIMIT if full else _OVERLOADED].value += 1
+        super().__init__(config, limit, work)
+        self.metrics = metrics
+        metrics.show(self.queue)
 
 
+MakeMetrics = Callable[..., QueueMetrics]
+"""Makes the metrics of ``policy_class``."""
 CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 """(delay in seconds, callback) to a timer."""
 
@@ -145,6 +83,7 @@ class QueuedRequest(QueueEntry):
     on_decision: OnDecision
     on_error: OnError
     _queue: RequestQueue
+    in_class: _Class
     refreshed_s: float = field(default=0.0, init=False)
 
     def cancel(self) -> None:
@@ -156,32 +95,34 @@ class QueuedRequest(QueueEntry):
 class RequestQueue:
     """Passes requests to ``picker``, or queues them in the order of a policy.
 
-    A request waits if others do, or if every (worker, dp_rank) that may take it has more active
-    prefill tokens than ``threshold`` of its ``max_num_batched_tokens``. The head waits until one
-    has less, and all others behind it. ``clock`` is the picker's own, ``call_later`` calls back on
-    the loop's thread.
+    A request waits if others of its class do, or if every (worker, dp_rank) that may take it has
+    more active prefill tokens than the threshold of the class. The head waits until one has less,
+    and all others of the class behind it. Without a ``profile`` there is one class, that of the
+    settings. ``clock`` is the picker's own, ``call_later`` calls back on the loop's thread.
     """
 
     def __init__(
         self,
         picker: KvPicker,
         settings: RouterSettings,
-        metrics: QueueMetrics | None = None,
+        metrics: MakeMetrics = QueueMetrics,
         clock: Callable[[], float] = time.perf_counter,
         call_later: CallLater | None = None,
+        profile: PolicyProfile | None = None,
     ) -> None:
-        assert settings.queue_threshold is not None, "a queue needs a threshold"
+        assert profile is not None or settings.queue_threshold is not None, "no threshold"
         self.picker = picker
-        self._threshold = settings.queue_threshold
         self._refresh_s = settings.overlap_refresh_after_s
-        self._queue: WaitingQueue[QueuedRequest] = WaitingQueue(
-            settings.queue_policy,
-            settings.queue_limit,
-            picker.active.prefill_seconds if settings.in_seconds else None,
-        )
+        configs = [default_class(settings)] if profile is None else profile.policy_classes
+        work = picker.active.prefill_seconds if settings.in_seconds else None
+        self._classes = [
+            _Class(config, settings.queue_limit, work, metrics(policy_class=config.name))
+            for config in configs
+        ]
+        self._only = self._classes[0] if len(self._classes) == 1 else None
+        self._classifier = None if profile is None else Classifier(profile)
+        self._turns = Turns(self._classes)
         self._requests: dict[str, QueuedRequest] = {}  # the least recently refreshed first
-        self._metrics = metrics or QueueMetrics()
-        self._metrics.show(self._queue)
         self._clock = clock
         self._call_later = call_later or _on_loop
         self._drain_timer: asyncio.TimerHandle | None = None
@@ -192,7 +133,7 @@ class RequestQueue:
         picker.eligibility.on_change = self.wake
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._requests)
 
     def submit(
         self,
@@ -211,12 +152,13 @@ class RequestQueue:
         called, later and from the loop, unless it is cancelled. Raises what :meth:`Picker.pick`
         raises, and RouterQueueLimitExceeded.
         """
-        self._metrics.received.value += 1
+        in_class = self._only or self._classify(tokens, routing, override, attempt)
+        in_class.metrics.received.value += 1
         try:
             if self._closed:
                 raise Unavailable("Service is shutting down")
             # Behind others a request waits even if a worker is free for it: they go first.
-            if not self._queue and self._admits(routing, attempt):
+            if not in_class.queue and self._admits(in_class, routing, attempt):
                 return self.picker.pick(
                     request_id, tokens, routing=routing, override=override, attempt=attempt
                 )
@@ -231,11 +173,12 @@ class RequestQueue:
                 on_decision=on_decision,
                 on_error=on_error,
                 _queue=self,
+                in_class=in_class,
             )
             self._enqueue(request)
             return request
         except Overloaded as error:
-            self._metrics.refused(error)
+            in_class.metrics.refused(error)
             raise
 
     def check(self) -> None:
@@ -247,10 +190,11 @@ class RequestQueue:
         if self.picker.worker_pool.all_busy:
             error = Overloaded("all eligible workers are overloaded")
         elif self._was_full:
-            error = self._queue.limit_error()
+            error = self._full()
         if error is not None:
-            self._metrics.received.value += 1
-            self._metrics.refused(error)
+            metrics = self._classes[0].metrics
+            metrics.received.value += 1
+            metrics.refused(error)
             raise error
 
     def report_to(self, saturation: Saturation) -> None:
@@ -261,7 +205,7 @@ class RequestQueue:
 
     def wake(self) -> None:
         """Schedule another look at the head: load or workers have changed."""
-        if self._queue and self._drain_timer is None:
+        if self._requests and self._drain_timer is None:
             self._drain_timer = self._call_later(0.0, self._drain)
 
     def close(self) -> None:
@@ -274,7 +218,29 @@ class RequestQueue:
         for request in list(self._requests.values()):
             self._reject(request, Unavailable("Service is shutting down"))
 
-    def _admits(self, routing: Routing | None, attempt: Attempt | None) -> bool:
+    def _classify(
+        self,
+        tokens: Tokens,
+        routing: Routing | None,
+        override: Mapping[str, Any] | None,
+        attempt: Attempt | None,
+    ) -> _Class:
+        """Return the class of a request, one of several."""
+        classifier = self._classifier
+        assert classifier is not None
+        name = None if routing is None else routing.policy_class
+        number = classifier.explicit(name)
+        if number is None:
+            cached = 0
+            if classifier.by_cache:
+                limited = routing if attempt is None else attempt.limit(routing)
+                inputs, error, _ = self.picker.weigh(tokens, limited, override)
+                if error is None:  # else the request is refused anyway
+                    cached = cached_tokens(inputs.params.weights, inputs.best_overlap)
+            number = classifier.by_family(name, len(tokens) - cached)
+        return self._classes[number]
+
+    def _admits(self, in_class: _Class, routing: Routing | None, attempt: Attempt | None) -> bool:
         """Return whether an eligible slot is below the threshold.
 
         Raises as :meth:`EligibilityFilter.slots`.
@@ -282,25 +248,40 @@ class RequestQueue:
         picker = self.picker
         if attempt is not None:
             routing = attempt.limit(routing)
-        load, threshold = picker.active.load, self._threshold
+        slots = picker.eligibility.slots(routing, self._clock())
+        return in_class.admits(self._loads(slots), len(slots))
+
+    def _loads(self, slots: array[int]) -> Iterator[tuple[int, int]]:
+        """Yield the active prefill tokens and the batch size of each slot."""
+        picker = self.picker
+        load = picker.active.load
         owners, members = picker.worker_pool.owners, picker.worker_pool.members
-        for slot in picker.eligibility.slots(routing, self._clock()):
-            owner = owners[slot]
-            batch = members[owner[0]].config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS
-            if load(slot)[0] <= threshold * batch:
-                return True
-        return False
+        for slot in slots:
+            config = members[owners[slot][0]].config
+            yield load(slot)[0], config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS
+
+    def _full(self) -> RouterQueueLimitExceeded | None:
+        """Return why no class takes more requests; None if one does."""
+        workers = len(self.picker.worker_pool.members)
+        error = None
+        for in_class in self._classes:
+            error = in_class.limit_error(workers)
+            if error is None:
+                return None
+        return error
 
     def _enqueue(self, request: QueuedRequest) -> None:
         request_id = request.request_id
         if request_id in self._requests or request_id in self.picker.active:
             raise InvalidArgument(f"Request {request_id} already exists")
-        if self._queue.is_full:  # before the caches are searched, which costs more
-            raise self._queue.limit_error()
+        in_class = request.in_class
+        full = in_class.limit_error(len(self.picker.worker_pool.members))
+        if full is not None:  # before the caches are searched, which costs more
+            raise full
         request.cached_tokens = self._cached_tokens(request)
         request.arrived_s = request.refreshed_s = self._clock()
-        self._metrics.joined(len(self._queue))
-        self._queue.add(request)
+        in_class.metrics.joined(len(in_class.queue))
+        in_class.queue.add(request)
         self._requests[request_id] = request
         self._size_changed()
         self.wake()  # it may be the new head, and eligible for workers that the old head was not
@@ -320,16 +301,27 @@ class RequestQueue:
         """Route requests from the head on, a batch in each loop iteration."""
         self._drain_timer = None
         for _ in range(_BATCH):
-            head = self._queue.head()
-            if head is None or not self._route(head):
+            if not self._route_next():
                 return
         self.wake()
+
+    def _route_next(self) -> bool:
+        """Send or reject the head of the class whose turn it is; return False if all wait on."""
+        if self._only is not None:
+            head = self._only.queue.head()
+            return head is not None and self._route(head)
+        turns = self._turns.in_order()
+        for place, turn in enumerate(turns):
+            if self._route(turn.head):
+                self._turns.served(turn, turns[place + 1 :])
+                return True
+        return False
 
     def _route(self, request: QueuedRequest) -> bool:
         """Send or reject the head; return False if it has to wait on."""
         request_id = request.request_id
         try:
-            if not self._admits(request.routing, request.attempt):
+            if not self._admits(request.in_class, request.routing, request.attempt):
                 return False
             decision = self.picker.pick(
                 request_id,
@@ -348,7 +340,7 @@ class RequestQueue:
             self._reject(request, DynamoError("Internal router error"))
             return True
         self._remove(request)
-        self._metrics.waited.observe(self._clock() - request.arrived_s)
+        request.in_class.metrics.waited.observe(self._clock() - request.arrived_s)
         try:
             request.on_decision(decision)
         except Exception:
@@ -360,7 +352,7 @@ class RequestQueue:
         """Remove a request that no worker can serve, or whose routing failed."""
         self._remove(request)
         if isinstance(error, Overloaded):
-            self._metrics.refused(error)
+            request.in_class.metrics.refused(error)
         try:
             request.on_error(error)
         except Exception:
@@ -368,21 +360,21 @@ class RequestQueue:
 
     def _cancel(self, request: QueuedRequest) -> None:
         if self._remove(request):
-            self._metrics.left.value += 1
+            request.in_class.metrics.left.value += 1
             self.wake()
 
     def _remove(self, request: QueuedRequest) -> bool:
-        if not self._queue.remove(request):
+        if not request.in_class.queue.remove(request):
             return False
         del self._requests[request.request_id]
         self._size_changed()
-        if not self._queue and self._tick_timer is not None:
+        if not self._requests and self._tick_timer is not None:
             self._tick_timer.cancel()
             self._tick_timer = None
         return True
 
     def _size_changed(self) -> None:
-        if self._queue.is_full != self._was_full:
+        if (self._full() is not None) != self._was_full:
             self._was_full = not self._was_full
             self._saturation.changed(self._was_full)
 
@@ -390,7 +382,7 @@ class RequestQueue:
         self._tick_timer = None
         self._refresh()
         self._drain()
-        if self._queue and not self._closed:
+        if self._requests and not self._closed:
             self._tick_timer = self._call_later(TICK_S, self._tick)
 
     def _refresh(self) -> None:
@@ -408,7 +400,7 @@ class RequestQueue:
                 cached = self._cached_tokens(request)
             except DynamoError:
                 continue  # the pick at the head raises it again, and rejects the request
-            self._queue.set_cached_tokens(request, cached)
+            request.in_class.queue.set_cached_tokens(request, cached)
 
 
 def make_queue(
@@ -416,12 +408,15 @@ def make_queue(
 ) -> RequestQueue | None:
     """Return the queue before ``picker``, or None: without a threshold, before prefill workers
     (the prefill router has its own), and, with a warning, where prefill load is not tracked."""
-    if settings.queue_threshold is None or place.worker_type == "prefill":
+    profile = profile_of(settings, place.model)
+    if (settings.queue_threshold is None and profile is None) or place.worker_type == "prefill":
         return None
     if not settings.track_prefill_tokens:
-        log.warning("--router-queue-threshold has no effect with --no-router-track-prefill-tokens")
+        flag = "--router-queue-threshold" if profile is None else "policy_classes"
+        log.warning("%s has no effect with --no-router-track-prefill-tokens", flag)
         return None
-    return RequestQueue(picker, settings, QueueMetrics(registry, place.model, place.worker_type))
+    metrics = partial(QueueMetrics, registry, place.model, place.worker_type)
+    return RequestQueue(picker, settings, metrics, profile=profile)
 
 
 def _on_loop(delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:

@@ -32,6 +32,7 @@ from dynamo.runtime.process.paths import socket_path
 from dynamo.runtime.process.sockets import advertised_host, bracketed, request_socket_name
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import EndpointStats, PushHandler, RequestServer
+from dynamo.runtime.requests.tls import RequestTls
 
 EndpointPath = tuple[str, str, str]
 """(namespace, component, endpoint)."""
@@ -49,8 +50,9 @@ class Serving:
         discovery: Discovery,
         instance_id: int,
         metrics: Registry,
+        tls: RequestTls | None = None,
     ) -> None:
-        self.server = RequestServer()
+        self.server = RequestServer(None, tls)
         self.health = SystemHealth(system)
         self.lease: Lease | None = None
         self.stopped = asyncio.Event()

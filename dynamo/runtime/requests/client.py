@@ -14,6 +14,7 @@ from dynamo.runtime.process.sockets import RequestAddress, parse_address
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client_connection import ClientConnection, ClientStream, StreamSink
 from dynamo.runtime.requests.context import Context
+from dynamo.runtime.requests.tls import RequestTls
 
 OutageReason = Literal["silent", "unreachable", "shutting_down", "unhealthy"]
 """Why a worker is out of routing; the label of the metrics."""
@@ -99,8 +100,12 @@ class RequestClient:
     """
 
     def __init__(
-        self, settings: RequestPlaneSettings | None = None, longest_pause_s: float = 5.0
+        self,
+        settings: RequestPlaneSettings | None = None,
+        longest_pause_s: float = 5.0,
+        tls: RequestTls | None = None,
     ) -> None:
+        self._tls = tls or RequestTls()
         self.settings = settings or from_env(RequestPlaneSettings)
         self._longest_pause_s = longest_pause_s
         self._connections: dict[str, ClientConnection] = {}
@@ -208,9 +213,18 @@ class RequestClient:
                 if target.path is not None:
                     await loop.create_unix_connection(lambda: connection, target.path)
                 else:
-                    await loop.create_connection(lambda: connection, target.host, target.port)
+                    await self._dial_tcp(connection, target)
         except TimeoutError:
             text = f"no connection to {connection.address} within {timeout_s:g} s"
             connection.lose(ConnectTimeout(text))
         except (OSError, ValueError) as error:
             connection.lose(CannotConnect(f"cannot connect to {connection.address}: {error}"))
+
+    async def _dial_tcp(self, connection: ClientConnection, target: RequestAddress) -> None:
+        loop, context = asyncio.get_running_loop(), self._tls.client
+        place = target.host, target.port
+        if context is None:
+            await loop.create_connection(lambda: connection, *place)
+            return
+        name = self._tls.server_name or target.host
+        await loop.create_connection(lambda: connection, *place, ssl=context, server_hostname=name)

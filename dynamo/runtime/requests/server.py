@@ -39,6 +39,7 @@ from dynamo.runtime.requests.frames import (
     parse_open,
 )
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServedEndpoint, ServerStream
+from dynamo.runtime.requests.tls import RequestTls
 
 CLOSE_TIMEOUT_S = 2.0
 SOCKET_CHECK_S = 1.0
@@ -141,8 +142,11 @@ class RequestServer:
     whose file was removed is bound again within ``SOCKET_CHECK_S``.
     """
 
-    def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
+    def __init__(
+        self, settings: RequestPlaneSettings | None = None, tls: RequestTls | None = None
+    ) -> None:
         self.settings = settings or from_env(RequestPlaneSettings)
+        self._tls = None if tls is None else tls.server
         self.draining = False
         self.engine_died = False
         self._listener: asyncio.AbstractServer | None = None
@@ -169,7 +173,7 @@ class RequestServer:
             return address
         sock = _listen_tcp(wanted)
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(self._connection, sock=sock)
+        self._listener = await loop.create_server(self._connection, sock=sock, ssl=self._tls)
         return str(wanted._replace(port=sock.getsockname()[1]))
 
     def register(

@@ -235,8 +235,9 @@ def test_the_checked_options_are_those_of_the_program(module: str) -> None:
     assert groups
     options = [field.metadata["option"] for group in groups for field in fields_of(group)]
     known = {flag for option in options for flag in option.flags if flag.startswith("--")}
-    assert known | {"--help"} <= shown
-    assert all(flag in known for flag in shown - {"--help"} if not flag.startswith("--no-"))
+    assert known | {"--help", "--version"} <= shown
+    own = shown - {"--help", "--version"}
+    assert all(flag in known for flag in own if not flag.startswith("--no-"))
 
 
 def test_the_programs_are_in_the_docs() -> None:

@@ -504,7 +504,7 @@ def expected(case: Case) -> dict[str, Any]:
 
 def merge(message: dict[str, Any], delta: dict[str, Any]) -> None:
     """Add a streamed delta to ``message``, as a client does."""
-    for name in ("content", "reasoning_content"):
+    for name in ("content", "reasoning_content", "reasoning"):
         if delta.get(name) is not None:
             message[name] = (message.get(name) or "") + delta[name]
     for call in delta.get("tool_calls", ()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,8 @@ from dynamo.protocols.kv import KvMetrics
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue
+from dynamo.router.queue.metrics import QueueMetrics
+from dynamo.router.queue.request_queue import RequestQueue
 
 MODES = ["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]
 BUSY = {
@@ -54,7 +56,7 @@ class Capacity(Site):
             )
         self.queue = None
         if isinstance(self.real, KvPicker) and queue_limit:
-            metrics = QueueMetrics(self.registry, "tiny")
+            metrics = partial(QueueMetrics, self.registry, "tiny")
             self.queue = RequestQueue(self.real, router, metrics)
         self.entry.picker = self.real
         self.entry.served = True

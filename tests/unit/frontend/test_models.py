@@ -72,7 +72,12 @@ class Worker:
 class Box:
     """A frontend's models, and workers, in one store."""
 
-    def __init__(self, settings: RuntimeSettings, router: RouterSettings | None = None) -> None:
+    def __init__(
+        self,
+        settings: RuntimeSettings,
+        router: RouterSettings | None = None,
+        frontend: FrontendSettings | None = None,
+    ) -> None:
         self.settings = settings
         self.runtime = DistributedRuntime(None, settings)
         self.metrics = FrontendMetrics(self.runtime.metrics)
@@ -80,7 +85,7 @@ class Box:
         self.workers: list[Worker] = []
         self.models = Models(
             self.runtime,
-            FrontendSettings(),
+            frontend or FrontendSettings(),
             router or RouterSettings(),
             self.metrics,
             self.tasks,
@@ -120,9 +125,11 @@ async def kv_box(tmp_path: Path) -> AsyncIterator[Box]:
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path: Path, router: RouterSettings) -> AsyncIterator[Box]:
+async def running(
+    tmp_path: Path, router: RouterSettings, frontend: FrontendSettings | None = None
+) -> AsyncIterator[Box]:
     settings = RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30)
-    made = Box(settings, router)
+    made = Box(settings, router, frontend)
     await made.runtime.start()
     await made.models.start()
     yield made
@@ -156,6 +163,20 @@ async def test_a_models_own_router_config_replaces_the_frontends(box: Box) -> No
     await box.worker("third", display_name="bad", router_config={"temperature": -1.0})
     await until(lambda: box.rejected("bad", "load") == 1)
     assert "bad" not in box.names
+
+
+async def test_a_model_waits_for_its_first_workers_once(tmp_path: Path) -> None:
+    frontend = FrontendSettings(min_initial_workers=2)
+    async with running(tmp_path, RouterSettings(), frontend) as box:
+        first = await box.worker()
+        await until(lambda: box.models.named("tiny") is not None)
+        await box.models.loaded()
+        assert box.names == []
+        second = await box.worker()
+        await until(lambda: box.names == ["tiny"])
+        await first.runtime.close()
+        await until(lambda: box.routable() == {second.id})
+        assert box.names == ["tiny"]
 
 
 async def test_the_first_card_adds_a_model_and_the_last_worker_takes_it_off(box: Box) -> None:

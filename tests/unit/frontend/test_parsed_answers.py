@@ -79,6 +79,26 @@ def stream(text: str, reason: str = "stop", **fields: Any) -> tuple[Any, list[An
     return message, [chunk["choices"][0] for chunk in chunks]
 
 
+def test_reasoning_under_another_name() -> None:
+    model = Preprocessor(card(runtime_config=RuntimeConfig(reasoning_parser="qwen3")))
+    assert model.formats is not None
+    model.formats.reasoning_field = "reasoning"
+    text = "<think>One two three.</think>Hi"
+    message, chunks = stream(text, model=model)
+    assert (message["reasoning"], message["content"]) == ("One two three.", "Hi")
+    assert "reasoning_content" not in str(chunks)
+    whole = json.loads(answer(text, model=model).unary())["choices"][0]["message"]
+    assert whole["reasoning"] == "One two three." and "reasoning_content" not in whole
+
+
+def test_tools_that_must_not_be_called_may_stay_in_the_prompt() -> None:
+    model = Preprocessor(card(runtime_config=RuntimeConfig(tool_call_parser="hermes")))
+    fields = {"tools": TOOLS, "tool_choice": "none"}
+    short = prepare(model, **fields).prompt_tokens
+    model.excludes_unused_tools = False
+    assert prepare(model, **fields).prompt_tokens >= short
+
+
 def test_reasoning_content_and_calls_in_one_body() -> None:
     choice = body(f"<think>\nHm.\n</think>\n\nLet me look.\n{CALL}", tools=TOOLS)
     message = choice["message"]

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue
+from dynamo.router.queue.metrics import QueueMetrics
+from dynamo.router.queue.request_queue import RequestQueue
 
 
 class Queued(Site):
@@ -32,7 +34,7 @@ class Queued(Site):
         self.kv.add_worker(7, RuntimeConfig(max_num_batched_tokens=100))
         self.queue = None
         if picked.queue_threshold is not None:
-            self.queue = RequestQueue(self.kv, picked, QueueMetrics(self.registry, "tiny"))
+            self.queue = RequestQueue(self.kv, picked, partial(QueueMetrics, self.registry, "tiny"))
         self.entry.picker = self.kv
         self.entry.dispatch = Dispatch(self.kv, self, self.queue)  # type: ignore[arg-type]
 

@@ -25,6 +25,14 @@ def test_priorities_have_the_range_of_the_agent_hints(header: str, field: str) -
             routed(None, {header: text})
 
 
+def test_a_tenant_has_its_own_caches() -> None:
+    assert routed(None, {"x-tenant-id": "a"}) == Routing(cache_namespace="a")
+    salted = routed(Routing(cache_namespace="b"), {"x-tenant-id": "a"})
+    assert salted == Routing(cache_namespace="a\nb")
+    with pytest.raises(InvalidArgument, match="Header 'x-tenant-id' must have at most 4096"):
+        routed(None, {"x-tenant-id": "a" * 4097})
+
+
 def test_headers_win_over_the_body_and_leave_the_rest() -> None:
     body = Routing(priority=3, dp_rank=1, session_id="body")
     assert routed(body, {"x-dynamo-request-priority": "-3"}) == Routing(

@@ -20,16 +20,22 @@ from dynamo.runtime import DistributedRuntime
 
 @contextlib.asynccontextmanager
 async def frontend(
-    tmp_path: Path, port: int = 0, ui: bool | None = None, host: str = "127.0.0.1"
+    tmp_path: Path,
+    port: int = 0,
+    ui: bool | None = None,
+    host: str = "127.0.0.1",
+    settings: FrontendSettings | None = None,
 ) -> AsyncIterator[Frontend]:
     runtime = DistributedRuntime(None, RuntimeSettings(state_dir=str(tmp_path), namespace="ns"))
     await runtime.start()
-    settings = FrontendSettings(http_host=host, http_port=port, ui=ui)
-    one = Frontend(runtime, settings, RouterSettings())
+    settings = settings or FrontendSettings(http_host=host, http_port=port, ui=ui)
     try:
-        yield one
+        one = Frontend(runtime, settings, RouterSettings())
+        try:
+            yield one
+        finally:
+            await one.close()
     finally:
-        await one.close()
         await runtime.close()
 
 

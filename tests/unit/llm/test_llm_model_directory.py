@@ -146,7 +146,7 @@ def test_special_tokens_are_strings_or_objects_with_content(model: Path) -> None
 )
 def test_kv_bytes_of_a_token(model: Path, config: dict[str, Any], expected: int | None) -> None:
     (model / "config.json").write_text(json.dumps(config))
-    assert ModelDirectory(model).kv_bytes_per_token == expected
+    assert ModelDirectory(model).kv_bytes_per_token() == expected
 
 
 def test_the_checksum_follows_the_content_not_the_place(model: Path, tmp_path: Path) -> None:

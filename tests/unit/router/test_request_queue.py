@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -34,10 +35,10 @@ from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision
 from dynamo.router.prefill_model import PrefillSpeed
+from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import (
     TICK_S,
     QueuedRequest,
-    QueueMetrics,
     RequestQueue,
     make_queue,
 )
@@ -69,7 +70,7 @@ class World:
         self.registry = Registry()
         index = make_index(self.settings)
         self.picker = KvPicker(self.settings, BLOCK, index, None, Random(1), self.clock)
-        metrics = QueueMetrics(self.registry, "m")
+        metrics = partial(QueueMetrics, self.registry, "m")
         self.queue = RequestQueue(self.picker, self.settings, metrics, self.clock, self.later)
         self.outcomes: dict[str, Decision | DynamoError] = {}
         self.order: list[str] = []

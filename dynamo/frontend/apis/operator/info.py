@@ -28,6 +28,7 @@ from dynamo.runtime.endpoints.instances import Outage
 from dynamo.runtime.process.tasks import Tasks
 
 _MODELS = "/v1/models/"
+_READY = "/ready"
 _SLICE_S = 0.005
 """How long a scrape may hold the event loop at a time, and the last part of about 1 ms."""
 _VERSION = "anthropic-version"
@@ -168,6 +169,7 @@ class InfoRoutes:
         routes.get("/v1/models", self._list)
         routes.get(_MODELS, self._one)
         routes.get("/openapi.json", self._describe)
+        routes.get("/docs", self._docs)
         self._openapi = _openapi(routes)
 
     def _live(self, exchange: Exchange) -> None:
@@ -216,6 +218,10 @@ class InfoRoutes:
                 paths[path] = {method.lower(): _operation(), **paths.get(path, {})}
         exchange.respond(200, orjson.dumps({**self._openapi, "paths": paths}))
 
+    def _docs(self, exchange: Exchange) -> None:
+        """Redirect to the description: a page that renders it would come from another site."""
+        exchange.respond(303, b"", headers=[("location", "/openapi.json")])
+
     def _list(self, exchange: Exchange) -> None:
         if _VERSION in exchange.headers:
             self._list_as_anthropic(exchange)
@@ -239,11 +245,23 @@ class InfoRoutes:
                 row = model_info(*one) if anthropic else _row(*one, self._models.max_images(name))
                 exchange.respond(200, orjson.dumps(row))
                 return
+        if name.endswith(_READY):
+            self._ready(exchange, name.removesuffix(_READY))
+            return
         text = f"Model not found: {name}"
         if anthropic:
             exchange.respond(404, error_message(404, text))
         else:
             exchange.refuse(404, text)
+
+    def _ready(self, exchange: Exchange, name: str) -> None:
+        """Respond 200 if a request for model ``name`` would find a worker, 503 if not yet."""
+        entry = self._models.named(name)
+        if entry is None and self._models.on_demand.record(name) is None:
+            exchange.refuse(404, f"Model not found: {name}")
+            return
+        ready = entry is not None and entry.served and not self._requests.draining
+        exchange.respond(200 if ready else 503, orjson.dumps({"id": name, "ready": ready}))
 
 
 def _instance_row(record: EndpointRecord, outage: Outage | None) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""--frontend-route-extension: find the functions that make routes, and serve their routes."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib.metadata import entry_points
+from typing import Any
+
+import orjson
+
+from dynamo.errors import ConfigError
+from dynamo.frontend.models.registry import Models
+from dynamo.frontend.prompt.off_loop import in_daemon_thread
+from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.http import Exchange
+from dynamo.http.routes import Routes, in_task
+from dynamo.llm.frontend_routes import FrontendExtensionContext, FrontendResponse, FrontendRoute
+from dynamo.runtime.process.tasks import Tasks
+
+GROUP = "dynamo.frontend.routes"
+"""The group of entry points whose names may be given."""
+_FLAG = "--frontend-route-extension"
+_MAX_RUNNING = 16
+"""Requests to extensions at once, each in a thread of its own; more get 503."""
+log = logging.getLogger(__name__)
+
+
+def load_routes(names: Sequence[str]) -> list[FrontendRoute]:
+    """Return the routes of the extensions. Raises ConfigError."""
+    return [route for name in dict.fromkeys(names) for route in _routes_of(name)]
+
+
+class ExtensionRoutes:
+    """Serves ``extensions`` with the state of the frontend and its models."""
+
+    def __init__(
+        self,
+        extensions: Sequence[FrontendRoute],
+        models: Models,
+        requests: RequestRegistry,
+        tasks: Tasks,
+    ) -> None:
+        self._extensions = extensions
+        self._models = models
+        self._requests = requests
+        self._tasks = tasks
+        self._running = 0
+
+    def install(self, routes: Routes) -> None:
+        """Add the routes, after all others. Raises ConfigError for a path that is taken."""
+        for extension in self._extensions:
+            if routes.serves(extension.path):
+                raise ConfigError(f"{_FLAG}: the frontend serves {extension.path} itself")
+            handle = partial(self._serve, extension)
+            routes.get(extension.path, in_task(self._tasks.spawn, handle))
+            log.info("route GET %s is that of an extension", extension.path)
+
+    async def _serve(self, extension: FrontendRoute, exchange: Exchange) -> None:
+        if self._running >= _MAX_RUNNING:
+            exchange.refuse(503, "Too many requests to extensions are running, please retry")
+            return
+        self._running += 1
+        try:
+            status, body = await in_daemon_thread(_answer, extension, self._context())
+        finally:
+            self._running -= 1
+        exchange.respond(status, body)
+
+    def _context(self) -> FrontendExtensionContext:
+        entries = self._models.entries()
+        draining = self._requests.draining
+        known = tuple((entry.name, entry.served and not draining) for entry in entries)
+        return FrontendExtensionContext(ready=not draining, draining=draining, models=known)
+
+
+def _answer(extension: FrontendRoute, context: FrontendExtensionContext) -> tuple[int, bytes]:
+    found = extension.handler(context)
+    if isinstance(found, FrontendResponse):
+        return found.status_code, orjson.dumps(found.body)
+    return 200, orjson.dumps(found)
+
+
+def _routes_of(name: str) -> list[FrontendRoute]:
+    where = f"{_FLAG} {name}"
+    provider = _provider(name, where)
+    try:
+        provided: Any = provider()
+        if provided is None:
+            return []
+        routes = [provided] if isinstance(provided, FrontendRoute) else list(provided)
+    except Exception as error:
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+    for route in routes:
+        if not isinstance(route, FrontendRoute):
+            raise ConfigError(f"{where}: gave {route!r}, not a dynamo.llm.FrontendRoute")
+    return routes
+
+
+def _provider(name: str, where: str) -> Callable[[], FrontendRoute | Iterable[FrontendRoute]]:
+    known = {entry.name: entry for entry in entry_points(group=GROUP)}
+    try:
+        found: Any
+        if name in known:
+            found = known[name].load()
+        elif ":" in name:
+            module, _, path = name.partition(":")
+            found = importlib.import_module(module)
+            for part in path.split("."):
+                found = getattr(found, part)
+        else:
+            raise ConfigError(
+                f"{where}: no such extension; give MODULE:FUNCTION or an entry point of the group "
+                f"{GROUP}: {', '.join(sorted(known)) or 'there is none'}"
+            )
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where}: can't be loaded: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{where}: is no function")
+    provider: Callable[[], FrontendRoute | Iterable[FrontendRoute]] = found
+    return provider

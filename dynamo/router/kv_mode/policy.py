@@ -1,0 +1,225 @@
+"""The kv mode with a policy that chooses among the weighed workers.
+
+A policy must not stop the router: one that fails or takes too long is switched off, and the
+built-in cost goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+
+from dynamo._fast.radix import RadixTree
+from dynamo._fast.scoring import choose
+from dynamo.config.router import RouterSettings
+from dynamo.config.router_policy import WEIGHTED
+from dynamo.errors import Unavailable
+from dynamo.observability.metrics import Registry, counter, gauge, histogram
+from dynamo.protocols.codec import Tokens
+from dynamo.protocols.engine import Routing
+from dynamo.router.active_load import DecisionMetrics
+from dynamo.router.eligibility.filters import apply_preferred_taints
+from dynamo.router.kv_mode.cost import CopyOffer, CostParams
+from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.kv_mode.policy_types import (
+    PolicyChoice,
+    PolicyRequest,
+    PolicyWorker,
+    WorkerPolicy,
+    make_policy,
+)
+from dynamo.router.kv_mode.prompt import HashedPrompt
+from dynamo.router.metrics import RouterLabels
+from dynamo.router.receipt import Constraints, KvInputs
+
+SLOW_S = 0.001
+"""What a policy may take for a decision."""
+_SLOW_IN_A_ROW = 3
+"""Slow decisions in a row that switch a policy off: one alone may be the machine's."""
+_STALL_S = 0.05
+"""A decision this slow switches it off at once: nothing may hold the event loop longer."""
+_LABELS = "model policy worker_type"
+_ACTIVE = gauge(
+    "dynamo_frontend_router_policy_active",
+    "1 while a policy of --router-policy-config chooses workers, 0 once it is switched off",
+    _LABELS,
+)
+_FAILURES = counter(
+    "dynamo_frontend_router_policy_failures_total",
+    "Decisions of a policy that failed or were slow",
+    "model policy reason worker_type",
+)
+_SECONDS = histogram(
+    "dynamo_frontend_router_policy_seconds",
+    "Time that a policy took for a decision",
+    (0.00001, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.01, 0.05),
+    _LABELS,
+)
+log = logging.getLogger(__name__)
+
+
+class GuardedPolicy:
+    """Asks a policy while it behaves. ``clock`` gives seconds."""
+
+    def __init__(
+        self,
+        policy: WorkerPolicy,
+        registry: Registry,
+        place: RouterLabels,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.active = True
+        self.name = policy.name
+        self._policy = policy
+        self._clock = clock
+        self._slow = 0
+        labels = place.model, policy.name, place.worker_type
+        self._shown = registry.child(_ACTIVE, *labels)
+        self._shown.value = 1
+        self._seconds = registry.child(_SECONDS, *labels)
+        self._failures = {
+            reason: registry.child(_FAILURES, place.model, policy.name, reason, place.worker_type)
+            for reason in ("raised", "slow")
+        }
+
+    def choose(self, request: PolicyRequest, workers: list[PolicyWorker]) -> PolicyChoice | None:
+        """Return what the policy chooses, or None if it cannot be asked any more."""
+        begun_s = self._clock()
+        try:
+            choice = self._policy.choose(request, workers)
+        except Exception as error:  # noqa: BLE001 - a policy is code of users
+            self._failures["raised"].value += 1
+            self._switch_off(f"it raised {type(error).__name__}: {error}", error)
+            return None
+        took_s = self._clock() - begun_s
+        self._seconds.observe(took_s)
+        if took_s <= SLOW_S:
+            self._slow = 0
+            return choice
+        self._failures["slow"].value += 1
+        self._slow += 1
+        if self._slow >= _SLOW_IN_A_ROW or took_s > _STALL_S:
+            limit_ms = 1e3 * SLOW_S
+            self._switch_off(f"a decision took {1e3 * took_s:.1f} ms, more than {limit_ms:g} ms")
+        return choice
+
+    def _switch_off(self, reason: str, error: Exception | None = None) -> None:
+        self.active = False
+        self._shown.value = 0
+        log.warning(
+            "policy %s is switched off until the router restarts, the built-in cost goes on: %s",
+            self.name, reason, exc_info=error,
+        )  # fmt: skip
+
+
+class PolicyPicker(KvPicker):
+    """A :class:`KvPicker` whose weighed workers are chosen by ``policy``.
+
+    The policy is also asked for decisions that are only explained, and for queued requests.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        block_size: int,
+        index: RadixTree | None,
+        policy: GuardedPolicy,
+        metrics: DecisionMetrics | None = None,
+        random: Random | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(settings, block_size, index, metrics, random, clock)
+        self._policy = policy
+        self._prompt: HashedPrompt | None = None
+        self._chosen_by = ""
+
+    def _weigh(
+        self,
+        tokens: Tokens,
+        routing: Routing | None,
+        params: CostParams,
+        slots: array[int],
+        now_s: float,
+    ) -> tuple[HashedPrompt, CopyOffer | None]:
+        prompt, offer = super()._weigh(tokens, routing, params, slots, now_s)
+        self._prompt = prompt
+        return prompt, offer
+
+    def _choose(self, slots: array[int], params: CostParams, routing: Routing | None) -> int:
+        self._chosen_by = ""
+        prompt = self._prompt
+        if prompt is None or not self._policy.active or not slots:
+            return super()._choose(slots, params, routing)
+        if routing is not None and routing.preferred_taints:
+            preferred = routing.preferred_taints
+            apply_preferred_taints(self._costs, slots, self.worker_pool, preferred)
+        workers = [self._worker(place, slot) for place, slot in enumerate(slots)]
+        choice = self._policy.choose(self._request(prompt, routing), workers)
+        if choice is None:
+            return choose(self._costs, len(slots), params.temperature, self._uniform())
+        if not choice.places:
+            raise Unavailable(f"policy {self._policy.name} rejects every worker")
+        self._chosen_by = self._policy.name
+        for place, cost in zip(choice.places, choice.costs, strict=True):
+            self._costs[place] = cost
+        picked = choice.picked
+        if picked is None:
+            costs = array("d", choice.costs)
+            picked = choose(costs, len(costs), params.temperature, self._uniform())
+        return choice.places[picked]
+
+    def _capture(
+        self,
+        params: CostParams,
+        slots: array[int],
+        slot: int,
+        prompt: HashedPrompt,
+        offer: CopyOffer | None,
+        constraints: Constraints | None = None,
+    ) -> KvInputs:
+        inputs = super()._capture(params, slots, slot, prompt, offer, constraints)
+        return msgspec.structs.replace(inputs, policy=self._chosen_by)
+
+    def _worker(self, place: int, slot: int) -> PolicyWorker:
+        cached = self._cached_blocks.of(slot)
+        return PolicyWorker(
+            *self.worker_pool.owners[slot],
+            self._costs[place],
+            self.active.load(slot)[2],
+            self._prefill[slot],
+            self._decode[slot],
+            *cached,
+        )
+
+    def _request(self, prompt: HashedPrompt, routing: Routing | None) -> PolicyRequest:
+        size = prompt.isl_tokens, prompt.blocks, self.block_size
+        if routing is None:
+            return PolicyRequest(*size)
+        return PolicyRequest(
+            *size,
+            routing.session_id,
+            routing.priority,
+            routing.expected_output_tokens,
+            routing.lora_name,
+        )
+
+
+def make_kv_picker(
+    settings: RouterSettings,
+    block_size: int,
+    index: RadixTree | None,
+    metrics: DecisionMetrics,
+    registry: Registry,
+    place: RouterLabels,
+) -> KvPicker:
+    """Return the picker of the kv mode, with the policy of the settings. Raises ConfigError."""
+    instance, policies = settings.selection, settings.policies
+    if instance is None or policies is None or instance.type == WEIGHTED:
+        return KvPicker(settings, block_size, index, metrics)
+    policy = GuardedPolicy(make_policy(instance, policies.directory), registry, place)
+    return PolicyPicker(settings, block_size, index, policy, metrics)
