@@ -13,6 +13,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DeadlineExceeded, InvalidArgument, Overloaded
 from dynamo.frontend.ui import model_store
 from dynamo.frontend.ui.model_store import ModelStore
+from dynamo.operations.pull import HubHit
 from dynamo.runtime.process.tasks import Tasks
 
 NAME = "acme/tiny"
@@ -114,7 +115,7 @@ async def test_a_search_that_hangs_is_left_alone(
     """Two of them at most: no other search waits behind them."""
     go_on = threading.Event()
 
-    def hang(text: str) -> list[model_store.HubHit]:
+    def hang(text: str) -> list[HubHit]:
         go_on.wait(60)
         raise OSError("too late")
 
