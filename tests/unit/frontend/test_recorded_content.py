@@ -27,8 +27,12 @@ KEYS = [
     "AKIA0123456789ABCDEF",
     "eyJhbGciOiJIUzI1NiIsInR5.eyJzdWIiOiIxMjM0NTY3.SflKxwRJSMeKKF2QT4",
     "Bearer abcdefghijklmnop12345",
-    new_key(),
+    f"dyn-{'Ab3_' * 10}xyz",
 ]
+
+
+def test_keys_of_this_kind_are_replaced() -> None:
+    assert cleaned(new_key().encode()) == "[redacted]"
 
 
 @pytest.mark.parametrize("key", KEYS)
