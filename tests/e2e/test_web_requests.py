@@ -181,6 +181,13 @@ def test_a_receipt_has_both_routes_with_names(site: ScriptedPage, browser: Brows
     page.wait_for_selector("h3:text-is('Decode on dynamo_W_1')")
     chosen = page.locator("#request-rows .candidates .chosen").last.inner_text()
     assert chosen.split() == ["dynamo_W_1", "0", "12", "3", "0", "0", "15", "chosen"]
+    head, first = (
+        page.locator(f"#request-rows .candidates >> nth=-1 >> {one} >> nth=0").bounding_box()
+        for one in ("th", "tbody td")
+    )
+    # The header is there, and a name is not cut into a column of letters.
+    assert head is not None and first is not None
+    assert head["y"] < first["y"] and head["width"] == first["width"] > first["height"]
     widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert widths == [390, 390]
     page.context.close()

@@ -24,7 +24,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events.channels import Subscription
 
 _WINDOW_S = 60.0
-_OVERLAP_S = 2.0
+_OVERLAP_S = 0.5
 _DECISIONS = 100
 """Of one event."""
 _IDLE_S = 5.0

@@ -53,7 +53,7 @@ _SHORTEST_S = 0.2  # after a change, so that a burst of changes costs five sampl
 _PAGES = 16
 Feed = Callable[[bool], Awaitable[object]]
 """Returns what a section needs beyond the samples, None for nothing new. The argument: no page has
-shown the section in the last tick."""
+shown the section in the last tick, or another one has opened it."""
 
 
 class StatusSampler:
@@ -97,7 +97,9 @@ class StatusSampler:
 
     def open(self, exchange: Exchange) -> None:
         """Stream samples to a page."""
-        if self.pages.open(exchange, parse_qs(exchange.query).get("show", [""])[-1]):
+        section = parse_qs(exchange.query).get("show", [""])[-1]
+        if self.pages.open(exchange, section):
+            self._shown.discard(section)  # the new page needs what the others have already
             if self._events:
                 self.pages.send_one(exchange, _events(self._events, True))
             self._wake.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -95,7 +95,11 @@ async def test_a_kv_router_with_load_reports(cost: str) -> None:
         (pool,) = (await site.feed.read(True)).pools
         assert (pool.mode, pool.unit, pool.block_size, pool.waiting) == ("kv", cost, 4, 1)
         assert (pool.phase, by_worker(pool)["7"].in_flight) == ("", 2)
-        assert sum(one.prefill_tokens or 0 for one in pool.workers) == 40
+        assert {type(one.prefill_s) for one in pool.workers} == (
+            {float} if cost == "seconds" else {float, NoneType}
+        )
+        # With a cost in seconds, what the worker has probably computed counts no more.
+        assert sum(one.prefill_tokens or 0 for one in pool.workers) <= 40
         assert {one.running for one in pool.workers} == {None}
         loads = [KvMetrics(7, 0, kv_used_blocks=50, num_requests_running=3, num_requests_waiting=1)]
         site.runtime.open["ns", "backend"](1, 1, codec.encode(loads))
@@ -140,6 +144,6 @@ async def test_decisions_of_the_last_minute_then_those_since() -> None:
         assert (second.prefill_worker, second.overlap_blocks) == ("", 2)
         assert abs(newest.at_s - (view.at_s - 8.7)) < 30
         await site.feed.read(False)
-        assert site.after_s >= now_s - 2.1
+        assert site.after_s >= now_s - 0.6
     finally:
         site.feed.close()

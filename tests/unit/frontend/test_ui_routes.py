@@ -624,5 +624,9 @@ async def test_the_routing_is_read_while_a_page_shows_it(page: Page) -> None:
         assert (await shows.next())[0] == "status"
         assert await shows.next() == ("routing", {"pools": []})
     assert page.firsts[:2] == [True, False]
+    another = await page.stream("/ui/events?show=routing")
+    while page.firsts.count(True) < 2:
+        await another.next()
+    await close(another.writer)
     await close(shows.writer)
     await close(plain.writer)
