@@ -23,7 +23,7 @@ function parts(gpu, workers, colors) {
   for (const name of [...(gpu.workers ?? []), ...sleeping]) if (!found.has(name)) add(name, null);
   const told = [...found.values()].reduce((sum, one) => sum + (one.size ?? 0), 0);
   const rest = (gpu.used_bytes ?? 0) - told;
-  if (rest > HIDDEN_BYTES) add("rest", rest, { model: "others", name: "", note: "the driver, or processes that are not visible here" });
+  if (rest > HIDDEN_BYTES) add("rest", rest, { model: "others", name: "", note: "not visible here" });
   return [...found.values()].sort((one, other) => (other.size ?? 0) - (one.size ?? 0));
 }
 
@@ -60,7 +60,7 @@ function holders(cell, row) {
 }
 
 const COLUMNS = [
-  { label: "GPU", class: "name", text: (row) => `${row.gpu}  ${row.name ?? ""}`.trim() },
+  { label: "GPU", class: "name", text: (row) => `${row.gpu}  ${(row.name ?? "").replace("NVIDIA ", "")}`.trim() },
   { label: "Memory", class: "meter", optional: true, fill: memory },
   { label: "Held by", class: "holders", fill: holders },
   { label: "Load", class: "meter", optional: true, fill: (cell, row) => bar(cell, row.utilization, percent(row.utilization)) },
