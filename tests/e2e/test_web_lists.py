@@ -95,7 +95,7 @@ def test_the_gpus_come_first_and_say_who_holds_them(site: ScriptedPage, browser:
     rows = page.locator("#gpus > tbody:not([hidden])").all_inner_texts()
     for text in ("chat d_A 40.0 GiB", "small d_B 20.0 GiB", "300 of 700 W", "61 °C", "50 %"):
         assert text in rows[0], rows[0]
-    assert "<i>Xorg</i> pid 9 not ours 4.0 GiB" in rows[0] and "others the driver" in rows[0]
+    assert "<i>Xorg</i> pid 9 not ours 4.0 GiB" in rows[0] and "others not visible here" in rows[0]
     assert "coder d_C asleep" in rows[1]
     assert page.locator("#gpus .track.stack .piece").count() == 5
     loads = page.locator("#loads li").all_inner_texts()

@@ -23,8 +23,9 @@ function parts(gpu, workers, colors) {
   for (const name of [...(gpu.workers ?? []), ...sleeping]) if (!found.has(name)) add(name, null);
   const told = [...found.values()].reduce((sum, one) => sum + (one.size ?? 0), 0);
   const rest = (gpu.used_bytes ?? 0) - told;
-  if (rest > HIDDEN_BYTES) add("rest", rest, { model: "others", name: "", note: "the driver, or processes that are not visible here" });
-  return [...found.values()].sort((one, other) => (other.size ?? 0) - (one.size ?? 0));
+  if (rest > HIDDEN_BYTES) add("rest", rest, { model: "others", name: "", note: "not visible here" });
+  const last = (one) => one.kind === "foreign";
+  return [...found.values()].sort((one, other) => last(one) - last(other) || (other.size ?? 0) - (one.size ?? 0));
 }
 
 function changed(node, value) {
@@ -60,8 +61,8 @@ function holders(cell, row) {
 }
 
 const COLUMNS = [
-  { label: "GPU", class: "name", text: (row) => `${row.gpu}  ${row.name ?? ""}`.trim() },
-  { label: "Memory", class: "meter", optional: true, fill: memory },
+  { label: "GPU", class: "name", text: (row) => `${row.gpu}  ${(row.name ?? "").replace("NVIDIA ", "")}`.trim() },
+  { label: "Memory", class: "meter wide", optional: true, fill: memory },
   { label: "Held by", class: "holders", fill: holders },
   { label: "Load", class: "meter", optional: true, fill: (cell, row) => bar(cell, row.utilization, percent(row.utilization)) },
   { label: "Power", class: "num", optional: true, text: watts },
