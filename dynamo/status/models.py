@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from dynamo.protocols.status import (
     WorkerStatus,
 )
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.entries import read_services, service_config
+from dynamo.serve.state.entries import ServiceEntries, read_services, service_config
 from dynamo.serve.state.registered import RegisteredWorker
 
 _ORDER = ("ready", "loading", "draining", "asleep", "failed", "stopped")
@@ -147,7 +148,8 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
     models: dict[str, list[WorkerStatus]] = {}
     loads: dict[str, list[LoadEffect]] = {}
     decoded: set[str] = set()
-    for service in read_services(seen.document).values():
+    services = read_services(seen.document)
+    for service in services.values():
         name = _served_name(service.name, service.model, workers)
         models.setdefault(name, [])
         decoded |= set() if service.is_prefill else {name}
@@ -164,9 +166,9 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
         shared = [by_id[one.worker] for one in figures[name].workers if one.worker in by_id]
         if shared:
             models[name] = shared
-    wanted = _wanted(seen, workers)
+    wanted, timeouts_s = _wanted(seen, workers), _idle_timeouts_s(seen, services)
     return tuple(
-        _model(name, found, _state(found, name in decoded), seen, figures, wanted, loads)
+        _model(name, found, _state(found, name in decoded), timeouts_s, figures, wanted, loads)
         for name, found in models.items()
     )
 
@@ -187,7 +189,7 @@ def _model(
     name: str,
     workers: Sequence[WorkerStatus],
     state: str,
-    seen: BoxSighting,
+    timeouts_s: Mapping[str, float],
     figures: Mapping[str, ModelFigures],
     wanted: Mapping[str, int],
     loads: Mapping[str, Sequence[LoadEffect]],
@@ -211,7 +213,7 @@ def _model(
         remedy=remedy,
         gpus=tuple(dict.fromkeys(gpu for one in workers if _holds(one) for gpu in one.gpus)),
         vram_bytes=sum(vram) if vram else None,
-        idle_until_s=_idle_until_s(_idle_timeout_s(seen, name), found),
+        idle_until_s=_idle_until_s(timeouts_s.get(name), found),
         figures=found,
         workers=tuple(worker.name for worker in workers),
         load=() if state in ("ready", "loading") else tuple(loads.get(name, ())),
@@ -223,11 +225,19 @@ def _holds(worker: WorkerStatus) -> bool:
     return worker.state != "asleep"
 
 
-def _idle_timeout_s(seen: BoxSighting, model: str) -> float | None:
-    """Return after which idle time the planner removes the last worker; None if it does not."""
+def _idle_timeouts_s(
+    seen: BoxSighting, services: Mapping[str, ServiceEntries]
+) -> Mapping[str, float]:
+    """Return after which idle time the planner removes the last worker of each model; those that it
+    keeps are not there."""
     planner = seen.planner
-    acts = planner is not None and planner.state == "running" and model in planner.on_demand
-    return planner.idle_timeout_s if planner is not None and acts else None
+    if planner is None or planner.state != "running" or planner.idle_timeout_s is None:
+        return {}
+    found = dict.fromkeys(planner.on_demand, planner.idle_timeout_s)
+    for service in services.values():
+        if service.model in found and service.model_args.idle_timeout is not None:
+            found[service.model] = service.model_args.idle_timeout
+    return {model: seconds for model, seconds in found.items() if seconds != math.inf}
 
 
 def _idle_until_s(timeout_s: float | None, figures: ModelFigures | None) -> float | None:

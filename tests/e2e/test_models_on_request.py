@@ -112,8 +112,10 @@ def test_agents_that_ask_for_two_models_in_turn(site: OnRequest) -> None:
 
     before = loads()
     asyncio.run(run())
-    # Opposite agents meet at one model after the first answers: then each round is one load.
-    assert loads() - before <= ROUNDS + 1, site.text()
+    # Opposite agents meet at one model after the first answers: then each round is one load, and
+    # a second one where a slow machine keeps them apart. Without turns there were one for each of
+    # the AGENTS * ROUNDS requests.
+    assert loads() - before <= 2 * ROUNDS, site.text()
     assert len(site.awake()) == 1
 
 

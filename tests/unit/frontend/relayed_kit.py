@@ -140,7 +140,7 @@ class RelaySite(Site):
         return [self.entry, self.far]
 
     def named(self, name: str) -> Any:
-        return {"tiny": self.entry, "far": self.far}.get(name)
+        return {"tiny": self.entry, "far": self.far}.get(self.aliases.get(name, name))
 
     def pick(
         self,

@@ -22,6 +22,7 @@ from dynamo.errors import (
     Overloaded,
 )
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
+from dynamo.frontend.prompt.field_rules import FieldRules
 
 ANSWER = b'{"id": 1,  "odd": [1,2], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}'
 
@@ -263,6 +264,54 @@ async def test_a_form_is_relayed_by_its_model(site: RelaySite) -> None:
     (stream,) = site.relayed
     assert stream.request.body == body
     assert dict(stream.request.headers)["content-type"] == "multipart/form-data; boundary=x"
+
+
+async def test_the_server_gets_the_models_own_name_for_an_alias(site: RelaySite) -> None:
+    site.aliases = {"near": "far"}
+    site.post(b'{ "model": "near", "input": "hi" }', PATHS[2])
+    assert site.relayed[0].request.body == b'{"model":"far","input":"hi"}'
+    site.bench = Bench(handler=site.routes)
+    body = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nnear\r\n--x--\r\n'
+    form(site, PATHS[3], body)
+    assert site.relayed[1].request.body == body.replace(b"near", b"far")
+
+
+async def test_the_rules_of_the_graph_change_the_body(site: RelaySite) -> None:
+    site.rules = {"far": FieldRules({"temperature": 0.6}, ["odd"])}
+    site.post(b'{"model": "far", "messages": [], "odd": 1, "even": 2.50}')
+    expected = b'{"model":"far","messages":[],"even":2.50,"temperature":0.6}'
+    assert site.relayed[0].request.body == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "content_type", "body", "text"),
+    [
+        (200, "text/event-stream", event({"choices": []}) + event("[DONE]"), ""),
+        (500, "application/json", b'{"error": "out of memory"}', "Internal server error"),
+        (429, "application/json", b'{"error": "busy"}', '{"error": "busy"}'),
+        (429, "text/event-stream", event({"choices": []}), "responded with status 429"),
+        (200, "application/json", b"{}", ""),
+    ],
+)
+async def test_an_answer_after_the_progress_of_the_load(
+    site: RelaySite, status: int, content_type: str, body: bytes, text: str
+) -> None:
+    stream = site.ask(stream=True)
+    progress = event({"choices": [{"delta": {"reasoning_content": "loading 43 %"}}]})
+    exchange = stream.sink.request.exchange
+    exchange.start(200, "text/event-stream")  # before the request had a worker
+    exchange.write(progress)
+    stream.head(status, content_type)
+    stream.body(body)
+    stream.sink.on_end()
+    await turn()
+    assert site.body.startswith(progress) and site.bench.transport.out.endswith(b"0\r\n\r\n")
+    if status == 200 and "event" in content_type:
+        assert site.body == progress + body
+    else:
+        assert text in site.events[1]["error"]["message"]
+        assert site.events[-1] == "[DONE]"
+    site.settled()
 
 
 async def test_a_form_without_a_model(site: RelaySite) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -135,6 +136,12 @@ def test_idle_until() -> None:
     idle, busy = frontend(idle_s=100.0), frontend(idle_s=0.0, in_flight=1)
     assert left_s(idle, planner=planner()) == 200
     assert left_s(busy, planner=planner()) is None
+    own = {"ServiceArgs": {"idle_timeout": "15m"}}
+    for time, left in (("15m", 800), ("never", None)):
+        own["ServiceArgs"]["idle_timeout"] = time
+        found["environment"]["DYNAMO_SERVICE_CONFIG"] = json.dumps({"W": own})
+        assert left_s(idle, planner=planner()) == left
+    found["environment"]["DYNAMO_SERVICE_CONFIG"] = json.dumps({"W": {}})
     assert left_s(idle, planner=planner("paused")) is None
     assert left_s(idle, planner=planner(on_demand=())) is None
     assert left_s(idle) is None
