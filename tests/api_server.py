@@ -290,7 +290,7 @@ class ApiServer:
             return web.Response(status=500)
         try:
             self._authorize(request)
-            if self.faults.statuses and request.path.count("/") > 4:
+            if self.faults.statuses and "name" in request.match_info:
                 code, headers = self.faults.statuses.pop(0)
                 refusal = Refused(code, "TooManyRequests", f"status {code} for the test")
                 return web.json_response(refusal.status(), status=code, headers=headers)

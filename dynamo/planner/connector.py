@@ -62,7 +62,8 @@ class Connector(Protocol):
         """Wake or start one worker; return its watcher's name when it serves.
 
         Raises DynamoError when there are no GPUs, when circus or the API server refuses, or when
-        it does not serve in time; then nothing of it is left, as after a cancellation.
+        it does not serve in time; then nothing of it is left. What a cancelled start leaves,
+        :meth:`reconcile` repairs.
         """
 
     async def remove(self, service: str) -> str:
@@ -72,4 +73,4 @@ class Connector(Protocol):
         """
 
     async def reconcile(self) -> list[str]:
-        """Repair what a crash left; return what was repaired, one sentence each."""
+        """Repair what a crash or a cancellation left; return what, one sentence each."""
