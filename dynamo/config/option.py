@@ -29,6 +29,8 @@ _GIVEN = "given"
 """Field of a group that gets the names of the options that a flag or a variable has set."""
 _DUMP = "dump_config_to"
 """Field that names a file for the settings of all groups."""
+_SECRETS = ("api_key", "password", "token")
+"""Fields that this file does not have."""
 
 
 def option(
@@ -149,7 +151,8 @@ def _dump(groups: Sequence[Any]) -> None:
         return
     shown = {
         type(group).__name__: {
-            field.name: getattr(group, field.name) for field in fields_of(type(group))
+            field.name: "(hidden)" if field.name in _SECRETS else getattr(group, field.name)
+            for field in fields_of(type(group))
         }
         for group in groups
     }

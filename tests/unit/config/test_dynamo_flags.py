@@ -124,6 +124,9 @@ def test_settings_are_dumped(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = tmp_path / "settings.json"
     parse("dynamo.frontend", "--dump-config-to", str(path), "--http-port", "9")
     assert '"http_port": 9' in path.read_text() and list(tmp_path.iterdir()) == [path]
+    variables = {"DYN_ATTACH_API_KEY": "sk-1", "DYN_DUMP_CONFIG_TO": str(path)}
+    parse("dynamo.attach", **variables)
+    assert "sk-1" not in path.read_text() and '"api_key": "(hidden)"' in path.read_text()
     with pytest.raises(SystemExit):
         parse("dynamo.frontend", "--dump-config-to", str(path / "below"))
     assert "below: can't be written" in capsys.readouterr().err
