@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import read_capacity
+from dynamo.planner.policies.attainment import Targets, WorkerLoadModel
 from dynamo.planner.policies.base import (
     DECODE,
     PREFILL,
@@ -37,10 +38,7 @@ from dynamo.planner.policies.budget import (
 from dynamo.planner.policies.kalman import RateForecast
 from dynamo.planner.policies.sizing import (
     LoadMeter,
-    MeanLimits,
-    WorkerLoadModel,
     backlog,
-    mean_limits,
 )
 
 _REACTION_S = 5.0
@@ -79,9 +77,9 @@ class CombinedPolicy(TargetedPolicy):
 
     def __init__(self, settings: PlannerSettings, prefill: bool) -> None:
         self.interval_s = min(_REACTION_S, settings.adjustment_interval_s)
-        limits = mean_limits(settings.ttft_ms, settings.itl_ms)
+        targets = Targets(ttft_ms=settings.ttft_ms, itl_ms=settings.itl_ms)
         names = (PREFILL, DECODE) if prefill else (DECODE,)
-        self._pools = {name: _PoolSizing(limits) for name in names}
+        self._pools = {name: _PoolSizing(targets) for name in names}
         self._forecast = RateForecast(_INTERVALS * self.interval_s)
         self._meter = LoadMeter(
             aggregated=not prefill, profile=read_capacity(settings.profile_results_dir)
@@ -109,7 +107,7 @@ class CombinedPolicy(TargetedPolicy):
     def aim(self, ttft_ms: float, itl_ms: float) -> None:
         """Keep these targets from the next decision on."""
         for sizing in self._pools.values():
-            sizing.limits = mean_limits(ttft_ms, itl_ms)
+            sizing.targets = Targets(ttft_ms=ttft_ms, itl_ms=itl_ms)
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
         """Forget the starts that failed."""
@@ -129,7 +127,7 @@ class CombinedPolicy(TargetedPolicy):
             most=float(path.max()),
             arriving=float(path[:first].sum()) * self._forecast.interval_s,
             served_s=first * self._forecast.interval_s,
-            backlog=backlog(seen.traffic.queued, self._forecast.rate, sizing.limits.ttft_ms),
+            backlog=backlog(seen.traffic.queued, self._forecast.rate, sizing.targets.mean_ttft_ms),
             spent_s=self._actions.spent_s,
         )
 
@@ -242,8 +240,8 @@ class _Need:
 class _PoolSizing:
     """One pool: what it needed recently, and how long its workers start."""
 
-    def __init__(self, limits: MeanLimits) -> None:
-        self.limits = limits
+    def __init__(self, targets: Targets) -> None:
+        self.targets = targets
         self.start_up = StartUpTime()
         self._recent: deque[tuple[float, int]] = deque()
         self._decisions = 0
@@ -258,8 +256,8 @@ class _PoolSizing:
             extra = max(
                 math.ceil((work_s - ready * outlook.served_s) / (_DRAIN * seen.interval_s)), 0
             )
-        target = model.workers(outlook.later, self.limits)
-        most = max(model.workers(_DOWN_MARGIN * outlook.most, self.limits), target) + extra
+        target = model.workers(outlook.later, self.targets)
+        most = max(model.workers(_DOWN_MARGIN * outlook.most, self.targets), target) + extra
         self._decisions += 1
         self._recent.append((seen.now_s, most))
         hold_s = _HOLD * seen.interval_s + _HOLD_STARTS * self.start_up.seconds

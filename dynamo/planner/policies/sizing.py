@@ -1,17 +1,9 @@
-"""The workers that a demand needs: Dynamo's formulas, queueing, the cost of a request. Pure.
+"""The workers that a demand needs by Dynamo's formulas, and the observed cost of a request. Pure.
 
 Throughputs are per GPU, as the profile has them. With ``rate`` in requests per second:
 
     prefill = ceil(rate * isl * min(1, prefill correction) / throughput / GPUs of a worker)
     decode  = ceil(rate * osl / throughput at (ITL target / decode correction) / GPUs of a worker)
-
-The load is in busy workers: requests per second times the seconds that one keeps the prefill of a
-worker busy. Arrivals and lengths vary around that mean, so a small deployment needs more room in
-proportion than a large one. The wait of an M/M/c queue, in Sakasegawa's closed form, contains that:
-
-    wait = service time * u ** (sqrt(2 * (c + 1)) - 1) / (c * (1 - u)),   u = load / c
-
-Burstier arrivals and lengths multiply it by a factor, which is observed.
 """
 
 from __future__ import annotations
@@ -26,6 +18,7 @@ import numpy as np
 
 from dynamo.planner.capacity.interpolation import DecodeSurface, PrefillCurve, ProfiledCapacity
 from dynamo.planner.capacity.learned import LearnedDecode, LearnedPrefill, fit_line
+from dynamo.planner.policies.attainment import WorkerLoadModel, wait_factor
 from dynamo.planner.policies.base import DECODE, PREFILL, Observation, Pull, WorkerLoad
 from dynamo.planner.policies.budget import Workers
 
@@ -35,17 +28,12 @@ DecodeCapacity: TypeAlias = LearnedDecode | DecodeSurface
 _ROUNDING = 1e-9
 _UNREMARKABLE = 3
 """Queued requests that are no backlog."""
-MOST_WORKERS = 1024
-_TAIL = math.log(10)
-"""Times to first token have about an exponential tail: 1 in 10 is above ln 10 times the mean."""
-_ITL_SHARE = 0.55
-"""A mean ITL at this share of the target leaves room for the variation between requests."""
-_KV_USAGE = 0.85
-"""A mean that leaves room for the variation between workers."""
 _MEMORY_S = 150.0
 """Time after which an observation counts about a third."""
 _MEMORIES_S = {
-    **dict.fromkeys(("waited_s", "mm_wait_s", "itl_more_ms", "itl_even_ms"), 600.0),
+    **dict.fromkeys(
+        ("waited_s", "mm_wait_s", "itl_more_ms", "itl_even_ms", "itl_error", "itl_square"), 600.0
+    ),
     **dict.fromkeys(("recent_started", "recent_s"), 30.0),
 }
 """How bursty the traffic is shows in its rare moments; its rate is that of now."""
@@ -54,6 +42,8 @@ _PRIOR_BURST, _PRIOR_S = 1.5, 20.0
 _BURST_RANGE = (0.3, 16.0)
 _PRIOR_ITL_MS, _ITL_BURST_RANGE = 100.0, (0.7, 4.0)
 """For how much of it the first guess of the factor of the ITL, 1, counts: ms times seconds."""
+_PRIOR_ITL_SQUARE, _VARIANCES = 1000.0, (0.05, 4.0)
+"""The same for its variance, which is 1 in an exponential distribution: square ms times seconds."""
 _CALM = 0.9
 """Share of busy workers above which waits come from a backlog, not from bursts."""
 _UNLOADED = 0.1
@@ -123,11 +113,15 @@ class LoadMeter:
         burst = waited_s / (self._sum("mm_wait_s") + _PRIOR_S)
         step_ms, sequence_ms = self._decode_step()
         more_ms = self._sum("itl_more_ms") + _PRIOR_ITL_MS
-        itl_burst = more_ms / (self._sum("itl_even_ms") + _PRIOR_ITL_MS)
+        even_ms = self._sum("itl_even_ms") + _PRIOR_ITL_MS
+        itl_burst = more_ms / even_ms
+        error = self._sum("itl_error") + _PRIOR_ITL_SQUARE
+        variance = error / (self._sum("itl_square") + _PRIOR_ITL_SQUARE)
         return WorkerLoadModel(
             service_s=service_s if prefill else 0.0,
             burst=min(max(burst, _BURST_RANGE[0]), _BURST_RANGE[1]),
             itl_burst=min(max(itl_burst, _ITL_BURST_RANGE[0]), _ITL_BURST_RANGE[1]),
+            itl_variance=min(max(variance, _VARIANCES[0]), _VARIANCES[1]),
             step_ms=step_ms if decode else 0.0,
             sequence_ms=sequence_ms if decode else 0.0,
             osl=self._ratio("osl", "finished"),
@@ -189,8 +183,13 @@ class LoadMeter:
         if model is not None and not seen.changed:
             used = model.usage(self._ratio("recent_started", "recent_s"), max(seen.decode.ready, 1))
             if used < _CALM:
-                self._add("itl_more_ms", duration_s * max(itl_ms - model.step_ms, 0.0))
-                self._add("itl_even_ms", duration_s * model.step_ms * used / (1.0 - used))
+                more_ms = max(itl_ms - model.step_ms, 0.0)
+                even_ms = model.step_ms * used / (1.0 - used)
+                expected_ms = model.itl_burst * even_ms
+                self._add("itl_more_ms", duration_s * more_ms)
+                self._add("itl_even_ms", duration_s * even_ms)
+                self._add("itl_error", duration_s * (more_ms - expected_ms) ** 2)
+                self._add("itl_square", duration_s * expected_ms**2)
         self._add("itl_s", duration_s)
         self._add("itl_ms", duration_s * step_ms)
         self._add("running", duration_s * running)
@@ -230,94 +229,6 @@ def _reported_busy(pulls: Sequence[Pull]) -> float | None:
         return None
     busy = sum(worker.active_prefill_tokens > 0 for pull in pulls for worker in pull.decode)
     return busy / len(pulls)
-
-
-def wait_factor(load: float, workers: int) -> float:
-    """Return the mean wait in service times; infinite without enough workers."""
-    if load <= 0:
-        return 0.0
-    if load >= workers:
-        return math.inf
-    usage = load / workers
-    return math.pow(usage, math.sqrt(2.0 * (workers + 1)) - 1.0) / (workers * (1.0 - usage))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeanLimits:
-    """Means that a deployment may reach: TTFT and ITL in ms, KV usage as a share."""
-
-    ttft_ms: float
-    itl_ms: float
-    kv_usage: float
-
-
-def mean_limits(ttft_ms: float, itl_ms: float) -> MeanLimits:
-    """Return the means with which 9 in 10 requests keep the targets."""
-    return MeanLimits(ttft_ms=ttft_ms / _TAIL, itl_ms=itl_ms * _ITL_SHARE, kv_usage=_KV_USAGE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoadModel:
-    """What one request costs, as observed.
-
-    A request keeps the prefill of a worker busy for ``service_s``; it waits ``burst`` times as long
-    as in an M/M/c queue. A decode step takes ``step_ms`` and ``sequence_ms`` more for each running
-    sequence; a reply has ``osl`` tokens. What load adds to a step is ``itl_burst`` times what an
-    even load would add. A sequence holds the share ``kv`` of a worker's cache.
-    """
-
-    service_s: float
-    burst: float = 1.0
-    itl_burst: float = 1.0
-    step_ms: float = 0.0
-    sequence_ms: float = 0.0
-    osl: float = 0.0
-    kv: float = 0.0
-
-    def ttft_ms(self, rate: float, workers: int) -> float:
-        """Return the mean TTFT at ``rate`` requests per second."""
-        factor = wait_factor(rate * self.service_s, workers)
-        return 1000.0 * self.service_s * (1.0 + self.burst * factor)
-
-    def inter_token_ms(self, rate: float, workers: int) -> float:
-        """Return the mean ITL.
-
-        The time that is left beside prompts and the share of each sequence in the steps goes to
-        the fixed part of the steps. If u is what they take, an even load gives step / (1 - u): that
-        is step * u / (1 - u) more than on an idle worker.
-        """
-        used = self.usage(rate, workers)
-        if used >= 1.0:
-            return math.inf
-        return self.step_ms * (1.0 + self.itl_burst * used / (1.0 - used))
-
-    def usage(self, rate: float, workers: int) -> float:
-        """Return the share of a worker's time that grows with the load."""
-        return rate / workers * (self.service_s + self.osl * self.sequence_ms / 1000.0)
-
-    def kv_usage(self, rate: float, workers: int) -> float:
-        """Return the mean KV usage of a worker."""
-        if not self.kv:
-            return 0.0
-        reply_s = self.osl * self.inter_token_ms(rate, workers) / 1000.0
-        return rate / workers * (self.service_s + reply_s) * self.kv
-
-    def workers(self, rate: float, limits: MeanLimits) -> int:
-        """Return the fewest workers that keep all ``limits`` at ``rate``."""
-        # With fewer, prompts arrive faster than they are computed.
-        count = max(1, math.floor(rate * self.service_s))
-        while count < MOST_WORKERS and not self.within(rate, count, limits):
-            count += 1
-        return count
-
-    def within(self, rate: float, workers: int, limits: MeanLimits) -> bool:
-        """Return whether ``workers`` keep all ``limits`` at ``rate``."""
-        return (
-            # No number of workers beats an idle one: the limits are at least 1.5 times its time.
-            self.ttft_ms(rate, workers) <= max(limits.ttft_ms, 1500.0 * self.service_s)
-            and self.inter_token_ms(rate, workers) <= max(limits.itl_ms, 1.5 * self.step_ms)
-            and self.kv_usage(rate, workers) <= limits.kv_usage
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import ProfiledCapacity, read_capacity
 from dynamo.planner.capacity.learned import LearnedCapacity
+from dynamo.planner.policies.attainment import Targets, WorkerLoadModel
 from dynamo.planner.policies.base import (
     DECODE,
     PREFILL,
@@ -38,10 +39,8 @@ from dynamo.planner.policies.sizing import (
     LoadMeter,
     PrefillCapacity,
     Sized,
-    WorkerLoadModel,
     backlog,
     decode_workers,
-    mean_limits,
     prefill_workers,
 )
 
@@ -129,7 +128,7 @@ class AggregatedSizing:
     """Sizes one pool so that 9 in 10 requests keep the targets."""
 
     def __init__(self, settings: PlannerSettings) -> None:
-        self._limits = mean_limits(settings.ttft_ms, settings.itl_ms)
+        self._targets = Targets(ttft_ms=settings.ttft_ms, itl_ms=settings.itl_ms)
         self._profile = read_capacity(settings.profile_results_dir)
         self._correct = not settings.no_correction
         self._meter = LoadMeter(aggregated=True, profile=self._profile)
@@ -137,7 +136,7 @@ class AggregatedSizing:
 
     def aim(self, ttft_ms: float, itl_ms: float) -> None:
         """Size for these targets."""
-        self._limits = mean_limits(ttft_ms, itl_ms)
+        self._targets = Targets(ttft_ms=ttft_ms, itl_ms=itl_ms)
 
     def observe(self, seen: Observation) -> None:
         """Take one interval."""
@@ -152,7 +151,7 @@ class AggregatedSizing:
             model = self._meter.model(DECODE)
         if model is None:
             return None
-        wanted = model.workers(demand.work_rate, self._limits)
+        wanted = model.workers(demand.work_rate, self._targets)
         estimates = {
             "estimated_ttft_ms": model.ttft_ms(demand.rate, wanted),
             "estimated_itl_ms": model.inter_token_ms(demand.rate, wanted),
@@ -189,7 +188,7 @@ class SlaPolicy(TargetedPolicy):
 
     def __init__(self, settings: PlannerSettings, prefill: bool) -> None:
         self.interval_s = settings.adjustment_interval_s
-        self._limits = mean_limits(settings.ttft_ms, settings.itl_ms)
+        self._targets = Targets(ttft_ms=settings.ttft_ms, itl_ms=settings.itl_ms)
         window = settings.load_prediction_window_size
         self._series = {
             name: make_predictor(settings.load_predictor, window) for name in ("rate", "isl", "osl")
@@ -235,7 +234,7 @@ class SlaPolicy(TargetedPolicy):
 
     def aim(self, ttft_ms: float, itl_ms: float) -> None:
         """Keep these targets from the next decision on."""
-        self._limits = mean_limits(ttft_ms, itl_ms)
+        self._targets = Targets(ttft_ms=ttft_ms, itl_ms=itl_ms)
         self._sizing.aim(ttft_ms, itl_ms)
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
@@ -254,7 +253,7 @@ class SlaPolicy(TargetedPolicy):
             rate=rate,
             isl=self._series["isl"].predict(),
             osl=self._series["osl"].predict(),
-            queued=backlog(traffic.queued, rate, self._limits.ttft_ms),
+            queued=backlog(traffic.queued, rate, self._targets.mean_ttft_ms),
             within_s=served_s,
         )
 

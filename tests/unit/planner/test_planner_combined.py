@@ -10,6 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.planner.policies.attainment import (
+    Targets,
+    WorkerLoadModel,
+    gamma_share,
+    wait_factor,
+)
 from dynamo.planner.policies.base import (
     DECODE,
     PREFILL,
@@ -23,13 +29,13 @@ from dynamo.planner.policies.budget import ActionLimit, StartUpTime
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.factory import named_policy
 from dynamo.planner.policies.kalman import RateForecast
-from dynamo.planner.policies.sizing import LoadMeter, MeanLimits, WorkerLoadModel, wait_factor
+from dynamo.planner.policies.sizing import LoadMeter
 from dynamo.simulation.compare import run_policy, simulate
 from dynamo.simulation.request import flat, generate, parse_pattern, sine
 from dynamo.simulation.service_model import ReplaySetup
 
-TARGETS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
-LIMITS = MeanLimits(ttft_ms=800.0, itl_ms=30.0, kv_usage=0.85)
+SETTINGS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
+TARGETS = Targets(ttft_ms=2000.0, itl_ms=50.0)
 
 
 def test_the_wait_of_one_worker_is_that_of_an_mm1_queue() -> None:
@@ -63,7 +69,7 @@ def test_latencies_of_the_model() -> None:
     st.floats(0.0, 3.0),
 )
 @settings(max_examples=80, deadline=None)
-def test_the_fewest_workers_that_keep_the_limits(
+def test_the_last_worker_is_worth_its_price(
     rate: float, service_s: float, burst: float, step_ms: float, sequence_ms: float
 ) -> None:
     model = WorkerLoadModel(
@@ -74,9 +80,45 @@ def test_the_fewest_workers_that_keep_the_limits(
         osl=200.0,
         kv=0.02,
     )
-    count = model.workers(rate, LIMITS)
-    assert model.within(rate, count, LIMITS)
-    assert count == 1 or not model.within(rate, count - 1, LIMITS)
+    count = model.workers(rate, TARGETS)
+    attained = model.attained(rate, count, TARGETS)
+    assert attained >= 0.9
+    # The next one gains less than half of what each serves; this one was needed or gained more.
+    more = model.attained(rate, count + 1, TARGETS)
+    assert (more - attained) * (count + 1) < 0.5 * more
+    fewer = model.attained(rate, count - 1, TARGETS) if count > 1 else 0.0
+    assert fewer < 0.9 or (attained - fewer) * count >= 0.5 * attained
+
+
+def test_shares_of_a_gamma_distribution() -> None:
+    """With a variance of 1 it is exponential; with a small one everything is near the mean."""
+    for value in (0.5, 1.0, 2.3, 4.0):
+        assert gamma_share(value, 1.0) == pytest.approx(1.0 - math.exp(-value), abs=0.01)
+    assert gamma_share(1.5, 0.05) > 0.97
+    assert gamma_share(0.5, 0.05) < 0.01
+
+
+def test_more_workers_are_worth_it_for_irregular_traffic() -> None:
+    """A mean ITL of 25 ms is enough for a target of 50 ms if it varies little."""
+    model = WorkerLoadModel(service_s=0.2, step_ms=7.0, sequence_ms=0.3, osl=300.0)
+    even, irregular = replace(model, itl_variance=0.1), replace(model, itl_variance=2.0)
+    assert even.workers(8.0, TARGETS) < irregular.workers(8.0, TARGETS)
+
+
+def test_a_large_pool_attains_more_than_a_small_one() -> None:
+    """A worker is a third of a small pool, and a part of a large one that costs little."""
+    model = WorkerLoadModel(service_s=0.2, burst=4.0, step_ms=7.0, sequence_ms=0.3, osl=300.0)
+    shares = []
+    for rate in (2.0, 100.0):
+        shares.append(
+            min(
+                model.attained(
+                    tenth * rate / 10, model.workers(tenth * rate / 10, TARGETS), TARGETS
+                )
+                for tenth in range(10, 20)
+            )
+        )
+    assert 0.9 <= shares[0] < shares[1]
 
 
 def rates(forecast: RateForecast, values: list[float]) -> None:
@@ -207,7 +249,7 @@ def test_workers_that_report_no_prompts_are_measured_by_their_latency() -> None:
 
 
 def test_workers_are_removed_late_and_added_at_once() -> None:
-    policy = CombinedPolicy(TARGETS, False)
+    policy = CombinedPolicy(SETTINGS, False)
     wanted = []
     for number in range(1, 80):
         made = policy.decide(seen(number)).pools
@@ -227,7 +269,7 @@ def test_workers_are_removed_late_and_added_at_once() -> None:
 @given(st.lists(st.tuples(st.floats(0, 60), st.integers(0, 500)), min_size=70, max_size=90))
 @settings(max_examples=15, deadline=None)
 def test_limits_hold_for_any_traffic(intervals: list[tuple[float, int]]) -> None:
-    policy = CombinedPolicy(TARGETS, False)
+    policy = CombinedPolicy(SETTINGS, False)
     pool = Pool(ready=3, minimum=2, maximum=6)
     for number, (rate, queued) in enumerate(intervals, 1):
         given_ = seen(number, rate, max(pool.ready, 1), decode=pool, queued=queued, max_gpus=5)
@@ -237,13 +279,13 @@ def test_limits_hold_for_any_traffic(intervals: list[tuple[float, int]]) -> None
 
 
 def test_below_the_minimum_nothing_has_to_be_learned_first() -> None:
-    policy = CombinedPolicy(TARGETS, False)
+    policy = CombinedPolicy(SETTINGS, False)
     empty = seen(1, 0.0, 1, decode=Pool(ready=0, minimum=1))
     assert [made.wanted for made in policy.decide(empty).pools] == [1]
 
 
 def test_disaggregated_pools_are_sized_apart() -> None:
-    policy = named_policy("load+sla", TARGETS, True)
+    policy = named_policy("load+sla", SETTINGS, True)
     decided: dict[str, int] = {}
     for number in range(1, 120):
         one = seen(number, rate=20.0)
@@ -273,7 +315,7 @@ def replayed(rate: object, start_up_s: float) -> tuple[float, float, float, floa
         spread=1.0,
         seed=5,
     )
-    policy = CombinedPolicy(TARGETS, False)
+    policy = CombinedPolicy(SETTINGS, False)
     result = simulate(policy, requests, ReplaySetup(start_up_s=start_up_s, workers=2))
     hours = result.duration_s / 3600
     return result.attainment, result.gpu_hours, result.actions / hours, 8 * hours
@@ -322,7 +364,7 @@ def test_a_small_box_does_not_pay_for_waves_that_it_cannot_follow() -> None:
     curve = parse_pattern("sine:1.2-3.6:300", "curve")
     traffic = generate(curve, duration_s=1500.0, isl=12000, osl=350, cv=1.0, spread=1.0, seed=3)
     setup = ReplaySetup(workers=4, ttft_ms=2000.0, itl_ms=50.0, start_up_s=60.0)
-    result = run_policy("load+sla", traffic, setup, TARGETS)
-    fixed = run_policy("fixed:4", traffic, setup, TARGETS)
+    result = run_policy("load+sla", traffic, setup, SETTINGS)
+    fixed = run_policy("fixed:4", traffic, setup, SETTINGS)
     assert result.attainment > 0.9
     assert result.gpu_hours <= 1.3 * fixed.gpu_hours

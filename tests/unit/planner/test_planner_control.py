@@ -13,8 +13,8 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.planner.live.control import PlannerControl
 from dynamo.planner.live.loop import ScalingLoop
+from dynamo.planner.policies.attainment import Targets
 from dynamo.planner.policies.combined import CombinedPolicy
-from dynamo.planner.policies.sizing import mean_limits
 from dynamo.planner.policies.sla import SlaPolicy
 from dynamo.protocols.control import PlannerChange
 
@@ -142,9 +142,10 @@ def test_policies_keep_what_they_learned_under_new_targets(
     )
     policy.aim(700.0, 20.0)
     if isinstance(policy, CombinedPolicy):
-        assert {pool.limits for pool in policy._pools.values()} == {mean_limits(700.0, 20.0)}
+        targets = Targets(ttft_ms=700.0, itl_ms=20.0)
+        assert {pool.targets for pool in policy._pools.values()} == {targets}
     else:
         assert isinstance(fresh, SlaPolicy)
         assert vars(policy._sizing).get("_itl_ms") == vars(fresh._sizing).get("_itl_ms")
-        assert vars(policy._sizing).get("_limits") == vars(fresh._sizing).get("_limits")
-        assert policy._limits == fresh._limits
+        assert vars(policy._sizing).get("_targets") == vars(fresh._sizing).get("_targets")
+        assert policy._targets == fresh._targets

@@ -148,7 +148,7 @@ def test_a_step_down_is_followed_without_flapping() -> None:
     setup = ReplaySetup(start_up_s=60.0, workers=4, ttft_ms=2000.0, itl_ms=50.0)
     found = simulate(SlaPolicy(TARGETS, False), requests, setup)
     assert found.reversals <= 3
-    assert found.attainment >= 0.986
+    assert found.attainment >= 0.98
     assert found.samples[-1].ready <= 4  # but it is followed
 
 
