@@ -31,7 +31,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="chromium is missing: apt-get install chromium"
 )
-WAIT_MS = 20_000
+WAIT_MS = 45_000
 _START_S = 10.0
 
 
