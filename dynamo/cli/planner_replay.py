@@ -105,6 +105,12 @@ def _setup(settings: ReplaySettings, planner: PlannerSettings) -> ReplaySetup:
         model=service_model(settings.service_model),
         start_up_s=settings.start_up_s,
         stop_s=settings.stop_s,
+        wake_s=settings.wake_s,
+        sleeping=(
+            planner.max_gpu_budget
+            if planner.max_sleeping_workers is None
+            else planner.max_sleeping_workers
+        ),
         max_gpus=planner.max_gpu_budget,
         gpus_per_worker=planner.decode_engine_num_gpu or 1.0,
         gpus_per_prefill_worker=planner.prefill_engine_num_gpu or 1.0,

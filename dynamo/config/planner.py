@@ -192,6 +192,14 @@ class PlannerSettings:
         help="time a new worker has to serve; then it is removed again",
     )
 
+    max_sleeping_workers: int | None = option(
+        None,
+        "--max-sleeping-workers",
+        minimum=0,
+        help="workers of a service that may sleep instead of exiting, if their engine can; "
+        "default: one, and more as far as a tenth of the RAM stays available",
+    )
+
     given: frozenset[str] = frozenset()
     """Names of the options that a command line has set, be it to their defaults."""
 

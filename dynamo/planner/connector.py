@@ -14,12 +14,16 @@ STARTING, READY, DRAINING, ASLEEP = "starting", "ready", "draining", "asleep"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledWorker:
-    """One worker of a service: the watcher ``name``, and its instance once it is ready."""
+    """One worker of a service: the watcher ``name``, and its instance once it is ready.
+
+    One that sleeps is ``wakeable`` while no other worker has its GPUs.
+    """
 
     name: str
     state: str
     worker_id: int | None = None
     gpus: tuple[str, ...] = ()
+    wakeable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dynamo.planner.connector import DRAINING, READY, STARTING
+from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.policies.base import DECODE, PREFILL, Pool, Pull
 from dynamo.serve.gpus.gpus import fits
 from dynamo.simulation.batch_worker import BatchWorker
@@ -82,19 +82,27 @@ class ReplayPool:
             ready=self.count(READY),
             starting=self.count(STARTING),
             draining=self.count(DRAINING),
+            asleep=self.count(ASLEEP),
             gpus_per_worker=self.gpus_per_worker,
             minimum=self._setup.minimum,
         )
 
     def add(self, done: Callable[[], None], start_up_s: float | None = None) -> bool:
-        """Start a worker and call ``done`` when it serves; return False without free GPUs."""
+        """Wake or start a worker and call ``done`` when it serves; return False without free GPUs.
+
+        One that slept begins with an empty cache.
+        """
         if not fits(self._budget.free, self.gpus_per_worker):
             return False
         self._budget.free -= self.gpus_per_worker
+        asleep = next((worker for worker in self.workers if worker.state == ASLEEP), None)
+        delay_s = self._setup.start_up_s if start_up_s is None else start_up_s
+        if asleep is not None:
+            self.workers.remove(asleep)
+            delay_s = self._setup.wake_s or 0.0
         worker = ReplayWorker(self._number, self._clock.now_s, self._make(self._number))
         self._number += 1
         self.workers.append(worker)
-        delay_s = self._setup.start_up_s if start_up_s is None else start_up_s
         self._clock.at(self._clock.now_s + delay_s, self._serve, worker, done)
         return True
 
@@ -117,6 +125,8 @@ class ReplayPool:
     def finish(self) -> None:
         """Count the GPU time of the workers that are left at the end."""
         for worker in self.workers:
+            if worker.state == ASLEEP:
+                continue
             self.gpu_s += (self._clock.now_s - worker.begin_s) * self.gpus_per_worker
         self.workers = []
 
@@ -126,7 +136,11 @@ class ReplayPool:
         done()
 
     def _exit(self, worker: ReplayWorker) -> None:
-        self.workers.remove(worker)
+        setup = self._setup
+        if setup.wake_s is not None and self.count(ASLEEP) < setup.sleeping:
+            worker.state = ASLEEP
+        else:
+            self.workers.remove(worker)
         self.gpu_s += (self._clock.now_s - worker.begin_s) * self.gpus_per_worker
         self._budget.free += self.gpus_per_worker
         self._exits.pop(worker)()

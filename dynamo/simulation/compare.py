@@ -142,24 +142,33 @@ def _shown(found: Comparison) -> list[ReplayResult]:
 
 
 class SchedulePolicy:
-    """Has ``needed[i]`` workers ready in the i-th window; starts them ``start_up_s`` earlier."""
+    """Has ``needed[i]`` workers ready in the i-th window.
+
+    It starts them ``start_up_s`` earlier, and wakes those that sleep ``wake_s`` earlier.
+    """
 
     name = "oracle"
     interval_s = _WINDOW_S
     blocking = False
 
-    def __init__(self, needed: Sequence[int], start_up_s: float) -> None:
+    def __init__(
+        self, needed: Sequence[int], start_up_s: float, wake_s: float | None = None
+    ) -> None:
         self._needed = needed
         self._ahead = ceil(start_up_s / _WINDOW_S)
+        self._wake_ahead = self._ahead if wake_s is None else ceil(wake_s / _WINDOW_S)
 
-    def wanted(self, now_s: float) -> int:
-        """Return the workers that serve or start at ``now_s``."""
+    def wanted(self, now_s: float, asleep: int = 0) -> int:
+        """Return the workers that serve or start at ``now_s``, while others are ``asleep``."""
         begin = min(round(now_s / _WINDOW_S), len(self._needed) - 1)
-        return max(self._needed[begin : begin + self._ahead + 1])
+        started = max(self._needed[begin : begin + self._ahead + 1])
+        if not asleep:
+            return started
+        return max(*self._needed[begin : begin + self._wake_ahead + 1], started - asleep)
 
     def decide(self, seen: Observation) -> ScalingDecision:
         """Return the scheduled workers."""
-        workers = self.wanted(seen.now_s)
+        workers = self.wanted(seen.now_s, seen.decode.asleep)
         made = PoolDecision(pool=DECODE, wanted=workers, rule=f"scheduled {workers}")
         return ScalingDecision(pools=(made,))
 
@@ -204,7 +213,7 @@ class Oracle:
     def _run(self, utilisation: float) -> ReplayResult:
         needed = self._cover(utilisation)
         if needed not in self._known:
-            policy = SchedulePolicy(needed, self._setup.start_up_s)
+            policy = SchedulePolicy(needed, self._setup.start_up_s, self._setup.wake_s)
             self._known[needed] = simulate(policy, self._requests, self._setup)
             self.runs.append(self._known[needed])
         return self._known[needed]

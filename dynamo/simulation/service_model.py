@@ -156,15 +156,18 @@ class ReplaySetup:
     """What is simulated.
 
     A worker needs ``start_up_s`` from its start to its first request, and ``stop_s`` from its last
-    request to its exit. ``prefill_workers`` is None for aggregated serving. At most ``max_queue``
-    requests wait for their first token; more are rejected. ``pull_s`` is the time between metric
-    pulls. With ``day_s``, the planner knows the usual traffic of a day of that length. A request
-    attains its targets if its TTFT and its mean ITL are within them.
+    request to its exit. With ``wake_s`` at most ``sleeping`` workers sleep instead, hold no GPU,
+    and need so long to serve again. ``prefill_workers`` is None for aggregated serving. At most
+    ``max_queue`` requests wait for their first token; more are rejected. ``pull_s`` is the time
+    between metric pulls. With ``day_s``, the planner knows the usual traffic of a day of that
+    length. A request attains its targets if its TTFT and its mean ITL are within them.
     """
 
     model: ServiceModel = field(default_factory=lambda: service_model("qwen3-8b-h100"))
     start_up_s: float = 60.0
     stop_s: float = 0.0
+    wake_s: float | None = None
+    sleeping: int = 0
     max_gpus: float = 8
     gpus_per_worker: float = 1.0
     gpus_per_prefill_worker: float = 1.0

@@ -85,6 +85,13 @@ class ReplaySettings:
         metavar="SECONDS",
         help="from the last request of a worker to its exit",
     )
+    wake_s: float | None = option(
+        None,
+        "--wake",
+        minimum=0,
+        metavar="SECONDS",
+        help="from the wake of a sleeping worker to its first request; default: none sleeps",
+    )
     initial_workers: int = option(
         1, "--initial-workers", minimum=0, help="decode or aggregated workers at the start"
     )

@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+import psutil
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.programs import ATTACH
@@ -48,6 +51,8 @@ from dynamo.serve.state.registered import RegisteredWorker
 from dynamo.serve.state.statefile import Statefile
 
 log = logging.getLogger(__name__)
+_SPARE_RAM = 0.1
+"""Share of the RAM that stays available when one more worker sleeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +60,13 @@ class Sighting:
     """What was seen of a deployment at one time.
 
     ``statuses`` are those of the watchers, by name. ``reserved`` are the watchers
-    that are being added.
+    that are being added, ``wakeable`` those of sleeping workers whose GPUs are free.
     """
 
     statuses: Mapping[str, str]
     registered: Mapping[int, RegisteredWorker]
     reserved: Collection[str] = ()
+    wakeable: Collection[str] = ()
 
     def is_kept(self, entry: Entry) -> bool:
         """Whether the arbiter has this watcher and keeps its processes running."""
@@ -120,12 +126,22 @@ def _workers(entry: Entry, sighting: Sighting) -> Iterator[ScaledWorker]:
     serving = [one for one in found if one.model is not None]
     for one in serving:
         state = _state(entry, sighting, True)
-        yield ScaledWorker(name=entry.name, state=state, worker_id=one.worker_id, gpus=entry.gpus)
+        yield _worker(entry, state, one.worker_id, sighting)
     kept = entry.name in sighting.reserved or sighting.is_kept(entry)
     if not serving and (entry.pids or kept):
         state = _state(entry, sighting, False)
         worker_id = found[0].worker_id if found else None
-        yield ScaledWorker(name=entry.name, state=state, worker_id=worker_id, gpus=entry.gpus)
+        yield _worker(entry, state, worker_id, sighting)
+
+
+def _worker(entry: Entry, state: str, worker_id: int | None, sighting: Sighting) -> ScaledWorker:
+    return ScaledWorker(
+        name=entry.name,
+        state=state,
+        worker_id=worker_id,
+        gpus=entry.gpus,
+        wakeable=state == ASLEEP and entry.name in sighting.wakeable,
+    )
 
 
 def _state(entry: Entry, sighting: Sighting, serves: bool) -> str:
@@ -168,17 +184,27 @@ def capacity_of(document: Document, limits: ActionLimits) -> GpuCapacity:
 class LocalConnector:
     """A :class:`Connector`. Several actions may run at once; the statefile's lock keeps them apart.
 
-    With ``engines``, a worker whose engine can sleep does so instead of being removed, one of each
-    service; it is woken before a new one starts.
+    With ``engines``, a worker whose engine can sleep does so instead of being removed, and is woken
+    before a new one starts. ``most_asleep`` workers of a service may sleep. By default one does,
+    and further ones while a tenth of the RAM stays available.
     """
 
-    def __init__(self, access: LocalAccess, engines: RemoteEngines | None = None) -> None:
+    def __init__(
+        self,
+        access: LocalAccess,
+        engines: RemoteEngines | None = None,
+        most_asleep: int | None = None,
+    ) -> None:
         self._access = access
         self._engines = engines
+        self._most_asleep = most_asleep
+        self._falling: Counter[str] = Counter()
+        self._asleep_bytes: dict[str, int] = {}
 
     def configure(self, settings: PlannerSettings) -> None:
         """Keep within the limits of ``settings`` from now on."""
         self._access.limits = ActionLimits.of_planner(settings)
+        self._most_asleep = settings.max_sleeping_workers
 
     async def services(self) -> Mapping[str, ScaledService]:
         """See :class:`Connector`."""
@@ -243,12 +269,34 @@ class LocalConnector:
         """Put the newest worker to sleep; return its watcher, "" if it is to be removed."""
         service = self._access.service(self._access.document(), name)
         entry = newest(service, sighting, self._access.active)
-        if self._engines is None or entry is None or any(one.asleep for one in service.entries):
+        if self._engines is None or entry is None or entry.asleep or not self._may_sleep(service):
             return ""
-        return entry.name if await put_to_sleep(self._access, self._engines, entry) else ""
+        self._falling[name] += 1
+        try:
+            before = psutil.virtual_memory().available
+            if not await put_to_sleep(self._access, self._engines, entry):
+                return ""
+            taken = before - psutil.virtual_memory().available
+            self._asleep_bytes[name] = max(taken, memory_of(entry.pids))
+            return entry.name
+        finally:
+            self._falling[name] -= 1
+
+    def _may_sleep(self, service: ServiceEntries) -> bool:
+        """Whether one more worker of ``service`` may sleep; see the class."""
+        asleep = [entry for entry in service.entries if entry.asleep]
+        falling = self._falling[service.name]
+        if self._most_asleep is not None:
+            return len(asleep) + falling < self._most_asleep
+        if not asleep:
+            return not falling
+        # A planner that was restarted sees what its processes hold.
+        each = self._asleep_bytes.get(service.name) or memory_of(asleep[0].pids)
+        ram = psutil.virtual_memory()
+        return each > 0 and ram.available - (falling + 1) * each >= _SPARE_RAM * ram.total
 
     def _sighting(self, document: Document, statuses: Mapping[str, str]) -> Sighting:
-        active = self._access.active
+        active, ledger = self._access.active, ledger_of(document)
         return Sighting(
             statuses=statuses,
             registered=self._access.registrations.workers(),
@@ -258,7 +306,23 @@ class LocalConnector:
                 for entry in service.entries
                 if is_reserved(entry, active)
             },
+            wakeable={
+                name
+                for name, entry in document.components.items()
+                if entry.asleep and ledger.can_hold(name)
+            },
         )
+
+
+def memory_of(pids: Iterable[int]) -> int:
+    """Return the bytes of RAM that the processes ``pids`` and their children hold."""
+    held = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            for one in (process, *process.children(recursive=True)):
+                held += one.memory_info().rss
+    return held
 
 
 @contextlib.asynccontextmanager
@@ -267,4 +331,4 @@ async def open_connector(
 ) -> AsyncIterator[LocalConnector]:
     """Open a connector to the deployment of ``runtime``'s namespace for the block."""
     async with open_access(runtime, ActionLimits.of_planner(settings)) as access:
-        yield LocalConnector(access, engines)
+        yield LocalConnector(access, engines, settings.max_sleeping_workers)

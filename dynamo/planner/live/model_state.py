@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING, ScaledService
+from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
 from dynamo.planner.policies.base import (
     DECODE,
     PREFILL,
@@ -108,7 +108,7 @@ def pool_of(service: ScaledService, minimum: int, in_flight: InFlight) -> Pool:
     """
     counts: Mapping[str, int] = {
         state: sum(worker.state == state for worker in service.workers)
-        for state in (READY, STARTING, DRAINING, ASLEEP)
+        for state in (READY, STARTING, DRAINING)
     }
     leaving = max(0, in_flight.removing - counts[DRAINING])
     from_ready = min(leaving, counts[READY])
@@ -116,7 +116,7 @@ def pool_of(service: ScaledService, minimum: int, in_flight: InFlight) -> Pool:
         ready=counts[READY] - from_ready,
         starting=counts[STARTING] + in_flight.unseen,
         draining=counts[DRAINING] + from_ready,
-        asleep=counts[ASLEEP],
+        asleep=sum(worker.wakeable for worker in service.workers),
         gpus_per_worker=service.gpus_per_worker,
         minimum=minimum if service.minimum is None else service.minimum,
         maximum=service.maximum,

@@ -72,7 +72,7 @@ class Pool:
 
     ``ready`` are in discovery, ``starting`` have GPUs but do not serve yet. ``draining`` finish
     their requests: they still hold GPUs and take no new requests. ``asleep`` keep their process
-    and can be woken faster than a new one starts.
+    and hold no GPU; an addition wakes them before it starts others.
     """
 
     ready: int

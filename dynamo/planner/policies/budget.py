@@ -25,7 +25,7 @@ _BURST = 5.0
 """Together at most 29 in any hour."""
 _KEPT_FOR_UP = 1.0
 """An action that only adding workers may use: too few workers are worse than too many."""
-_FIRST_GUESS_S = 60.0
+_FIRST_GUESS_S, _FIRST_WAKE_S = 60.0, 5.0
 _RECENT = 5
 
 
@@ -67,37 +67,61 @@ class StartUpTime:
 
     :attr:`seconds` is the longest of the last few starts: a worker that comes late costs more than
     one that comes early. Before the first one it is a guess, or the time that the current start
-    has already taken.
+    has already taken. :attr:`wake_s` is the same for workers that slept: they are woken first.
     """
 
     def __init__(self) -> None:
-        self._begun: deque[float] = deque()
-        self._taken: deque[float] = deque(maxlen=_RECENT)
-        self._waiting_s = 0.0
+        self._starts, self._wakes = _Times(_FIRST_GUESS_S), _Times(_FIRST_WAKE_S)
+        self._asleep = 0
 
     @property
     def seconds(self) -> float:
-        """The expected start-up time."""
-        known = max(self._taken) if self._taken else _FIRST_GUESS_S
-        return max(known, self._waiting_s)
+        """The expected time of a start."""
+        return self._starts.seconds
+
+    @property
+    def wake_s(self) -> float:
+        """The expected time of a wake, if a worker sleeps; else that of a start."""
+        return min(self._wakes.seconds, self.seconds) if self._asleep else self.seconds
 
     def observe(self, pool: Pool, now_s: float) -> None:
         """Take the state of the pool; a worker that starts no more has become ready."""
-        while len(self._begun) > pool.starting:
-            self._taken.append(now_s - self._begun.popleft())
-        self._waiting_s = now_s - self._begun[0] if self._begun else 0.0
+        self._asleep = pool.asleep
+        pending = len(self._starts.begun) + len(self._wakes.begun)
+        for _ in range(pending - pool.starting):
+            times = self._wakes if self._wakes.begun else self._starts
+            times.taken.append(now_s - times.begun.popleft())
+        for times in (self._starts, self._wakes):
+            times.waiting_s = now_s - times.begun[0] if times.begun else 0.0
 
     def changed(self, pool: Pool, wanted: int, now_s: float) -> None:
         """Note that the pool is to have ``wanted`` workers; the newest ones go first."""
-        for _ in range(wanted - pool.workers):
-            self._begun.append(now_s)
-        for _ in range(min(pool.workers - wanted, pool.starting, len(self._begun))):
-            self._begun.pop()
+        for number in range(wanted - pool.workers):
+            (self._wakes if number < pool.asleep else self._starts).begun.append(now_s)
+        for _ in range(min(pool.workers - wanted, pool.starting)):
+            times = self._starts if self._starts.begun else self._wakes
+            if times.begun:
+                times.begun.pop()
 
     def failed(self, now_s: float) -> None:
         """Forget the starts of the decision at ``now_s``."""
-        while self._begun and self._begun[-1] == now_s:
-            self._begun.pop()
+        for times in (self._starts, self._wakes):
+            while times.begun and times.begun[-1] == now_s:
+                times.begun.pop()
+
+
+class _Times:
+    """When the starts in progress began, and how long the last ones took."""
+
+    def __init__(self, guess_s: float) -> None:
+        self.begun: deque[float] = deque()
+        self.taken: deque[float] = deque(maxlen=_RECENT)
+        self.waiting_s = 0.0
+        self._guess_s = guess_s
+
+    @property
+    def seconds(self) -> float:
+        return max(max(self.taken, default=self._guess_s), self.waiting_s)
 
 
 class Workers(NamedTuple):

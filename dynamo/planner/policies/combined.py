@@ -2,7 +2,8 @@
 
 Every few seconds it compares three figures of each pool, in workers:
 
-- what the forecast needs when a worker that is added now will serve, one start-up from now;
+- what the forecast needs when a worker that is added now will serve, one start-up from now, or
+  one wake while workers sleep;
 - what the backlog needs on top, if it will still be there then;
 - the most that was needed in the last minutes, or will be until a start-up from now.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.capacity.interpolation import read_capacity
@@ -101,7 +102,14 @@ class CombinedPolicy(TargetedPolicy):
         for name, sizing in self._pools.items():
             model = self._meter.model(name)
             if model is not None and self._forecast.known:
-                needs[name] = sizing.need(model, self._outlook(sizing, seen), seen)
+                start_up, pool = sizing.start_up, _pool(seen, name)
+                need = sizing.need(model, self._outlook(sizing, seen, start_up.wake_s), seen)
+                if pool.asleep:
+                    # Those beyond the sleeping ones take a start: they are due earlier.
+                    later = self._outlook(sizing, seen, start_up.seconds).later
+                    started = model.workers(later, sizing.targets) - pool.asleep
+                    need = replace(need, target=max(need.target, started))
+                needs[name] = need
         return self._decision(needs, seen)
 
     def aim(self, ttft_ms: float, itl_ms: float) -> None:
@@ -114,9 +122,10 @@ class CombinedPolicy(TargetedPolicy):
         for name in failed:
             self._pools[name].start_up.failed(self._now_s)
 
-    def _outlook(self, sizing: _PoolSizing, seen: Observation) -> _Outlook:
-        start_s = sizing.start_up.seconds + self.interval_s
-        ahead_s = _AHEAD * self.interval_s + _AHEAD_STARTS * sizing.start_up.seconds
+    def _outlook(self, sizing: _PoolSizing, seen: Observation, add_s: float) -> _Outlook:
+        """Return the demand from the time on when a worker serves that takes ``add_s``."""
+        start_s = add_s + self.interval_s
+        ahead_s = _AHEAD * self.interval_s + _AHEAD_STARTS * add_s
         # What is decided now must last until the next action is allowed.
         ahead_s = max(ahead_s, self._actions.next_s)
         path = self._forecast.path(start_s + ahead_s, seen.usual)
@@ -260,7 +269,7 @@ class _PoolSizing:
         most = max(model.workers(_DOWN_MARGIN * outlook.most, self.targets), target) + extra
         self._decisions += 1
         self._recent.append((seen.now_s, most))
-        hold_s = _HOLD * seen.interval_s + _HOLD_STARTS * self.start_up.seconds
+        hold_s = _HOLD * seen.interval_s + _HOLD_STARTS * self.start_up.wake_s
         longest_s = hold_s + _HOLD_SPENT * _MOST_SPENT_S
         hold_s += _HOLD_SPENT * min(outlook.spent_s, _MOST_SPENT_S)
         while self._recent[0][0] < seen.now_s - longest_s:

@@ -119,7 +119,7 @@ class Fuzz:
             registrations=self.world,
             logs=Path("/nonexistent"),
         )
-        return LocalConnector(self.access, FuzzEngines(self.world, self.random))
+        return LocalConnector(self.access, FuzzEngines(self.world, self.random), most_asleep=2)
 
     def check(self) -> None:
         """The invariants that hold at every moment."""

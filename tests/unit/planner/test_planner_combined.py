@@ -165,6 +165,25 @@ def test_start_up_times_are_learned() -> None:
     assert start.seconds == 100.0
 
 
+def test_wakes_are_learned_beside_starts() -> None:
+    start = StartUpTime()
+    start.observe(Pool(ready=1), 0.0)
+    assert start.wake_s == start.seconds == 60.0
+    start.observe(Pool(ready=1, asleep=1), 5.0)
+    assert start.wake_s < start.seconds
+    start.changed(Pool(ready=1, asleep=1), 3, 10.0)  # one wakes, one starts
+    start.observe(Pool(ready=1, starting=2), 12.0)
+    start.observe(Pool(ready=2, starting=1), 13.0)
+    start.observe(Pool(ready=3), 110.0)
+    assert start.wake_s == start.seconds == 100.0  # no worker sleeps
+    start.observe(Pool(ready=2, asleep=1), 200.0)
+    assert (start.wake_s, start.seconds) == (3.0, 100.0)
+    start.changed(Pool(ready=2, asleep=1), 3, 300.0)
+    start.failed(300.0)
+    start.observe(Pool(ready=2, asleep=1), 330.0)
+    assert start.wake_s == 3.0
+
+
 @given(st.lists(st.tuples(st.floats(0.1, 600.0), st.booleans()), max_size=200))
 @settings(max_examples=60, deadline=None)
 def test_no_hour_has_more_than_30_actions(steps: list[tuple[float, bool]]) -> None:

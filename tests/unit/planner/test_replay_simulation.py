@@ -19,7 +19,7 @@ from dynamo.planner.policies.base import (
 )
 from dynamo.planner.policies.factory import named_policy
 from dynamo.simulation.cluster import ReplayCluster
-from dynamo.simulation.compare import compare, run_policy, simulate
+from dynamo.simulation.compare import SchedulePolicy, compare, run_policy, simulate
 from dynamo.simulation.request import ReplayRequest, flat, generate, parse_pattern
 from dynamo.simulation.result import ReplayPlanner
 from dynamo.simulation.service_model import ReplaySetup, VirtualClock, service_model
@@ -227,3 +227,35 @@ def test_an_unknown_policy_and_an_empty_trace_are_rejected() -> None:
         compare(["nonsense"], traffic(1.0), SETUP, SETTINGS, None)
     with pytest.raises(ConfigError, match="no request"):
         compare(["load"], [], SETUP, SETTINGS, None)
+
+
+def test_a_removed_worker_sleeps_and_is_woken() -> None:
+    """It holds no GPU asleep, and serves again after a wake instead of a start."""
+    setup = replace(SETUP, start_up_s=100.0, wake_s=2.0, sleeping=1)
+    clock = VirtualClock()
+    pool = ReplayCluster(clock, setup, []).pools[DECODE]
+
+    def changed(change: Callable[[Callable[[], None]], bool]) -> float:
+        """Return when a change is complete."""
+        at_s: list[float] = []
+        assert change(lambda: at_s.append(clock.now_s))
+        begin_s = clock.now_s
+        while not at_s:
+            assert clock.run_next()
+        return at_s[0] - begin_s
+
+    assert clock.run_next()  # the first worker serves
+    assert changed(pool.add) == 100.0
+    for _ in range(2):
+        changed(pool.remove)
+    assert (pool.view().ready, pool.view().asleep, pool.view().gpus) == (0, 1, 0.0)
+    assert changed(pool.add) == 2.0
+    assert changed(pool.add) == 100.0
+    assert (pool.view().ready, pool.view().asleep) == (2, 0)
+
+
+def test_the_oracle_wakes_later_than_it_starts() -> None:
+    policy = SchedulePolicy([1, 1, 1, 1, 4, 4], start_up_s=30.0, wake_s=5.0)
+    assert [policy.wanted(at_s) for at_s in (0.0, 10.0)] == [1, 4]
+    assert policy.wanted(10.0, asleep=2) == 2  # the others are woken when they are needed
+    assert policy.wanted(30.0, asleep=2) == 4

@@ -8,13 +8,14 @@ import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from simulated_deployment import Faults, SimulatedDeployment
 from statefile_entries import rewrite
 from virtual_time import run_virtual
 
+from dynamo.config.planner import PlannerSettings
 from dynamo.errors import EngineFailure, StatefileError
 from dynamo.operations.loading import ModelLoad
 from dynamo.operations.steps.access import LocalAccess
@@ -27,7 +28,9 @@ from dynamo.operations.steps.sleeping import (
     sleep_worker,
     wake_worker,
 )
+from dynamo.planner.live import local_connector
 from dynamo.planner.live.local_connector import LocalConnector
+from dynamo.planner.live.model_state import InFlight, pool_of
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.gpus.room import crowded_gpus, reserved_share
 from dynamo.serve.state.document import Document, OperationOwner
@@ -158,6 +161,7 @@ def test_another_model_gets_the_gpu_of_a_sleeping_one(run: Any) -> None:
 
 def test_one_worker_of_a_service_sleeps_and_goes_last(run: Any) -> None:
     async def work(site: Site) -> None:
+        site.connector.configure(PlannerSettings(max_sleeping_workers=1))
         await site.connector.add("A")
         await site.connector.remove("A")
         assert site.states() == {"dynamo_A": "running", "dynamo_A_1": "asleep"}
@@ -167,6 +171,86 @@ def test_one_worker_of_a_service_sleeps_and_goes_last(run: Any) -> None:
         assert site.states() == {}
 
     run(work, 2)
+
+
+class Ram(NamedTuple):
+    total: int
+    available: int
+
+
+@pytest.fixture
+def ram(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Set the available GiB of a box of 100 GiB, and what a sleeping worker holds."""
+
+    def ram(available_gib: int, each_gib: int) -> None:
+        found = Ram(100 * GIB, available_gib * GIB)
+        monkeypatch.setattr("psutil.virtual_memory", lambda: found)
+        monkeypatch.setattr(local_connector, "memory_of", lambda pids: each_gib * GIB)
+
+    return ram
+
+
+def test_as_many_sleep_as_the_ram_holds(run: Any, ram: Callable[[int, int], None]) -> None:
+    async def work(site: Site) -> None:
+        for _ in range(3):
+            await site.connector.add("A")
+        ram(50, 20)
+        await site.connector.remove("A")  # the first one sleeps: what it takes is unknown
+        await site.connector.remove("A")
+        restarted = LocalConnector(site.access, site.engines)
+        ram(29, 20)  # 9 GiB would be left, and a tenth of 100 stays available
+        await restarted.remove("A")
+        assert site.states() == {
+            "dynamo_A": "running",
+            "dynamo_A_2": "asleep",
+            "dynamo_A_3": "asleep",
+        }
+        assert await restarted.add("A") == "dynamo_A_2"
+        ram(29, 0)  # its processes cannot be read
+        await LocalConnector(site.access, site.engines).remove("A")
+        assert "dynamo_A_2" not in site.states()
+
+    run(work, 4)
+
+
+def test_no_worker_sleeps_if_the_owner_says_so(run: Any) -> None:
+    async def work(site: Site) -> None:
+        site.connector.configure(PlannerSettings(max_sleeping_workers=0))
+        await site.connector.remove("A")
+        assert (site.states(), site.engines.calls) == ({}, [])
+
+    run(work)
+
+
+def test_several_removed_at_once_stay_within_the_limit(run: Any) -> None:
+    async def work(site: Site) -> None:
+        site.connector.configure(PlannerSettings(max_sleeping_workers=2))
+        for _ in range(2):
+            await site.connector.add("A")
+        await asyncio.gather(*(site.connector.remove("A") for _ in range(3)))
+        assert sorted(site.states().values()) == ["asleep", "asleep"]
+
+    run(work, 3)
+
+
+def test_a_sleeping_worker_whose_gpu_is_taken_is_not_woken(run: Any) -> None:
+    async def work(site: Site) -> None:
+        site.connector.configure(PlannerSettings(max_sleeping_workers=2))
+        await site.connector.add("A")
+        for _ in range(2):
+            await site.connector.remove("A")
+        await site.connector.add("B")
+        assert site.held() == {"dynamo_B_1": ("0",)}  # where the oldest one sleeps
+        service = (await site.connector.services())["A"]
+        assert pool_of(service, 0, InFlight()).asleep == 1
+        assert await site.connector.add("A") == "dynamo_A_1"
+        service = (await site.connector.services())["A"]
+        assert pool_of(service, 0, InFlight()).asleep == 0
+        assert await site.connector.add("A") == "dynamo_A_2"  # none can be woken: one starts
+        with pytest.raises(ActionFailed, match="0 of 3 free"):
+            await site.connector.add("A")
+
+    run(work, 3)
 
 
 @pytest.mark.parametrize("mode", [True, False])
