@@ -51,12 +51,16 @@ async def prepare(page: Page, tab: str) -> None:
         await page.locator("#request-rows td.id button").nth(2).click()
         await page.wait_for_selector("#request-rows .candidates .chosen")
     elif tab == "chat":
-        if await page.locator("#chat-tokens").is_visible():
-            await page.fill("#chat-tokens", "120")
+        await page.click("#chat-settings summary")
+        await page.fill("#chat-tokens", "120")
+        await page.click("#chat-settings summary")
         await page.fill("#chat-text", QUESTION)
         await page.click("#chat-send")
-        await page.wait_for_selector("#chat-stop:disabled", state="attached")
         await page.wait_for_selector("#chat-stats:has-text('tokens/s')")
+    elif tab == "routing":
+        await page.wait_for_timeout(20_000)  # decisions are shown from now on
+        await page.focus("#routing-pools .mark[tabindex='0']")
+        await page.wait_for_selector("#routing .candidates .chosen")
     elif tab == "logs":
         await page.wait_for_selector("#log-lines > div")
     await page.wait_for_timeout(1500)
