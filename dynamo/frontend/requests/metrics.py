@@ -297,6 +297,11 @@ class FrontendMetrics:
             found = self._models[name] = ModelMetrics(self, name)
         return found
 
+    def waiting(self, name: str) -> int:
+        """How many requests wait for the first worker of ``name``, which gets no series by this."""
+        found = self._models.get(name)
+        return 0 if found is None else int(found.cold_start_queue.value)
+
     @property
     def models(self) -> Iterable[ModelMetrics]:
         """Those of all models that are or were served."""

@@ -195,7 +195,10 @@ class RequestQueue:
             metrics = self._classes[0].metrics
             metrics.received.value += 1
             metrics.refused(error)
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # a cycle: the error has this frame
 
     def report_to(self, saturation: Saturation) -> None:
         """Count this queue there while it is full."""
@@ -277,7 +280,10 @@ class RequestQueue:
         in_class = request.in_class
         full = in_class.limit_error(len(self.picker.worker_pool.members))
         if full is not None:  # before the caches are searched, which costs more
-            raise full
+            try:
+                raise full
+            finally:
+                del full  # a cycle: the error has this frame
         request.cached_tokens = self._cached_tokens(request)
         request.arrived_s = request.refreshed_s = self._clock()
         in_class.metrics.joined(len(in_class.queue))

@@ -279,17 +279,15 @@ class StatusRoutes:
                     _model(entry, traffic[name], running[name], in_flight)
                     for name, entry in entries.items()
                 ),
-                *(self._cold(name) for name in sorted(cold)),
+                *(
+                    ModelFigures(model=name, queued=self._requests.metrics.waiting(name))
+                    for name in sorted(cold)
+                ),
             ),
             requests=tuple(self._recent.newest(_REQUESTS)),
             rejected=self._models.rejections(),
             records_content=self._requests.content is not None,
         )
-
-    def _cold(self, name: str) -> ModelFigures:
-        """Return the figures of a model without a worker so far."""
-        waiting = self._requests.metrics.model(name).cold_start_queue.value
-        return ModelFigures(model=name, queued=int(waiting))
 
 
 def _model(
