@@ -141,7 +141,8 @@ class ModelStore:
         if self.download is None or self.download.name != name or not running:
             raise InvalidArgument(f"{shorten(name, 128)} is not being downloaded")
         assert self._pulling is not None
-        self._pulling.cancel()
+        if not self._pulling.cancelling():  # a second one would leave its process alone
+            self._pulling.cancel()
         await asyncio.wait([self._pulling])
         return f"the download of {name} was cancelled; files that are complete are kept"
 
@@ -311,7 +312,8 @@ async def _run(words: Sequence[str], on_line: Callable[[bytes], object]) -> tupl
     except BaseException:
         await _end(process)
         raise
-    lines = [line for line in last if line.startswith("dynamo ")] or [*last]
+    told = [line for line in last if line]
+    lines = [line for line in told if line.startswith("dynamo ")] or told
     return status, lines[-1] if lines else f"it exited with status {status}"
 
 
@@ -322,8 +324,11 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(_STOP_S):
             await process.wait()
     except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        pass
+    finally:  # also if the frontend stops meanwhile
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
 
 
 async def _read(stream: asyncio.StreamReader, on_line: Callable[[bytes], object]) -> None:

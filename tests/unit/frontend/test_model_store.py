@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -129,3 +131,52 @@ async def test_a_search_that_hangs_is_left_alone(
             await store.find("tiny")
     finally:
         go_on.set()
+
+
+async def test_a_verb_that_does_not_end_is_killed_when_the_frontend_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\ntrap '' TERM\necho $$\nwhile :; do sleep 0.1; done\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    tasks = Tasks("test")
+    running = tasks.spawn(model_store._run(["pull"], lambda line: pid.set_result(int(line))))
+    async with asyncio.timeout(60):
+        number = await pid
+        running.cancel()  # by the button
+        await settled()
+        await tasks.close()
+        with pytest.raises(ProcessLookupError):
+            while True:
+                os.kill(number, 0)
+                await asyncio.sleep(0.01)
+
+
+async def test_a_second_click_on_cancel_waits_for_the_first(
+    store: ModelStore, verbs: Verbs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+    cancelled = 0
+
+    async def run(words: Sequence[str], on_line: Callable[[bytes], object]) -> tuple[int, str]:
+        nonlocal cancelled
+        try:
+            await asyncio.Event().wait()
+        finally:
+            try:
+                await ended.wait()
+            except asyncio.CancelledError:
+                cancelled += 1
+        raise AssertionError
+
+    monkeypatch.setattr(model_store, "_run", run)
+    await store.pull(NAME)
+    await settled()
+    tasks = Tasks("clicks")
+    clicks = [tasks.spawn(store.cancel(NAME)) for _ in range(2)]
+    await settled()
+    assert not cancelled and not any(one.done() for one in clicks)
+    ended.set()
+    assert all(["was cancelled" in await one for one in clicks])

@@ -94,9 +94,10 @@ function downloadLine(node, after) {
       done: `Downloaded ${one.name}.`,
       cancelled: `The download of ${one.name} was cancelled; files that are complete are kept.`,
     }[one.state];
-    if (text.dataset.shown !== (state ?? one.message)) {
-      text.dataset.shown = state ?? one.message;
-      text.replaceChildren(state ?? sentence(one.message));
+    const shown = state ?? one.message ?? "";
+    if (text.dataset.shown !== shown) {
+      text.dataset.shown = shown;
+      text.replaceChildren(state ?? sentence(shown));
     }
     if (acts.dataset.for === id) return;
     acts.dataset.for = id;
