@@ -42,13 +42,17 @@ from dynamo.status.recent import PeerRequests
 log = logging.getLogger(__name__)
 _ALONE = (
     "this frontend was not started by dynamo serve: its own figures are shown, and of the buttons "
-    "only Drain has something to act on; start a deployment: dynamo serve GRAPH"
+    "only Drain and those of models on disk have something to act on; start a deployment: dynamo "
+    "serve GRAPH"
 )
+_UNREADABLE = "the status can't be read; the frontend's log says why"
 _INTERVAL_S = 1.0
 _IDLE_S = 10.0
 _SAVE_S = 300.0
 _HISTORY_BYTES = 8 << 20
 _EVENTS = 500
+_FIRST_BYTES = 48 << 10
+"""Of the events for a page that opens: with more it could be taken for one that reads slowly."""
 _SHORTEST_S = 0.2  # after a change, so that a burst of changes costs five samples a second
 _PAGES = 16
 Feed = Callable[[bool], Awaitable[object]]
@@ -101,7 +105,7 @@ class StatusSampler:
         if self.pages.open(exchange, section):
             self._shown.discard(section)  # the new page needs what the others have already
             if self._events:
-                self.pages.send_one(exchange, _events(self._events, True))
+                self.pages.send_one(exchange, _events(_newest(self._events), True))
             self._wake.set()
             self.start()
 
@@ -126,7 +130,7 @@ class StatusSampler:
                     await self._collect()
             except Exception:  # the pages open their streams again
                 log.exception("the status can't be read")
-                self.pages.close("the status can't be read; the frontend's log says why")
+                self.pages.close(_UNREADABLE)
             self._shown.clear()
             if not self.pages:
                 await self._pause()
@@ -140,7 +144,7 @@ class StatusSampler:
         if self.pages:
             self.pages.send(event("status", msgspec.json.encode(status)))
             if happened:
-                self.pages.send(_events(happened, False))
+                self.pages.send(_events(_newest(happened), False))
             await self._send_feeds()
             self._send_more()
         if self._collected_s - self._saved_s >= _SAVE_S:
@@ -152,8 +156,14 @@ class StatusSampler:
             if not self.pages.shows(section):
                 self._shown.discard(section)
                 continue
-            data = await read(section not in self._shown)
-            self._shown.add(section)
+            first = section not in self._shown
+            self._shown.add(section)  # before the read: a page may open while it waits
+            try:
+                data = await read(first)
+            except Exception:  # the pages of the other sections go on
+                log.exception("what %s shows can't be read", section)
+                self.pages.close(_UNREADABLE, section)
+                continue
             if data is not None:
                 self.pages.send(event(section, msgspec.json.encode(data)), section)
 
@@ -192,6 +202,18 @@ class StatusSampler:
             if not self._unwritten:
                 log.warning("cannot write %s: %s", self._source.history_file, error.strerror)
             self._unwritten = True
+
+
+def _newest(events: Iterable[BoxEvent]) -> list[BoxEvent]:
+    """Return the newest events that one message may have."""
+    left = _FIRST_BYTES
+    found: list[BoxEvent] = []
+    for one in reversed([*events]):
+        left -= len(msgspec.json.encode(one)) + 1
+        if left < 0:
+            break
+        found.append(one)
+    return found[::-1]
 
 
 def _events(events: Iterable[BoxEvent], are_all: bool) -> bytes:

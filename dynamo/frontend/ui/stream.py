@@ -243,10 +243,12 @@ class EventStreams:
         else:
             exchange.write(data)
 
-    def close(self, message: str) -> None:
-        """End all streams; their pages show ``message`` and open them again."""
-        for exchange in list(self._open):
-            self.close_one(exchange, message)
+    def close(self, message: str, section: str | None = None) -> None:
+        """End all streams, or those of ``section``; their pages show ``message`` and open them
+        again."""
+        for exchange, shown in list(self._open.items()):
+            if section in (None, shown):
+                self.close_one(exchange, message)
 
     def close_one(self, exchange: Exchange, message: str) -> None:
         """End one stream; the page shows ``message``."""

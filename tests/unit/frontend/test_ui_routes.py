@@ -23,7 +23,7 @@ from dynamo.frontend.access import frontend_access, guard_ui_routes, operator_gu
 from dynamo.frontend.requests.recent import RecentRequests, RequestFigures, RequestInfo
 from dynamo.frontend.ui import source as sampler
 from dynamo.frontend.ui import stream as files
-from dynamo.frontend.ui.route import OwnFacts, UiRoutes
+from dynamo.frontend.ui.route import OPEN_UI_PATHS, OPERATOR_UI_ROUTES, OwnFacts, UiRoutes
 from dynamo.frontend.ui.source import with_own_figures
 from dynamo.http import HttpLimits, HttpServer
 from dynamo.http.api_keys import key_line, new_key
@@ -312,8 +312,25 @@ OPERATORS = (
     "/ui/requests",
     "/ui/requests/x",
     "/ui/content/x",
+    "/ui/models",
+    "/ui/models/hub?find=x",
     "/ui/actions",
 )
+
+
+def test_every_route_of_operators_is_tried() -> None:
+    tried = [path.partition("?")[0] for path in OPERATORS]
+    assert all(any(path.startswith(one) for path in tried) for one in OPERATOR_UI_ROUTES)
+    assert not OPERATOR_UI_ROUTES.keys() & OPEN_UI_PATHS
+
+
+def test_no_two_style_sheets_have_rules_of_one_class() -> None:
+    found: dict[str, set[str]] = {}
+    for path in STATIC.glob("*.css"):
+        wide = path.read_text(encoding="utf-8").partition("@media")[0]
+        for name in re.findall(r"^\.([\w-]+) \{", wide, re.MULTILINE):
+            found.setdefault(name, set()).add(path.name)
+    assert not {name: names for name, names in found.items() if len(names) > 1}
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=" ".join)
@@ -630,3 +647,34 @@ async def test_the_routing_is_read_while_a_page_shows_it(page: Page) -> None:
     await close(another.writer)
     await close(shows.writer)
     await close(plain.writer)
+
+
+async def test_a_section_that_fails_leaves_the_others(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(first: bool) -> object:
+        raise ValueError("no router")
+
+    monkeypatch.setitem(page.routes.sampler._feeds, "routing", fail)
+    plain = await page.stream("/ui/events")
+    shows = await page.stream("/ui/events?show=routing")
+    while (found := await shows.next())[0] == "status":
+        pass
+    assert found[0] == "end" and "the frontend's log says why" in found[1]["message"]
+    for _ in range(2):
+        assert (await plain.next())[0] == "status"
+    await close(shows.writer)
+    await close(plain.writer)
+
+
+async def test_a_page_that_opens_gets_no_more_events_than_it_can_take(page: Page) -> None:
+    page.happened = [BoxEvent(kind="error", at_s=1.0 + n, text="x" * 400) for n in range(500)]
+    events = await page.stream("/ui/events")
+    opened = await page.stream("/ui/events")
+    for one in (events, opened):
+        while (found := await one.next())[0] != "events":
+            pass
+        told = found[1]["events"]
+        assert 90 < len(told) < 120 and told[-1]["at_s"] == 500.0
+        assert len(json.dumps(told, separators=(",", ":"))) <= sampler._FIRST_BYTES + 1
+        await close(one.writer)

@@ -37,7 +37,7 @@ function marks(found) {
   while (strip.childElementCount < found.length) strip.append(make("span"));
   found.forEach((one, index) => {
     const node = strip.children[index];
-    const name = BAD.has(one.kind) ? "mark failed" : "mark";
+    const name = BAD.has(one.kind) ? "failed" : "";
     if (node.className !== name) node.className = name;
     node.style.left = `${(100 * (1 - (shown.end_s - one.at_s) / shown.span_s)).toFixed(2)}%`;
     const title = `${clock(one.at_s)} ${one.kind} ${one.name ?? ""}: ${one.text ?? ""}`;

@@ -176,10 +176,10 @@ function plannerPanel(node) {
 }
 
 function problems(list, texts) {
+  set(list, "hidden", !texts.length); // a page without an operator's key hides it, too
   const text = texts.join("\n");
   if (list.dataset.text === text) return;
   list.dataset.text = text;
-  list.hidden = !texts.length;
   list.replaceChildren(...texts.map((one) => make("li", {}, sentence(one))));
 }
 
