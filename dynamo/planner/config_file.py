@@ -121,7 +121,7 @@ def _own_modes() -> tuple[str, ...]:
 
 
 def _mode(target: Any, where: str) -> str:
-    if target not in _MODES:
+    if not isinstance(target, str) or target not in _MODES:
         raise ConfigError(
             f"{where}: optimization_target must be one of {', '.join(_MODES)}, got {target!r}"
         )

@@ -79,3 +79,8 @@ def test_a_value_out_of_range_names_the_option(
     with pytest.raises(SystemExit):
         read(tmp_path, "max_gpu_budget: -1")
     assert "--max-gpu-budget must be >= 0, got -1" in capsys.readouterr().err
+
+
+def test_a_target_that_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="optimization_target must be one of sla, load"):
+        read(tmp_path, "optimization_target: [sla]")
