@@ -19,6 +19,7 @@ from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.llm.model_source import NamedModel, named_model
 from dynamo.operations.ollama import running_ollama
+from dynamo.runtime.process.paths import write_atomic
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.graph import parse_graph, read_text
 from dynamo.setup.engines import (
@@ -191,7 +192,7 @@ def _write(settings: InitSettings, questions: _Questions) -> None:
     )
     _check(graph)
     key = _new_key(path.absolute().parent / _KEYS) if access == "keys" else ""
-    path.write_text(f"# {graph.served_name} on {engine.name}\n{graph.text()}", encoding="utf-8")
+    _replace(path, f"# {graph.served_name} on {engine.name}\n{graph.text()}")
     print(_next_steps(graph, path, key))
 
 
@@ -210,11 +211,17 @@ def _write_converted(settings: InitSettings, source: str, path: Path) -> None:
     parsed = parse_graph(made.text, str(path))
     runtime = from_env(RuntimeSettings, namespace=parsed.namespace)
     prepare(parsed, from_env(ServeSettings, dry_run=True), runtime)
-    comments = "".join(f"# left out: {line}\n" for line in made.left_out)
-    path.write_text(f"# from {Path(source).name}\n{comments}{made.text}", encoding="utf-8")
-    for line in made.left_out:
+    left_out = [" ".join(line.split()) for line in made.left_out]  # names may have any character
+    comments = "".join(f"# left out: {line}\n" for line in left_out)
+    _replace(path, f"# from {Path(source).name}\n{comments}{made.text}")
+    for line in left_out:
         print(f"left out: {line}")
     print(_steps(path, [f"wrote {path}: {len(parsed.services) - 2} models"]))
+
+
+def _replace(path: Path, text: str) -> None:
+    path = path.resolve()
+    write_atomic(path, text.encode(), durable=path.exists())
 
 
 def _may_replace(path: Path, yes: bool) -> bool:

@@ -160,7 +160,7 @@ class _Converter:
         filters = self._mapping(given, "filters")
         self._filters(model, filters, args)
         aliases = [
-            one if isinstance(one, dict) else {"id": one} for one in given.get("aliases") or ()
+            one if isinstance(one, dict) else {"id": one} for one in self._list(given, "aliases")
         ]
         if aliases:
             args["aliases"] = [str(one.get("id")) for one in aliases]
@@ -174,8 +174,8 @@ class _Converter:
                 self.left_out.append(f"{model}.aliases: all are hidden, or none; these are hidden")
         if given.get("sendLoadingState", self.values.get("sendLoadingState")):
             args["show_loading"] = True
-        if given.get("env"):
-            args["envs"] = dict(str(one).partition("=")[::2] for one in given["env"])
+        if env := self._list(given, "env"):
+            args["envs"] = dict(str(one).partition("=")[::2] for one in env)
         return args
 
     def _filters(self, model: str, filters: Mapping[str, Any], args: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ class _Converter:
 
     def _preload(self, models: Mapping[str, Any]) -> list[str]:
         start = self._mapping(self._mapping(self.values, "hooks"), "on_startup")
-        wanted = [str(name) for name in start.get("preload") or ()]
+        wanted = [str(name) for name in self._list(start, "preload")]
         for name in wanted:
             if name not in models:
                 self.left_out.append(f"hooks.on_startup.preload: no model {name}")
@@ -230,7 +230,7 @@ class _Converter:
         groups: dict[str, _Group] = {}
         for name in (given := self._mapping(self.values, "groups")):
             one = self._mapping(given, name)
-            members = [str(member) for member in one.get("members") or ()]
+            members = [str(member) for member in self._list(one, "members")]
             groups[name] = _Group(
                 members=[member for member in members if member in models],
                 swap=one.get("swap") is not False,
@@ -307,6 +307,14 @@ class _Converter:
             raise ConfigError(f"{self.source}: {key} must be a mapping, got {found!r}")
         return found
 
+    def _list(self, values: Mapping[str, Any], key: str) -> Sequence[Any]:
+        found = values.get(key)
+        if found is None:
+            return ()
+        if not isinstance(found, list):
+            raise ConfigError(f"{self.source}: {key} must be a list, got {found!r}")
+        return found
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -355,7 +363,14 @@ def _command(text: str) -> str:
         words = shlex.split(joined)
     except ValueError as error:
         raise ConfigError(f"cmd {joined!r}: {error}") from None
-    return " ".join(w if "${PORT}" in w and " " not in w else shlex.quote(w) for w in words)
+    return " ".join(_quoted(word) for word in words)
+
+
+def _quoted(word: str) -> str:
+    """Return ``word`` as a shell takes it; ``${PORT}`` alone needs no quotes, for people."""
+    quoted = shlex.quote(word)
+    without = word.replace("${PORT}", "0")
+    return word if shlex.quote(without) == without else quoted
 
 
 def _service_name(model: str, taken: Collection[str]) -> str:

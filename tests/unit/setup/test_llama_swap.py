@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,35 @@ def test_the_command(
     assert init.main(["--from", "swap.yaml", "--write", "b.yaml", "--engine", "vllm"]) == 2
     assert init.main(["--from", "swap.yaml", "--yes"]) == 2  # it is kept
     assert "graph.yaml is kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"models": {"a": {**ONE["a"], "env": "X=1"}}},
+        {"models": {"a": {**ONE["a"], "aliases": 5}}},
+        {"models": ONE, "groups": {"g": {"members": True}}},
+        {"models": ONE, "hooks": {"on_startup": {"preload": "a"}}},
+    ],
+)
+def test_a_list_that_is_none(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"swap\.yaml: \w+ must be a list, got"):
+        graph_of(values)
+
+
+@pytest.mark.parametrize("word", ["""a'${PORT}""", """{"port": ${PORT}}""", "http://h:${PORT}/;x"])
+def test_words_with_a_port_and_quotes_stay_one_word(word: str) -> None:
+    command = shlex.join(["srv", word, "--port", "${PORT}"])
+    found = str(services({"models": {"a": {"cmd": command}}})["a"].options["exec"])
+    assert shlex.split(found) == ["srv", word.replace("${PORT}", "{port}"), "--port", "{port}"]
+
+
+def test_names_of_several_lines_stay_in_comments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, made = tmp_path / "swap.yaml", tmp_path / "graph.yaml"
+    source.write_text(yaml.safe_dump({"models": ONE, "x\nrun: y": 1}))
+    assert init.main(["--from", str(source), "--write", str(made)]) == 0
+    assert "left out: x run: y: not known" in capsys.readouterr().out
+    assert set(yaml.safe_load(made.read_text())) == {"namespace", "Frontend", "Planner", "A"}
+    assert [path.name for path in tmp_path.glob(".*")] == []
