@@ -87,8 +87,8 @@ def _graphs(settings: RunSettings, flags: tuple[str, ...]) -> list[NewGraph]:
     names = [graph.served_name for graph in graphs]
     _check_times(settings, names)
     graphs = [
-        replace(graph, keeps=not {graph.served_name, graph.model.source}.isdisjoint(settings.keep))
-        for graph in graphs
+        replace(graph, keeps=graph.served_name in settings.keep or source in settings.keep)
+        for source, graph in zip(sources, graphs, strict=True)
     ]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(
@@ -114,7 +114,10 @@ def _loaded_first(graphs: Sequence[NewGraph]) -> list[NewGraph]:
     """Return the graphs of a new deployment: on request, only the kept models are loaded at its
     start, and without any the first one."""
     loaded = [graph for graph in graphs if graph.keeps or graph.idle_timeout is None] or graphs[:1]
-    return [graph if graph in loaded else replace(graph, workers=0) for graph in graphs]
+    return [
+        graph if graph in loaded else replace(graph, workers=0, most=graph.workers)
+        for graph in graphs
+    ]
 
 
 def _text(graphs: Sequence[NewGraph]) -> str:

@@ -37,8 +37,8 @@ class NewGraph:
 
     ``gpus`` are those of each worker; 0 without any. ``flags`` are words for the engine. ``name``
     replaces the model's own name in the API. ``engine_url`` is the address of an engine that runs
-    already. With an ``idle_timeout`` a planner loads the model on request, or with ``keeps`` keeps
-    it loaded.
+    already. With an ``idle_timeout`` a planner loads the model on request, up to ``most`` workers
+    or those at the start, or with ``keeps`` keeps it loaded.
     """
 
     model: NamedModel
@@ -54,6 +54,7 @@ class NewGraph:
     engine_url: str | None = None
     idle_timeout: str | None = None
     keeps: bool = False
+    most: int = 1
 
     def text(self) -> str:
         """Return the YAML of :meth:`document`. Raises ConfigError."""
@@ -85,7 +86,7 @@ class NewGraph:
         }
         if self.idle_timeout is not None:
             args |= {"min": self.workers} if self.keeps else {"idle_timeout": self.idle_timeout}
-            args["max"] = max(1, self.workers)
+            args["max"] = max(self.most, self.workers)
             graph["Planner"] = {"run": PLANNER}
         return graph
 

@@ -246,6 +246,20 @@ def test_models_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert [one.scaling.minimum for one in workers.values()] == [0, 1]
 
 
+def test_models_on_request_by_relative_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "AB":
+        shutil.copytree(MODEL, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    words = ["./A", "./B", "--idle-timeout", "1h", "--keep", "./B", "--workers", "2"]
+    assert run.main([*words, "--engine", "mocker", "--dry-run"]) == 0
+    graph = parse_graph(capsys.readouterr().out, "run")
+    workers = [one for one in graph.services if one.name.startswith("Worker")]
+    assert [(one.workers, one.scaling.minimum) for one in workers] == [(0, 0), (2, 2)]
+    assert [one.scaling.maximum for one in workers] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
