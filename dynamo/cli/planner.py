@@ -65,8 +65,9 @@ def _set(words: Sequence[str]) -> int:
         )
         runtime = chosen_runtime(deployment.namespace)
         state = asyncio.run(BoxActions(runtime).change_planner(change))
-        events = BoxEventLog(state_path(runtime) / runtime.namespace)
-        events.add("planner", "planner", msgspec.json.encode(change).decode(), by=actor())
+        if change != PlannerChange():
+            events = BoxEventLog(state_path(runtime) / runtime.namespace)
+            events.add("planner", "planner", msgspec.json.encode(change).decode(), by=actor())
     except (DynamoError, OSError) as error:
         print(f"dynamo planner set: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InvalidArgument) else 1

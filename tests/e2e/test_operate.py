@@ -217,6 +217,9 @@ def _unload(box: Box) -> None:
 def _kill_planner(box: Box) -> None:
     shown = box.dynamo("planner", "set", "--ttft", "900", "--min", "Other=0", "--json")
     assert json.loads(shown.stdout)["ttft_ms"] == 900
+    assert box.dynamo("planner", "set").returncode == 0  # shows them: nothing has changed
+    events = box.dynamo("events", "--name", "planner", "--json").stdout.splitlines()
+    assert sum(json.loads(line)["kind"] == "planner" for line in events) == 1
     report = json.loads((box.run_dir / "planner.json").read_text())
     os.kill(report["pid"], signal.SIGKILL)
 
