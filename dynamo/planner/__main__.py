@@ -155,19 +155,29 @@ class DecisionWriter(LoopObserver):
         self._log = DecisionLog(path)
         self._events = events
         self._failed = False
+        self._postponed: dict[str, tuple[tuple[str, int, int], ...]] = {}
 
     def finished(self, record: DecisionRecord) -> None:
         """See :class:`LoopObserver`."""
-        if record.changes and record.outcome != "no-operation":
-            changed = (pool for pool in record.pools if pool.before != pool.wanted)
-            text = "; ".join(pool.text(with_figures=False) for pool in changed)
-            self._events.add("scaled", record.model, text, model=record.model, by="planner")
+        if record.outcome != "no-operation":
+            self._add_event(record)
         try:
             self._log.append(record)
         except OSError as error:
             if not self._failed:
                 log.error("cannot write %s: %s", self._log.path, error.strerror)
             self._failed = True
+
+    def _add_event(self, record: DecisionRecord) -> None:
+        """Add an event of what was changed; once, if each decision tries the same in vain."""
+        changed = [pool for pool in record.pools if pool.before != pool.wanted]
+        steps = tuple((pool.pool, pool.before, pool.wanted) for pool in changed)
+        known = self._postponed.pop(record.model, ())
+        if record.outcome == "failed":
+            self._postponed[record.model] = steps
+        if changed and (record.outcome != "failed" or steps != known):
+            text = "; ".join(pool.text(with_figures=False) for pool in changed)
+            self._events.add("scaled", record.model, text, model=record.model, by="planner")
 
 
 async def _run(runtime: DistributedRuntime, backend: Backend, control: PlannerControl) -> None:

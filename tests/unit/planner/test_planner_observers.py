@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.observability.metrics import Registry
+from dynamo.planner.__main__ import DecisionWriter
 from dynamo.planner.live.actions import WorkerAction
 from dynamo.planner.policies.base import (
     Observation,
@@ -24,10 +25,11 @@ from dynamo.planner.policies.base import (
     WorkerLoad,
 )
 from dynamo.planner.reports import tensorboard
-from dynamo.planner.reports.decisions import DecisionRecord
+from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
 from dynamo.planner.reports.explain import StateFile
 from dynamo.planner.reports.metrics import PlannerMetrics
 from dynamo.planner.reports.tensorboard import TensorboardLog, default_log_dir
+from dynamo.serve.state.events import BoxEventLog
 
 NAMES = {
     "num_prefill_replicas",
@@ -278,3 +280,25 @@ def test_figures_without_a_value_are_left_out(tmp_path: Path) -> None:
 
 def test_the_default_directory_has_the_time() -> None:
     assert re.fullmatch(r"logs/\d{4}_\d{6}", str(default_log_dir()))
+
+
+def test_a_change_that_waits_is_one_event(tmp_path: Path) -> None:
+    class Events(BoxEventLog):
+        def add(self, kind: str, name: str = "", text: str = "", **more: object) -> None:
+            texts.append(text)
+
+    def change(wanted: int, outcome: str, error: str = "") -> DecisionRecord:
+        pool = PoolChange(pool="decode", before=1, wanted=wanted, rule="busy", error=error)
+        return DecisionRecord(at_s=0, model="m", mode="load", pools=(pool,), outcome=outcome)
+
+    texts: list[str] = []
+    writer = DecisionWriter(tmp_path / "decisions.jsonl", Events(tmp_path))
+    for seconds in (9, 4):
+        writer.finished(change(2, "failed", f"the next one may begin in {seconds} s"))
+    writer.finished(change(2, "no-operation"))
+    writer.finished(change(1, "unchanged"))
+    assert len(texts) == 1 and texts[0].endswith("in 9 s)")
+    for _ in range(2):
+        writer.finished(change(2, "done"))
+    writer.finished(change(3, "failed", "no GPU"))
+    assert len(texts) == 4
