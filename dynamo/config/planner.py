@@ -10,6 +10,7 @@ from dynamo.errors import ConfigError
 _SHARING_OPTIONS = {
     "idle_timeout_s": "it ends the last worker of a model",
     "min_residency_s": "it is how long models that share GPUs keep them",
+    "max_sleeping_workers": "it is how many workers wait without a GPU until they are woken",
 }
 
 

@@ -118,7 +118,7 @@ class WorkerActions:
         return self._run_all(work)
 
     def cancel_adds(self) -> None:
-        """Cancel the adds in flight: the connector undoes them."""
+        """Cancel the adds in flight; the connector undoes them, or its next repair keeps them."""
         for task in self._adding:
             task.cancel()
 

@@ -175,9 +175,10 @@ class ScalingLoop:
         ]
 
     async def stop(self, timeout_s: float) -> None:
-        """Decide nothing more: cancel starts, which undoes them, and let removals finish.
+        """Decide nothing more: cancel starts, and let removals finish.
 
-        Those that last longer than ``timeout_s`` are cancelled.
+        Removals that last longer than ``timeout_s`` are cancelled. Starts are taken back in a
+        cluster; on one machine a worker starts on, and the next planner keeps it.
         """
         self._stopped.set()
         self._woken.set()

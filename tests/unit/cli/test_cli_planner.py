@@ -101,6 +101,7 @@ CLUSTER = ("--environment", "kubernetes", "--graph-deployment", "my-graph")
         ([*CLUSTER, "--min-gpu-budget", "0"], "Use at least 1"),
         ([*CLUSTER, "--idle-timeout", "60"], "--idle-timeout with --environment kubernetes: it"),
         ([*CLUSTER, "--min-residency", "60"], "needs the GPUs of one machine"),
+        ([*CLUSTER, "--max-sleeping-workers", "1"], "--max-sleeping-workers with --environment"),
         (["--min-gpu-budget", "9"], "is above --max-gpu-budget 8"),
         (["--metric-pulling-interval", "31"], "is above --adjustment-interval 30"),
         (["--environment", "virtual"], "must be one of local, kubernetes"),
