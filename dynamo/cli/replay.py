@@ -113,22 +113,30 @@ def _texts(found: Any) -> Iterator[str]:
     """Yield the texts of a chunk or an answer: chat, completions, messages, responses."""
     if not isinstance(found, dict):
         return
-    kind = found.get("type", "")
+    kind = str(found.get("type"))
     if kind == "response.output_text.delta":
-        yield str(found.get("delta", ""))
+        yield _text(found.get("delta"))
         return
     if kind.startswith("response."):  # what has come in deltas already
         return
-    for choice in found.get("choices") or ():
+    for choice in _objects(found.get("choices")):
         message = choice.get("delta") or choice.get("message") or choice
-        yield message.get("content") or message.get("text") or ""
-    delta = found.get("delta")
-    if isinstance(delta, dict):
-        yield delta.get("text") or ""
-    for item in (*(found.get("output") or ()), found):
-        for part in item.get("content") or ():
-            if isinstance(part, dict):
-                yield part.get("text") or ""
+        if isinstance(message, dict):
+            yield _text(message.get("content")) or _text(message.get("text"))
+    for delta in _objects([found.get("delta")]):
+        yield _text(delta.get("text"))
+    for item in (*_objects(found.get("output")), found):
+        for part in _objects(item.get("content")):
+            yield _text(part.get("text"))
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """Return the objects in a list; servers of others may send anything."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _send(target: Target, record: RecordedContent, body: bytes, timeout_s: float) -> Replayed:
