@@ -15,6 +15,7 @@ from dynamo.frontend.apis.operator.content import (
     MIB,
     ContentCopy,
     ContentRecording,
+    HeldBytes,
     cleaned,
     response_body,
 )
@@ -67,12 +68,32 @@ def test_the_body_of_a_response_with_any_framing() -> None:
     assert response_body(b"") == b""
 
 
+def test_the_body_of_a_response_whose_head_was_sent_before() -> None:
+    """As by the progress of a load."""
+    assert response_body(b"3\r\na\r\n\r\n2\r\nbc\r\n0\r\n\r\n") == b"a\r\nbc"
+    assert response_body(b"data: {}\n\n") == b"data: {}\n\n"
+
+
 def test_a_long_response_is_cut() -> None:
-    copy = ContentCopy(b"x")
+    held = HeldBytes()
+    copy = ContentCopy(b"x", held)
     for _ in range(3):
         copy.add(b"x" * (content.BODY_BYTES // 2))
     copy.add(b"y")
     assert copy.cut and copy.size_bytes == content.BODY_BYTES
+    assert held.count == content.BODY_BYTES + 1
+    del copy
+    assert held.count == 0
+
+
+def test_the_responses_of_running_requests_are_bounded_together() -> None:
+    held = HeldBytes()
+    copies = [ContentCopy(b"x", held) for _ in range(300)]
+    for copy in copies:
+        copy.add(b"x" * content.BODY_BYTES)
+    assert held.count <= 64 * MIB + content.BODY_BYTES + 300
+    assert copies[0].response and not copies[0].cut
+    assert copies[-1].cut and not copies[-1].response
 
 
 class Client:
@@ -151,4 +172,7 @@ async def test_the_time_is_bounded() -> None:
     client: Any = Client()
     recording = ContentRecording(client, None, MIB, time.monotonic() + 0.05)
     assert await recording.send() == "its time is over"
+    for number in range(3):  # requests that end all the time do not prolong it
+        end(recording, begun(recording, 10), f"r{number}")
     assert await recording.send() == "its time is over"
+    assert client.lines == []

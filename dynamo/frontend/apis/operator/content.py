@@ -10,7 +10,6 @@ import asyncio
 import logging
 import re
 import time
-import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -40,26 +39,46 @@ _KEYS = re.compile(
 _FIELDS = re.compile(
     rb'((?:api[_-]?key|password|passwd|secret|authorization|token)\\*"\s*:\s*\\*")[^"\\]+', re.I
 )
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
+
+
+class HeldBytes:
+    """The bytes of all copies that are in memory."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 class ContentCopy:
-    """The body of a request, and its response as it is sent: head, framing and all."""
+    """The body of a request, and its response as it is sent: head, framing and all.
 
-    __slots__ = ("__weakref__", "body", "cut", "response", "size_bytes")
+    A response that has begun before has neither head nor beginning. ``held`` are the bytes of all
+    copies, of which this one is a part as long as anything refers to it.
+    """
 
-    def __init__(self, body: bytes) -> None:
+    __slots__ = ("_held", "body", "cut", "response", "size_bytes")
+
+    def __init__(self, body: bytes, held: HeldBytes) -> None:
         self.body = body
         self.response: list[bytes] = []
         self.size_bytes = 0
         self.cut = False
+        self._held = held
+        held.count += len(body)
+
+    def __del__(self) -> None:
+        self._held.count -= len(self.body) + self.size_bytes
 
     def add(self, data: bytes) -> None:
-        """Keep a piece of the response, up to the limit."""
-        if self.size_bytes + len(data) > BODY_BYTES:
+        """Keep a piece of the response, up to the limits of one and of all."""
+        if self.size_bytes + len(data) > BODY_BYTES or self._held.count > _OPEN_BYTES:
             self.cut = True
         if not self.cut:
             self.response.append(data)
             self.size_bytes += len(data)
+            self._held.count += len(data)
 
 
 class ContentRecording:
@@ -77,7 +96,7 @@ class ContentRecording:
         self._limit_bytes = limit_bytes
         self._begun_s = time.monotonic()
         self._until_s = until_s
-        self._open: weakref.WeakSet[ContentCopy] = weakref.WeakSet()
+        self._held = HeldBytes()
         self._waiting: deque[tuple[ContentCopy, RecordedContent]] = deque()
         self._waiting_bytes = self._sent_bytes = self._shown_bytes = 0
         self._shown: dict[str, bytes] = {}
@@ -89,10 +108,8 @@ class ContentRecording:
 
         Nothing of it if the bodies of running requests exceed 64 MiB.
         """
-        held_bytes = sum(len(one.body) + one.size_bytes for one in self._open)
-        if len(exchange.body) <= BODY_BYTES and held_bytes <= _OPEN_BYTES:
-            copy = ContentCopy(exchange.body)
-            self._open.add(copy)
+        if len(exchange.body) <= BODY_BYTES and self._held.count <= _OPEN_BYTES:
+            copy = ContentCopy(exchange.body, self._held)
             exchange.copy_to(copy, copy.add)
 
     def ended(self, request: ActiveRequest) -> None:
@@ -122,7 +139,7 @@ class ContentRecording:
         """Send what ends, until the recording is over; return why it is."""
         while True:
             self._wake.clear()
-            while self._waiting:
+            while self._waiting and time.monotonic() < self._until_s:
                 line = await self._next_line()
                 if self._sent_bytes + len(line) > self._limit_bytes:
                     return f"{self._limit_bytes >> 20} MiB are recorded"
@@ -149,7 +166,10 @@ class ContentRecording:
         body = cleaned(copy.body)
         await asyncio.sleep(0)
         response = cleaned(response_body(b"".join(copy.response)))
-        note = f"the response is longer than {BODY_BYTES >> 10} KiB: its end is missing"
+        note = (
+            f"the end of the response is missing: it is longer than {BODY_BYTES >> 10} KiB, or "
+            f"running requests had more than {_OPEN_BYTES >> 20} MiB"
+        )
         content = msgspec.structs.replace(
             content, body=body, response=response, note=note if copy.cut else ""
         )
@@ -177,16 +197,22 @@ def cleaned(text: bytes) -> str:
 
 
 def response_body(raw: bytes) -> bytes:
-    """Return the body of a response that this server sent, as far as it is there."""
-    head, _, body = raw.partition(b"\r\n\r\n")
-    if b"transfer-encoding: chunked" not in head.lower():
-        return body
+    """Return the body of a response that this server sent, as far as it is there. O(n).
+
+    Without a head, which a part of the response that is not there had, it is what follows.
+    """
+    place, chunked = 0, _CHUNK.match(raw) is not None
+    if raw.startswith(b"HTTP/"):
+        head, end, _ = raw.partition(b"\r\n\r\n")
+        place = len(head) + len(end)
+        chunked = b"transfer-encoding: chunked" in head.lower()
+    if not chunked:
+        return raw[place:]
     pieces = []
-    while body:
-        size, _, rest = body.partition(b"\r\n")
-        count = int(size or b"0", 16)
-        pieces.append(rest[:count])
-        body = rest[count + 2 :]
+    while found := _CHUNK.match(raw, place):
+        start, count = found.end(), int(found[1], 16)
+        pieces.append(raw[start : start + count])
+        place = start + count + 2
         if not count:
             break
     return b"".join(pieces)
