@@ -247,6 +247,7 @@ class OnDemandModels:
         held.comments = held.comments and record.model_input != HTTP_INPUT
         if self._args.get(record.model, _NO_ARGS).show_loading:
             held.model, held.progress = name, partial(self._progress, record.model)
+            held.reasoning_field = self._settings.reasoning_field_name
         held.wait()
         return True
 
@@ -273,7 +274,7 @@ class OnDemandModels:
         if record is None or record.loading_since is None:
             return f"waiting for a GPU, {self._queue(model).oldest_s():.0f} s"
         elapsed_s = max(0.0, time.time() - record.loading_since)
-        if record.load_s is None:
+        if not record.load_s:
             return f"loading, {elapsed_s:.0f} s"
         return f"loading {min(_ALMOST, 100 * elapsed_s / record.load_s):.0f} %"
 

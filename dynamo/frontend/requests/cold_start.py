@@ -292,7 +292,7 @@ class HeldExchange:
     """A request whose body is not parsed yet; ``again`` handles it from the start.
 
     ``comments``: a stream of it may begin with comments. ``progress``, if set, returns how far the
-    load is: a chat stream shows it as reasoning of ``model``.
+    load is: a chat stream shows it as reasoning of ``model``, in ``reasoning_field``.
     """
 
     def __init__(
@@ -307,6 +307,7 @@ class HeldExchange:
         self.comments = exchange.path in _STREAMED_PATHS
         self.model = ""
         self.progress: Callable[[], str] | None = None
+        self.reasoning_field = "reasoning_content"
         self._shown = ""
         self._shown_s = 0.0
         self._exchange = exchange
@@ -350,7 +351,10 @@ class HeldExchange:
             self._write(text)
 
     def show_progress(self) -> bool:
-        """Send a chunk with the progress once a second, if it has changed."""
+        """Send a chunk with the progress once a second, if it has changed.
+
+        False if it has not for a while: then a comment shows that the connection is alive.
+        """
         exchange = self._exchange
         if self.progress is None or not self._streams or exchange.path != _CHAT_PATH:
             return False
@@ -369,13 +373,13 @@ class HeldExchange:
                 "choices": [
                     {
                         "index": 0,
-                        "delta": {"role": "assistant", "reasoning_content": f"{text}\n"},
+                        "delta": {"role": "assistant", self.reasoning_field: f"{text}\n"},
                         "finish_reason": None,
                     }
                 ],
             }
             self._write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
-        return True
+        return now_s - self._shown_s < _COMMENT_EVERY_S
 
     def _write(self, text: bytes) -> None:
         """Send a part of the stream, which begins the response; none to a slow client."""

@@ -567,7 +567,9 @@ async def test_a_stream_shows_the_progress_of_the_load(
     monkeypatch.setattr(cold_start, "_PROGRESS_EVERY_S", 0.01)
     write_graph(tmp_path, "Worker", args={"show_loading": True})
     body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-    async with running(tmp_path, cold_start_timeout_s=2.0 if fails else 600.0) as site:
+    name = "reasoning" if fails else "reasoning_content"
+    timeout_s = 2.0 if fails else 600.0
+    async with running(tmp_path, cold_start_timeout_s=timeout_s, reasoning_field_name=name) as site:
         since = time.time() - 4
         record = OnDemandModel("ns", "tiny", load_s=10.0, loading_since=since)
         await site.planner.announce(record)
@@ -582,7 +584,7 @@ async def test_a_stream_shows_the_progress_of_the_load(
             lines = answer.aiter_lines()
             first = json.loads((await anext(lines)).removeprefix("data: "))
             delta = first["choices"][0]["delta"]
-            percent = re.fullmatch(r"loading (\d+) %\n", delta["reasoning_content"])
+            percent = re.fullmatch(r"loading (\d+) %\n", delta[name])
             assert percent is not None and 40 <= int(percent[1]) <= 99
             if not fails:
                 await site.worker()
@@ -594,6 +596,29 @@ async def test_a_stream_shows_the_progress_of_the_load(
             assert {one["id"] for one in rest} == {first["id"]}
             assert rest[-1]["choices"][0]["finish_reason"] == "stop"
             assert "loading" not in (await unary).text
+
+
+async def test_comments_follow_when_the_progress_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "_WAITING_TICK_S", 0.02)
+    monkeypatch.setattr(cold_start, "_COMMENT_EVERY_S", 0.05)
+    write_graph(tmp_path, "Worker", args={"show_loading": True})
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with running(tmp_path) as site:
+        since = time.time() - 500
+        await site.planner.announce(OnDemandModel("ns", "tiny", load_s=1.0, loading_since=since))
+        models = site.frontend.models.on_demand
+        await until(lambda: (seen := models.record("tiny")) is not None and seen.load_s == 1)
+        async with site.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            async with asyncio.timeout(60):
+                shown = []
+                async for line in lines:
+                    shown.append(line)
+                    if line.startswith(": loading, "):
+                        break
+        assert "loading 99 %" in shown[0]
 
 
 async def test_progress_without_a_known_load_time(tmp_path: Path) -> None:
