@@ -16,6 +16,7 @@ from test_service import frontend
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import ConfigError
+from dynamo.frontend.apis.extensions import route
 from dynamo.frontend.apis.extensions.route import load_routes
 from dynamo.llm import FrontendExtensionContext, FrontendResponse, FrontendRoute
 
@@ -125,6 +126,34 @@ async def test_requests_to_extensions(extension: Any, tmp_path: Path) -> None:
         assert (await get(port, "/fails"))[0] == 500
         assert await get(port, "/v1/mine") == (200, [1])
         assert main not in threads
+
+
+async def test_handlers_whose_clients_left_count_until_they_end(
+    extension: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route, "_MAX_RUNNING", 1)
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(context: FrontendExtensionContext) -> Any:
+        entered.set()
+        leave.wait(60)
+
+    extension.routes = lambda: [FrontendRoute("GET", "/slow", slow)]
+    settings = FrontendSettings(http_port=0, route_extensions=("their_routes:routes",))
+    async with frontend(tmp_path, settings=settings) as one:
+        _, port = await one.start()
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert await asyncio.to_thread(entered.wait, 60)
+        writer.close()
+        async with asyncio.timeout(60):
+            while any(task.get_name() == "/slow" for task in asyncio.all_tasks()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await get(port, "/slow"))[0] == 503
+        leave.set()
+        async with asyncio.timeout(60):
+            while (await get(port, "/slow"))[0] == 503:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models/mine", "/v1/chat/completions"])

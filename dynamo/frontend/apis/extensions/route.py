@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import entry_points
@@ -47,7 +48,7 @@ class ExtensionRoutes:
         self._models = models
         self._requests = requests
         self._tasks = tasks
-        self._running = 0
+        self._free = threading.BoundedSemaphore(_MAX_RUNNING)
 
     def install(self, routes: Routes) -> None:
         """Add the routes, after all others. Raises ConfigError for a path that is taken."""
@@ -59,15 +60,20 @@ class ExtensionRoutes:
             log.info("route GET %s is that of an extension", extension.path)
 
     async def _serve(self, extension: FrontendRoute, exchange: Exchange) -> None:
-        if self._running >= _MAX_RUNNING:
+        context = self._context()
+        if not self._free.acquire(blocking=False):
             exchange.refuse(503, "Too many requests to extensions are running, please retry")
             return
-        self._running += 1
+        exchange.respond(*await in_daemon_thread(self._answer, extension, context))
+
+    def _answer(
+        self, extension: FrontendRoute, context: FrontendExtensionContext
+    ) -> tuple[int, bytes]:
+        """Call the handler. Its thread outlives a client that leaves, and counts until it ends."""
         try:
-            status, body = await in_daemon_thread(_answer, extension, self._context())
+            return _answer(extension, context)
         finally:
-            self._running -= 1
-        exchange.respond(status, body)
+            self._free.release()
 
     def _context(self) -> FrontendExtensionContext:
         entries = self._models.entries()
