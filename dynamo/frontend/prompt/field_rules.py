@@ -30,6 +30,8 @@ _OWN_NAMES: Mapping[str, Mapping[str, str]] = {
     "/v1/chat/completions": {},
 }
 """The paths whose bodies have such fields, and the names there that differ."""
+_ECHOED = {"temperature": 1.0, "top_p": 1.0, "max_output_tokens": None}
+"""What a response of ``/v1/responses`` shows of a request without these fields."""
 _CHAT_ONLY = _CHAT - _COMPLETION
 _NULL = msgspec.Raw(b"null")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -48,10 +50,13 @@ class FieldRules:
         """Change a request that is decoded. O(fields of the rules)."""
         is_chat = isinstance(request, ChatCompletionRequest)
         known, defaults = (_CHAT, self._chat) if is_chat else (_COMPLETION, self._completion)
+        echo = getattr(getattr(request, "origin", None), "echo", {})
         for name in self._forbid & known:
             setattr(request, name, None)
+            shown = _OWN_NAMES["/v1/responses"].get(name, name)
+            if shown in echo and shown in _ECHOED:
+                echo[shown] = _ECHOED[shown]
         limited = any(getattr(request, name, None) is not None for name in _LIMITS)
-        echo = getattr(getattr(request, "origin", None), "echo", {})
         for name, value in defaults.items():
             if getattr(request, name) is None and not (limited and name in _LIMITS):
                 setattr(request, name, value)

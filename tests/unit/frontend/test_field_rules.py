@@ -44,6 +44,13 @@ def test_other_apis() -> None:
     assert response.origin.echo["max_output_tokens"] == 50
 
 
+def test_a_response_shows_no_field_that_is_forbidden() -> None:
+    body = {"model": "m", "input": "hi", "temperature": 2, "max_output_tokens": 9}
+    found = applied(parse_response, body, FieldRules({}, ["temperature", "max_tokens"]))
+    assert (found.temperature, found.max_tokens) == (None, None)
+    assert (found.origin.echo["temperature"], found.origin.echo["max_output_tokens"]) == (1.0, None)
+
+
 def test_a_field_that_is_forbidden_and_has_a_default_is_the_graphs() -> None:
     rules = FieldRules({"temperature": 0.6}, ["temperature"])
     assert applied(parse_chat, {**CHAT, "temperature": 2}, rules).temperature == 0.6
