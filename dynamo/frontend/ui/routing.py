@@ -29,6 +29,8 @@ _DECISIONS = 100
 """Of one event."""
 _IDLE_S = 5.0
 """Load reports are read for so long after the last look."""
+_REPORTS = 1000
+"""Publishers whose newest report is kept; those that have been silent longest go first."""
 _decode_loads = codec.decoder(list[KvMetrics]).decode
 
 
@@ -130,7 +132,10 @@ class LoadReports:
         self._payloads.clear()
 
     def _on_loads(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+        self._payloads.pop(publisher_id, None)
         self._payloads[publisher_id] = payload
+        if len(self._payloads) > _REPORTS:
+            del self._payloads[next(iter(self._payloads))]
 
 
 class RoutingFeed:

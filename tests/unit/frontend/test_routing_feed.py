@@ -13,6 +13,7 @@ import pytest
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.frontend.requests.recent import Prefilled, RequestFigures, RequestInfo
+from dynamo.frontend.ui import routing
 from dynamo.frontend.ui.routing import RoutedPool, RoutingFeed
 from dynamo.protocols import codec
 from dynamo.protocols.control import RuntimeConfig
@@ -145,5 +146,21 @@ async def test_decisions_of_the_last_minute_then_those_since() -> None:
         assert abs(newest.at_s - (view.at_s - 8.7)) < 30
         await site.feed.read(False)
         assert site.after_s >= now_s - 0.6
+    finally:
+        site.feed.close()
+
+
+async def test_reports_of_workers_that_are_gone_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(routing, "_REPORTS", 2)
+    site = Site(picker((7, 8), mode="kv"))
+    try:
+        await site.feed.read(True)
+        for publisher in (1, 2, 1, 3):  # 2 has been silent longest
+            loads = [KvMetrics(6 + publisher, 0, num_requests_running=publisher)]
+            site.runtime.open["ns", "backend"](publisher, 1, codec.encode(loads))
+        (pool,) = (await site.feed.read(False)).pools
+        assert (by_worker(pool)["7"].running, by_worker(pool)["8"].running) == (1, None)
     finally:
         site.feed.close()
