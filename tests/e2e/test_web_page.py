@@ -326,6 +326,9 @@ def test_with_keys_the_page_asks_for_one(browser: Browser, tmp_path: Path) -> No
         page.wait_for_selector("#who:has-text('root · user')")
         page.wait_for_selector("#chat", state="visible")
         page.wait_for_selector("#problems", state="hidden")
+        keys.write_text(key_line("root", "operator", operator))
+        page.wait_for_selector("#who:has-text('root · operator')")
+        page.wait_for_selector("#problems:has-text('was not started by dynamo serve')")
         assert page.evaluate("localStorage.length") == 0
         page.close()
     finally:

@@ -204,8 +204,9 @@ async function showModels() {
   }
 }
 
+// The role of the key may change, too.
 setInterval(() => {
-  if (about.role === "user" && !document.hidden) showModels();
+  if (about.role === "user" && !document.hidden) start();
 }, MODELS_MS);
 
 function readyFirst(one, other) {
