@@ -193,6 +193,25 @@ def test_a_receipt_has_both_routes_with_names(site: ScriptedPage, browser: Brows
     page.context.close()
 
 
+def test_a_late_receipt_does_not_replace_the_one_asked_for_since(
+    site: ScriptedPage, browser: Browser
+) -> None:
+    for number in (1, 2):
+        site.records[f"request-{number:04}"] = record(number)
+    page = site.open(browser, "requests")
+    held: list[Any] = []
+    page.route("**/ui/requests/request-0001", held.append)
+    with page.expect_request("**/ui/requests/request-0001"):
+        page.evaluate("location.hash = 'requests/request-0001'")
+    page.evaluate("location.hash = 'requests/request-0002'")
+    page.wait_for_selector("[title=request-0002]")
+    with page.expect_response("**/ui/requests/request-0001"):
+        held[0].continue_()
+    page.wait_for_timeout(200)
+    assert shown(page) == ["request-0002"]
+    page.context.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_keyboard_reaches_it_and_axe_finds_nothing_serious(
     site: ScriptedPage, browser: Browser, scheme: str

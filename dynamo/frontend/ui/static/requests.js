@@ -14,7 +14,8 @@ const NAMES = 2000;
 const open = new Set();
 const receipts = new Map();
 const pinned = new Map();
-let linked = null; // the request that the address of the page names
+let asked = ""; // the id in the address of the page
+let linked = null; // its request
 const names = new Map();
 let kept = []; // newest first
 let frozen = null; // what is shown while paused
@@ -276,14 +277,18 @@ async function pause() {
 
 // Opens the request that the address names, kept in the list or not; "" for none.
 async function reveal(id) {
+  asked = id;
   linked = null;
   try {
-    if (id) {
-      linked = await getJson(`ui/requests/${encodeURIComponent(id)}`);
+    const found = id && await getJson(`ui/requests/${encodeURIComponent(id)}`);
+    if (id !== asked) return; // the address has another one now
+    if (found) {
+      linked = found;
       receipts.set(keyOf(linked), linked);
       open.add(keyOf(linked));
     }
   } catch (error) {
+    if (id !== asked) return;
     toast(error.message, "failed");
   }
   redraw();
