@@ -200,7 +200,7 @@ def test_a_late_receipt_does_not_replace_the_one_asked_for_since(
         site.records[f"request-{number:04}"] = record(number)
     page = site.open(browser, "requests")
     held: list[Any] = []
-    page.route("**/ui/requests/request-0001", held.append)
+    page.route("**/ui/requests/request-0001", lambda route: held.append(route))
     with page.expect_request("**/ui/requests/request-0001"):
         page.evaluate("location.hash = 'requests/request-0001'")
     page.evaluate("location.hash = 'requests/request-0002'")

@@ -325,7 +325,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             await process.wait()
     except TimeoutError:
         pass
-    finally:  # also if the frontend stops meanwhile
+    finally:  # also if the frontend stops now
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
