@@ -19,14 +19,18 @@ _OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
 _OPEN_WITH_UI = _OPEN_PATHS | OPEN_UI_PATHS
 _OPERATOR_ROUTES = {
     "/v1/route": ("GET", "HEAD", "POST"),
-    "/v1/planner": ("GET", "HEAD", "POST"),
     "/v1/record": ("GET", "HEAD"),
     "/v1/status": ("GET", "HEAD"),
     "/v1/requests": ("GET", "HEAD"),
     "/v1/requests/": ("GET", "HEAD"),
     "/busy_threshold": ("POST",),
 }
-_RESERVED_PATHS = _OPEN_WITH_UI | _OPERATOR_ROUTES.keys() | OPERATOR_UI_ROUTES.keys()
+_SHARED_ROUTES = {"/v1/planner": ("GET", "HEAD", "POST")}
+"""Routes of operators that the web page calls, too."""
+
+_RESERVED_PATHS = (
+    _OPEN_WITH_UI | _OPERATOR_ROUTES.keys() | _SHARED_ROUTES.keys() | OPERATOR_UI_ROUTES.keys()
+)
 _KEY_REQUESTS = counter(
     "dynamo_frontend_api_key_requests_total", "Requests with a valid API key, by its name", "key"
 )
@@ -58,10 +62,15 @@ def operator_guard(settings: FrontendSettings, own_pages: bool = False) -> Opera
     return OperatorGuard(settings.api_key_file is not None, names, own_pages=own_pages)
 
 
-def guard_operator_routes(routes: Routes, guard: OperatorGuard) -> None:
-    """Admit only operators to the routes that change or explain what the router does."""
+def guard_operator_routes(routes: Routes, guard: OperatorGuard, page_guard: OperatorGuard) -> None:
+    """Admit only operators to the routes that change or explain what the deployment does.
+
+    ``page_guard`` is for those of them that the web page calls.
+    """
     for path, methods in _OPERATOR_ROUTES.items():
         routes.wrap(path, methods, guard.before)
+    for path, methods in _SHARED_ROUTES.items():
+        routes.wrap(path, methods, page_guard.before)
 
 
 def guard_ui_routes(routes: Routes, guard: OperatorGuard) -> None:

@@ -199,7 +199,8 @@ class Frontend:
         PlannerRoutes(self._runtime, tasks, requests.overload_status).install(routes)
         self._status.install(routes)
         RecentRoutes(requests.metrics.recent).install(routes)
-        guard_operator_routes(routes, guard)
+        page_guard = operator_guard(self._settings, own_pages=self._settings.serves_ui)
+        guard_operator_routes(routes, guard, page_guard)
 
     def _install_extensions(self, routes: Routes) -> None:
         """Add the routes of other packages, which may have no path of the frontend's own."""

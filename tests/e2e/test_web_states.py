@@ -75,7 +75,7 @@ def test_the_planner_s_button_keeps_the_focus(site: ScriptedPage, browser: Brows
 
     site.show(planner=planner(9.0))
     page = site.open(browser)
-    button = page.locator("#planner button")
+    button = page.locator("#planner .acts button")
     button.focus()
     for next_s in (8.0, 7.0):
         site.show(planner=planner(next_s))

@@ -1,8 +1,9 @@
-// Models, workers, the planner.
+// Models, workers, other services.
 
 import { age, badge, bar, byId, bytes, causeNote, count, liveTable, make, NONE, percent, rate, seconds, sentence, set, setText } from "./dom.js";
 import * as gpuPanel from "./gpus.js";
 import { toolTable } from "./lists.js";
+import * as plannerPanel from "./planner.js";
 import { act, confirmed } from "./server.js";
 
 const WARNINGS = {
@@ -17,7 +18,7 @@ const STATES = {
 
 // `warn()` says what to ask before, besides what is always asked.
 function action(name, target, warn) {
-  const label = name[0].toUpperCase() + name.slice(1).replace(/_(planner|model)/, "");
+  const label = name[0].toUpperCase() + name.slice(1).replace("_model", "");
   const button = make("button", { type: "button", "aria-label": `${label} ${target}` }, label);
   button.addEventListener("click", async () => {
     const warning = WARNINGS[name] ?? warn?.(name);
@@ -149,32 +150,6 @@ const OTHERS = (openLogs) => [
   { label: "Actions", class: "acts", fill: (cell, row) => actions(cell, row.name, ["restart"], [logsButton(row.name, openLogs)]) },
 ];
 
-// The nodes stay, so that a button keeps the keyboard's focus while the time runs.
-function plannerPanel(node) {
-  const none = make("p", { class: "dim" }, "No planner in this deployment: the number of workers stays as it is.");
-  const [state, mode, next, acts] = [make("span"), make("span"), make("span", { class: "dim" }), make("span", { class: "acts" })];
-  const head = make("p", {}, make("b", {}, "Planner "), state, " ", mode, " ", next, acts);
-  const list = make("ul");
-  const empty = make("p", { class: "dim" }, "No decision yet.");
-  node.replaceChildren(none, head, list, empty);
-  return (summary) => {
-    const decisions = summary?.decisions ?? [];
-    set(none, "hidden", Boolean(summary));
-    set(head, "hidden", !summary);
-    set(list, "hidden", !decisions.length);
-    set(empty, "hidden", !summary || decisions.length > 0);
-    if (!summary) return;
-    badge(state, summary.state);
-    setText(mode, summary.mode);
-    setText(next, summary.next_s == null ? "" : `next decision in ${age(summary.next_s)}`);
-    actions(acts, "planner", [summary.state === "paused" ? "resume_planner" : "pause_planner"]);
-    const text = decisions.join("\n");
-    if (list.dataset.text === text) return;
-    list.dataset.text = text;
-    list.replaceChildren(...decisions.map((one) => make("li", {}, one)));
-  };
-}
-
 function problems(list, texts) {
   set(list, "hidden", !texts.length); // a page without an operator's key hides it, too
   const text = texts.join("\n");
@@ -215,7 +190,7 @@ export function install(openLogs) {
     },
   });
   const others = liveTable(byId("others"), OTHERS(openLogs), { key: (row) => row.name, empty: "No other service.", note: workerNote });
-  const planner = plannerPanel(byId("planner"));
+  const planner = plannerPanel.install(byId("planner"));
   return (status) => {
     problems(byId("problems"), status.problems);
     gpus(status);
