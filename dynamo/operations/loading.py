@@ -12,7 +12,7 @@ from dynamo.operations.steps.circus import STOPPED, CircusBusy, retried
 from dynamo.operations.steps.limits import ActionFailed, reserve
 from dynamo.operations.steps.sleeping import RemoteEngines, can_sleep, finish_wake
 from dynamo.operations.steps.starting import WorkerStart
-from dynamo.serve.gpus.room import sleeper_to_wake
+from dynamo.serve.gpus.room import group_rivals, sleeper_to_wake
 from dynamo.serve.state.document import LOAD, WAKE, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services, release
 from dynamo.serve.state.process_table import is_reserved
@@ -68,6 +68,7 @@ class ModelLoad:
                 f"it is served or being loaded already, by {', '.join(serving)}; "
                 "workers of the graph that were drained start with: dynamo reload"
             )
+        check_turn(document, cold, self._access.active)
         return [self._load(document, service) for service in cold]
 
     def _cold(self, document: Document, serving: list[str]) -> list[ServiceEntries]:
@@ -116,6 +117,17 @@ class ModelLoad:
         if entry.draining or entry.asleep:
             return False
         return bool(entry.pids) or self._statuses.get(entry.name, STOPPED) != STOPPED
+
+
+def check_turn(
+    document: Document, services: Collection[ServiceEntries], active: Collection[str]
+) -> None:
+    """Raise ActionFailed if a model of a group of ``services`` is awake."""
+    if rivals := group_rivals(document, services, active):
+        raise ActionFailed(
+            f"models of a group take turns, and {', '.join(rivals)} is awake: first put its model "
+            "to sleep with dynamo unload; or send a request, and the planner does both"
+        )
 
 
 async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None:

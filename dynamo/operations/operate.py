@@ -21,7 +21,13 @@ from functools import partial
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded, StatefileError
-from dynamo.operations.loading import ModelLoad, Worker, sleepers_and_others, wait_until_served
+from dynamo.operations.loading import (
+    ModelLoad,
+    Worker,
+    check_turn,
+    sleepers_and_others,
+    wait_until_served,
+)
 from dynamo.operations.outside import ask_planner, find_outside
 from dynamo.operations.steps.access import LocalAccess, complete_all, open_access
 from dynamo.operations.steps.circus import CircusEndpoint, retried
@@ -145,6 +151,7 @@ class BoxActions:
                 raise ActionFailed(f"{name} is not asleep")
             for _, entry in workers:
                 check_wakeable(access.document(), entry.name)
+            check_turn(access.document(), [service for service, _ in workers], access.active)
             yield f"waking {_names(workers)}"
             await complete_all(wake_worker(access, engines, service, e) for service, e in workers)
         yield f"{_names(workers)}: awake, ready for requests"

@@ -85,6 +85,26 @@ def in_the_way(
     return sleepers_on(document, crowded)
 
 
+def group_rivals(
+    document: Document, services: Iterable[ServiceEntries], active: Collection[str]
+) -> list[str]:
+    """Return the workers that are awake, of models that share a group with those of ``services``.
+
+    No two models of a group may be awake together.
+    """
+    known = read_services(document).values()
+    own = {service.model for service in services}
+    groups = {name for one in known if one.model in own for name in one.model_args.group}
+    others = {one.model for one in known if not groups.isdisjoint(one.model_args.group)} - own
+    return [
+        entry.name
+        for service in known
+        if service.model in others
+        for entry in service.entries
+        if is_reserved(entry, active) or (entry.pids and not entry.asleep)
+    ]
+
+
 def load_effects(document: Document, devices: Sequence[Gpu]) -> dict[str, LoadEffect]:
     """Return what ``dynamo load`` would do for each service without a worker, by its name."""
     return {
@@ -95,6 +115,8 @@ def load_effects(document: Document, devices: Sequence[Gpu]) -> dict[str, LoadEf
 
 
 def _effect(document: Document, service: ServiceEntries, devices: Sequence[Gpu]) -> LoadEffect:
+    if rivals := group_rivals(document, [service], ()):
+        return LoadEffect(text=f"takes turns with {', '.join(rivals)}: unload that model first")
     for entry in service.entries:
         stopped = entry.watcher is not None and entry.watcher.status in (STOPPED, GIVEN_UP)
         if stopped and not entry.asleep and not entry.draining:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from dynamo.operations.loading import check_turn
+from dynamo.operations.steps.limits import ActionFailed
 from dynamo.protocols.status import LoadEffect
 from dynamo.serve.gpus.gpus import Gpu
-from dynamo.serve.gpus.room import load_effects
+from dynamo.serve.gpus.room import group_rivals, load_effects
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.entries import read_services
 
 VLLM = ["python", "-m", "dynamo.vllm", "--model", "x"]
 GIB = 1 << 30
@@ -33,8 +36,25 @@ def entry(service: str, *gpus: str, pid: int = 0, **more: Any) -> dict[str, Any]
 def effects(
     *entries: dict[str, Any], total: int = 2, used: tuple[int, ...] = ()
 ) -> dict[str, LoadEffect]:
-    gpu = {"ServiceArgs": {"resources": {"gpu": 1}}}
-    config = {one["service"]: gpu for one in entries}
+    devices = [
+        Gpu(index=index, memory_bytes=80 * GIB, used_bytes=gib * GIB)
+        for index, gib in enumerate(used)
+    ]
+    return load_effects(document_of(*entries, total=total), devices)
+
+
+def document_of(
+    *entries: dict[str, Any], total: int = 2, groups: dict[str, list[str]] | None = None
+) -> Document:
+    config = {
+        one["service"]: {
+            "ServiceArgs": {
+                "resources": {"gpu": 1},
+                "group": (groups or {}).get(one["service"], []),
+            }
+        }
+        for one in entries
+    }
     document = {
         "namespace": "d",
         "environment": {
@@ -43,11 +63,7 @@ def effects(
         },
         "components": {one["watcher_name"]: one for one in entries},
     }
-    devices = [
-        Gpu(index=index, memory_bytes=80 * GIB, used_bytes=gib * GIB)
-        for index, gib in enumerate(used)
-    ]
-    return load_effects(Document.of(document), devices)
+    return Document.of(document)
 
 
 def test_a_free_gpu_is_taken() -> None:
@@ -88,3 +104,22 @@ def test_without_a_gpu_it_says_who_has_them(used: tuple[int, ...]) -> None:
     found = effects(*full, entry("C"), used=used)["C"]
     assert found.blocked_by == ("d_A", "d_B") and found.gpus == ()
     assert found.text == "needs 1 GPU, more than is free"
+
+
+def named(service: str, *gpus: str, **more: Any) -> dict[str, Any]:
+    return entry(service, *gpus, argv=[*VLLM[:3], "--model", service.lower()], **more)
+
+
+def test_models_of_a_group_take_turns() -> None:
+    asleep = named("C", "1", pid=8, state="asleep")
+    workers = (named("A", "0", pid=7), named("B"), asleep, named("D"))
+    groups = {"A": ["big"], "B": ["big", "other"], "C": ["other"], "D": ["small"]}
+    document = document_of(*workers, groups=groups)
+    services = read_services(document)
+    rivals = {name: group_rivals(document, [services[name]], ()) for name in services}
+    assert rivals == {"A": [], "B": ["d_A"], "C": [], "D": []}
+    found = load_effects(document, [])
+    assert found["B"] == LoadEffect(text="takes turns with d_A: unload that model first")
+    assert found["C"].text == "wakes d_C"
+    with pytest.raises(ActionFailed, match="take turns, and d_A is awake: first put its model"):
+        check_turn(document, [services["B"]], ())
