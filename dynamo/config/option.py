@@ -266,7 +266,7 @@ def _truth(name: str, raw: Any) -> bool:
 def _number(name: str, raw: Any, kind: Callable[[Any], Any], spec: Option) -> Any:
     try:
         value = kind(raw)
-    except ValueError:
+    except (TypeError, ValueError, OverflowError):  # a file may have lists or .inf
         word = "an integer" if kind is int else "a number"
         raise ConfigError(f"{name} must be {word}, got {raw!r}") from None
     low, high = spec.minimum, spec.maximum

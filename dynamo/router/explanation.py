@@ -145,7 +145,8 @@ def _candidates(
         terms, excluded = inputs.breakdown(slot, load), ""
         if slot not in costs:
             member = worker_pool.members[worker_id]
-            excluded = exclusion(worker_pool, routing, member, dp_rank) or "bound to another worker"
+            other = "rejected by the policy" if slot in places else "bound to another worker"
+            excluded = exclusion(worker_pool, routing, member, dp_rank) or other
         row = Candidate(
             worker_id=worker_id,
             dp_rank=dp_rank,

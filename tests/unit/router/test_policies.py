@@ -120,6 +120,8 @@ def test_the_built_in_choice_with_other_weights(tmp_path: Path) -> None:
         ("router: {router_ttl_secs: 0}", "must be a finite value > 0, got 0"),
         ("router: {router_ttl_secs: []}", "router.router_ttl_secs must be a number, text"),
         ("router: {use_kv_events: 7}", "must be true, 1, yes or on"),
+        ("router: {router_event_threads: .inf}", "must be an integer, got inf"),
+        (selection("dynamo-default-cost-fn", "{prefill_load_scale: [1]}"), "must be a number, got"),
         ("request_classifier: {type: a}", "request_classifier is not supported: .* remove it"),
         ("worker_selection: {encode: a}", "worker_selection.encode is not supported"),
         ("worker_selection: {aggregated: a}", "no policy is called 'a'"),
@@ -223,6 +225,9 @@ def test_scores_filters_and_picks_decide() -> None:
 
     with pytest.raises(Unavailable, match="policy mine rejects every worker"):
         picker(Nobody()).pick("r", PROMPT)
+    explained = picker(Nobody()).explain(PROMPT)
+    assert explained.error == "policy mine rejects every worker"
+    assert {row.excluded for row in explained.candidates} == {"rejected by the policy"}
 
 
 def test_a_policy_that_raises_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
