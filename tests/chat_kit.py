@@ -38,7 +38,8 @@ SCRIPT = {"SUNNY": "It is sunny.", "weather": THOUGHT + "I look.\n" + CALL, "lon
 
 
 class Site:
-    """A frontend with three models: ``rich`` has a script, ``echo`` repeats, ``eyes`` sees."""
+    """A frontend with four models: ``rich`` has a script, ``echo`` repeats, ``eyes`` sees, and
+    ``slow`` repeats so slowly that an answer can be interrupted on any machine."""
 
     def __init__(self, path: Path, browser: Browser) -> None:
         self.browser = browser
@@ -51,9 +52,10 @@ class Site:
         self._mocker("rich", "--reply", "script", "--reply-script", str(script), *parsers)
         self._mocker("echo", "--reply", "echo")
         self._mocker("eyes", "--model-path", str(write_eyes(path / "eyes")))
+        self._mocker("slow", "--reply", "echo", speed="0.2")
         self.deployment.frontend()
-        self.deployment.wait_for_workers(3)
-        self.deployment.until(lambda: len(self.models()) == 3)
+        self.deployment.wait_for_workers(4)
+        self.deployment.until(lambda: len(self.models()) == 4)
 
     def models(self) -> list[Any]:
         found: list[Any] = json.loads(self.deployment.request("GET", "/v1/models")[2])["data"]
@@ -71,10 +73,10 @@ class Site:
         page.wait_for_selector("#chat-model option >> nth=2", state="attached")
         return page
 
-    def _mocker(self, name: str, *flags: str) -> None:
+    def _mocker(self, name: str, *flags: str, speed: str = "10") -> None:
         endpoint = f"{self.deployment.namespace}.{name}.generate"
         names = ("--model-name", name, "--endpoint", endpoint)
-        self.deployment.mocker("--speedup-ratio", "10", *flags, *names)
+        self.deployment.mocker("--speedup-ratio", speed, *flags, *names)
 
 
 def send(page: Page, text: str, model: str = "") -> None:

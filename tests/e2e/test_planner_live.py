@@ -96,7 +96,8 @@ def test_a_step_of_the_load_and_back(serving: Serving) -> None:
     scaled = [one for one in reader.all() if one.kind == "scaled"]
     reader.close()
     assert {(one.by, one.model) for one in scaled} == {("planner", "tiny")}
-    assert scaled[0].text.startswith("decode 1 -> 2: ")
+    # The planner was killed, perhaps before it had finished its first change.
+    assert scaled[0].text.startswith(("decode 1 -> 2: ", "decode 2 -> 3: "))
     [planner] = serving.pids("Planner")
     command = [sys.executable, "-m", "dynamo", "reload", "--Planner.max-gpu-budget=3"]
     env = {**serving.env, "DYN_NAMESPACE": serving.namespace}

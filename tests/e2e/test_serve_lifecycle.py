@@ -39,7 +39,7 @@ def test_start_and_stop(serving: Serving) -> None:
     assert "stopped" in serving.lines[-1]
     serving.assert_clean()
     logs = sorted(path.name for path in (serving.state_dir / ns / "logs").iterdir())
-    assert logs == [f"{ns}_A.log", f"{ns}_A_1.log", f"{ns}_B.log"]
+    assert logs == ["events.log", f"{ns}_A.log", f"{ns}_A_1.log", f"{ns}_B.log"]
 
 
 def test_sockets_beside_and_away_from_the_run_directory(

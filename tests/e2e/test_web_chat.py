@@ -230,6 +230,7 @@ def test_images_go_to_models_that_take_them(site: Site) -> None:
         "rich": None,
         "echo": None,
         "eyes": 64,
+        "slow": None,
     }
     page = site.open()
     sent = bodies(page)

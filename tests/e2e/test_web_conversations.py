@@ -48,7 +48,7 @@ def test_conversations_are_kept_and_deleted(site: Site) -> None:
     page.click("#chat-list >> text=first")
     page.wait_for_selector(".words:text-is('first')")
     assert page.locator(".turn").count() == 1
-    send(page, "word " * 1500)
+    send(page, "word " * 1500, "slow")
     page.wait_for_selector(".turn:last-child .body:has-text('word')")
     page.click("#chat-list >> text=second")  # while the answer arrives: it is stopped
     page.wait_for_selector(".words:text-is('second')")
@@ -71,7 +71,7 @@ def test_conversations_are_kept_and_deleted(site: Site) -> None:
 
 def test_a_reload_during_an_answer_keeps_the_question(site: Site) -> None:
     page = site.open()
-    send(page, "word " * 3000, "echo")
+    send(page, "word " * 3000, "slow")
     page.wait_for_selector(".message.assistant .body:has-text('word')")
     page.wait_for_selector("#chat-list .link")  # it is kept
     page.reload()

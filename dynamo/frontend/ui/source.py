@@ -196,8 +196,9 @@ class StatusSampler:
 
     def _write(self, data: bytes) -> None:
         try:
-            self._source.history_file.parent.mkdir(mode=0o700, exist_ok=True)
             write_atomic(self._source.history_file, data)
+        except FileNotFoundError:
+            return  # no `dynamo serve` has made a directory for logs
         except OSError as error:
             if not self._unwritten:
                 log.warning("cannot write %s: %s", self._source.history_file, error.strerror)

@@ -69,6 +69,8 @@ class BoxEventLog:
         )
         try:
             self._append(event, once)
+        except FileNotFoundError:
+            return  # no `dynamo serve` has made a directory for logs
         except OSError as error:
             if not self._failed:
                 log.warning("cannot write events to %s: %s", self.path, error.strerror)

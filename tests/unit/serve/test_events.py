@@ -143,8 +143,11 @@ def test_what_several_frontends_see_is_written_once(run_directory: Path) -> None
     reader.close()
 
 
-def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = BoxEventLog(tmp_path / "nothing")
+def test_a_failure_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = BoxEventLog(tmp_path)
+    log.add("started", "a")
+    assert not caplog.text  # without `dynamo serve` nothing is kept
+    log.path.mkdir(parents=True)
     log.add("started", "a")
     log.add("started", "b")
     assert caplog.text.count("cannot write events") == 1
