@@ -160,7 +160,7 @@ def test_events_are_listed_below_the_charts(site: ScriptedPage, browser: Browser
     )
     page.click("#chart-ranges >> text='2 h'")
     page.wait_for_selector("#event-list li >> nth=2")
-    marks = page.locator("#event-strip .mark")
+    marks = page.locator("#event-strip span")
     assert [
         marks.nth(one).evaluate("node => Math.round(parseFloat(node.style.left))")
         for one in range(3)
