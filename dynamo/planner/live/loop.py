@@ -229,7 +229,8 @@ class ScalingLoop:
         if due:
             await self._sources.read_frontends()
         for state in due:
-            if not self._stopped.is_set():
+            # One may have lost its last worker to another model during the reads.
+            if not self._stopped.is_set() and not self._is_cold(state):
                 await self._decide(state)
 
     async def _share(self, sharing: GpuSharing) -> None:

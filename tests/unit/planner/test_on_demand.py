@@ -57,12 +57,13 @@ async def running(
     policy: Wanted,
     settings: PlannerSettings = FAST,
     capacity: float = 1,
+    sources: FakeSources | None = None,
 ) -> AsyncIterator[Recorder]:
     record, loop = Recorder(), asyncio.get_running_loop()
     sharing = GpuSharing(settings, "ns", frontends, lambda: GpuCapacity(capacity), loop.time)
     made = ScalingLoop(
         connector,
-        FakeSources(0.6),
+        sources or FakeSources(0.6),
         settings,
         lambda prefill: policy,
         [record],
@@ -101,6 +102,24 @@ async def test_an_idle_model_loses_its_last_worker() -> None:
         await until(lambda: record.records[-1].outcome == "done")
         decided = record.records[-1]
     assert (decided.mode, decided.pools[0].rule) == ("sharing", "no requests for 300 s")
+
+
+async def test_a_model_that_goes_while_frontends_are_read_is_not_started_again() -> None:
+    class Slow(FakeSources):
+        async def read_frontends(self) -> None:
+            await until(lambda: not frontends.demands or not connector.by_name["A"].workers)
+            await asyncio.sleep(0.01)  # the loop sees it, too
+
+    connector, frontends = two(1, 0), Frontends()
+    policy = Wanted(1, blocking=False, interval_s=0.001)
+    async with running(connector, frontends, policy, sources=Slow(0.6)) as record:
+        await until(lambda: record.decisions)
+        frontends.demands["a"] = ModelDemand(idle_s=300)
+        await until(lambda: connector.calls)
+        counted = len(record.pools)
+        await until(lambda: len(record.pools) > counted + 20)
+    assert connector.calls == ["remove A"]
+    assert all(one.decode.workers for one in policy.seen)
 
 
 async def test_a_cold_model_is_left_alone_until_requests_wait() -> None:
