@@ -220,8 +220,11 @@ def _write_converted(settings: InitSettings, source: str, path: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    path = path.resolve()
-    write_atomic(path, text.encode(), durable=path.exists())
+    whole = path.resolve()
+    try:
+        write_atomic(whole, text.encode(), durable=whole.exists())
+    except OSError as error:
+        raise DynamoError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _may_replace(path: Path, yes: bool) -> bool:

@@ -213,3 +213,5 @@ def test_names_of_several_lines_stay_in_comments(
     assert "left out: x run: y: not known" in capsys.readouterr().out
     assert set(yaml.safe_load(made.read_text())) == {"namespace", "Frontend", "Planner", "A"}
     assert [path.name for path in tmp_path.glob(".*")] == []
+    assert init.main(["--from", str(source), "--write", str(tmp_path / "none/g.yaml")]) == 1
+    assert f"cannot write {tmp_path}/none/g.yaml: No such file" in capsys.readouterr().err
