@@ -58,7 +58,7 @@ def test_a_profile_of_the_mocker_is_its_own_timing(
     assert max(point["kv_usage"] for point in result["decode"]) > 0.8
     for point in result["decode"]:
         exact = decode_ms(point["kv_usage"]) / SPEED
-        assert exact * 0.85 <= point["itl_ms"] <= exact * 1.5 + 10, point
+        assert exact * 0.7 <= point["itl_ms"] <= exact * 1.5 + 10, point
     assert result["decode_kv"]["scale_up"] > result["decode_kv"]["scale_down"]
     read = read_profile(output)
     assert read.prefill.isl.tolist() == [point["isl"] for point in result["prefill"]]

@@ -62,6 +62,8 @@ def test_a_frontend_with_a_certificate_is_served_and_one_without_is_not(tmp_path
             status, worker = fleet.ask(TEXT, trusted)
             assert status == 200 and worker is not None
             fleet.until(lambda: fleet.held(TEXT, trusted).get(worker), "its cache is known")
+            fleet.port = plain
+            fleet.wait_for_workers(1)
             assert fleet.ask(TEXT, plain)[0] == 503
             assert fleet.ask(TEXT, trusted) == (200, worker)
     finally:

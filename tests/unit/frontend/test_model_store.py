@@ -137,7 +137,11 @@ async def test_a_verb_that_does_not_end_is_killed_when_the_frontend_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\ntrap '' TERM\necho $$\nwhile :; do sleep 0.1; done\n")
+    ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, signal, time\n{ignoring}\n"
+        "print(os.getpid(), flush=True)\ntime.sleep(600)\n"
+    )
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -152,6 +156,7 @@ async def test_a_verb_that_does_not_end_is_killed_when_the_frontend_stops(
             while True:
                 os.kill(number, 0)
                 await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # the loop closes its ends of the pipes
 
 
 async def test_a_second_click_on_cancel_waits_for_the_first(

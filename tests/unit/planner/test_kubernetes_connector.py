@@ -375,7 +375,7 @@ async def test_the_loop_holds_during_a_rollout(world: World) -> None:
     finally:
         await loop.stop(5)
         await running
-    assert world.operator.counts == [1, 2, 3]
+    assert world.operator.counts[:3] == [1, 2, 3]  # a stop may undo a start that has not ended
 
 
 def _held(world: World) -> bool:
