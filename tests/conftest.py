@@ -114,6 +114,15 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium for the tests of a file."""
+    from web_kit import chromium  # loads playwright and the web page: only for tests that ask
+
+    with chromium() as opened:
+        yield opened
+
+
 @pytest.fixture(scope="session")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     """One etcd for the tests that neither stop nor compact it."""

@@ -159,7 +159,7 @@ class ReplaySetup:
     request to its exit. With ``wake_s`` at most ``sleeping`` workers sleep instead, hold no GPU,
     and need so long to serve again. ``prefill_workers`` is None for aggregated serving. At most
     ``max_queue`` requests wait for their first token; more are rejected. ``pull_s`` is the time
-    between metric pulls. With ``day_s``, the planner knows the usual traffic of a day of that
+    between metric pulls. With ``day_s``, the planner has the usual traffic of a day of that
     length. A request attains its targets if its TTFT and its mean ITL are within them.
     """
 

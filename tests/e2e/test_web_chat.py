@@ -9,15 +9,9 @@ import pytest
 from chat_kit import RICH, TOOLS, Site, answer_with, ask, bodies, part, send
 from image_kit import data_url, png
 from playwright.sync_api import Browser, FilePayload
-from web_kit import WAIT_MS, chromium, needs_chromium
+from web_kit import WAIT_MS, needs_chromium
 
 pytestmark = needs_chromium
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

@@ -11,18 +11,12 @@ import pytest
 from chat_kit import TOOLS, Site, ask, send, titles
 from deployment import Deployment
 from playwright.sync_api import Browser, Page
-from web_kit import WAIT_MS, ScriptedPage, accessibility_findings, chromium, needs_chromium
+from web_kit import WAIT_MS, ScriptedPage, accessibility_findings, needs_chromium
 
 from dynamo.http.api_keys import key_line, new_key
 from dynamo.protocols.status import ModelFigures, ModelStatus
 
 pytestmark = needs_chromium
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

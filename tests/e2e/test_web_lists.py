@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page
-from web_kit import ScriptedPage, accessibility_findings, chromium, needs_chromium
+from web_kit import ScriptedPage, accessibility_findings, needs_chromium
 
 from dynamo.protocols.status import (
     GpuHolder,
@@ -21,12 +21,6 @@ from dynamo.protocols.status import (
 pytestmark = needs_chromium
 GIB = 1 << 30
 STATES = ("ready", "ready", "ready", "asleep", "loading", "failed")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture

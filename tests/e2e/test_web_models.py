@@ -12,7 +12,7 @@ from deployment import MODEL, free_port
 from hub_server import Hub, cache_model
 from playwright.sync_api import Browser, Page
 from serving import Serving
-from web_kit import WAIT_MS, chromium, needs_chromium
+from web_kit import WAIT_MS, needs_chromium
 
 pytestmark = needs_chromium
 NAME = "acme/tiny"
@@ -24,12 +24,6 @@ FILES = {
 ENGINE = """#!/bin/sh
 echo "no memory left" >&2; exit 3
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from deployment import Deployment, free_port
 from playwright.sync_api import Browser, BrowserContext, Page
 from serving import ROOT, Serving
-from web_kit import WAIT_MS, chromium, collect_errors, needs_chromium
+from web_kit import WAIT_MS, collect_errors, needs_chromium
 
 from dynamo.http.api_keys import key_line, new_key
 
@@ -56,12 +56,6 @@ class Site:
         page.goto(f"http://127.0.0.1:{self.port}/ui#{tab}")
         page.wait_for_selector("#models .badge.ready", state="attached")
         return page
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

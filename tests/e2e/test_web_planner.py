@@ -15,7 +15,7 @@ import pytest
 from deployment import MODEL, free_port
 from playwright.sync_api import Browser, Page, Route
 from serving import Serving
-from web_kit import WAIT_MS, ScriptedPage, accessibility_findings, chromium, needs_chromium
+from web_kit import WAIT_MS, ScriptedPage, accessibility_findings, needs_chromium
 
 from dynamo.protocols.control import PlannerState
 from dynamo.protocols.status import PlannerSummary
@@ -74,12 +74,6 @@ class Site:
         page.click("#planner summary")
         page.wait_for_selector("#planner form", state="visible")
         return page
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from playwright.sync_api import Browser, Page
-from web_kit import ScriptedPage, accessibility_findings, chromium, needs_chromium
+from web_kit import ScriptedPage, accessibility_findings, needs_chromium
 
 from dynamo.protocols.status import (
     ModelStatus,
@@ -23,12 +23,6 @@ from dynamo.protocols.status import (
 
 pytestmark = needs_chromium
 ROWS = "#request-rows > tbody:has(td.id)"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -8,19 +8,13 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
-from web_kit import ScriptedPage, accessibility_findings, chromium, needs_chromium
+from web_kit import ScriptedPage, accessibility_findings, needs_chromium
 
 from dynamo.frontend.ui.routing import RoutedDecision, RoutedPool, RoutedWorker, RoutingView
 from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt, WorkerStatus
 
 pytestmark = needs_chromium
 AT_S = 1e9
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from playwright.sync_api import Browser
-from web_kit import ScriptedPage, chromium, needs_chromium
+from web_kit import ScriptedPage, needs_chromium
 
 from dynamo.frontend.ui.history import figures_of
 from dynamo.protocols.status import (
@@ -22,12 +22,6 @@ from dynamo.protocols.status import (
 )
 
 pytestmark = needs_chromium
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class RequestFeed:
         """Return what ended since the last call; None for nothing.
 
         The ``first`` time some seconds more, so that nothing is missing behind the whole list: the
-        page knows a request by its id.
+        page identifies a request by its id.
         """
         if first:
             self._cursor = time.monotonic() - _OVERLAP_S

@@ -166,7 +166,7 @@ export function install() {
   });
   const progress = downloadLine(byId("download"), refresh);
 
-  // A frontend that has been restarted knows no download: it ended with the old one.
+  // A restarted frontend has no download: it ended with the old one.
   function connected() {
     byId("download").hidden = true;
     refresh();
