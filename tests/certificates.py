@@ -47,6 +47,13 @@ class Authority:
         subprocess.run(["openssl", *words], cwd=self._at, check=True, capture_output=True)
 
 
+def replace_file(path: str, content: bytes) -> None:
+    """Write a file as certbot does: beside it, then over it."""
+    new = Path(f"{path}.new")
+    new.write_bytes(content)
+    new.replace(path)
+
+
 @functools.cache
 def plain_context() -> ssl.SSLContext:
     """The context of a client that trusts everybody."""

@@ -29,7 +29,7 @@ from dynamo.runtime.process.paths import release_sockets, socket_dirs, store_dir
 from dynamo.runtime.process.sockets import StaleSockets
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import RequestClient, RequestServer
-from dynamo.runtime.requests.tls import request_tls
+from dynamo.runtime.requests.tls import RequestTls
 
 if TYPE_CHECKING:
     from dynamo.observability.otel import OtelTracing
@@ -72,12 +72,12 @@ class DistributedRuntime:
         self.instance_id = secrets.randbits(62) + 1
         self.metrics = Registry() if metrics is None else metrics
         self.tasks = Tasks("runtime")
-        tls = request_tls(settings)
-        self.requests = RequestClient(None, self.system.inhibited_duration_s, tls)
+        self._tls = RequestTls(settings)
+        self.requests = RequestClient(None, self.system.inhibited_duration_s, self._tls)
         self.discovery = discovery if discovery is not None else _discovery(settings)
         self.tracing = _tracing(self.instance_id)
         self.serving = Serving(
-            settings, self.system, self.discovery, self.instance_id, self.metrics, tls
+            settings, self.system, self.discovery, self.instance_id, self.metrics, self._tls
         )
         self.status = StatusServer(self.system, self.serving.health, self.metrics)
         self._nats = _nats(settings)
@@ -135,6 +135,8 @@ class DistributedRuntime:
                     "set DYN_REQUEST_PLANE=tcp and DYN_TCP_RPC_HOST=0.0.0.0"
                 )
             await self.discovery.start()
+            if self._tls.watch is not None:
+                self.tasks.spawn(self._tls.follow(), name="renewed certificates")
             if self._nats is not None:
                 await self._nats.start()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from boxes import Nats, needs_nats
+from certificates import Authority, needs_openssl, replace_file
 from deployment import free_port
 
 from dynamo.config.runtime import NatsSettings, RuntimeSettings
@@ -263,6 +264,51 @@ async def test_authentication(tmp_path: Path, how: str) -> None:
         await plane.close()
     finally:
         server.kill()
+
+
+@needs_openssl
+async def test_renewed_certificates_are_for_the_next_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(nats_link, "PING_S", 0.05)
+    (tmp_path / "renewed").mkdir()
+    old, new = Authority(tmp_path), Authority(tmp_path / "renewed")
+    (cert, key), client = old.sign("server"), old.sign("client")
+    trusted = str(tmp_path / "trusted.pem")
+    replace_file(trusted, Path(old.ca).read_bytes())
+    flags = ("--tls", "--tlsverify", "--tlscert", cert, "--tlskey", key, "--tlscacert", old.ca)
+    server = Nats(tmp_path, "127.0.0.1", *flags)
+    server.start()
+    plane = NatsPlane(
+        NatsSettings(servers=server.url, ca=trusted, client_cert=client[0], client_key=client[1])
+    )
+    try:
+        await plane.start()
+        publisher = plane.publisher(CHANNEL, 1)
+        listener = Listener(plane, publisher)
+        await listener.joined(publisher)
+        replace_file(trusted, b"half a certifi")
+        await logged(caplog, "keeping what was loaded before")
+        server.kill()
+        server.start()
+        await listener.joined(publisher)
+        server.kill()
+        renewed = (*new.sign("server"), *new.sign("client"), new.ca, new.ca)
+        for before, after in zip((cert, key, *client, old.ca, trusted), renewed, strict=True):
+            replace_file(before, Path(after).read_bytes())
+        server.start()
+        await listener.joined(publisher)
+        await logged(caplog, "reloaded")
+    finally:
+        await plane.close()
+        server.kill()
+
+
+async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while text not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_unreachable_nats_at_start_is_a_config_error() -> None:

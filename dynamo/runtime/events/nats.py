@@ -20,6 +20,7 @@ import nats.errors
 
 from dynamo.config.runtime import NatsSettings
 from dynamo.errors import ConfigError
+from dynamo.http.tls import FileWatch
 from dynamo.runtime.events.plane import (
     FIRST_SEQUENCE,
     MALFORMED,
@@ -61,6 +62,9 @@ class NatsLink:
         self.lost = 0
         self._settings = settings
         self._options = _options(settings)
+        paths = (settings.ca, settings.client_cert, settings.client_key)
+        files = [path for path in paths if path and "tls" in self._options]
+        self._certificates = FileWatch(files, self._renew_certificates)
         self._servers = [one.strip() for one in settings.servers.split(",") if one.strip()]
         self._shown = re.sub(r"//[^/@]*@", "//", settings.servers)  # without a password
         self._tasks = Tasks("nats")
@@ -143,6 +147,7 @@ class NatsLink:
                     log.warning("NATS unavailable: %s", _text(error))
                     warned = True
                 await asyncio.sleep(RETRY_S)
+                self._certificates.check()
 
     async def _connect(self) -> tuple[Any, asyncio.Event]:
         """Return a connection, and an event that is set when the server ends it."""
@@ -251,7 +256,12 @@ class NatsLink:
     async def _ping(self, client: Any) -> None:
         while True:
             await asyncio.sleep(PING_S)
+            self._certificates.check()
             await client.flush(timeout=PING_TIMEOUT_S)
+
+    def _renew_certificates(self) -> None:
+        """Use renewed files for the next connection. Raises ConfigError."""
+        self._options["tls"] = _tls(self._settings)
 
     async def _discard(self, client: Any) -> None:
         try:

@@ -146,10 +146,12 @@ class RequestServer:
         self, settings: RequestPlaneSettings | None = None, tls: RequestTls | None = None
     ) -> None:
         self.settings = settings or from_env(RequestPlaneSettings)
-        self._tls = None if tls is None else tls.server
+        self._tls = tls or RequestTls()
+        self._tls.on_reload = self._renew_certificate
         self.draining = False
         self.engine_died = False
         self._listener: asyncio.AbstractServer | None = None
+        self._port: socket.socket | None = None
         self._socket_path: tuple[Path, tuple[int, int]] | None = None
         self._socket_check: asyncio.TimerHandle | None = None
         self._unreachable = False
@@ -172,8 +174,8 @@ class RequestServer:
             await self._listen(wanted.path)
             return address
         sock = _listen_tcp(wanted)
-        loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(self._connection, sock=sock, ssl=self._tls)
+        self._port = sock
+        await self._accept(sock)
         return str(wanted._replace(port=sock.getsockname()[1]))
 
     def register(
@@ -247,6 +249,8 @@ class RequestServer:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        if self._port is not None:
+            self._port.close()
         self._unlink()
         for served in (*self._endpoints.values(), *self._unregistered):
             self._abort_streams(served)
@@ -280,6 +284,20 @@ class RequestServer:
     def _connection(self) -> ServerConnection:
         loop = asyncio.get_running_loop()
         return ServerConnection(self.settings, loop, self._admit, self._connections)
+
+    async def _accept(self, port: socket.socket) -> None:
+        """Accept connections with the certificate of this moment."""
+        loop = asyncio.get_running_loop()
+        # A listener closes its socket: the original keeps the port open while it is replaced.
+        self._listener = await loop.create_server(
+            self._connection, sock=port.dup(), ssl=self._tls.server
+        )
+
+    def _renew_certificate(self) -> None:
+        """Listen with the new certificate. Connections that wait to be accepted get it, too."""
+        if self._listener is not None and self._port is not None and not self.draining:
+            self._listener.close()
+            self._tasks.spawn(self._accept(self._port), name="listen with a new certificate")
 
     async def _listen(self, path: str) -> None:
         loop = asyncio.get_running_loop()

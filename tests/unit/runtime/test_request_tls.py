@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import Authority, needs_openssl
+from certificates import Authority, needs_openssl, replace_file
 from request_kit import ENDPOINT, Pair, Recorder
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import CannotConnect, ConfigError, Disconnected
 from dynamo.runtime.requests import RequestClient, RequestServer
-from dynamo.runtime.requests.tls import request_tls
+from dynamo.runtime.requests.tls import RequestTls
 
 pytestmark = needs_openssl
 
@@ -59,8 +59,13 @@ def settings(**given: Any) -> RuntimeSettings:
 
 @asynccontextmanager
 async def connected(server: RuntimeSettings, client: RuntimeSettings) -> AsyncIterator[Pair]:
-    served = RequestServer(None, request_tls(server))
-    calls = RequestClient(None, tls=request_tls(client))
+    async with paired(RequestTls(server), RequestTls(client)) as pair:
+        yield pair
+
+
+@asynccontextmanager
+async def paired(server: RequestTls, client: RequestTls) -> AsyncIterator[Pair]:
+    served, calls = RequestServer(None, server), RequestClient(None, tls=client)
     address = await served.start("tcp:127.0.0.1:0")
     try:
         yield Pair(served, calls, address)
@@ -115,6 +120,67 @@ async def test_who_is_refused(certificates: Certificates) -> None:
             assert text in error.message
 
 
+def check_twice(tls: RequestTls) -> None:
+    """Look at the files as :meth:`RequestTls.follow` does: a change counts the second time."""
+    assert tls.watch is not None
+    tls.watch.check()
+    tls.watch.check()
+
+
+async def test_renewed_files_are_for_new_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "renewed").mkdir()
+    old, new = Certificates(tmp_path), Certificates(tmp_path / "renewed")
+    server, client = RequestTls(old.mutual()), RequestTls(old.client_settings(old.client))
+    async with paired(server, client) as pair:
+        assert (await answer(pair)).errors == []
+        for before, after in zip(
+            (*old.worker, old.clients), (*new.worker, new.clients), strict=True
+        ):
+            replace_file(before, Path(after).read_bytes())
+        check_twice(server)
+        _, sink = pair.open(b"on the connection of before")
+        await sink.finish()
+        assert sink.errors == []
+        stranger = RequestClient(None, tls=client)
+        try:
+            with_old = Pair(pair.server, stranger, pair.address)
+            _, sink = with_old.open(b"with the old authority")
+            await sink.finish()
+            assert isinstance(sink.errors[0], CannotConnect), sink.errors
+            for before, after in zip(
+                (*old.client, old.workers), (*new.client, new.workers), strict=True
+            ):
+                replace_file(before, Path(after).read_bytes())
+            check_twice(client)
+            _, sink = with_old.open(b"with all that is new")
+            await sink.finish()
+            assert sink.errors == []
+        finally:
+            await stranger.close()
+    assert caplog.text.count("reloaded") == 2
+
+
+async def test_a_broken_file_keeps_what_was_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = Certificates(tmp_path)
+    server, client = RequestTls(files.mutual()), RequestTls(files.client_settings(files.client))
+    for tls, path in ((server, files.worker[0]), (client, files.workers)):
+        good, context = Path(path).read_bytes(), (tls.server, tls.client)
+        replace_file(path, b"half a certifi")
+        check_twice(tls)
+        assert (tls.server, tls.client) == context
+        replace_file(path, good)
+        check_twice(tls)
+        assert (tls.server, tls.client) != context
+    assert caplog.text.count("keeping what was loaded before") == 2
+    async with paired(server, client) as pair:
+        assert (await answer(pair)).errors == []
+
+
 def test_settings_that_cannot_be(certificates: Certificates, tmp_path: Path) -> None:
     cert, key = certificates.worker
     for given, text in (
@@ -136,9 +202,9 @@ def test_settings_that_cannot_be(certificates: Certificates, tmp_path: Path) -> 
         ({"tcp_tls_ca_cert_path": str(empty)}, "--tcp-tls-ca-cert-path .*no PEM certificate"),
     ):
         with pytest.raises(ConfigError, match=text):
-            request_tls(settings(**given))
+            RequestTls(settings(**given))
     plain = RuntimeSettings(request_plane="uds", tcp_tls_cert_path=cert, tcp_tls_key_path=key)
-    assert request_tls(plain).server is None
+    assert RequestTls(plain).server is None
 
 
 def test_flags_of_nats_win_over_nothing() -> None:
