@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import dynamo
 from dynamo.observability.metrics import MetricSpec
 
-__all__ = ["AnySpec", "declarations", "declared_in", "kind_of"]
+__all__ = ["AnySpec", "absent_names", "declarations", "declared_in", "kind_of"]
 
 AnySpec = MetricSpec[Any]
 
@@ -37,3 +39,11 @@ def declarations() -> list[AnySpec]:
 def kind_of(spec: AnySpec) -> str:
     """``counter``, ``gauge`` or ``histogram``."""
     return str(spec.kind.__name__).lower()
+
+
+def absent_names() -> list[str]:
+    """Dynamo's names that docs/observability.md calls absent; "…" at the end stands for any."""
+    page = (Path(__file__).parents[1] / "docs/observability.md").read_text()
+    table = page.split("\n### Names of Dynamo 1.6.1 that are not here")[1].split("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall("`(.+?)`", row)]

@@ -37,7 +37,13 @@ from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.worker.engine_control import EngineControl, health_check_payload
-from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
+from dynamo.worker.publish import (
+    KvEventSender,
+    LoadSender,
+    connect_kv_events,
+    connect_load,
+    show_load_time,
+)
 
 _WORKER_TYPES = {
     "agg": WorkerType.Aggregated,
@@ -260,6 +266,8 @@ class MockerWorker:
             ranks = [group.create_task(self._run_rank(rank)) for rank in self.ranks]
             await connect_kv_events(self.endpoint, self.events)
             await connect_load(self.endpoint, self.load)
+            if self.plan.mocker.startup_time_s:
+                show_load_time(self.endpoint, self.plan.model_name, self.plan.mocker.startup_time_s)
             if self.plan.mocker.enable_sleep_mode:
                 await self.control.connect()
             await self._register()

@@ -30,6 +30,7 @@ from dynamo.vllm.worker import (
     start_engine,
 )
 from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
+from dynamo.worker.publish import show_load_time
 from dynamo.worker.tree_guard import TreeGuard
 
 log = logging.getLogger("dynamo.vllm")
@@ -64,9 +65,12 @@ async def _serve(plan: VllmPlan, system: SystemSettings, config: Any) -> None:
             worker_id = runtime.instance_id
             with rpc_directory(settings, worker_id):
                 build = partial(_engine, plan, config, worker_id)
+                begun = time.monotonic()
                 engine = await start_engine(build, guard, lifecycle.stopping)
                 if engine is None:
                     return
+                loaded_s = time.monotonic() - begun
+                show_load_time(runtime.endpoint(plan.endpoint), plan.model_name, loaded_s)
                 runtime.serving.set_engine_device(config.device_config.device_type)
                 freeze_heap()  # a full collection would traverse vLLM and torch: 0.3 s
                 try:

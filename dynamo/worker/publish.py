@@ -43,6 +43,11 @@ _TOTAL_BLOCKS = gauge("dynamo_component_total_blocks", "Blocks of the KV cache",
 _CACHE_USAGE = gauge(
     "dynamo_component_gpu_cache_usage_percent", "Share of the KV cache in use, 0 to 1", _RANK
 )
+_LOAD_TIME = gauge(
+    "dynamo_component_model_load_time_seconds",
+    "How long the engine took to load the model",
+    "dynamo_component dynamo_namespace model worker_id",
+)
 _DECODE_QUERY = codec.decoder(KvQuery).decode
 RING_EVENTS = 1024
 """Events that the log keeps, and that one message holds at most."""
@@ -300,6 +305,14 @@ async def connect_kv_events(endpoint: Endpoint, sender: KvEventSender) -> None:
     await serving.add((namespace, component, KV_QUERY), sender.answer, True)
     runtime.on_close(sender.close)
     sender.open(publisher.publish)
+
+
+def show_load_time(endpoint: Endpoint, model: str, seconds: float) -> None:
+    """Show how long the engine of this worker took to load ``model``."""
+    namespace, component, _ = endpoint.path
+    runtime = endpoint.runtime
+    labels = (component, namespace, model, f"{runtime.instance_id:x}")
+    runtime.metrics.child(_LOAD_TIME, *labels).value = seconds
 
 
 async def connect_load(endpoint: Endpoint, sender: LoadSender) -> None:

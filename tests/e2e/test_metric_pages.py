@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from deployment import ROOT, Deployment, free_port
-from metric_specs import AnySpec, declared_in, kind_of
+from metric_specs import AnySpec, absent_names, declared_in, kind_of
 from prometheus_client.parser import text_string_to_metric_families
 from promql import uses
 
@@ -29,6 +29,10 @@ TESTED_ELSEWHERE = {
     "dynamo_frontend_model_cards_rejected_total": "needs a worker that disagrees: test_models",
     "dynamo_frontend_model_migration_limit": "the limit is 0",
     "dynamo_component_errors_total": "needs an engine that fails: test_distributed",
+    "dynamo_component_model_load_time_seconds": "needs --startup-time: test_mocker_worker",
+    "dynamo_frontend_images_per_request": "needs a model that takes images: test_image_urls",
+    "dynamo_frontend_image_tokens_per_request": "needs an engine that counts: test_image_urls",
+    "dynamo_frontend_embedding_latency_seconds": "needs embeddings: test_embeddings_route",
     "dynamo_log_lines_dropped_total": "needs an output that is not read: test_logs",
     "dynamo_frontend_router_queue_pending_cached_tokens": "needs a cached prompt: test_line",
     "dynamo_frontend_router_admission_rejected_total": "needs a full queue: test_router_queue",
@@ -148,6 +152,11 @@ def test_the_metric_is_exported_and_changes(pages: Pages, spec: AnySpec) -> None
     value = pages.value(spec)
     assert value is not None, f"{spec.name} is not exported"
     assert value > 0, f"{spec.name} stays 0"
+
+
+def test_no_page_has_a_name_that_the_docs_call_absent(pages: Pages) -> None:
+    absent = tuple(name.removesuffix("…") for name in absent_names())
+    assert [name for name in pages.greatest if name.startswith(absent)] == []
 
 
 @pytest.mark.parametrize("name", ["frontend", "router", "workers"])

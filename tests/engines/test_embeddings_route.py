@@ -59,6 +59,8 @@ def test_inputs(given: Any, lengths: list[int], vectors: Deployment) -> None:
         for index, length in enumerate(lengths)
     ]
     assert answer["usage"] == {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}
+    page = vectors.request("GET", "/metrics")[2].decode()
+    assert 'dynamo_frontend_embedding_latency_seconds_count{model="vectors"}' in page
 
 
 def test_options(vectors: Deployment) -> None:

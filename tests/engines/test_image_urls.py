@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +17,7 @@ import pytest
 from deployment import Deployment
 from image_kit import data_url, png, write_eyes
 
+WORKER = Path(__file__).with_name("worker_images.py")
 CHAT = "/v1/chat/completions"
 IMAGE = png(8, 8)
 
@@ -91,6 +94,9 @@ def test_images_of_allowed_hosts_are_fetched(
     status, _, body = deployment.request("POST", CHAT, asking(*urls))
     assert status == 200, body
     assert ImageServer.asked == ["/a.png?x=1", "/b.png"]
+    page = deployment.request("GET", "/metrics")[2].decode()
+    assert 'dynamo_frontend_images_per_request_sum{model="eyes"} 3' in page
+    assert "dynamo_frontend_image_tokens_per_request_" not in page  # the mocker counts none
     other = images.replace("127.0.0.1", "localhost")
     refused = {
         f"{other}/a.png": "not fetched from `localhost`",
@@ -114,3 +120,18 @@ def test_nothing_is_fetched_by_default(deployment: Deployment, tmp_path: Path, i
     text = message(deployment, f"{images}/a.png")
     assert "images are not fetched without --allowed-media-domains" in text
     assert not ImageServer.asked
+
+
+def test_tokens_of_images_are_those_of_the_engine(deployment: Deployment, tmp_path: Path) -> None:
+    deployment.frontend()
+    model = str(write_eyes(tmp_path / "eyes"))
+    with (deployment.logs / "worker.log").open("wb") as log:
+        command = [sys.executable, str(WORKER), model]
+        deployment.processes.append(
+            subprocess.Popen(command, env=deployment.env, stdout=log, stderr=log)
+        )
+    deployment.wait_for_workers()
+    status, _, body = deployment.request("POST", CHAT, asking(*[data_url(IMAGE)] * 2))
+    assert status == 200, body
+    page = deployment.request("GET", "/metrics")[2].decode()
+    assert 'dynamo_frontend_image_tokens_per_request_sum{model="eyes"} 14' in page

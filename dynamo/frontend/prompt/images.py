@@ -199,6 +199,12 @@ class PromptImages(NamedTuple):
         """The request's ``extra_args``."""
         return {"mm_hashes": self.hashes, "mm_fields": self.fields}
 
+    def count_tokens(self) -> int | None:
+        """Return how many tokens stand for the images; None if an engine has not reported them."""
+        found = [self.expansions.get(image_hash) for image_hash in self.hashes]
+        counts = [len(ids) for ids in found if ids is not None]
+        return sum(counts) if len(counts) == len(found) else None
+
 
 class ImageReader:
     """Reads the images of requests to one model, which takes at most ``limit`` in a prompt.

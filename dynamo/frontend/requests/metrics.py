@@ -86,6 +86,25 @@ _CACHED = histogram(
 )
 _OUTPUT_TOKENS = counter("dynamo_frontend_output_tokens_total", "Tokens generated", "model")
 
+_IMAGES = histogram(
+    "dynamo_frontend_images_per_request",
+    "Images of a request that has some",
+    (1, 2, 4, 8, 16, 32, 64),
+    "model",
+)
+_IMAGE_TOKENS = histogram(
+    "dynamo_frontend_image_tokens_per_request",
+    "Prompt tokens that stand for the images of a request, as its engine reports them",
+    (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    "model",
+)
+_EMBEDDING = histogram(
+    "dynamo_frontend_embedding_latency_seconds",
+    "From the arrival of a request for embeddings to the end of its response",
+    (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+    "model",
+)
+
 # How requests begin and end.
 _STARTED = counter(
     "dynamo_frontend_requests_started_total",
@@ -370,4 +389,8 @@ class ModelMetrics(Outcomes):
         self.isl = metrics.child(_ISL, name)
         self.osl = metrics.child(_OSL, name)
         self.cached = metrics.child(_CACHED, name)
+        # Families: a model without images or embeddings has no series of them.
+        self.images = metrics.family(_IMAGES)
+        self.image_tokens = metrics.family(_IMAGE_TOKENS)
+        self.embedding = metrics.family(_EMBEDDING)
         self.output_tokens = metrics.child(_OUTPUT_TOKENS, name)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynamo.frontend.answer.generation import Usage
+from dynamo.frontend.prompt.images import PromptImages
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import (
     PREPROCESS,
@@ -23,6 +24,9 @@ from dynamo.router.picker import Decision
 if TYPE_CHECKING:
     from dynamo.frontend.requests.engine_request import EngineRequest
 
+EMBEDDINGS = "embeddings"
+"""The endpoint of embeddings, in metrics and records."""
+
 
 class RequestMetrics(RequestFigures, kw_only=True):
     """Count one request to a model, and collect its figures; ``kind`` is ``stream`` or ``unary``.
@@ -30,7 +34,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
     ``prepared_s`` is set when the engine requests are ready; ``accepted`` once each of them is sent
     or queued; ``prefilled`` if a prefill worker computed the prompt; ``engine_requests`` is those
     that a worker has received. ``stage`` is a key of the ``stages`` of the frontend's metrics, None
-    from the first token on.
+    from the first token on. ``images`` are those of the prompt.
     """
 
     shared: FrontendMetrics
@@ -41,6 +45,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
     queue_depth: int = 0
     phase: str = "aggregated"
     stage: tuple[str, str] | None = PREPROCESS
+    images: PromptImages | None = None
 
     def __post_init__(self) -> None:
         """Count its begin."""
@@ -74,7 +79,10 @@ class RequestMetrics(RequestFigures, kw_only=True):
         """Every engine request is sent or queued."""
         self.accepted = True
         self.prompt_tokens = prompt_tokens
-        self.of_model.isl.observe(prompt_tokens)
+        model = self.of_model
+        model.isl.observe(prompt_tokens)
+        if self.images is not None:
+            model.images[model.name,].observe(len(self.images.hashes))
 
     def sent(self, decision: Decision, queued: int, chosen_s: float, send_seconds: float) -> bool:
         """Count an engine request that a worker has received; return whether it is the first.
@@ -145,6 +153,10 @@ class RequestMetrics(RequestFigures, kw_only=True):
         cached_tokens = usage.cached_tokens
         if cached_tokens is not None:
             model.cached.observe(cached_tokens)
+        if self.images is not None:
+            image_tokens = self.images.count_tokens()
+            if image_tokens is not None:
+                model.image_tokens[model.name,].observe(image_tokens)
         for choice in choices:
             decision, picker = choice.decision, choice.picker
             if cached_tokens is not None:
@@ -204,6 +216,8 @@ class RequestMetrics(RequestFigures, kw_only=True):
         if self.resumed_s or self.rerouted_s:
             shared.worker_wait_stage.observe(self.worker_wait_s())
         model.duration.observe(self.ended_s - self.received_s)
+        if self.info.endpoint == EMBEDDINGS:
+            model.embedding[model.name,].observe(self.ended_s - self.received_s)
         if choices:
             first = choices[0]
             self.inputs, self.prefill_inputs = first.inputs, first.prefill_inputs

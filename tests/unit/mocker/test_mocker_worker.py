@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import msgspec
@@ -36,12 +37,15 @@ def runtime(settings: RuntimeSettings) -> DistributedRuntime:
 
 async def test_the_card_has_the_fields_that_routers_read(tmp_path: Path) -> None:
     settings = RuntimeSettings(namespace="ns", state_dir=str(tmp_path / "s"))
-    made = plan(settings, num_gpu_blocks=100, block_size=16, speedup_ratio=0.0)
+    engine = {"num_gpu_blocks": 100, "block_size": 16, "speedup_ratio": 0.0}
+    made = plan(settings, startup_time_s=2.5, **engine)
+    pages: list[str] = []
     caller, lifecycle = runtime(settings), WorkerLifecycle()
 
     async def worker() -> None:
         async with lifecycle.runtime(runtime(settings)) as made_runtime:
             await MockerWorker(made, made_runtime, 0).serve()
+            pages.append(made_runtime.metrics.render().decode())
 
     async def check_card() -> None:
         client = await caller.endpoint("ns-blue.backend.generate").client()
@@ -57,6 +61,8 @@ async def test_the_card_has_the_fields_that_routers_read(tmp_path: Path) -> None
     async with asyncio.timeout(20):
         await lifecycle.run([worker, check_card])
     await caller.close()
+    (load_time,) = re.findall(r"\ndynamo_component_model_load_time_seconds\{.*\} (\S+)", pages[0])
+    assert float(load_time) == 2.5
 
 
 async def test_a_broken_engine_fails_requests_at_once(tmp_path: Path) -> None:

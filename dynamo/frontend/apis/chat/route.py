@@ -224,6 +224,7 @@ class OpenAIRoutes:
         """Choose a worker for every choice, reserve its load, send."""
         registry, dispatch, info = self._registry, loaded.dispatch, request.info
         request.metrics.prepared_s = time.monotonic()
+        request.metrics.images = prepared.images
         stream = api.stream if prepared.answer is None else api.parsed_stream
         generation = request.generation = stream(
             parsed,

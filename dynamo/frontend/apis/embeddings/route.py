@@ -23,6 +23,7 @@ from dynamo.frontend.prompt.validation import check_json
 from dynamo.frontend.requests.headers import request_id, routed
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.requests.request_metrics import EMBEDDINGS
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.protocols.codec import Tokens, encode, tokens
@@ -30,7 +31,6 @@ from dynamo.protocols.engine import PreprocessedEmbeddingRequest, PreprocessedRe
 from dynamo.protocols.openai import MAX_EMBEDDING_INPUTS, EmbeddingBody, StrictEmbeddingBody
 from dynamo.runtime.process.tasks import Tasks
 
-_ENDPOINT = "embeddings"
 _MODEL_TYPE = "Embedding"
 log = logging.getLogger(__name__)
 MAX_BATCH_TOKENS = 1 << 20
@@ -130,7 +130,7 @@ class EmbeddingRoutes:
     def _serve(self, exchange: Exchange) -> None:
         registry, models = self._registry, self._models
         limited = registry.draining or models.saturation.count
-        if limited and reject_early(registry, models, exchange, _ENDPOINT):
+        if limited and reject_early(registry, models, exchange, EMBEDDINGS):
             return
         size_bytes, model = len(exchange.body), "unknown"
         try:
@@ -141,7 +141,7 @@ class EmbeddingRoutes:
             model = asked.model
             loaded = models.find(model, _MODEL_TYPE)
         except DynamoError as error:
-            registry.hold_or_refuse(exchange, _ENDPOINT, error, model)
+            registry.hold_or_refuse(exchange, EMBEDDINGS, error, model)
             return
         request = self._begin(exchange, loaded)
         if size_bytes > loaded.preprocessor.inline_limit_bytes:
@@ -160,18 +160,18 @@ class EmbeddingRoutes:
         try:
             with threads.hold(len(exchange.body)):
                 if models.saturation.count and await reject_large(
-                    registry, models, exchange, _ENDPOINT
+                    registry, models, exchange, EMBEDDINGS
                 ):
                     return
                 asked = await threads.run(self._parse, exchange.body)
                 model = asked.model
                 if exchange.gone:
-                    registry.abandoned(exchange, _ENDPOINT, model, False)
+                    registry.abandoned(exchange, EMBEDDINGS, model, False)
                     return
                 loaded = models.find(model, _MODEL_TYPE)
                 await self._send_off_loop(self._begin(exchange, loaded), loaded, asked)
         except DynamoError as error:
-            registry.hold_or_refuse(exchange, _ENDPOINT, error, model)
+            registry.hold_or_refuse(exchange, EMBEDDINGS, error, model)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # also panics in Rust
@@ -183,7 +183,7 @@ class EmbeddingRoutes:
     def _begin(self, exchange: Exchange, loaded: TokenModel) -> EmbeddingRequest:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
         self._registry.release_body(exchange)
-        info = RequestInfo(_ENDPOINT, *request_id(exchange.headers))
+        info = RequestInfo(EMBEDDINGS, *request_id(exchange.headers))
         return EmbeddingRequest(self._registry, exchange, info, loaded.metrics, False)
 
     async def _send_off_loop(
