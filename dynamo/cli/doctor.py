@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from dynamo.cli.options import DoctorSettings
-from dynamo.config import environ, from_env, load
+from dynamo.config import from_env, load
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -52,6 +52,7 @@ from dynamo.doctor.read_deployment import (
 )
 from dynamo.doctor.read_machine import (
     file_system,
+    models_path,
     read_clock,
     read_engines,
     read_gpus,
@@ -138,12 +139,9 @@ class Examination:
 
     def _disks(self, needs: GraphNeeds) -> DiskFacts:
         settings = from_env(ServeSettings)
-        env = environ()
-        home = env.get("HF_HUB_CACHE") or env.get("HF_HOME") or "~/.cache/huggingface"
-        models = Path(home).expanduser().absolute()
         return DiskFacts(
             state=file_system(state_path(self.runtime)),
-            models=file_system(models) if needs.downloads else None,
+            models=file_system(models_path()) if needs.downloads else None,
             log_bytes=int(2 * needs.processes * settings.log_size_mb * 1e6),
         )
 

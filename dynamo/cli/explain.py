@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -12,14 +12,18 @@ import msgspec
 
 from dynamo.cli.frontend_client import ask
 from dynamo.cli.options import RequestExplainSettings
-from dynamo.cli.text_table import figures, printable, wrap
+from dynamo.cli.text_table import cell_len, figures, printable, wrap
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.protocols.openai import ModelList
 from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt
 from dynamo.router.explanation import Explanation
+from dynamo.status.deployment import chosen_runtime
+from dynamo.status.reading import worker_names
 
+Names = Mapping[str, str]
+"""The names of workers by their ids; one that has ended since is shown by its id."""
 DESCRIPTION = """Show why a request went to its worker, with the costs of all workers at that
 moment, and where its time went. The frontend keeps the last 1,000 requests."""
 EPILOG = """examples:
@@ -29,6 +33,8 @@ EPILOG = """examples:
 """
 
 _BAR = 40
+_LEAST_NAME = 12
+_MARK_WIDTH = 5
 _INDEX = {
     "exact": "the index has all events of these workers",
     "recovering": "the index was recovering missed events of one of them",
@@ -53,8 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(msgspec.json.format(msgspec.json.encode(record)).decode())
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-        print("\n".join(explanation(record, width)))
+        print("\n".join(explanation(record, width, _names(frontend))))
     return 0
+
+
+def _names(frontend: FrontendClientSettings) -> Names:
+    try:
+        return worker_names(chosen_runtime(frontend.namespace))
+    except ConfigError:  # several deployments, and --url says which one
+        return {}
 
 
 def _show_fits(frontend: FrontendClientSettings, as_json: bool) -> int:
@@ -67,11 +80,12 @@ def _show_fits(frontend: FrontendClientSettings, as_json: bool) -> int:
         fits = {name: _fit(one) for name, one in found.items()}
         print(msgspec.json.format(msgspec.json.encode(fits)).decode())
     else:
+        names = _names(frontend)
         for name, one in found.items():
             if one.prefill is not None:
-                print("\n".join(_fit_lines(f"{name}, prefill workers", one.prefill)))
+                print("\n".join(_fit_lines(f"{name}, prefill workers", one.prefill, names)))
             if one.prefill is None or one.speed is not None:
-                print("\n".join(_fit_lines(name, one)))
+                print("\n".join(_fit_lines(name, one, names)))
     return 0 if any(_learns(one) for one in found.values()) else 1
 
 
@@ -88,7 +102,7 @@ def _fit(found: Explanation) -> dict[str, Any]:
     return {"speed": found.speed, "workers": workers, "prefill": prefill}
 
 
-def _fit_lines(title: str, found: Explanation) -> Iterator[str]:
+def _fit_lines(title: str, found: Explanation, names: Names) -> Iterator[str]:
     speed = found.speed
     if speed is None:
         yield f"{title}: no cost in seconds; start the frontend with --router-cost seconds"
@@ -100,40 +114,57 @@ def _fit_lines(title: str, found: Explanation) -> Iterator[str]:
     )
     for row in sorted(found.candidates, key=lambda one: (one.worker_id, one.dp_rank)):
         rank = f" rank {row.dp_rank}" if row.dp_rank else ""
-        yield f"  worker {row.worker_id:x}{rank}: {row.slowness:.2f} times as long"
+        worker = _name(names, f"{row.worker_id:x}")
+        yield f"  worker {worker}{rank}: {row.slowness:.2f} times as long"
 
 
-def explanation(record: RequestRecord, width: int = 0) -> Iterator[str]:
+def explanation(record: RequestRecord, width: int = 0, names: Names | None = None) -> Iterator[str]:
     """Yield the lines: the conclusion, the times, the tokens, and a table for each choice.
 
     ``width`` is that of a terminal.
     """
-    conclusion = printable(_conclusion(record))
+    names = names or {}
+    conclusion = printable(_conclusion(record, names))
     yield from wrap(conclusion, width) if width else [conclusion]
     yield ""
     yield from _times(record)
     yield ""
     yield from _facts(record)
     if record.prefill_route is not None:
-        yield from ("", "prefill worker", *_route(record.prefill_route, width))
+        yield from ("", "prefill worker", *_route(record.prefill_route, width, names))
     if record.route is not None:
         title = "worker" if record.prefill_route is None else "decode worker"
-        yield from ("", title, *_route(record.route, width))
+        yield from ("", title, *_route(record.route, width, names))
 
 
-def _conclusion(record: RequestRecord) -> str:
+def _conclusion(record: RequestRecord, names: Names) -> str:
     shown = f"{record.request_id} ({record.model}, {record.endpoint})"
     took = _ms(record.duration_s)
     if not record.worker:
         return f"{shown}: no worker got it; it ended with {record.outcome} after {took}"
     end = "" if record.outcome == "ok" else f" and ended with {record.outcome}"
     why = f", {record.route.reason}" if record.route is not None and record.route.reason else ""
-    prefill = f"prefilled by {record.prefill_worker}, " if record.prefill_worker else ""
-    name, spent_s = max(_stages(record), key=lambda one: one[1])
+    prefill = ""
+    if record.prefill_worker:
+        prefill = f"prefilled by {_name(names, record.prefill_worker)}, "
+    worker = _name(names, record.worker) + _rank(record)
+    stage, spent_s = max(_stages(record), key=lambda one: one[1])
     return (
-        f"{shown}: {prefill}worker {record.worker}{_rank(record)}{why}; it took {took}"
-        f"{end}, most of it {name} ({_ms(spent_s)})"
+        f"{shown}: {prefill}worker {worker}{why}; it took {took}{end}, most of it {stage} "
+        f"({_ms(spent_s)})"
     )
+
+
+def _name(names: Names, worker: str) -> str:
+    return printable(names.get(worker, worker))
+
+
+def _end(name: str, width: int) -> str:
+    """Return the end of ``name``, which has the number of the worker, in ``width`` cells."""
+    cut = name
+    while cell_len(cut) > width - (cut != name):
+        cut = cut[1:]
+    return cut if cut == name else "…" + cut
 
 
 def _rank(record: RequestRecord) -> str:
@@ -195,7 +226,7 @@ def _expected(record: RequestRecord) -> str:
     return f"{_ms(wait_s + compute_s)} (wait {_ms(wait_s)}, compute {_ms(compute_s)})"
 
 
-def _route(route: RouteReceipt, width: int) -> Iterator[str]:
+def _route(route: RouteReceipt, width: int, names: Names) -> Iterator[str]:
     yield f"  {route.reason} (mode {route.mode})"
     if route.index in _INDEX:
         yield f"  index {route.index}: {_INDEX[route.index]}"
@@ -208,14 +239,17 @@ def _route(route: RouteReceipt, width: int) -> Iterator[str]:
     head = ("worker", *(["rank"] if ranks else []), "overlap", *map(_title, titles))
     rows = [
         (
-            f"{row.worker:>16}",
+            _name(names, row.worker),
             *([str(row.dp_rank)] if ranks else []),
             f"{row.overlap_blocks:g}",
             *(_cell(row, title, scale) for title in titles),
         )
         for row in route.candidates
     ]
-    first, *lines = figures([(f"{head[0]:>16}", *head[1:]), *rows])
+    first, *lines = figures([head, *rows])
+    if width and (excess := _MARK_WIDTH + cell_len(first) - width) > 0:
+        room = max(_LEAST_NAME, max(cell_len(row[0]) for row in rows) - excess)
+        first, *lines = figures([head, *((_end(name, room), *rest) for name, *rest in rows)])
     yield f"     {first}"
     for row, line in zip(route.candidates, lines, strict=True):
         mark, note = ("->", "  chosen") if row.chosen else ("", f"  {row.excluded}")

@@ -250,7 +250,11 @@ def _serve(
         raise
 
     def body() -> int:
-        with StatusSocket(socket_path(runtime, STATUS_SOCKET), partial(report, runtime)):
+        # Imported here: the guard and --dry-run watch nothing.
+        from dynamo.doctor.alert_watch import AlertWatch
+
+        path = socket_path(runtime, STATUS_SOCKET)
+        with StatusSocket(path, partial(report, runtime)), AlertWatch(runtime):
             make_plan = plan_maker(settings, runtime)
             return _arbiter(planned, settings, run_directory, notes, source, make_plan)
 

@@ -17,7 +17,7 @@ from dynamo.doctor.facts import (
 )
 from dynamo.serve.gpus.gpus import Gpu, GpuProcess
 
-_GIB = 1 << 30
+GIB = 1 << 30
 _MIB = 1 << 20
 _FEW_FILES = 1024
 _FEW_TASKS = 4096
@@ -166,7 +166,7 @@ def _version(version: tuple[int, int]) -> str:
 
 
 def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / _GIB:.1f} GiB"
+    return f"{size_bytes / GIB:.1f} GiB"
 
 
 def check_limits(facts: LimitFacts) -> Iterator[Finding]:
@@ -226,7 +226,7 @@ def _check_inotify(facts: LimitFacts) -> Iterator[Finding]:
 
 def _check_locked(facts: LimitFacts) -> Finding:
     limit = facts.locked_bytes
-    shown = "no limit" if limit < 0 else _size(limit)
+    shown = "no limit" if limit < 0 else size_text(limit)
     if not facts.transfers_blocks or limit < 0 or limit >= _LOCKED_BYTES:
         return Finding(check="memlock", severity="ok", summary=f"locked memory: {shown}")
     return Finding(
@@ -247,12 +247,12 @@ def check_memory(facts: MemoryFacts) -> Iterator[Finding]:
         yield Finding(
             check="hugepages",
             severity="warning",
-            summary=f"huge pages: {_size(unused)} of RAM reserved and unused",
+            summary=f"huge pages: {size_text(unused)} of RAM reserved and unused",
             cause="engines cannot use that memory for weights or pinned buffers",
             remedy="sudo sysctl vm.nr_hugepages=0",
         )
     else:
-        shown = f"{_size(facts.huge_bytes)} reserved" if facts.huge_bytes else "none reserved"
+        shown = f"{size_text(facts.huge_bytes)} reserved" if facts.huge_bytes else "none reserved"
         yield Finding(check="hugepages", severity="ok", summary=f"huge pages: {shown}")
 
 
@@ -266,7 +266,7 @@ def _check_shm(facts: MemoryFacts) -> Finding:
             cause="engines exchange data between their processes there",
             remedy="sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o size=16G tmpfs /dev/shm",
         )
-    shown = f"/dev/shm: {_size(facts.shm_free_bytes)} of {_size(facts.shm_bytes)} free"
+    shown = f"/dev/shm: {size_text(facts.shm_free_bytes)} of {size_text(facts.shm_bytes)} free"
     if facts.shm_free_bytes >= _SHM_BYTES:
         return Finding(check="shm", severity="ok", summary=shown)
     if facts.shm_bytes >= _SHM_BYTES:
@@ -310,16 +310,16 @@ def check_disks(facts: DiskFacts) -> Iterator[Finding]:
             cause="discovery needs inotify, UNIX sockets and locks, which work on a local disk",
             remedy="export DYN_LOCAL_STATE_DIR=/var/lib/dynamo",
         )
-    needed = max(_GIB, facts.log_bytes)
+    needed = max(GIB, facts.log_bytes)
     yield _check_space("logs", "state and logs", state, needed, 64 * _MIB)
     if facts.models is not None:
-        yield _check_space("models", "downloaded models", facts.models, _MODEL_BYTES, _GIB)
+        yield _check_space("models", "downloaded models", facts.models, _MODEL_BYTES, GIB)
 
 
 def _check_space(
     check: str, what: str, found: FileSystemFacts, wanted_bytes: int, least_bytes: int
 ) -> Finding:
-    shown = f"{what}: {_size(found.free_bytes)} free in {found.path}"
+    shown = f"{what}: {size_text(found.free_bytes)} free in {found.path}"
     if found.free_bytes >= wanted_bytes and found.free_files != 0:
         return Finding(check=check, severity="ok", summary=shown)
     move = "HF_HOME=/path/on/another/disk" if check == "models" else "DYN_LOCAL_STATE_DIR=…"
@@ -329,7 +329,7 @@ def _check_space(
         check=check,
         severity="error" if found.free_bytes < least_bytes or not found.free_files else "warning",
         summary=shown,
-        cause=f"at least {_size(wanted_bytes)} should be free; a full disk ends downloads and "
+        cause=f"at least {size_text(wanted_bytes)} should be free; a full disk ends downloads and "
         "loses logs",
         remedy=f"du -xhd1 {quote(str(found.path))} | sort -h  # or: export {move}",
     )
@@ -374,7 +374,9 @@ def check_clock(facts: ClockFacts) -> Iterator[Finding]:
         yield Finding(check="clock", severity="ok", summary=f"clock: {how}")
 
 
-def _size(count: int) -> str:
-    if count >= _GIB:
-        return f"{count / _GIB:.1f} GiB"
+def size_text(count: int) -> str:
+    """Return a number of bytes for people."""
+    """Return a number of bytes for people."""
+    if count >= GIB:
+        return f"{count / GIB:.1f} GiB"
     return f"{count / _MIB:.0f} MiB"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pynvml
 
+from dynamo.config import environ
 from dynamo.doctor.facts import (
     ClockFacts,
     EngineFacts,
@@ -226,6 +227,13 @@ def read_memory(shards: int) -> MemoryFacts:
         ram_bytes=sizes.get("MemTotal", 0) << 10,
         shards=shards,
     )
+
+
+def models_path() -> Path:
+    """Return where models are downloaded to."""
+    env = environ()
+    home = env.get("HF_HUB_CACHE") or env.get("HF_HOME") or "~/.cache/huggingface"
+    return Path(home).expanduser().absolute()
 
 
 def file_system(path: Path) -> FileSystemFacts:

@@ -335,7 +335,8 @@ class BoxEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that happened to a deployment: a line of ``events.log`` in its run directory.
 
     ``kind`` is one of EVENT_KINDS, ``name`` the worker, service, model or key, ``by`` the operator
-    or program that asked for it, "" if it happened by itself.
+    or program that asked for it, "" if it happened by itself. Of an alert, ``alert`` is its name
+    and ``name`` what it is about.
     """
 
     kind: str
@@ -344,6 +345,7 @@ class BoxEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str = ""
     text: str = ""
     by: str = ""
+    alert: str = ""
 
 
 OPERATOR_EVENTS = (
@@ -352,10 +354,11 @@ OPERATOR_EVENTS = (
 )
 EVENT_KINDS = (
     "start", "stop", "started", "serving", "died", "failed", "drained",
-    *OPERATOR_EVENTS, "planner", "scaled", "reload", "added", "removed", "keys",
+    *OPERATOR_EVENTS, "planner", "scaled", "reload", "added", "removed", "keys", "alert", "cleared",
 )  # fmt: skip
-"""Of the deployment; of processes; of operators; of the planner, the graph and API keys."""
-BAD_EVENTS = frozenset({"died", "failed", "error"})
+"""Of the deployment; of processes; of operators; of the planner, the graph and API keys; the begin
+and the end of alerts."""
+BAD_EVENTS = frozenset({"died", "failed", "error", "alert"})
 
 
 class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):

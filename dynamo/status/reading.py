@@ -196,6 +196,24 @@ def _is_mine(port: int) -> bool:
     return False
 
 
+def worker_names(runtime: RuntimeSettings) -> dict[str, str]:
+    """Return the names of the registered workers of this box by their ids in hexadecimal.
+
+    Names are those of the statefile; none without one that can be read.
+    """
+    try:
+        document = Statefile(state_path(runtime), runtime.namespace).read()
+    except StatefileError:
+        document = None
+    entries = document.components.values() if document is not None else ()
+    names = {pid: entry.name for entry in entries for pid in entry.pids}
+    return {
+        f"{worker.worker_id:x}": names[pid]
+        for pid, worker in (registered_workers(store_path(runtime)) if names else {}).items()
+        if worker.worker_id is not None and pid in names
+    }
+
+
 class BoxReader:
     """Reads the deployment of the namespace of ``runtime``. Blocks for some milliseconds."""
 

@@ -13,6 +13,10 @@ from pathlib import Path
 from deployment import free_port
 from serving import ROOT, Serving
 
+from dynamo.config import from_env
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.doctor.alert_watch import AlertWatch
+
 GRAPH = f"""
 Frontend: {{run: dynamo.frontend, http-port: PORT, api-key-file: KEYS}}
 Worker:
@@ -109,6 +113,41 @@ def test_what_happens_is_kept_with_who_asked_for_it(tmp_path: Path) -> None:
             follower.wait()
             output.close()
         assert kinds(serving)[-1] == "stop"  # after the end, too
+        serving.assert_clean()
+    finally:
+        serving.close()
+
+
+def test_an_alert_begins_and_ends_once_beside_two_frontends(tmp_path: Path) -> None:
+    serving = Serving(tmp_path)
+    text = "".join(
+        f"{name}: {{run: dynamo.frontend, http-port: {free_port()}}}\n" for name in ("A", "B")
+    )
+    text += "Worker: {run: dynamo.mocker, model-path: MODEL, model-name: tiny}\n"
+    try:
+        serving.start(
+            serving.graph(text.replace("MODEL", f"{ROOT}/examples/model")), wait="ready: "
+        )
+        runtime = from_env(
+            RuntimeSettings, namespace=serving.namespace, state_dir=str(serving.state_dir)
+        )
+        (hung,) = serving.wait_for_pids("B")
+        name = f"{serving.namespace}_B"
+        with AlertWatch(runtime, scale=0.01):  # a hundred times as fast as the arbiter's own
+            os.kill(hung, signal.SIGSTOP)
+            try:
+                serving.until(lambda: "alert" in kinds(serving, "--name", name))
+            finally:
+                os.kill(hung, signal.SIGCONT)
+            serving.until(lambda: "cleared" in kinds(serving, "--name", name))
+        found = [one for one in events(serving) if one["kind"] in ("alert", "cleared")]
+        assert [(one["kind"], one["alert"], one["name"]) for one in found] == [
+            ("alert", "DynamoFrontendDown", name),
+            ("cleared", "DynamoFrontendDown", name),
+        ]
+        text = "DynamoFrontendDown: the frontend does not answer; see: dynamo ps"
+        assert found[0]["text"] == text
+        assert serving.stop() == 0
         serving.assert_clean()
     finally:
         serving.close()

@@ -42,7 +42,10 @@ class Ps:
         self.env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
 
     def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dynamo", "ps", *words]
+        return self.verb("ps", *words, **env)
+
+    def verb(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "dynamo", *words]
         return subprocess.run(
             command, env={**self.env, **env}, capture_output=True, text=True, timeout=30
         )
@@ -108,6 +111,10 @@ def ready(ps: Ps, port: int) -> None:
     workers = {one["worker"] for one in found["workers"] if one.get("model") == "tiny"}
     assert {one["worker"] for one in model["figures"]["workers"]} == workers
     (request_row,) = found["requests"]
+    explained = ps.verb("explain").stdout
+    name = next(one["name"] for one in found["workers"] if one["worker"] == request_row["worker"])
+    assert f" worker {name}, " in explained and request_row["worker"] not in explained
+    assert ps.verb("explain", "--json").stdout.count(request_row["worker"]) >= 2
     assert request_row["worker"] in workers and request_row["completion_tokens"] == 20
     text = ps.run().stdout
     assert "tiny" in text and "2/2" in text and "frontend: ready at http://127.0.0.1" in text

@@ -53,6 +53,7 @@ class BoxEventLog:
         *,
         model: str = "",
         by: str = "",
+        alert: str = "",
         once: bool = False,
     ) -> None:
         """Append an event. A failure is logged once: it must not stop what happens.
@@ -66,6 +67,7 @@ class BoxEventLog:
             model=shorten(model, _NAME_CHARACTERS),
             text=shorten(" ".join(text.split()), _TEXT_CHARACTERS),
             by=shorten(by, _NAME_CHARACTERS),
+            alert=alert,
         )
         try:
             self._append(event, once)

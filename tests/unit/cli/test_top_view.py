@@ -237,6 +237,12 @@ def test_the_table_of_explain_fits_80_columns() -> None:
     piped = [*explanation(record)]
     assert sum(line.endswith("  chosen") for line in piped) == 1
     assert not any("rank" in line for line in piped)
+    named = {"f" * 16: "ns_" + "W" * 60}
+    assert all(cell_len(line) <= 80 for line in explanation(record, 80, named))
+    assert any(
+        named["f" * 16] + ", the cheapest of 2" in line for line in explanation(record, 0, named)
+    )
+    assert not any("fff" in line for line in explanation(record, 0, named))
 
 
 def test_the_selected_worker_is_shown() -> None:

@@ -4,7 +4,7 @@ import { byId, clock, make, setText } from "./dom.js";
 
 const KEPT = 500;
 const LISTED = 100;
-const BAD = new Set(["died", "failed", "error"]);
+const BAD = new Set(["died", "failed", "error", "alert"]);
 const DAY_S = 86400;
 
 let events = [];
