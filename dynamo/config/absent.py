@@ -51,8 +51,8 @@ _ONE_PROCESSOR = "prompts are prepared by this package's own compiled preprocess
 _OTHERS = "it prepares prompts in threads of the frontend"
 _SIZES = "a mock worker has the size that its flags say, not that of a GPU"
 _BLOCKS = "use --num-gpu-blocks-override"
-_SPEED = "a mock worker's speed is a fixed curve"
-_PROFILE = "use --speedup-ratio and --decode-speedup-ratio"
+_SPEED = "a mock worker's speed is a fixed curve or a profile"
+_PROFILE = "use --planner-profile-data, --speedup-ratio and --decode-speedup-ratio"
 _SGLANG = "the mock worker has one scheduler for all engine types"
 _LIMITS = "use --max-num-batched-tokens and --max-num-seqs"
 _ROUTES = "the frontend chooses workers"
@@ -189,7 +189,6 @@ _MOCKER = (
         for flag, reason, remedy, default in _SIMULATED
     ),
     AbsentFlag("--ais-perf-config", _SPEED, _PROFILE),
-    AbsentFlag("--planner-profile-data", _SPEED, _PROFILE),
     AbsentFlag("--gpu-memory-utilization", _SIZES, _BLOCKS),
     AbsentFlag("--mem-fraction-static", _SIZES, _BLOCKS),
     AbsentFlag("--free-gpu-memory-fraction", _SIZES, _BLOCKS),
@@ -222,16 +221,6 @@ _MOCKER = (
         "--zmq-replay-ports",
         "missed KV events are requested over the request plane",
         "leave it out",
-    ),
-    AbsentFlag(
-        "--zmq-kv-events-ports",
-        "mock workers publish KV events to routers alone, not in vLLM's format",
-        "leave it out",
-    ),
-    AbsentFlag(
-        "--num-host-blocks",
-        "a mock worker caches blocks on its device alone",
-        "raise --num-gpu-blocks-override",
     ),
     AbsentFlag(
         "--bootstrap-ports",

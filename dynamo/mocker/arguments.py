@@ -16,6 +16,7 @@ from dynamo.mocker.settings import MockerSettings
 from dynamo.mocker.timing import KV_BYTES_PER_TOKEN, Timing, Transfer
 
 _BLOCK_SIZES = {"vllm": 64, "sglang": 1, "trtllm": 32}
+_MAX_PORT = 65535
 _MANY_WORKERS, _VERY_MANY_WORKERS = 32, 128
 
 
@@ -51,9 +52,20 @@ def engine_shape(settings: MockerSettings) -> EngineShape:
             f"--max-num-seqs {settings.max_num_seqs}: not every sequence could get a token; "
             "raise the first or lower the second"
         )
+    if settings.num_host_blocks and not settings.enable_prefix_caching:
+        raise ConfigError(
+            "--num-host-blocks needs prefix caching; leave out --no-enable-prefix-caching"
+        )
+    block_size = settings.block_size or _BLOCK_SIZES[settings.engine_type]
+    event_ports(settings)
+    speed = None
+    if settings.planner_profile_data is not None:
+        from dynamo.mocker.profile import read_speed  # takes 0.1 s, for numpy
+
+        speed = read_speed(settings.planner_profile_data)
     return EngineShape(
         blocks=settings.num_gpu_blocks,
-        block_size=settings.block_size or _BLOCK_SIZES[settings.engine_type],
+        block_size=block_size,
         prefix_caching=settings.enable_prefix_caching,
         limits=Limits(
             max_num_seqs=settings.max_num_seqs,
@@ -63,7 +75,12 @@ def engine_shape(settings: MockerSettings) -> EngineShape:
             watermark=settings.watermark,
             preempt_newest=settings.preemption_mode == "lifo",
         ),
-        timing=Timing(settings.speedup_ratio, settings.decode_speedup_ratio),
+        timing=Timing(
+            settings.speedup_ratio,
+            settings.decode_speedup_ratio,
+            speed,
+            settings.num_gpu_blocks * block_size,
+        ),
         prefill_only=settings.disaggregation_mode == "prefill",
         transfer=Transfer(
             settings.kv_bytes_per_token or KV_BYTES_PER_TOKEN,
@@ -71,7 +88,29 @@ def engine_shape(settings: MockerSettings) -> EngineShape:
             settings.speedup_ratio,
         ),
         stream_interval=settings.stream_interval,
+        host_blocks=settings.num_host_blocks,
     )
+
+
+def event_ports(settings: MockerSettings) -> list[int]:
+    """Return the first port of each worker for engine events, none without. Raises ConfigError."""
+    given = settings.zmq_kv_events_ports
+    if given is None:
+        return []
+    words, ranks = given.split(","), settings.data_parallel_size
+    ports = [int(word) for word in words if word.strip().isdecimal()]
+    if len(ports) != settings.num_workers or len(ports) != len(words):
+        raise ConfigError(
+            f"--zmq-kv-events-ports {given}: needs one port for each of --num-workers "
+            f"{settings.num_workers}, separated by commas"
+        )
+    taken = [port + rank for port in ports for rank in range(ranks)]
+    if min(taken) < 1 or max(taken) > _MAX_PORT or len(set(taken)) < len(taken):
+        raise ConfigError(
+            f"--zmq-kv-events-ports {given}: each worker takes {ranks} ports from its own on, of 1 "
+            f"to {_MAX_PORT}, and no two the same; choose others"
+        )
+    return ports
 
 
 def stagger_delay_s(settings: MockerSettings) -> float:

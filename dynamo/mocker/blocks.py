@@ -2,19 +2,22 @@
 
 Capacity is counted in blocks. A full block has its sequence hash as its id and is shared by all
 sequences with that prefix; a partial block is private to its sequence. An unused full block stays
-cached until its slot is needed; the least recently used one is evicted first.
+cached until its slot is needed; the least recently used one is evicted first. With host memory, an
+evicted block is copied there, and a prompt that finds it there gets it back without computing it.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
+from typing import NamedTuple
 
 from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_hashes, xxh3_64
 from dynamo.protocols.codec import Tokens
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored
+from dynamo.protocols.kv import STORAGE_TIERS, BlocksRemoved, BlocksStored
 
 _PAIR = struct.Struct("<QQ")
+DEVICE, HOST = STORAGE_TIERS[:2]
 
 
 class SequenceBlocks:
@@ -27,7 +30,9 @@ class SequenceBlocks:
     __slots__ = (
         "block_hashes",
         "block_size",
+        "cache_namespace",
         "full",
+        "lora_name",
         "private",
         "seed",
         "sequence_hashes",
@@ -43,6 +48,8 @@ class SequenceBlocks:
     ) -> None:
         self.tokens = tokens
         self.block_size = block_size
+        self.lora_name = lora_name
+        self.cache_namespace = cache_namespace
         self.seed = seed_for(lora_name, cache_namespace)
         self.block_hashes = block_hashes(tokens, block_size, seed=self.seed)
         self.sequence_hashes = sequence_hashes(self.block_hashes)
@@ -64,19 +71,32 @@ class SequenceBlocks:
             self.block_hashes.append(local)
 
 
+class CacheChange(NamedTuple):
+    """A change of the cache on a tier, in wire format; stored blocks are some of ``blocks``."""
+
+    change: BlocksStored | BlocksRemoved
+    storage_tier: str = DEVICE
+    blocks: SequenceBlocks | None = None
+
+
 class BlockPool:
     """``capacity`` slots of ``block_size`` tokens; each change of the cache is an event.
 
-    :attr:`changes` collects the events in order, in wire format; the caller empties it.
+    ``host_capacity`` evicted blocks are kept in host memory. :attr:`changes` collects the events in
+    order; the caller empties it.
     """
 
-    def __init__(self, capacity: int, block_size: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, capacity: int, block_size: int, prefix_caching: bool = True, host_capacity: int = 0
+    ) -> None:
         self.capacity = capacity
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.changes: list[BlocksStored | BlocksRemoved] = []
+        self.host_capacity = host_capacity
+        self.changes: list[CacheChange] = []
         self._active: dict[int, int] = {}  # full blocks: how many sequences use each
         self._idle: dict[int, None] = {}  # cached blocks, the next to evict first
+        self._host: dict[int, None] = {}  # blocks in host memory, the next to remove first
         self._private = 0
 
     @property
@@ -98,9 +118,14 @@ class BlockPool:
         """Return the sequence hashes of all full blocks, used or cached. O(blocks); for tests."""
         return self._active.keys() | self._idle.keys()
 
+    def host_hashes(self) -> set[int]:
+        """Return the sequence hashes of the blocks in host memory. O(blocks); for tests."""
+        return set(self._host)
+
     def cached_prefix(self, blocks: SequenceBlocks) -> tuple[int, int]:
         """Return (leading blocks in the cache, how many of them are in use). O(blocks).
 
+        Blocks in host memory count, too: each needs a slot, as an unused one does.
         The block of the last token never counts: at least one token must be computed to produce
         the next one.
         """
@@ -110,14 +135,19 @@ class BlockPool:
         for block_hash in blocks.sequence_hashes[: (len(blocks.tokens) - 1) // self.block_size]:
             if block_hash in self._active:
                 used += 1
-            elif block_hash not in self._idle:
+            elif block_hash not in self._idle and block_hash not in self._host:
                 break
             found += 1
         return found, used
 
     def reuse(self, blocks: SequenceBlocks, count: int) -> None:
         """Add the first ``count`` blocks, which :meth:`cached_prefix` found, to ``blocks``."""
-        for block_hash in blocks.sequence_hashes[:count]:
+        found = blocks.sequence_hashes[:count]
+        absent = [h for h in found if h not in self._active] if self._host else []
+        if absent:
+            self._fill(blocks, count, absent)
+            return
+        for block_hash in found:
             self._reference(block_hash)
         blocks.full = count
 
@@ -187,7 +217,30 @@ class BlockPool:
                 break
         for block_hash in victims:
             del self._idle[block_hash]
-        self.changes.append(BlocksRemoved(victims.tobytes()))
+        if self.host_capacity:
+            self._offload(victims)
+        self.changes.append(CacheChange(BlocksRemoved(victims.tobytes())))
+
+    def _offload(self, victims: array[int]) -> None:
+        """Copy blocks to host memory; their event comes before that of their removal here."""
+        host = self._host
+        new = {block_hash for block_hash in victims if block_hash not in host}
+        for block_hash in victims:
+            host.pop(block_hash, None)  # it becomes the one that was used last
+            host[block_hash] = None
+        removed = array("Q")
+        while len(host) > self.host_capacity:
+            oldest = next(iter(host))
+            del host[oldest]
+            if oldest in new:
+                new.remove(oldest)
+            else:
+                removed.append(oldest)
+        stored = array("Q", [block_hash for block_hash in victims if block_hash in new])
+        if stored:
+            self.changes.append(CacheChange(BlocksStored(stored.tobytes(), b""), HOST))
+        if removed:
+            self.changes.append(CacheChange(BlocksRemoved(removed.tobytes()), HOST))
 
     def _record_stored(self, blocks: SequenceBlocks, full: int, new: set[int]) -> None:
         # One event for each run of new blocks: a block in between that the pool has already was
@@ -200,7 +253,8 @@ class BlockPool:
             if end > begin:
                 parent = blocks.sequence_hashes[begin - 1] if begin else None
                 hashes, local = blocks.sequence_hashes[begin:end], blocks.block_hashes[begin:end]
-                self.changes.append(BlocksStored(hashes.tobytes(), local.tobytes(), parent, begin))
+                stored = BlocksStored(hashes.tobytes(), local.tobytes(), parent, begin)
+                self.changes.append(CacheChange(stored, DEVICE, blocks))
             begin = end + 1
 
     def _check(self) -> None:
@@ -209,3 +263,4 @@ class BlockPool:
         assert not self._active.keys() & self._idle.keys()
         assert self._private >= 0
         assert self.used + self.cached <= self.capacity
+        assert len(self._host) <= self.host_capacity

@@ -17,14 +17,14 @@ from types import TracebackType
 from typing import Any
 
 from dynamo.errors import DynamoError
-from dynamo.mocker.blocks import BlockPool, SequenceBlocks
+from dynamo.mocker.blocks import BlockPool, CacheChange, SequenceBlocks
 from dynamo.mocker.replies import Reply
 from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
 from dynamo.mocker.timing import Timing, Transfer, cached_tokens
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
 from dynamo.protocols import codec
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvMetrics
+from dynamo.protocols.kv import KvMetrics
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
@@ -264,6 +264,7 @@ class EngineShape:
     prefill_only: bool = False
     transfer: Transfer = field(default_factory=Transfer)
     stream_interval: int = 1
+    host_blocks: int = 0
 
 
 class EngineRank:
@@ -279,14 +280,16 @@ class EngineRank:
         shape: EngineShape,
         metrics: MockerMetrics,
         tasks: Tasks,
-        on_events: Callable[[int, list[BlocksStored | BlocksRemoved]], None],
+        on_events: Callable[[int, list[CacheChange]], None],
         on_load: Callable[[KvMetrics], None],
         worker_id: int = 0,
     ) -> None:
         self.worker_id = worker_id
         self.number = number
         self.shape = shape
-        self.pool = BlockPool(shape.blocks, shape.block_size, shape.prefix_caching)
+        self.pool = BlockPool(
+            shape.blocks, shape.block_size, shape.prefix_caching, shape.host_blocks
+        )
         self.scheduler = Scheduler(self.pool, shape.limits)
         self.metrics = metrics
         self.tasks = tasks

@@ -34,6 +34,19 @@ class MockerSettings:
         "--fatal-seed",
         help="a request with this seed kills the process, as one that crashes an engine does",
     )
+    planner_profile_data: str | None = option(
+        None,
+        "--planner-profile-data",
+        metavar="PATH",
+        help="be as fast as a profiled engine: a directory of `dynamo profile`, or Dynamo's .npz",
+    )
+    zmq_kv_events_ports: str | None = option(
+        None,
+        "--zmq-kv-events-ports",
+        metavar="PORT,…",
+        help="also publish KV events as vLLM does over ZeroMQ, each rank on its worker's port plus "
+        "its number; one port for each of --num-workers",
+    )
     speedup_ratio: float = option(
         1.0, "--speedup-ratio", minimum=0, help="how much faster than real; 0 = no delay at all"
     )
@@ -46,6 +59,13 @@ class MockerSettings:
     )
     num_gpu_blocks: int = option(
         16384, "--num-gpu-blocks-override", minimum=1, help="KV cache size in blocks"
+    )
+    num_host_blocks: int = option(
+        0,
+        "--num-host-blocks",
+        minimum=0,
+        help="blocks that are kept in host memory after their eviction, per rank; copies take no "
+        "time",
     )
     block_size: int | None = option(
         None,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynamo.mocker.profile import ProfiledSpeed
 
 KV_BYTES_PER_TOKEN = 131_072
 """32 layers with 8 KV heads of 128 two-byte numbers, keys and values: a model of 8 billion."""
@@ -12,19 +15,32 @@ KV_BYTES_PER_TOKEN = 131_072
 
 @dataclass(frozen=True)
 class Timing:
-    """The duration of an iteration: a polynomial, divided by ``speedup``; 0 means no time."""
+    """The duration of an iteration, divided by ``speedup``; 0 means no time.
+
+    It is that of ``profile``, without one a polynomial. ``kv_tokens`` fit into the cache.
+    """
 
     speedup: float = 1.0
     decode_speedup: float = 1.0
+    profile: ProfiledSpeed | None = None
+    kv_tokens: int = 0
 
     def iteration_s(self, prefill_tokens: int, decodes: int, usage: float) -> float:
         """Return the duration of computing ``prefill_tokens`` uncached prompt tokens and one token
         for each of ``decodes`` sequences, with the share ``usage`` (0..1) of the cache in use."""
         if not self.speedup:
             return 0.0
-        prefill = prefill_ms(prefill_tokens) if prefill_tokens else 0.0
-        decode = decode_ms(usage) / self.decode_speedup if decodes else 0.0
-        return (prefill + decode) / self.speedup / 1000.0
+        profile = self.profile
+        prefill = decode = 0.0
+        if prefill_tokens:
+            model = prefill_ms if profile is None else profile.prefill_ms
+            prefill = model(prefill_tokens)
+        if decodes:
+            if profile is None:
+                decode = decode_ms(usage)
+            else:
+                decode = profile.decode_ms(usage * self.kv_tokens, decodes)
+        return (prefill + decode / self.decode_speedup) / self.speedup / 1000.0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -19,7 +21,10 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
+from dynamo.mocker.arguments import event_ports
+from dynamo.mocker.blocks import CacheChange
 from dynamo.mocker.engine import EngineRank, EngineShape, MockerMetrics
+from dynamo.mocker.engine_events import EngineEventSockets
 from dynamo.mocker.replies import (
     Reply,
     ReplyScript,
@@ -184,6 +189,7 @@ class WorkerPlan:
     model_type: ModelType
     endpoint: str
     script: ReplyScript | None = None
+    event_ports: Sequence[int] = ()
 
     @property
     def context_length(self) -> int:
@@ -223,6 +229,7 @@ def make_plan(
         ModelType.Prefill if shape.prefill_only else api_types(settings.endpoint_types),
         settings.endpoint_or(f"{runtime.namespace}{suffix}.{component}.generate"),
         _script(mocker, model),
+        event_ports(mocker),
     )
 
 
@@ -235,6 +242,15 @@ class MockerWorker:
         self.events = KvEventSender(runtime.instance_id)
         self.load = LoadSender(runtime.instance_id)
         self.publishes_events = plan.mocker.disaggregation_mode != "decode"
+        self._sockets: EngineEventSockets | None = None
+        if plan.event_ports and self.publishes_events:
+            self._sockets = EngineEventSockets(
+                runtime.settings.tcp_rpc_host,
+                plan.event_ports[number],
+                plan.mocker.data_parallel_size,
+                plan.shape.block_size,
+            )
+            runtime.on_close(self._sockets.close)
         first = number * plan.mocker.data_parallel_size
         self.ranks = [
             EngineRank(
@@ -242,7 +258,7 @@ class MockerWorker:
                 plan.shape,
                 MockerMetrics(runtime.metrics, str(first + rank), plan.model_name),
                 runtime.tasks,
-                self.events.record if self.publishes_events else lambda _rank, _changes: None,
+                self._record,
                 self.load.report,
                 runtime.instance_id,
             )
@@ -278,6 +294,15 @@ class MockerWorker:
             )
             for rank in ranks:
                 rank.cancel()
+
+    def _record(self, dp_rank: int, changes: list[CacheChange]) -> None:
+        """Publish what a rank has stored and removed."""
+        if not self.publishes_events:
+            return
+        for tier, group in groupby(changes, key=attrgetter("storage_tier")):
+            self.events.record(dp_rank, [each.change for each in group], tier)
+        if self._sockets is not None:
+            self._sockets.publish(dp_rank, changes)
 
     async def _run_rank(self, rank: EngineRank) -> None:
         """Run ``rank``; if it fails, abort all streams, which would never end."""

@@ -61,3 +61,15 @@ def test_an_endpoint_may_have_a_scheme(given: str) -> None:
     """Programs log it as ``dyn://`` and this path."""
     assert WorkerSettings(endpoint=given).endpoint_or("a.b.c") == "ns.comp.ep"
     assert WorkerSettings().endpoint_or("a.b.c") == "a.b.c"
+
+
+@pytest.mark.parametrize("given", ["", "a", "5557,5558,", "5557", "5557,5558", "65535,1", "0,9"])
+def test_ports_of_engine_events_are_one_for_each_worker(given: str) -> None:
+    settings = MockerSettings(zmq_kv_events_ports=given, num_workers=2, data_parallel_size=2)
+    with pytest.raises(ConfigError, match=f"--zmq-kv-events-ports {given}: "):
+        engine_shape(settings)
+
+
+def test_host_memory_needs_prefix_caching() -> None:
+    with pytest.raises(ConfigError, match="--num-host-blocks needs prefix caching"):
+        engine_shape(MockerSettings(num_host_blocks=1, enable_prefix_caching=False))

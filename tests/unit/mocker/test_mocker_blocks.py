@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dynamo.mocker.blocks import BlockPool, SequenceBlocks
+from dynamo.mocker.blocks import DEVICE, HOST, BlockPool, SequenceBlocks
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 
@@ -58,12 +58,12 @@ def test_a_partial_block_becomes_shared_when_it_fills() -> None:
     held.tokens.append(4)
     assert pool.grow(held, 4)
     assert pool.used == 1
-    stored = pool.changes.pop()
+    stored = pool.changes.pop().change
     assert isinstance(stored, BlocksStored) and stored.parent_hash is None
     held.tokens.extend([5, 6, 7, 8])
     assert pool.grow(held, 5) and pool.used == 2 and not pool.changes
     assert pool.grow(held, 8)
-    second = pool.changes.pop()
+    second = pool.changes.pop().change
     assert isinstance(second, BlocksStored) and second.parent_hash == u64(stored.block_hashes)[0]
     whole = SequenceBlocks(tokens(range(1, 9)), B)
     assert list(held.sequence_hashes) == list(whole.sequence_hashes) and list(
@@ -78,7 +78,7 @@ def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
     pool.release(hold_all(pool, [11, 12, 13, 14]))
     pool.changes.clear()
     hold_all(pool, [21, 22, 23, 24, 25])
-    removed, stored = pool.changes
+    removed, stored = (each.change for each in pool.changes)
     assert isinstance(removed, BlocksRemoved) and isinstance(stored, BlocksStored)
     assert u64(removed.block_hashes) == [old.sequence_hashes[1]]
 
@@ -116,17 +116,25 @@ class PoolMachine(RuleBasedStateMachine):
     """Random histories against plain sets: the events describe the cache, nothing leaks."""
 
     CAPACITY = 6
+    HOST_CAPACITY = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(self.CAPACITY, B)
+        self.pool = BlockPool(self.CAPACITY, B, host_capacity=self.HOST_CAPACITY)
         self.held: list[SequenceBlocks] = []
         self.published: set[int] = set()
+        self.on_host: set[int] = set()
 
     def apply_events(self) -> None:
-        for change in self.pool.changes:
+        for change, tier, _ in self.pool.changes:
             hashes = set(u64(change.block_hashes))
-            if isinstance(change, BlocksStored):
+            if tier == HOST and isinstance(change, BlocksStored):
+                assert hashes <= self.published - self.on_host and not change.tokens_hashes
+                self.on_host |= hashes
+            elif tier == HOST:
+                assert hashes <= self.on_host
+                self.on_host -= hashes
+            elif isinstance(change, BlocksStored):
                 assert not hashes & self.published
                 assert change.parent_hash is None or change.parent_hash in self.published
                 self.published |= hashes
@@ -169,8 +177,34 @@ class PoolMachine(RuleBasedStateMachine):
         partial = sum(1 for held in self.held if len(held.tokens) % B)
         assert self.pool.used == len(full) + partial
         assert self.pool.hashes() == self.published
+        assert self.pool.host_hashes() == self.on_host
         assert full <= self.published
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
+
+
+class HostPoolMachine(PoolMachine):
+    """The same with host memory, which is smaller than the cache."""
+
+    HOST_CAPACITY = 4
+
+
+HostPoolMachine.TestCase.settings = PoolMachine.TestCase.settings
+TestHostPoolMachine = HostPoolMachine.TestCase
+
+
+def test_an_evicted_block_returns_from_host_memory() -> None:
+    pool = BlockPool(2, B, host_capacity=8)
+    prompt = [1, 2, 3, 4, 5]
+    pool.release(hold_all(pool, prompt))
+    pool.release(hold_all(pool, list(range(10, 18))))
+    assert pool.cached_prefix(sequence_blocks(*prompt)) == (1, 0)
+    pool.changes.clear()
+    held = hold_all(pool, prompt)
+    assert held.full == 1
+    tiers = [(each.storage_tier, type(each.change)) for each in pool.changes]
+    # Both blocks of the other prompt make room: the first for the block, the second for token 5.
+    offload = [(HOST, BlocksStored), (DEVICE, BlocksRemoved)]
+    assert tiers == [*offload, (DEVICE, BlocksStored), *offload]

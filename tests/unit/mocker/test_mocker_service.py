@@ -14,6 +14,7 @@ import pytest
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, Overloaded
 from dynamo.frontend.requests.migration import continued
 from dynamo.mocker.arguments import engine_shape
+from dynamo.mocker.blocks import CacheChange
 from dynamo.mocker.engine import EngineRank, EngineShape, MockerMetrics
 from dynamo.mocker.settings import MockerSettings
 from dynamo.mocker.timing import Timing
@@ -27,7 +28,7 @@ from dynamo.protocols.engine import (
     SamplingOptions,
     StopConditions,
 )
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvMetrics
+from dynamo.protocols.kv import BlocksStored, KvMetrics
 from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client import RequestClient
@@ -72,7 +73,7 @@ class Deployment:
         self.service = service
         self.client = client
         self.address = ""
-        self.changes: list[BlocksStored | BlocksRemoved] = []
+        self.changes: list[CacheChange] = []
         self.loads: list[KvMetrics] = []
         self.registry = Registry()
 
@@ -286,7 +287,7 @@ async def test_events_and_load_describe_the_state(tmp_path: Path) -> None:
         await wait_until(lambda: bool(here.loads) and here.loads[-1].num_requests_running == 0)
         assert here.loads[0].kv_total_blocks == 100
         assert here.loads[-1].kv_used_blocks == 0
-        (stored,) = here.changes
+        ((stored, _, _),) = here.changes
         assert isinstance(stored, BlocksStored) and len(stored.block_hashes) == 5 * 8
         text = here.registry.render().decode()
         assert 'vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 1' in text
