@@ -24,7 +24,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.http.client import Target
 from dynamo.observability.logs import one_line
-from dynamo.runtime.process.paths import state_dir
+from dynamo.runtime.process.paths import expanded, state_dir
 
 DESCRIPTION = """Chat with a model. With a message, or without a terminal and one on stdin: print
 the answer alone."""
@@ -160,7 +160,7 @@ class ChatSession:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         content = {"model": self._target.model, "messages": [*system, *self._messages]}
         text = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
-        path = Path(name).expanduser()
+        path = expanded(name)
         try:
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
                 out.write(text)

@@ -24,6 +24,7 @@ from dynamo.config.parser import Option
 from dynamo.config.programs import settings_groups
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
+from dynamo.runtime.process.paths import expanded
 from dynamo.serve.state.document import Entry
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import chosen_runtime
@@ -377,7 +378,7 @@ def _paths(text: str, endings: tuple[str, ...]) -> Iterator[str]:
     """Yield directories and files, of ``endings`` only if given, that begin with ``text``."""
     head, slash, tail = text.rpartition("/")
     try:
-        listed = sorted(Path(head + slash or ".").expanduser().iterdir())
+        listed = sorted(expanded(head + slash or ".").iterdir())
     except OSError:
         return
     for path in listed:

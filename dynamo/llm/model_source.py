@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, shorten
 from dynamo.llm.model_directory import ModelDirectory
+from dynamo.runtime.process.paths import expanded
 
 OnProgress = Callable[[int, int], object]
 """Receives the bytes of a download that are here, and those of all its files."""
@@ -80,10 +81,14 @@ class ResolvedModel:
 
 def named_model(text: str) -> NamedModel:
     """Return the model that ``text`` names; looks at local files only. Raises ConfigError."""
-    path = Path(text).expanduser()
-    if path.is_dir():
+    path = expanded(text)
+    try:
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError(f"no model {shorten(text)!r}: {error.strerror}") from None
+    if is_dir:
         return _directory(path.resolve())
-    if path.is_file():
+    if is_file:
         path = local_gguf(path)
         tokenizer = (path.parent / "tokenizer.json").is_file()
         return NamedModel("gguf", str(path), path.stem, has_tokenizer=tokenizer)
@@ -96,14 +101,14 @@ def named_model(text: str) -> NamedModel:
         return NamedModel("hub", text, text.removeprefix("hf://"))
     if text.endswith(".gguf"):
         raise ConfigError(
-            f"no file {text!r} here; give the path of a GGUF file, or on Hugging Face "
+            f"no file {shorten(text)!r} here; give the path of a GGUF file, or on Hugging Face "
             "org/name/file.gguf"
         )
     if _OLLAMA_NAME.fullmatch(text):
         return NamedModel("ollama", text if ":" in text else f"{text}:latest", text)
     raise ConfigError(
-        f"no model {text!r}: there is no such directory or file, and it is no id on Hugging Face, "
-        "such as Qwen/Qwen3-0.6B"
+        f"no model {shorten(text)!r}: there is no such directory or file, and it is no id on "
+        "Hugging Face, such as Qwen/Qwen3-0.6B"
     )
 
 
@@ -136,7 +141,7 @@ def resolve_model(
     called in threads of the Hub's library. Raises ConfigError; it is
     ModelUnreachable if the same call may succeed later.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir():
         return ResolvedModel(path.resolve(), ModelDirectory(path).name)
     if path.is_file():
@@ -160,7 +165,7 @@ def resolve_model(
 
 def is_hub_id(source: str) -> bool:
     """Whether ``source`` would be looked up on Hugging Face: it is no local path."""
-    return not Path(source).expanduser().exists() and _split(source) is not None
+    return not expanded(source).exists() and _split(source) is not None
 
 
 def local_gguf(path: Path) -> Path:

@@ -12,7 +12,7 @@ from dynamo.config.programs import memory_share
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
+from dynamo.runtime.process.paths import expanded, planned_socket_path, state_path, store_path
 from dynamo.serve.gpus.engine_gpus import (
     EngineFlags,
     EngineMemory,
@@ -118,7 +118,7 @@ def _weights_bytes(flags: EngineFlags, directory: Path) -> int:
     source = next((str(values[name]) for name in _MODEL_FLAGS if name in values), "")
     if not source or values.get("load-format") == "dummy" or any(n in values for n in _SMALLER):
         return 0
-    path = directory / Path(source).expanduser()
+    path = directory / expanded(source)
     if not path.exists():
         from dynamo.llm.model_source import resolve_model  # takes 0.3 s: only for a cached model
 

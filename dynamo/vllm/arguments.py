@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import msgspec
 
@@ -20,6 +19,7 @@ from dynamo.config.worker import REASONING_ALIASES, REASONING_PARSERS, WorkerSet
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
+from dynamo.runtime.process.paths import expanded
 from dynamo.vllm.settings import VllmSettings
 
 PROG = "python -m dynamo.vllm"
@@ -50,7 +50,7 @@ def parse_loras(modules: Iterable[str], model_name: str) -> dict[str, str]:
             raise ConfigError(
                 f"--lora-modules: the name {name!r} is used twice; give each adapter its own"
             )
-        directory = Path(path).expanduser()
+        directory = expanded(path)
         if not (directory / _CONFIG).is_file():
             raise ConfigError(
                 f"--lora-modules {name}={path}: the directory has no {_CONFIG}; give the local "

@@ -148,6 +148,8 @@ def test_operators(secured: Secured) -> None:
     ask, user, operator = secured.ask, secured.user, secured.operator
     change = {"model": "tiny", "active_decode_blocks_threshold": 0.9}
     chat = {"model": "tiny", "messages": MESSAGES}
+    status, answer = ask("POST", "/v1/chat/completions", chat, user)  # the last request
+    assert status == 200, answer
     for method, path, body in (
         ("POST", "/busy_threshold", change),
         ("POST", "/v1/route", chat),

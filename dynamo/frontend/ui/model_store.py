@@ -32,6 +32,7 @@ from dynamo.llm.model_source import NamedModel, named_model
 from dynamo.operations.operate import ActionOutcome
 from dynamo.operations.pull import HubHit, find_on_hub
 from dynamo.operations.stored_models import deletable, delete, stored_models
+from dynamo.runtime.process.paths import expanded
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.status.deployment import running_deployment, running_documents
 
@@ -129,7 +130,7 @@ class ModelStore:
             assert self.download is not None
             raise ConfigError(f"{self.download.name} is being downloaded; wait, or cancel it")
         kind = _checked(name).kind
-        if kind in ("directory", "gguf") and Path(name).expanduser().exists():
+        if kind in ("directory", "gguf") and expanded(name).exists():
             raise InvalidArgument(f"{name} is on this machine already")
         self.download = Download(name=name, state="running")
         self._pulling = self._tasks.spawn(self._pull(self.download), name=f"pull {name}")

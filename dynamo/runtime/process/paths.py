@@ -116,6 +116,14 @@ def private_dir(path: Path) -> Path:
     return path
 
 
+def expanded(path: str | Path) -> Path:
+    """Return ``path`` with the home directory for ``~``; unchanged if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def state_dir(settings: RuntimeSettings) -> Path:
     """Return the root of statefiles and run directories, created if need be."""
     try:

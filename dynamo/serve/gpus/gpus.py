@@ -5,7 +5,7 @@ Unlike in Dynamo, the parent's CUDA_VISIBLE_DEVICES applies, and a shortage is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamo.errors import ConfigError
@@ -103,10 +103,14 @@ class Allocator:
     """Assigns GPUs, lowest first: whole ones to one worker, fractions of one to several.
 
     Fractions of different size do not share a GPU: ``_unit`` is the size that a GPU is split into.
+    GPUs in ``last`` are assigned when no other is free.
     """
 
-    def __init__(self, inventory: Inventory) -> None:
+    def __init__(self, inventory: Inventory, last: Collection[str] = ()) -> None:
         self.inventory = inventory
+        self._order = sorted(
+            range(len(inventory.ids)), key=lambda slot: inventory.ids[slot] in last
+        )
         self._left = [1.0] * len(inventory.ids)
         self._unit = [1.0] * len(inventory.ids)
         self._held: list[list[str]] = [[] for _ in inventory.ids]
@@ -130,7 +134,7 @@ class Allocator:
             raise ConfigError(self._shortage(name, count))
         for slot in slots:
             self._held[slot].append(name)
-        return tuple(self.inventory.ids[slot] for slot in slots)
+        return tuple(self.inventory.ids[slot] for slot in sorted(slots))
 
     def hold(self, name: str, gpus: Sequence[str], count: float) -> None:
         """Record that ``name`` has ``gpus`` already: all of them, or ``count`` below 1 of one.
@@ -153,7 +157,7 @@ class Allocator:
         return "\n".join(rows) or "  (none)"
 
     def _whole(self, count: int) -> list[int]:
-        free = [slot for slot, left in enumerate(self._left) if left == 1.0][:count]
+        free = [slot for slot in self._order if self._left[slot] == 1.0][:count]
         if len(free) < count:
             return []
         for slot in free:
@@ -161,7 +165,7 @@ class Allocator:
         return free
 
     def _shared(self, count: float) -> list[int]:
-        slots = range(len(self._left))
+        slots = self._order
         open_ = [s for s in slots if self._unit[s] == count and fits(self._left[s], count)]
         found = (open_ or [s for s in slots if self._left[s] == 1.0])[:1]
         for slot in found:

@@ -6,8 +6,9 @@ The entries are its rows. An entry holds, of each GPU, the most of
 * what its processes use (``gpus`` of each): after a change of the assignment, until they exit,
 * what the arbiter has reserved for a process that is to start (``replacing.gpus``).
 
-A worker that sleeps or was given up stays assigned to its GPUs and holds none. A reservation ends
-with the process that made it: then an entry that the arbiter never received holds nothing.
+A worker that sleeps or was given up stays assigned to its GPUs and holds none. Others get the GPUs
+of a sleeper last, so that it can wake. A reservation ends with the process that made it: then an
+entry that the arbiter never received holds nothing.
 
 Change it only under the lock of the statefile, and before a process is configured or started.
 """
@@ -36,6 +37,9 @@ class GpuLedger:
     def __init__(self, document: Document, lives: Lives, ids: Sequence[str] | None = None) -> None:
         self.ids = sorted(gpu_ids(document) if ids is None else ids, key=_gpu_order)
         self._assigned = {name: dict(shares) for name, shares in _assigned(document)}
+        self._sleepers = {
+            gpu for one in document.components.values() if one.asleep for gpu in one.gpus
+        }
         self.held: dict[str, dict[str, float]] = {}
         """The share of each GPU that each holder has, by its name; 1 is a whole one."""
         for name, entry in document.components.items():
@@ -73,7 +77,8 @@ class GpuLedger:
 
     def allocator(self, without: Collection[str] = (), avoid: Collection[str] = ()) -> Allocator:
         """Return an allocator of what is free. See :meth:`assign`."""
-        allocator = Allocator(Inventory(ids=tuple(self.ids), source="statefile"))
+        inventory = Inventory(ids=tuple(self.ids), source="statefile")
+        allocator = Allocator(inventory, last=self._sleepers)
         for name, shares in self.held.items():
             for gpu, share in shares.items() if name not in without else ():
                 allocator.hold(name, (gpu,), share)

@@ -10,10 +10,10 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dynamo.config.programs import ATTACH, MODEL_PROGRAMS
+from dynamo.runtime.process.paths import expanded
 from dynamo.serve.graph.model_args import ModelArgs, model_args_of
 from dynamo.serve.graph.service import watcher_name
 from dynamo.serve.state.document import Document, Entry, OperationOwner, Resources
@@ -188,7 +188,7 @@ def model_name(argv: tuple[str, ...]) -> str:
     source = next((flags[flag] for flag in _MODEL_FLAGS if flag in flags), "")
     if named or not source:
         return named
-    path = Path(source).expanduser()
+    path = expanded(source)
     is_local = path.is_absolute() or source.startswith(".") or path.is_dir()
     return path.resolve().name if is_local else source
 

@@ -96,7 +96,9 @@ async def test_a_failure_is_shown_without_the_name_of_the_verb(
     assert outcome.failed and outcome.text == "it needs 9.0 GB more, and 1.0 GB are free"
 
 
-@pytest.mark.parametrize("name", ["", "--help", "no such model"])
+@pytest.mark.parametrize(
+    "name", ["", "--help", "no such model", "~no-such-user/x", "~no-such-user/x.gguf", "a" * 5000]
+)
 async def test_what_is_no_model_is_refused(store: ModelStore, verbs: Verbs, name: str) -> None:
     for action in (store.pull, store.add):
         with pytest.raises((ConfigError, InvalidArgument)):

@@ -86,7 +86,11 @@ def test_a_gguf_file_needs_a_tokenizer_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["./missing", "/no/such/model", "a/b/c", "modle", "~/x/y.gguf", "hf://", "here/modle"]
+    "source",
+    [
+        *("./missing", "/no/such/model", "a/b/c", "modle", "~/x/y.gguf", "hf://", "here/modle"),
+        "~no-such-user/x",
+    ],
 )
 def test_a_path_is_not_looked_up_on_the_hub(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -152,6 +152,8 @@ class SimulatedDeployment(CircusEndpoint, FileRegistrations):
     async def start(self, name: str) -> None:
         lost = await self._arrives("start")
         watcher = self._watcher(name)
+        if not self._writer.holds(watcher.spec):  # the arbiter claims them, or gives up
+            raise CircusError("other workers may have its GPUs")
         watcher.deaths = 0
         self._start(watcher)
         self._reply(lost)

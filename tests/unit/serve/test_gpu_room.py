@@ -14,6 +14,7 @@ from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.gpus.room import group_rivals, load_effects
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import read_services
+from dynamo.serve.state.process_table import ledger_of
 
 VLLM = ["python", "-m", "dynamo.vllm", "--model", "x"]
 GIB = 1 << 30
@@ -74,6 +75,18 @@ def test_a_free_gpu_is_taken() -> None:
 
 def test_a_full_gpu_is_passed_over() -> None:
     assert effects(entry("B"), used=(70, 1))["B"].gpus == ("1",)
+
+
+def test_the_gpu_of_a_sleeper_is_taken_last() -> None:
+    asleep = entry("A", "0", pid=7, state="asleep")
+    found = effects(asleep, entry("B"))["B"]
+    assert (found.gpus, found.keeps_asleep) == (("1",), ())
+    found = effects(asleep, entry("B"), entry("C", "1", pid=8))["B"]
+    assert (found.gpus, found.keeps_asleep) == (("0",), ("d_A",))
+    document = document_of(asleep, entry("B"), total=3)
+    assert ledger_of(document).assign("two", 2) == ("1", "2")
+    assert ledger_of(document).assign("three", 3) == ("0", "1", "2")
+    assert ledger_of(document).assign("a share", 0.5) == ("1",)
 
 
 def test_a_sleeper_is_woken_before_another_is_started() -> None:
