@@ -1,12 +1,13 @@
 """Measure what the web page costs: CPU of the frontend with open pages and without, heap of a page.
 
     python benchmarks/web_page.py [--rate 50] [--pages 4] [--rounds 3] [--seconds 20]
-                                  [--heap-minutes 10] [--json]
+                                  [--heap-minutes 10] [--tabs overview,requests,…] [--json]
 
 A real deployment of mock engines, a client of ``--rate`` requests a second all the time, and pages
 in Chromium, half of them on Overview and half on Requests. Each round measures without a page, then
-with all of them. Then two pages stay open for ``--heap-minutes``, and their heap is read after a
-garbage collection each minute. It also says what a page loads, from where, and its first paint.
+with all of them. Then a page of each section stays open for ``--heap-minutes``: its heap is read
+after a garbage collection each minute. It also says what a section receives each second, what a
+page loads, from where, and its first paint.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,6 +40,7 @@ WAIT_MS = 30_000
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 TABS = ("overview", "requests")
+ALL_TABS = (*TABS, "routing", "logs", "chat", "connect")
 MODELS = ("chat-8b", "coder-30b", "small-1b")
 TEXT = (
     "the model answers with a few plain words about tea rivers seven mountains and how light "
@@ -254,10 +257,39 @@ async def measure_cpu(browser: Browser, box: Box, load: Load, args: Any) -> dict
     return rounds
 
 
-async def measure_heap(browser: Browser, box: Box, minutes: float) -> dict[str, list[float]]:
+async def measure_bytes(
+    browser: Browser, box: Box, seconds: float, tabs: Sequence[str]
+) -> dict[str, float]:
+    """Return what a page of each section receives, in kB a second."""
+    received = dict.fromkeys(tabs, 0)
+
+    def count(tab: str, event: dict[str, int]) -> None:
+        received[tab] += event["dataLength"]
+
+    pages = [await open_page(browser, box, tab) for tab in tabs]
+    await asyncio.sleep(3.0)  # the lists are complete
+    for tab, page in zip(tabs, pages, strict=True):
+        session = await page.context.new_cdp_session(page)
+        session.on("Network.dataReceived", partial(count, tab))
+        await session.send("Network.enable")
+    before, began_s = dict(received), time.monotonic()
+    await asyncio.sleep(seconds)
+    took_s = time.monotonic() - began_s
+    found = {tab: round((received[tab] - before[tab]) / 1000 / took_s, 2) for tab in tabs}
+    for page in pages:
+        await page.context.close()
+    return found
+
+
+async def measure_heap(
+    browser: Browser, box: Box, minutes: float, tabs: Sequence[str]
+) -> dict[str, list[float]]:
     """Return the heap in MB and the nodes of a page of each section, by minute."""
     found: dict[str, list[float]] = {}
-    pages = {tab: await open_page(browser, box, tab) for tab in TABS}
+    pages = {tab: await open_page(browser, box, tab) for tab in tabs}
+    if "chat" in pages:
+        await pages["chat"].fill("#chat-text", TEXT)
+        await pages["chat"].press("#chat-text", "Enter")
     sessions = {tab: await page.context.new_cdp_session(page) for tab, page in pages.items()}
     for session in sessions.values():
         await session.send("Performance.enable")
@@ -317,11 +349,14 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             await asyncio.sleep(3.0)
             paint = await measure_first_paint(browser, box)
             print(f"first paint: {paint}")
-            rounds = await measure_cpu(browser, box, load, args)
-            heap = await measure_heap(browser, box, args.heap_minutes)
+            received = await measure_bytes(browser, box, args.seconds, args.tabs)
+            print(f"kB/s: {received}")
+            rounds = await measure_cpu(browser, box, load, args) if args.rounds else {}
+            heap = await measure_heap(browser, box, args.heap_minutes, args.tabs)
         if load.failed:
             raise SystemExit(f"{load.failed} of {load.done + load.failed} requests failed")
-    return {"first_paint": paint, "cpu": rounds, "heap": heap, "requests": load.done}
+    figures = {"first_paint": paint, "kb_per_s": received, "cpu": rounds, "heap": heap}
+    return {**figures, "requests": load.done}
 
 
 def main() -> None:
@@ -329,13 +364,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rate", type=float, default=50.0, help="requests per second")
     parser.add_argument("--pages", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0 leaves the CPU out")
+    parser.add_argument("--tabs", type=lambda text: text.split(","), default=ALL_TABS)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each half of a round")
     parser.add_argument("--heap-minutes", type=float, default=10.0)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON, too")
     args = parser.parse_args()
     found = asyncio.run(measure(args))
-    print("\n".join(summary(found["cpu"])))
+    if args.rounds:
+        print("\n".join(summary(found["cpu"])))
     if args.json:
         print(json.dumps(found, indent=2))
 

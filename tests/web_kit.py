@@ -25,7 +25,6 @@ from dynamo.http import Exchange, HttpLimits, HttpServer
 from dynamo.http.routes import Routes
 from dynamo.protocols.status import BoxEvent, BoxStatus, FrontendStatus, RecentList, RequestRecord
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.status.recent import merged
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 needs_chromium = pytest.mark.skipif(
@@ -152,19 +151,19 @@ class ScriptedPage:
 
     # -- as PeerRequests
 
-    def all(self, limit: int) -> RecentList:
+    def all(self, limit: int) -> list[RecentList]:
         """All of them."""
-        return merged([RecentList(requests=tuple(self.requests))], limit)
+        return [RecentList(requests=tuple(self.requests))]
 
     def begin(self, cursor: float) -> None:
         """What is there already comes with the whole list."""
         self._sent = len(self.requests)
 
-    def newer(self, limit: int) -> RecentList:
+    def newer(self, limit: int) -> list[RecentList]:
         """What has ended since."""
         found = self.requests[self._sent :]
         self._sent = len(self.requests)
-        return merged([RecentList(requests=tuple(found))], limit)
+        return [RecentList(requests=tuple(found))]
 
     def find(self, request_id: str) -> RequestRecord | None:
         """One of ``records``."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from chat_kit import TOOLS, Site, ask, send, titles
+from chat_kit import Site, ask, send, titles
 from deployment import Deployment
 from playwright.sync_api import Browser, Page
-from web_kit import WAIT_MS, ScriptedPage, accessibility_findings, needs_chromium
+from web_kit import WAIT_MS, ScriptedPage, needs_chromium
 
 from dynamo.http.api_keys import key_line, new_key
 from dynamo.protocols.status import ModelFigures, ModelStatus
@@ -192,25 +190,6 @@ def test_a_model_that_disappears_is_named_and_chosen_again(
         page.context.close()
     finally:
         scripted.close()
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "scheme"),
-    [(1280, 800, "light"), (390, 844, "dark"), (640, 400, "light")],  # the last: a zoom of 200 %
-)
-def test_it_fits_and_axe_finds_nothing_serious(
-    site: Site, width: int, height: int, scheme: str
-) -> None:
-    dark: Any = scheme
-    page = site.open(viewport={"width": width, "height": height}, color_scheme=dark)
-    page.click("#chat-settings summary")
-    page.fill("#chat-tools", json.dumps(TOOLS))
-    ask(page, "hello", "rich")
-    ask(page, "weather")
-    page.click(".turn:last-child summary:has-text('Tool call')")
-    assert accessibility_findings(page) == []
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    page.context.close()
 
 
 def test_the_keyboard_is_enough(site: Site) -> None:

@@ -206,13 +206,9 @@ def test_a_late_receipt_does_not_replace_the_one_asked_for_since(
     page.context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_keyboard_reaches_it_and_axe_finds_nothing_serious(
-    site: ScriptedPage, browser: Browser, scheme: str
-) -> None:
+def test_rows_are_opened_and_pinned_by_keyboard(site: ScriptedPage, browser: Browser) -> None:
     site.end(*MIXED)
     page = site.open(browser, "requests")
-    page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
     wait_for_rows(page, 5, "5 of the last 5")
     page.focus("#request-pause")
     page.keyboard.press("Enter")
@@ -223,7 +219,6 @@ def test_the_keyboard_reaches_it_and_axe_finds_nothing_serious(
     page.focus("button[aria-label='Pin request-0003']")
     page.keyboard.press("Enter")
     assert shown(page)[0] == "request-0003"
-    assert accessibility_findings(page) == []
     page.context.close()
 
 

@@ -27,6 +27,8 @@ from dynamo.router.receipt import DecisionInputs
 
 _ROUTED = 1000
 _REFUSED = 200
+_DIGITS = 6
+"""Of seconds that are shown: microseconds."""
 CLIENT_ID_CHARACTERS = 128
 """So much of a text that a client chose is kept."""
 WORKER_WAIT = "worker_wait"
@@ -110,7 +112,7 @@ class RequestFigures(msgspec.Struct):
         usage, decision, prefilled = self.usage, self.decision, self.prefilled
         spent: dict[str, float] = {}
         for name, begun_s, ended_s in self.stages():
-            spent[name] = spent.get(name, 0.0) + ended_s - begun_s
+            spent[name] = round(spent.get(name, 0.0) + ended_s - begun_s, _DIGITS)
         cached = self if prefilled is None else prefilled
         return RequestRecord(
             request_id=self.info.request_id,
@@ -119,7 +121,7 @@ class RequestFigures(msgspec.Struct):
             model=self.model,
             endpoint=self.info.endpoint,
             received_at_s=round(time.time() - (time.monotonic() - self.received_s), 3),
-            duration_s=self.ended_s - self.received_s,
+            duration_s=round(self.ended_s - self.received_s, _DIGITS),
             outcome=self.outcome,
             worker="" if decision is None else f"{decision.worker_id:x}",
             dp_rank=0 if decision is None else decision.dp_rank,
@@ -130,7 +132,7 @@ class RequestFigures(msgspec.Struct):
             overlap_blocks=cached.overlap_blocks,
             prompt_blocks=cached.prompt_blocks,
             migrations=self.migrations,
-            ttft_s=self.ttft_s,
+            ttft_s=None if self.ttft_s is None else round(self.ttft_s, _DIGITS),
             worker_wait_s=spent.get(WORKER_WAIT),
             prepare_s=spent.get("prepare"),
             queue_s=spent.get("queue"),

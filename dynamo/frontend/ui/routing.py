@@ -16,6 +16,7 @@ from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.recent import RequestFigures
 from dynamo.frontend.requests.registry import RequestRegistry
+from dynamo.frontend.ui.stream import Columns, columns
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KV_METRICS, KvMetrics
 from dynamo.router.kv_mode.kv import KvPicker
@@ -85,11 +86,12 @@ class RoutedDecision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
-    """All pools, and the newest decisions; ``left_out`` more were made."""
+    """All pools, and the newest decisions (:class:`RoutedDecision`); ``left_out`` more were
+    made."""
 
     at_s: float
     pools: tuple[RoutedPool, ...]
-    decisions: tuple[RoutedDecision, ...]
+    decisions: Columns
     left_out: int
 
 
@@ -163,9 +165,9 @@ class RoutingFeed:
         )
         unix_s = time.time() - now_s
         return RoutingView(
-            at_s=now_s + unix_s,
+            at_s=round(now_s + unix_s, 3),
             pools=self._pools(),
-            decisions=tuple(_decision(*one, unix_s) for one in found[:_DECISIONS]),
+            decisions=columns([_decision(*one, unix_s) for one in found[:_DECISIONS]]),
             left_out=len(found[_DECISIONS:]),
         )
 
@@ -245,9 +247,10 @@ def _worker(
             "total_blocks": total,
         }
         if total and load.kv_used_blocks is not None:
-            known["kv_use"] = min(1.0, load.kv_used_blocks / total)
+            known["kv_use"] = round(min(1.0, load.kv_used_blocks / total), 3)
     if picker is not None:
-        known["prefill_tokens"], known["prefill_s"] = picker.active.backlog(slot)
+        known["prefill_tokens"], wait_s = picker.active.backlog(slot)
+        known["prefill_s"] = None if wait_s is None else round(wait_s, 4)
         if picker.index is not None:
             known["cached_blocks"] = picker.index.held(slot)
     return msgspec.structs.replace(worker, **known)

@@ -19,6 +19,7 @@ from asyncinotify import Mask
 from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.ui.history import History, figures_of
 from dynamo.frontend.ui.model_store import ModelStore
+from dynamo.frontend.ui.requests import PeerRequests
 from dynamo.frontend.ui.stream import EventStreams, event
 from dynamo.http import Exchange
 from dynamo.operations.operate import ActionOutcome, BoxControl, Steps, recorded
@@ -37,7 +38,6 @@ from dynamo.runtime.process.paths import state_path, write_atomic
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.status.events import EventReader
 from dynamo.status.reading import BoxCollector
-from dynamo.status.recent import PeerRequests
 
 log = logging.getLogger(__name__)
 _ALONE = (

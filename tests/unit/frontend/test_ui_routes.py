@@ -55,12 +55,12 @@ class Peers:
     def begin(self, cursor: float) -> None:
         assert 0 < time.monotonic() - cursor < 60
 
-    def newer(self, limit: int) -> RecentList:
+    def newer(self, limit: int) -> list[RecentList]:
         found, self.records = tuple(self.records), []
-        return RecentList(requests=found, problems=self.problems)
+        return [RecentList(requests=found, problems=self.problems)]
 
-    def all(self, limit: int) -> RecentList:
-        return RecentList(requests=tuple(self.records))
+    def all(self, limit: int) -> list[RecentList]:
+        return [RecentList(requests=tuple(self.records))]
 
     def find(self, request_id: str) -> RequestRecord | None:
         return next((one for one in self.records if one.request_id == request_id), None)
@@ -586,15 +586,17 @@ async def test_a_page_of_the_requests_gets_what_ends_and_no_other_page_does(page
     page.recent.add(ended(1))
     page.peers.records.append(of_peer("peer-1"))
     whole = json.loads((await page.ask("/ui/requests"))[2])
-    assert [one["request_id"] for one in whole["requests"]] == ["peer-1", "own-1"]
-    assert whole["requests"][1]["key"] == "alice"
+    requests = whole["requests"]
+    assert requests["count"] == 2 and requests["columns"]["request_id"] == ["peer-1", "own-1"]
+    assert (requests["columns"]["model"], requests["texts"]["model"]) == ([0, 0], ["tiny"])
+    assert not {"client_id", "worker", "route"} & requests["columns"].keys()  # of none of them
     page.peers.records.clear()
     plain = await page.stream("/ui/events")
     await plain.next()
     shows = await page.stream("/ui/events?show=requests")
     assert (await shows.next())[0] == "status"
     name, first = await shows.next()  # the last seconds again, so that none is between
-    assert (name, [one["request_id"] for one in first["requests"]]) == ("requests", ["own-1"])
+    assert (name, first["requests"]["columns"]["request_id"]) == ("requests", ["own-1"])
     for number in range(2, 152):
         page.recent.add(ended(number))
     page.peers.records.append(of_peer("peer-2"))
@@ -603,9 +605,11 @@ async def test_a_page_of_the_requests_gets_what_ends_and_no_other_page_does(page
     while (event := await shows.next())[0] == "status":
         pass
     newer = event[1]
-    assert len(newer["requests"]) == 100 and newer["left_out"] == 51
+    assert newer["requests"]["count"] == 100 and newer["left_out"] == 51
     assert newer["problems"] == ["one frontend does not answer"]
-    assert not {"own-1"} & {one["request_id"] for one in newer["requests"]}
+    assert "own-1" not in newer["requests"]["columns"]["request_id"]
+    # In the stream a request has no more than this.
+    assert len(json.dumps(newer, separators=(",", ":"))) < 100 * 60
     await close(shows.writer)
     for _ in range(3):
         assert (await plain.next())[0] == "status"

@@ -1,7 +1,7 @@
 // Charts of the deployment, of a model or of a GPU over 10 minutes, 2 hours or 24 hours. The
 // frontend keeps the history; the samples of this page go on from there.
 
-import { age, byId, bytes, clock, make, percent, rate, seconds, setText } from "./dom.js";
+import { age, byId, bytes, clock, fillSelect, make, percent, rate, seconds, setText } from "./dom.js";
 import * as events from "./events.js";
 import { getJson } from "./server.js";
 
@@ -302,22 +302,14 @@ function draw() {
   for (const one of charts) one.draw(range, Math.max(at_s, loaded_s));
 }
 
+// What is chosen stays a choice, also while it is not there.
 function subjects(status) {
-  return [
+  const known = [
     ["", "All models"],
     ...status.models.map((one) => [`model ${one.model}`, one.model]),
     ...status.gpus.map((one) => [`gpu ${one.gpu}`, `GPU ${one.gpu}`]),
   ];
-}
-
-function choices(list) {
-  const select = byId("chart-subject");
-  const wanted = list.some(([value]) => value === subject) ? list : [...list, [subject, subject]];
-  const text = JSON.stringify(wanted);
-  if (select.dataset.text === text) return;
-  select.dataset.text = text;
-  select.replaceChildren(...wanted.map(([value, label]) => make("option", { value }, label)));
-  select.value = subject;
+  return known.some(([value]) => value === subject) ? known : [...known, [subject, subject]];
 }
 
 export function install() {
@@ -338,7 +330,7 @@ export function update(status) {
   const first = !charts.length;
   const before_s = at_s;
   at_s = status.at_s;
-  choices(subjects(status));
+  fillSelect(byId("chart-subject"), subjects(status), subject);
   if (first) show();
   const gap = at_s > before_s + MISSING_S || at_s < before_s;
   const model = subject.startsWith("model ") ? subject.slice(6) : null;

@@ -1,7 +1,6 @@
 // Settings of clients, with the address and the model filled in and quoted for their format.
 
-import { byId, copy, make, setText } from "./dom.js";
-import { fillSelect } from "./logs.js";
+import { byId, copy, fillSelect, make, setText } from "./dom.js";
 import { getJson } from "./server.js";
 
 const shell = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);

@@ -80,6 +80,20 @@ export function clock(at_s) {
 
 // -- small parts
 
+// Sets the options, each a text or [value, label], if they changed, and keeps the choice; returns
+// whether another one is chosen now.
+export function fillSelect(select, options, wanted = select.value) {
+  const before = select.value;
+  const pairs = options.map((one) => (Array.isArray(one) ? one : [one, one]));
+  const present = [...select.options].map((one) => [one.value, one.textContent]);
+  if (JSON.stringify(present) !== JSON.stringify(pairs)) {
+    select.replaceChildren(...pairs.map(([value, label]) => make("option", { value }, label)));
+    const values = pairs.map(([value]) => value);
+    select.value = [wanted, before].find((one) => values.includes(one)) ?? values[0] ?? "";
+  }
+  return select.value !== before;
+}
+
 export function badge(node, state, text = state) {
   const name = `badge ${state}`;
   if (node.className !== name) node.className = name;

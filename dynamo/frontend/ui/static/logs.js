@@ -1,6 +1,6 @@
 // The output of one service, as it is written.
 
-import { byId, make, natural, setText } from "./dom.js";
+import { byId, fillSelect, make, natural, setText } from "./dom.js";
 import { Stream } from "./server.js";
 
 const KEPT = 2000;
@@ -72,15 +72,4 @@ export function install() {
       if (fillSelect(select, names, wanted)) restart();
     },
   };
-}
-
-// Sets the options if they changed, keeps the choice; returns whether another one is chosen now.
-export function fillSelect(select, names, wanted = select.value) {
-  const before = select.value;
-  const present = [...select.options].map((one) => one.value);
-  if (present.join("\n") !== names.join("\n")) {
-    select.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
-    select.value = names.includes(wanted) ? wanted : names.includes(before) ? before : names[0] ?? "";
-  }
-  return select.value !== before;
 }

@@ -148,6 +148,7 @@ function opened(token) {
   const node = document.createElement(tag);
   const start = Number(token.attrGet("start"));
   if (tag === "ol" && start > 1) node.start = start;
+  if (tag === "table") node.tabIndex = 0; // a wide one scrolls, also by keyboard
   const align = /text-align:(right|center)/.exec(token.attrGet("style") ?? "");
   if (align) node.className = align[1];
   return node;

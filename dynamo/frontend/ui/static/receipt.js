@@ -1,6 +1,23 @@
 // The receipt of a request: where its time went, and what each worker would have cost.
 
 import { count, make, NONE, percent, seconds } from "./dom.js";
+import { getJson } from "./server.js";
+
+const NAMES = 2000;
+const names = new Map(); // id of a worker → its name, also of one that is gone
+
+export function noteWorkers(workers) {
+  for (const one of workers) if (one.worker) names.set(one.worker, one.name);
+  while (names.size > NAMES) names.delete(names.keys().next().value);
+}
+
+export function nameOf(worker, rank = 0) {
+  return (names.get(worker) ?? worker ?? NONE) + (rank ? `:${rank}` : "");
+}
+
+export function readReceipt(id) {
+  return getJson(`ui/requests/${encodeURIComponent(id)}`);
+}
 
 const PARTS = [
   ["waiting for a worker", "worker_wait_s", "its model had none: it was started for this request"],
@@ -34,8 +51,8 @@ function number(value) {
   return value == null ? NONE : Number(value.toFixed(3)).toString();
 }
 
-// `nameOf(id)` is the name of a worker. Costs in seconds are shown in milliseconds.
-export function candidates(route, nameOf) {
+// Costs in seconds are shown in milliseconds.
+function candidates(route) {
   const rows = route.candidates ?? [];
   const inSeconds = route.unit === "seconds";
   const shown = (value) => number(inSeconds && value != null ? value * 1000 : value);
@@ -43,7 +60,7 @@ export function candidates(route, nameOf) {
   const head = make("tr", {}, ...["Worker", "Overlap", ...terms.map((name) => name.replaceAll("_", " ")), inSeconds ? "Cost, ms" : "Cost", ""].map((name, index, all) =>
     make("th", { scope: "col", class: index && index < all.length - 1 ? "num" : "" }, name)));
   const body = rows.map((one) => make("tr", { class: one.chosen ? "chosen" : "" },
-    make("td", { class: "mono", title: `worker ${one.worker}` }, nameOf(one.worker) + (one.dp_rank ? `:${one.dp_rank}` : "")),
+    make("td", { class: "mono", title: `worker ${one.worker}` }, nameOf(one.worker, one.dp_rank)),
     make("td", { class: "num" }, number(one.overlap_blocks ?? 0)),
     ...terms.map((name) => make("td", { class: "num" }, shown(one.terms?.[name]))),
     make("td", { class: "num" }, shown(one.cost)),
@@ -64,7 +81,7 @@ function list(pairs) {
 }
 
 // Why one worker was chosen.
-function routeNodes(title, route, nameOf) {
+function routeNodes(title, route) {
   const facts = list([
     ["Router", route.mode],
     ["Index", INDEX[route.index ?? "none"] ?? route.index],
@@ -72,12 +89,12 @@ function routeNodes(title, route, nameOf) {
     ["Not shown", route.omitted ? `${route.omitted} more workers` : null],
   ]);
   const nodes = [make("h3", {}, title), facts];
-  if (route.candidates?.length) nodes.push(make("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": `Candidates of: ${title}` }, candidates(route, nameOf)));
+  if (route.candidates?.length) nodes.push(make("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": `Candidates of: ${title}` }, candidates(route)));
   return nodes;
 }
 
 // `row` is of a list, or complete with its routes: then `complete` is true.
-export function receiptNodes(row, complete, nameOf) {
+export function receiptNodes(row, complete) {
   const cached = row.cached_tokens;
   const nodes = [...timeline(row), list([
     ["Id", row.request_id],
@@ -86,9 +103,9 @@ export function receiptNodes(row, complete, nameOf) {
     ["Migrations", row.migrations || null],
     ["Cached tokens", cached == null ? null : `${count(cached)} of ${count(row.prompt_tokens ?? 0)} (${percent(cached / (row.prompt_tokens || 1))})`],
   ])];
-  if (row.prefill_route) nodes.push(...routeNodes(`Prefill on ${nameOf(row.prefill_worker)}`, row.prefill_route, nameOf));
+  if (row.prefill_route) nodes.push(...routeNodes(`Prefill on ${nameOf(row.prefill_worker)}`, row.prefill_route));
   else if (row.prefill_worker) nodes.push(list([["Prefill worker", nameOf(row.prefill_worker)]]));
-  if (row.route) nodes.push(...routeNodes(`${row.prefill_worker ? "Decode" : "Served"} on ${nameOf(row.worker)}`, row.route, nameOf));
+  if (row.route) nodes.push(...routeNodes(`${row.prefill_worker ? "Decode" : "Served"} on ${nameOf(row.worker)}`, row.route));
   else if (complete) nodes.push(make("p", { class: "dim" }, "No route was recorded for this request."));
   return nodes;
 }

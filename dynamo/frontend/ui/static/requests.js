@@ -2,21 +2,19 @@
 // then sends what is new. Filters, figures and export are over the list that the page has.
 
 import { isRecorded, noteRecording, showContent } from "./content.js";
-import { badge, byId, clock, count, liveTable, make, natural, NONE, seconds, setText } from "./dom.js";
-import { receiptNodes } from "./receipt.js";
-import { getJson, toast } from "./server.js";
+import { badge, byId, clock, count, fillSelect, liveTable, make, natural, NONE, seconds, setText } from "./dom.js";
+import { nameOf, noteWorkers, readReceipt, receiptNodes } from "./receipt.js";
+import { getJson, recordsOf, toast } from "./server.js";
 
 const MOST = 1000;
 const ROWS = 100;
 const PINS = 20;
-const NAMES = 2000;
 
 const open = new Set();
 const receipts = new Map();
 const pinned = new Map();
 let asked = ""; // the id in the address of the page
 let linked = null; // its request
-const names = new Map();
 let kept = []; // newest first
 let frozen = null; // what is shown while paused
 let leftOut = 0;
@@ -28,13 +26,9 @@ let redraw = () => {};
 const keyOf = (row) => `${row.request_id} ${row.duration_s}`;
 const endOf = (row) => row.received_at_s + row.duration_s;
 
-export function nameOf(worker) {
-  return names.get(worker) ?? worker ?? NONE;
-}
-
 function route(row) {
   if (!row.worker) return row.prefill_worker ? `${nameOf(row.prefill_worker)} →` : NONE;
-  const decode = nameOf(row.worker) + (row.dp_rank ? `:${row.dp_rank}` : "");
+  const decode = nameOf(row.worker, row.dp_rank);
   return row.prefill_worker ? `${nameOf(row.prefill_worker)} → ${decode}` : decode;
 }
 
@@ -62,7 +56,7 @@ async function load() {
     const found = await getJson("ui/requests");
     leftOut = 0;
     problems = found.problems ?? [];
-    add(found.requests);
+    add(recordsOf(found.requests));
   } catch (error) {
     problems = [error.message];
   }
@@ -95,18 +89,11 @@ function filters() {
 }
 
 // A select keeps its choice, also while no request has it.
-function offer(name, values, label = (value) => value) {
+function offer(name, values, label = String) {
   const select = byId(`request-${name}`);
   const wanted = [...new Set([...values, select.value])].filter(Boolean)
     .sort((one, other) => natural(label(one), label(other)));
-  const text = JSON.stringify(wanted.map((value) => [value, label(value)]));
-  if (select.dataset.offered !== text) {
-    select.dataset.offered = text;
-    const before = select.value;
-    select.replaceChildren(make("option", { value: "" }, "all"),
-      ...wanted.map((value) => make("option", { value }, label(value))));
-    select.value = before;
-  }
+  fillSelect(select, [["", "all"], ...wanted.map((value) => [value, label(value)])]);
   select.closest(".pairing").hidden = name === "key" && !wanted.length;
 }
 
@@ -203,8 +190,8 @@ const COLUMNS = [
 async function fetchReceipt(cell, row) {
   const key = keyOf(row);
   try {
-    receipts.set(key, await getJson(`ui/requests/${encodeURIComponent(row.request_id)}`));
-    cell.replaceChildren(...receiptNodes(receipts.get(key), true, nameOf));
+    receipts.set(key, await readReceipt(row.request_id));
+    cell.replaceChildren(...receiptNodes(receipts.get(key), true));
     showBodies(cell, row);
   } catch (error) {
     cell.append(make("p", { class: "dim" }, error.message));
@@ -222,7 +209,7 @@ function note(cell, row) {
   const shown = open.has(keyOf(row));
   if (shown && !cell.firstChild) {
     const full = receipts.get(keyOf(row));
-    cell.replaceChildren(...receiptNodes(full ?? row, Boolean(full), nameOf));
+    cell.replaceChildren(...receiptNodes(full ?? row, Boolean(full)));
     if (full) showBodies(cell, row);
     else fetchReceipt(cell, row);
   } else if (!shown) {
@@ -245,7 +232,7 @@ function summary(matching, source) {
 function draw(update) {
   const source = frozen ?? kept;
   offer("model", source.map((row) => row.model));
-  offer("worker", source.flatMap((row) => [row.worker, row.prefill_worker]).filter(Boolean), nameOf);
+  offer("worker", source.flatMap((row) => [row.worker, row.prefill_worker]).filter(Boolean), (id) => nameOf(id));
   offer("key", source.map((row) => row.key ?? ""));
   const matches = filters();
   const matching = source.filter(matches);
@@ -280,7 +267,7 @@ async function reveal(id) {
   asked = id;
   linked = null;
   try {
-    const found = id && await getJson(`ui/requests/${encodeURIComponent(id)}`);
+    const found = id && await readReceipt(id);
     if (id !== asked) return; // the address has another one now
     if (found) {
       linked = found;
@@ -317,13 +304,12 @@ export function install() {
     add(data) {
       leftOut += data.left_out;
       problems = data.problems;
-      add(data.requests);
+      add(recordsOf(data.requests));
       redraw();
     },
     note(status) {
       noteRecording(status);
-      for (const one of status.workers) if (one.worker) names.set(one.worker, one.name);
-      while (names.size > NAMES) names.delete(names.keys().next().value);
+      noteWorkers(status.workers);
     },
   };
 }

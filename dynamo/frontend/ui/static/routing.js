@@ -2,9 +2,8 @@
 // Marks move by one transform of each lane a second; a decision costs one node.
 
 import { bar, byId, count, liveTable, make, natural, NONE, percent, seconds, setText } from "./dom.js";
-import { receiptNodes } from "./receipt.js";
-import { nameOf } from "./requests.js";
-import { getJson } from "./server.js";
+import { nameOf, readReceipt, receiptNodes } from "./receipt.js";
+import { recordsOf } from "./server.js";
 
 const WINDOW_S = 60;
 const MARKS = 400;
@@ -122,11 +121,11 @@ async function show(entry) {
   let found = receipts.get(id);
   try {
     if (!found) {
-      found = await getJson(`ui/requests/${encodeURIComponent(id)}`);
+      found = await readReceipt(id);
       receipts.set(id, found);
       if (receipts.size > RECEIPTS) receipts.delete(receipts.keys().next().value);
     }
-    if (current === entry) panel.replaceChildren(...receiptNodes(found, true, nameOf));
+    if (current === entry) panel.replaceChildren(...receiptNodes(found, true));
     if (found.outcome === "running") receipts.delete(id);
   } catch (error) {
     if (current === entry) panel.replaceChildren(make("p", { class: "dim" }, error.message));
@@ -147,7 +146,7 @@ const COLUMNS = [
     label: "Worker",
     class: "name",
     fill: (cell, row) => {
-      setText(cell, rankOf(nameOf(row.worker), row.dp_rank) + (row.busy ? " · busy" : ""));
+      setText(cell, nameOf(row.worker, row.dp_rank) + (row.busy ? " · busy" : ""));
       cell.title = `worker ${row.worker}`;
     },
   },
@@ -223,7 +222,7 @@ export function install() {
       panel.remove();
       tables.delete(key);
     }
-    for (const decision of view.decisions) {
+    for (const decision of recordsOf(view.decisions)) {
       const phases = new Set(view.pools.filter((pool) => pool.model === decision.model).map((pool) => pool.phase ?? ""));
       const phase = phases.has("decode") ? "decode" : "";
       const decode = `${decision.model} ${phase} ${rankOf(decision.worker, decision.dp_rank)}`;

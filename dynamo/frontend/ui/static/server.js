@@ -49,6 +49,13 @@ export async function getJson(path, withKey = true) {
   return response.json();
 }
 
+// The records of a table that has the values of each field in a column.
+export function recordsOf({ count, columns, texts }) {
+  const fields = Object.entries(columns).map(([name, values]) => [name, texts[name] ? values.map((at) => texts[name][at]) : values]);
+  return Array.from({ length: count }, (_, row) =>
+    Object.fromEntries(fields.map(([name, values]) => [name, values[row]]).filter(([, value]) => value != null)));
+}
+
 // -- actions
 
 // Returns whether it was begun; a message says so, or why not.
