@@ -240,14 +240,15 @@ def test_a_sleeping_worker_whose_gpu_is_taken_is_not_woken(run: Any) -> None:
         for _ in range(2):
             await site.connector.remove("A")
         await site.connector.add("B")
-        assert site.held() == {"dynamo_B_1": ("0",)}  # where the oldest one sleeps
+        assert site.held() == {"dynamo_B_1": ("2",)}  # where none sleeps
+        await site.connector.add("B")
+        assert site.held()["dynamo_B_2"] == ("0",)  # where the oldest one sleeps
         service = (await site.connector.services())["A"]
         assert pool_of(service, 0, InFlight()).asleep == 1
         assert await site.connector.add("A") == "dynamo_A_1"
         service = (await site.connector.services())["A"]
         assert pool_of(service, 0, InFlight()).asleep == 0
-        assert await site.connector.add("A") == "dynamo_A_2"  # none can be woken: one starts
-        with pytest.raises(ActionFailed, match="0 of 3 free"):
+        with pytest.raises(ActionFailed, match="0 of 3 free"):  # none can be woken: one starts
             await site.connector.add("A")
 
     run(work, 3)
