@@ -127,7 +127,9 @@ class ScriptedPage:
 
     # -- as a BoxSource
 
-    def collect(self, own: FrontendStatus) -> BoxStatus:
+    needs_own = True
+
+    def collect(self, own: FrontendStatus | None) -> BoxStatus:
         """The state that the test describes."""
         return self.status
 

@@ -67,7 +67,6 @@ class RoutedPool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mode: str
     phase: str = ""
     unit: str = ""
-    block_size: int = 0
     waiting: int = 0
     workers: tuple[RoutedWorker, ...] = ()
 
@@ -228,7 +227,6 @@ def _pool(
         phase=phase,
         mode="kv" if kv is not None else picker.mode if isinstance(picker, InflightPicker) else "",
         unit="" if kv is None else "seconds" if kv.in_seconds else "blocks",
-        block_size=0 if kv is None else kv.block_size,
         waiting=waiting,
         workers=tuple(workers),
     )

@@ -94,7 +94,7 @@ async def test_a_kv_router_with_load_reports(cost: str) -> None:
     site = Site(chooser)
     try:
         (pool,) = (await site.feed.read(True)).pools
-        assert (pool.mode, pool.unit, pool.block_size, pool.waiting) == ("kv", cost, 4, 1)
+        assert (pool.mode, pool.unit, pool.waiting) == ("kv", cost, 1)
         assert (pool.phase, by_worker(pool)["7"].in_flight) == ("", 2)
         assert {type(one.prefill_s) for one in pool.workers} == (
             {float} if cost == "seconds" else {float, NoneType}

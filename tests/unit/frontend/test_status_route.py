@@ -53,7 +53,7 @@ class Traffic:
     @property
     def now(self) -> ModelTraffic:
         """The figures now."""
-        return self.windows.traffic()["tiny"]
+        return self.windows.traffic()[0]["tiny"]
 
 
 def test_a_model_without_requests() -> None:
@@ -121,7 +121,7 @@ def test_the_times_of_all_models_are_one_distribution() -> None:
     traffic.model = "slow"
     traffic.end(1, ttft_s=9.0)
     traffic.end(1, ttft_s=9.0)
-    ttfts_s = traffic.windows.ttfts_s()
+    ttfts_s = traffic.windows.traffic()[1]
     assert len(ttfts_s) == 100 and ttfts_s[49] < 0.02 and ttfts_s[-1] == pytest.approx(9.0)
     traffic.now_s += 61
-    assert traffic.windows.ttfts_s() == []
+    assert traffic.windows.traffic()[1] == []

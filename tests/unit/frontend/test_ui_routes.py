@@ -107,7 +107,9 @@ class Page:
         self.firsts.append(first)
         return {"pools": []}
 
-    def collect(self, own: FrontendStatus) -> BoxStatus:
+    needs_own = True
+
+    def collect(self, own: FrontendStatus | None) -> BoxStatus:
         self.collected += 1
         self.in_thread = threading.current_thread() is not threading.main_thread()
         name = f"sample{self.collected}"

@@ -13,7 +13,7 @@ import itertools
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote
 
@@ -102,28 +102,27 @@ class TrafficWindows:
             window = self._window(metrics, now_s)
             window.add(window.read(now_s, tokens.get(metrics.name, 0)))
 
-    def traffic(self) -> dict[str, ModelTraffic]:
-        """Return the figures of every model now. O(recent requests + requests in progress)."""
+    def traffic(self) -> tuple[dict[str, ModelTraffic], list[float]]:
+        """Return the figures of every model now, and the times to the first token of all of them,
+        in order. O(n log n) in the recent requests."""
         now_s, tokens = self._clock(), self._open_tokens()
         ended: dict[str, list[RequestFigures]] = {}
-        for one in self._ended(now_s):
+        for one in reversed(self._recent.records):
+            if now_s - one.ended_s > _RECENT_S:
+                break
             ended.setdefault(one.model, []).append(one)
+        ttfts_s = {name: _ttfts_s(found) for name, found in ended.items()}
         for metrics in self._models():
             self._window(metrics, now_s)
-        return {
-            name: window.traffic(window.read(now_s, tokens.get(name, 0)), ended.get(name, ()))
+        figures = {
+            name: window.traffic(
+                window.read(now_s, tokens.get(name, 0)),
+                ttfts_s.get(name, []),
+                _hit_rate(ended.get(name, ())),
+            )
             for name, window in self._windows.items()
         }
-
-    def ttfts_s(self) -> list[float]:
-        """Return the times to the first token of all models, in order. O(n log n) in them."""
-        found = (one.ttft_s for one in self._ended(self._clock()))
-        return sorted(one for one in found if one is not None)
-
-    def _ended(self, now_s: float) -> Iterator[RequestFigures]:
-        """Yield the requests that ended in the last minute, newest first."""
-        records = reversed(self._recent.records)
-        return itertools.takewhile(lambda one: now_s - one.ended_s <= _RECENT_S, records)
+        return figures, sorted(itertools.chain.from_iterable(ttfts_s.values()))
 
     def _window(self, metrics: ModelMetrics, now_s: float) -> _Window:
         found = self._windows.get(metrics.name)
@@ -152,21 +151,25 @@ class _Window:
         """Keep the counters of one second."""
         self._counts.append(counts)
 
-    def traffic(self, now: _Counts, ended: Sequence[RequestFigures]) -> ModelTraffic:
-        """Return the figures between the oldest counters and ``now``, and those of ``ended``."""
+    def traffic(self, now: _Counts, ttfts_s: list[float], hit_rate: float | None) -> ModelTraffic:
+        """Return the figures between the oldest counters and ``now``, and those given."""
         since = self._counts[0]
         rate_s = now.at_s - since.at_s
         tokens = max(0.0, now.output_tokens - since.output_tokens)
-        ttfts = sorted(one.ttft_s for one in ended if one.ttft_s is not None)
         return ModelTraffic(
             rate_s=rate_s,
             output_tokens_per_s=tokens / rate_s,
             requests_per_s=(now.ended - since.ended) / rate_s,
-            ttft_p50_s=_quantile(ttfts, 0.5),
-            ttft_p99_s=_quantile(ttfts, 0.99),
-            hit_rate=_hit_rate(ended),
+            ttft_p50_s=_quantile(ttfts_s, 0.5),
+            ttft_p99_s=_quantile(ttfts_s, 0.99),
+            hit_rate=hit_rate,
             idle_s=None if self._active_s is None else now.at_s - self._active_s,
         )
+
+
+def _ttfts_s(ended: Iterable[RequestFigures]) -> list[float]:
+    """Return the times to the first token of those that had one, in order."""
+    return sorted(one.first_token_s - one.received_s for one in ended if one.first_token_s)
 
 
 def _quantile(ordered: list[float], share: float) -> float | None:
@@ -264,7 +267,7 @@ class StatusRoutes:
 
     def status(self) -> FrontendStatus:
         """Return the figures now."""
-        traffic, ttfts_s = self._windows.traffic(), self._windows.ttfts_s()
+        traffic, ttfts_s = self._windows.traffic()
         running = self._requests.in_flight_by_model()
         in_flight = self._requests.in_flight_by_worker()
         entries = {entry.name: entry for entry in self._models.entries()}
