@@ -242,6 +242,15 @@ async def open_page(browser: Browser, box: Box, tab: str) -> Page:
     return page
 
 
+async def ask(page: Page) -> None:
+    """Ask a question in Chat, and wait for the end of its answer."""
+    await page.click("#chat-settings summary")
+    await page.fill("#chat-tokens", "300")
+    await page.fill("#chat-text", TEXT)
+    await page.press("#chat-text", "Enter")
+    await page.wait_for_selector(".foot >> text=Receipt")
+
+
 async def measure_cpu(browser: Browser, box: Box, load: Load, args: Any) -> dict[str, Any]:
     """Return the CPU of each round, without pages and with them."""
     rounds: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
@@ -288,8 +297,7 @@ async def measure_heap(
     found: dict[str, list[float]] = {}
     pages = {tab: await open_page(browser, box, tab) for tab in tabs}
     if "chat" in pages:
-        await pages["chat"].fill("#chat-text", TEXT)
-        await pages["chat"].press("#chat-text", "Enter")
+        await ask(pages["chat"])
     sessions = {tab: await page.context.new_cdp_session(page) for tab, page in pages.items()}
     for session in sessions.values():
         await session.send("Performance.enable")

@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route
 from web_kit import WAIT_MS, ScriptedPage, accessibility_findings, needs_chromium
 
 from dynamo.frontend.ui.history import figures_of
+from dynamo.frontend.ui.model_store import Download
 from dynamo.frontend.ui.routing import RoutedDecision, RoutedPool, RoutedWorker, RoutingView
 from dynamo.frontend.ui.stream import columns
 from dynamo.protocols.control import PlannerState
@@ -25,6 +26,7 @@ from dynamo.protocols.status import (
     ModelFigures,
     ModelStatus,
     PlannerSummary,
+    RecordedContent,
     RequestRecord,
     RouteCandidate,
     RouteReceipt,
@@ -100,6 +102,11 @@ UNREACHED = """() => window.expected
   .filter((node) => node.isConnected && !window.reached.get(node))
   .map((node) => (window.reached.has(node) ? "no outline " : "not reached ")
     + node.outerHTML.slice(0, 120))"""
+SCROLLED = """(node) => new Promise((resolve, reject) => {
+  if (node.scrollTop) resolve();
+  node.addEventListener("scroll", resolve);
+  setTimeout(() => reject(new Error("not scrolled")), 30000);
+})"""
 ANSWER = {
     "choices": [
         {
@@ -226,6 +233,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedPage]:
             for number in range(40)
         }
     )
+    body = json.dumps({"model": LONG, "messages": [{"role": "user", "content": "w" * 300}]})
+    recorded = RecordedContent(
+        request_id=records[-1].request_id, model=LONG, path="/v1/chat/completions", body=body,
+        received_at_s=END_S, duration_s=1.0, outcome="ok", response=body,
+    )  # fmt: skip
+    site.content[recorded.request_id] = msgspec.json.encode(recorded)
+    site.routes.store.download = Download(
+        name=LONG, state="running", done_bytes=1 << 38, total_bytes=1 << 39, bytes_per_s=1e8
+    )
     site.routing = _routing()
     site.happen(
         *(
@@ -261,6 +277,7 @@ def _context(browser: Browser, setting: Setting) -> BrowserContext:
         "**/v1/planner": msgspec.to_builtins(planner),
         "**/v1/models": {"data": [{"id": "model-0", "max_images": 2, "context_window": 131_072}]},
         "**/ui/models": {"models": on_disk, "free_bytes": 9e12},
+        "**/ui/models/hub?*": {"models": [{"name": f"org/{LONG}", "downloads": 1234567}]},
     }
     for path, body in answers.items():
         context.route(path, partial(_fulfill, body))
@@ -283,12 +300,18 @@ def _open_overview(page: Page) -> None:
     page.wait_for_selector("#planner input >> nth=4")
     page.click("#disk summary")
     page.wait_for_selector("#disk-rows button >> text=Resume")
+    page.fill("#hub-text", "Qwen")
+    page.press("#hub-text", "Enter")
+    page.wait_for_selector("#hub-rows button >> text=Download")
+    page.fill("#hub-text", "")  # which narrows the list of the disk, too
+    page.wait_for_selector("#download progress")
 
 
 def _open_requests(page: Page) -> None:
     page.wait_for_selector("#request-count:has-text('12 of the last 12')")
     page.click("#request-rows td.id button")
     page.wait_for_selector("#request-rows .candidates >> nth=1")
+    page.wait_for_selector("#request-rows button >> text=Replay")
 
 
 def _open_routing(page: Page) -> None:
@@ -305,11 +328,12 @@ def _open_chat(page: Page) -> None:
     page.click("#chat-settings summary")
     if not page.is_visible("#chat-list"):
         page.click("#chat-kept summary")
+    page.select_option("#chat-second", "model-1")
     page.fill("#chat-text", "a question " * 20 + "w" * 200)
     page.press("#chat-text", "Enter")
-    page.wait_for_selector(".turn .code")
-    page.click(".turn summary:has-text('Reasoning')")
-    page.click(".turn summary:has-text('Tool call')")
+    page.wait_for_selector(".turn .answers.n2 .code >> nth=1")
+    page.click(".turn summary:has-text('Reasoning') >> nth=0")
+    page.click(".turn summary:has-text('Tool call') >> nth=1")
     page.wait_for_selector("#chat-stop:disabled")
 
 
@@ -386,6 +410,7 @@ def test_charts_and_events_are_read_by_keyboard(site: ScriptedPage, browser: Bro
     page = context.new_page()
     page.goto(f"{site.url}/ui")
     page.wait_for_selector("#event-list li >> nth=39")
+    page.wait_for_selector("#charts p:has-text('The last')", state="attached")
     page.focus("#chart-ranges button")
     for _ in range(4):
         page.keyboard.press("Tab")  # two more ranges, the choice of the subject, the first chart
@@ -394,12 +419,10 @@ def test_charts_and_events_are_read_by_keyboard(site: ScriptedPage, browser: Bro
     now = plot.get_attribute("aria-valuetext")
     page.keyboard.press("PageDown")
     before = plot.get_attribute("aria-valuetext")
-    assert before != now and "at 0" in str(before)
+    assert before != now and " at " in str(before)
     assert page.locator("#charts .chart .time").first.is_visible()
-    page.focus("#event-list")
+    events = page.locator("#event-list")
+    events.focus()
     page.keyboard.press("End")
-    page.wait_for_selector("#event-list li:last-child >> visible=true")
-    scrolled = page.locator("#event-list")
-    scrolled.evaluate("node => new Promise(requestAnimationFrame)")
-    assert scrolled.evaluate("node => node.scrollTop > 0")
+    events.evaluate(SCROLLED)
     context.close()
