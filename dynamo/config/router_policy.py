@@ -62,7 +62,7 @@ class PolicyClass(_Strict, frozen=True, kw_only=True):
     """A class of queued requests.
 
     It gets a share of the workers by ``quantum``, in uncached prompt tokens. Without a threshold
-    its requests never wait. Limits are for each worker.
+    its requests never wait. Limits are for each worker; 0 refuses what would wait.
     """
 
     name: _Name
@@ -73,9 +73,9 @@ class PolicyClass(_Strict, frozen=True, kw_only=True):
     prefill_busy_threshold: _Count | None = None
     prefill_busy_threshold_frac: Annotated[float, Meta(ge=0)] | None = None
     busy_worker_ratio: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    request_queue_limit_per_worker: _Limit | None = None
-    raw_isl_token_queue_limit_per_worker: _Limit | None = None
-    cached_token_queue_limit_per_worker: _Limit | None = None
+    request_queue_limit_per_worker: _Count | None = None
+    raw_isl_token_queue_limit_per_worker: _Count | None = None
+    cached_token_queue_limit_per_worker: _Count | None = None
 
 
 class Bucket(_Strict, frozen=True, kw_only=True):

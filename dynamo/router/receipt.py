@@ -371,9 +371,14 @@ class KvInputs(RankInputs, gc=False, frozen=True):
             return {}
         found = _column("d", self.terms)[TERMS * place : TERMS * (place + 1)]
         terms = dict(zip(("wait", "compute", "others", "running"), found, strict=True))
-        if abs(factor := cost - sum(found)) > _SMALL:  # that of preferred taints
-            terms["taints"] = factor
+        if abs(rest := cost - sum(found)) > _SMALL:
+            terms[self._rest] = rest
         return terms
+
+    @property
+    def _rest(self) -> str:
+        """The name of what is left of a cost: the share of a policy, or of preferred taints."""
+        return "policy" if self.policy else "taints"
 
     def _terms(self, place: int, cost: float, least_tokens: int | None) -> dict[str, float]:
         """Return the terms of the cost of ``slots[place]``, which add up to it."""
@@ -392,8 +397,7 @@ class KvInputs(RankInputs, gc=False, frozen=True):
             "requests": parts.request_blocks,
             "copies": scale * self._copies(slot),
         }
-        # What is left is the factor of preferred taints.
-        terms["taints"] = cost - sum(terms.values())
+        terms[self._rest] = cost - sum(terms.values())
         always = ("prompt", "queued_prefill", "cached", "decode")
         return {
             name: value for name, value in terms.items() if name in always or abs(value) > _SMALL

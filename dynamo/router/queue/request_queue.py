@@ -268,6 +268,8 @@ class RequestQueue:
         workers = len(self.picker.worker_pool.members)
         error = None
         for in_class in self._classes:
+            if not in_class.queue:  # its next request may find a worker, even with a limit of 0
+                return None
             error = in_class.limit_error(workers)
             if error is None:
                 return None

@@ -201,7 +201,11 @@ def test_scores_filters_and_picks_decide() -> None:
             return [-worker.worker_id for worker in workers]
 
     scored = picker(Score())
-    assert scored.pick(None, PROMPT).worker_id == 3
+    decision = scored.pick("scored", PROMPT)
+    assert decision.worker_id == 3 and decision.inputs is not None
+    for row in decision.inputs.receipt().candidates:
+        assert row.terms["policy"] < 0  # what it takes from the built-in cost
+        assert sum(row.terms.values()) == pytest.approx(row.cost)
 
     class FilteredScore(Score):
         def filter(self, request: PolicyRequest, worker: PolicyWorker) -> bool:

@@ -197,6 +197,27 @@ def test_a_full_class_refuses_and_others_do_not() -> None:
     assert (rejected(policy_class="slow"), rejected(policy_class="fast")) == (1, 0)
 
 
+def test_a_class_with_a_limit_of_0_refuses_what_would_wait() -> None:
+    given = two_classes(slow=10, fast=10)
+    rows = [
+        msgspec.structs.replace(
+            row, prefill_busy_threshold=10, request_queue_limit_per_worker=int(row.name == "fast")
+        )
+        for row in given.policy_classes
+    ]
+    replaced = msgspec.structs.replace(given, policy_classes=rows)
+    world = Classes(profile(msgspec.to_builtins(replaced)))
+    assert world.ask("first", 60, policy_class="slow")
+    with pytest.raises(RouterQueueLimitExceeded, match=r"current=0, limit=0"):
+        world.ask("second", 60, first=100, policy_class="slow")
+    assert not world.ask("third", 60, first=200, policy_class="fast")
+    world.queue.check()  # a request of the empty class may still find a worker
+    world.finish("first")
+    world.finish("third")
+    assert world.ask("fourth", 60, first=300, policy_class="slow")
+    assert world.order == ["first", "third", "fourth"]
+
+
 def test_the_bucket_is_that_of_the_best_cached_worker() -> None:
     world = Classes(profile())
     index = world.picker.index
