@@ -41,7 +41,9 @@ class BatchWorker:
         self.kv_used = 0
         self.prefill_tokens = 0
         self._queued_kv = 0
-        self._cached: dict[int, None] = {}
+        self._decode_kv = 0
+        self._held: dict[int, int] = {}
+        self._idle: dict[int, None] = {}
         self._finishes: list[tuple[int, int, RequestState]] = []
         self._order = count()
         self._steps = 0
@@ -57,9 +59,9 @@ class BatchWorker:
 
     def overlap(self, blocks: tuple[int, ...]) -> int:
         """Return the prompt tokens in leading ``blocks`` that the cache holds."""
-        cached, found = self._cached, 0
+        held, idle, found = self._held, self._idle, 0
         for block in blocks:
-            if block not in cached:
+            if block not in held and block not in idle:
                 break
             found += 1
         return found * BLOCK_TOKENS
@@ -89,6 +91,7 @@ class BatchWorker:
         steps, batch = self._span_steps, len(self.decoding)
         self._steps += steps
         self.kv_used += batch * steps
+        self._decode_kv += batch * steps
         self.counters.tokens += batch * steps
         self.counters.token_s += batch * steps * self._step_s
         finished = self._finished(now_s)
@@ -126,7 +129,9 @@ class BatchWorker:
         batch, model = len(self.decoding), self.model
         if self.prefilling:
             tokens, attended, joining = self._take_chunks(model.max_num_batched_tokens - batch)
-            usage = min(1.0, self.kv_used / model.kv_tokens)
+            # Decodes read the KV of their own sequences, not that of prompts in computation.
+            read = self._decode_kv + sum(r.prompt for r, _ in self._chunks if r.transferred)
+            usage = min(1.0, read / model.kv_tokens)
             step_s = model.time.iteration_s(tokens, attended, batch + joining, usage)
             self._set_span(now_s, 1, step_s)
         elif batch:
@@ -134,7 +139,7 @@ class BatchWorker:
             # The span ends at a full cache: then the newest are preempted. One alone goes on.
             if batch > 1:
                 steps = max(1, min(steps, (model.kv_tokens - self.kv_used) // batch))
-            usage = min(1.0, (self.kv_used + batch * steps / 2) / model.kv_tokens)
+            usage = min(1.0, (self._decode_kv + batch * steps / 2) / model.kv_tokens)
             self._set_span(now_s, steps, model.time.iteration_s(0, 0.0, batch, usage))
         else:
             self.due_s = None
@@ -148,23 +153,23 @@ class BatchWorker:
 
     def _admit(self) -> None:
         model, waiting = self.model, self.waiting
-        reserve = int(model.watermark * model.kv_tokens)
         budget = model.max_num_batched_tokens - len(self.decoding)
         budget -= sum(r.prompt - r.computed for r in self.prefilling)
         running = len(self.prefilling) + len(self.decoding)
         while waiting and budget > 0 and running < model.max_num_seqs:
             request = waiting[0]
+            shared = sum(block in self._held for block in request.blocks) * BLOCK_TOKENS
             # An idle worker takes any prompt: nothing would ever make room for it.
-            if running and self.kv_used + request.prompt + reserve > model.kv_tokens:
+            if running and self.kv_used + request.prompt - shared > model.kv_tokens:
                 return
             waiting.popleft()
             running += 1
             self._queued_kv -= request.prompt
-            self.kv_used += request.prompt
             if request.transferred:
                 request.computed = request.prompt - 1
             else:
                 request.computed = min(self.overlap(request.blocks), request.prompt - 1)
+            self._hold(request, shared)
             self.prefilling.append(request)
             budget -= request.prompt - request.computed
 
@@ -196,7 +201,6 @@ class BatchWorker:
             self.prefilling.remove(request)
             self.prefill_tokens -= request.estimate
             request.estimate = 0
-            self._remember(request.blocks)
             if request.first_s < 0:
                 request.first_s = now_s
                 self.counters.first_token(request)
@@ -207,9 +211,10 @@ class BatchWorker:
             if request.left:
                 request.finish_step = self._steps + request.left
                 self.decoding[request] = None
+                self._decode_kv += request.prompt
                 heappush(self._finishes, (request.finish_step, next(self._order), request))
             else:
-                self.kv_used -= request.prompt
+                self._release(request, 0)
                 request.end_s = now_s
                 finished.append(request)
         self._chunks = []
@@ -221,7 +226,8 @@ class BatchWorker:
             if request.finish_step != step or request.end_s >= 0:
                 continue
             del self.decoding[request]
-            self.kv_used -= request.prompt + request.left
+            self._decode_kv -= request.prompt + request.left
+            self._release(request, request.left)
             request.end_s = now_s
             found.append(request)
         return found
@@ -233,7 +239,8 @@ class BatchWorker:
             request, _ = self.decoding.popitem()
             left = request.finish_step - self._steps
             generated = request.left - left
-            self.kv_used -= request.prompt + generated
+            self._decode_kv -= request.prompt + generated
+            self._release(request, generated)
             request.prompt += generated
             request.left = left
             request.finish_step = -1
@@ -244,16 +251,35 @@ class BatchWorker:
             self.waiting.appendleft(request)
         return preempted
 
-    def _remember(self, blocks: tuple[int, ...]) -> None:
-        """Move ``blocks`` to the recent end of the prefix cache; evict the oldest above the size.
+    def _hold(self, request: RequestState, shared: int) -> None:
+        """Allocate the KV of a prompt; running sequences hold ``shared`` tokens of it already.
 
-        The blocks of running prompts are among the most recent ones, so the cache as a whole has
-        the size of the KV cache.
+        A prompt that is admitted later finds its blocks: it is computed in the same iteration as
+        the end of this one, or after it.
         """
-        cached = self._cached
-        for block in blocks:
-            cached.pop(block, None)
-            cached[block] = None
-        surplus = len(cached) - self.model.kv_tokens // BLOCK_TOKENS
-        for block in list(islice(cached, max(0, surplus))):
-            del cached[block]
+        held, idle = self._held, self._idle
+        for block in request.blocks:
+            held[block] = held.get(block, 0) + 1
+            idle.pop(block, None)
+        self.kv_used += request.prompt - shared
+        self._evict()
+
+    def _release(self, request: RequestState, generated: int) -> None:
+        """Free the KV of a sequence; blocks that no other one holds stay cached."""
+        held, idle, kept = self._held, self._idle, 0
+        for block in request.blocks:
+            holders = held.pop(block)
+            if holders > 1:
+                held[block] = holders - 1
+                kept += BLOCK_TOKENS
+            else:
+                idle[block] = None
+        self.kv_used -= request.prompt + generated - kept
+        self._evict()
+
+    def _evict(self) -> None:
+        """Drop the cached blocks that were released first, where running sequences need space."""
+        idle = self._idle
+        surplus = len(idle) - max(0, self.model.kv_tokens - self.kv_used) // BLOCK_TOKENS
+        for block in list(islice(idle, max(0, surplus))):
+            del idle[block]

@@ -79,7 +79,6 @@ class RooflineTime:
 class ServiceModel:
     """One worker: its speed, its KV cache in tokens, and the limits of its scheduler.
 
-    ``watermark`` is the share of the cache that stays free when a prompt is admitted;
     ``prefill_slots`` is how many prompts a prefill worker computes at a time.
     """
 
@@ -89,7 +88,6 @@ class ServiceModel:
     block_size: int = 64
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    watermark: float = 0.01
     prefill_slots: int = 1
     transfer: Transfer = field(default_factory=Transfer)
 

@@ -47,7 +47,7 @@ def mocker_times(requests: Items[ReplayRequest], model: ServiceModel) -> list[tu
         max_num_batched_tokens=model.max_num_batched_tokens,
         max_model_len=None,
         chunked_prefill=True,
-        watermark=model.watermark,
+        watermark=0.0,
         preempt_newest=True,
     )
     pool = BlockPool(model.kv_tokens // BLOCK, BLOCK)
@@ -143,6 +143,51 @@ def test_reused_prefixes_agree_with_the_mocker() -> None:
         )
     without = replay_times([replace(request, blocks=()) for request in requests], model)
     assert fmean(t for t, _ in found) < 0.8 * fmean(t for t, _ in without)
+
+
+def spans(worker: BatchWorker, *given: RequestState) -> None:
+    """Submit ``given`` at their arrivals and run the worker until it is idle."""
+    for state in given:
+        while worker.due_s is not None and worker.due_s <= state.arrived_s:
+            worker.finish_span()
+        worker.submit(state, state.arrived_s)
+    while worker.due_s is not None:
+        worker.finish_span()
+
+
+def state(number: int, at_s: float, isl: int, osl: int, blocks: Items[int] = ()) -> RequestState:
+    return RequestState(number, ReplayRequest(at_s, isl, osl, tuple(blocks)), at_s)
+
+
+def test_decodes_pay_for_their_own_kv_only() -> None:
+    """The first token of 20,000 tokens beside one reply, as Dynamo's replay 1.6.1 has it."""
+    first, second = state(0, 0.0, 1000, 100), state(1, 0.5, 20_000, 5)
+    spans(BatchWorker(0, service_model("mocker")), first, second)
+    assert first.first_s == pytest.approx(0.03211, abs=1e-4)
+    assert second.first_s == pytest.approx(0.93395, abs=1e-4)
+    assert second.end_s == pytest.approx(0.96121, abs=1e-4)
+
+
+def test_a_prefix_is_found_once_its_prompt_is_admitted() -> None:
+    """The second prompt is admitted with the last chunk of the first one, and ends with it."""
+    blocks = range(1, 59)
+    first, second = state(0, 0.0, 30_000, 5, blocks), state(1, 0.1, 30_000, 5, blocks)
+    spans(BatchWorker(0, service_model("mocker")), first, second)
+    assert first.first_s == second.first_s == pytest.approx(0.62470, abs=1e-4)
+
+
+def test_running_sequences_share_the_kv_of_a_prefix() -> None:
+    """20,000 and 30,000 tokens share 19,968 and fit 44,800; without a prefix the second waits."""
+    model = replace(service_model("mocker"), kv_tokens=44_800)
+    blocks = tuple(range(1, 40))
+    worker = BatchWorker(0, model)
+    second = state(1, 0.6, 30_000, 10, (*blocks, 99))
+    spans(worker, state(0, 0.0, 20_000, 100, blocks), second)
+    assert second.first_s == pytest.approx(0.87743, abs=2e-4)
+    assert not worker.kv_used and worker.overlap(second.blocks) == 40 * BLOCK_TOKENS
+    alone, waiting = state(2, 100.0, 20_000, 100), state(3, 100.6, 30_000, 10)
+    spans(worker, alone, waiting)
+    assert waiting.first_s > alone.end_s
 
 
 def test_h100_figures() -> None:

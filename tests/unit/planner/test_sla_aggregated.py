@@ -132,7 +132,7 @@ def test_a_profile_keeps_the_attainment_where_lengths_vary(
         simulate(make(settings, False), requests, setup) for settings in (profiled, TARGETS)
     )
     assert with_profile.attainment >= max(0.9, without.attainment - 0.03)
-    assert with_profile.gpu_hours < 1.1 * without.gpu_hours
+    assert with_profile.gpu_hours < 1.15 * without.gpu_hours
 
 
 def test_a_step_down_is_followed_without_flapping() -> None:
