@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dynamo.llm._unary import LLMUnaryClient, UnaryChatModel, with_engine_data
     from dynamo.llm.exceptions import HttpError, RouterQueueLimitExceeded
+    from dynamo.llm.forward_pass import FpmDirectPublisher, FpmEventRelay, FpmEventSubscriber
     from dynamo.llm.frontend_routes import (
         FrontendExtensionContext,
         FrontendResponse,
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from dynamo.protocols.openai import RoutingConstraints
 
 __all__ = [
+    "FpmDirectPublisher",
+    "FpmEventRelay",
+    "FpmEventSubscriber",
     "FrontendExtensionContext",
     "FrontendResponse",
     "FrontendRoute",
@@ -88,6 +92,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "FpmDirectPublisher": "llm.forward_pass",
+    "FpmEventRelay": "llm.forward_pass",
+    "FpmEventSubscriber": "llm.forward_pass",
     "FrontendExtensionContext": "llm.frontend_routes",
     "FrontendResponse": "llm.frontend_routes",
     "FrontendRoute": "llm.frontend_routes",

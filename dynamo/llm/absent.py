@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 
 _FRONTEND = "run `python -m dynamo.frontend` instead of a frontend in the worker's process"
-_METRICS = "this runtime has no forward-pass metrics"
 _REPLAY = "the simulated engine is `python -m dynamo.mocker`"
 _STATE = "this runtime has no KV state agents"
 
@@ -17,9 +16,6 @@ ABSENT = {
     "AisPerfConfig": "the prefill load model is configured by DYN_AIS_… variables",
     "EngineType": _FRONTEND,
     "EntrypointArgs": _FRONTEND,
-    "FpmDirectPublisher": _METRICS,
-    "FpmEventRelay": _METRICS,
-    "FpmEventSubscriber": _METRICS,
     "HttpAsyncEngine": _FRONTEND,
     "HttpService": _FRONTEND,
     "KserveGrpcService": "this runtime has no KServe server",

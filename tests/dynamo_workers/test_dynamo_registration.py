@@ -233,7 +233,7 @@ def test_router_configs() -> None:
 def test_names_that_only_dynamo_has_say_so() -> None:
     from dynamo._core import HttpService, backend
 
-    for absent in (HttpService, llm.FpmEventRelay, llm.make_engine, backend.Worker):
+    for absent in (HttpService, llm.KvDcRelay, llm.make_engine, backend.Worker):
         with pytest.raises(NotImplementedError, match=f"{absent.__name__} of NVIDIA Dynamo"):
             absent(1, port=2)
     assert backend.DisaggregationMode.Prefill

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.errors import DynamoError
 from dynamo.http.client import ResponseError, get
@@ -20,6 +21,7 @@ from dynamo.planner.live.traffic import FrontendPage, TrafficCounter, read_page
 from dynamo.planner.policies.base import Pull, Traffic, WorkerLoad
 from dynamo.protocols import codec
 from dynamo.protocols.control import MODEL_CARDS, ModelCard, decode_card
+from dynamo.protocols.forward_pass import FORWARD_PASS, VERSION, ForwardPass
 from dynamo.protocols.kv import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
 from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.state.document import Document
@@ -46,6 +48,7 @@ _START_UP_S = 30.0
 _REFUSED = "it does not listen"
 _PREFILL = "Prefill"
 _decode_loads = codec.decoder(list[KvMetrics]).decode
+_decode_pass = codec.decoder(ForwardPass).decode
 _decode_queue = codec.decoder(PrefillQueueState).decode
 
 
@@ -53,6 +56,21 @@ _decode_queue = codec.decoder(PrefillQueueState).decode
 class _Report:
     at_s: float
     load: KvMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class _PassReport:
+    """The newest pass of a rank, and the one before: some engines alternate prefill and decode."""
+
+    at_s: float
+    newest: ForwardPass
+    before: ForwardPass
+
+    def highest(self, figure: Callable[[ForwardPass], int]) -> int:
+        """Return the higher figure of the two; that of an idle rank is the newest."""
+        if not self.newest.wall_time:
+            return figure(self.newest)
+        return max(figure(self.newest), figure(self.before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +82,9 @@ class _QueueReport:
 class WorkerReports:
     """Follows the workers that :meth:`follow` names, and keeps the newest report of each.
 
-    Reports older than ``stale_after_s`` do not count: their sender is gone or hangs. ``clock`` is
-    the planner's.
+    A worker reports its load, its forward passes, or both: figures that a load report lacks are
+    those of the passes. Reports older than ``stale_after_s`` do not count: their sender is gone
+    or hangs. ``clock`` is the planner's.
     """
 
     def __init__(
@@ -78,8 +97,10 @@ class WorkerReports:
         self._followed: frozenset[int] = frozenset()
         self._subscriptions: dict[Channel, Subscription] = {}
         self._loads: dict[int, dict[int, _Report]] = {}
+        self._passes: dict[int, dict[int, _PassReport]] = {}
         self._queues: dict[int, dict[str, _QueueReport]] = {}
         self._reported: set[int] = set()
+        self._invalid: set[int] = set()
 
     async def start(self) -> None:
         """Follow the workers' model cards; those that exist are known on return."""
@@ -91,12 +112,15 @@ class WorkerReports:
         """Follow these workers, and no others. A new one reports within a second."""
         self._followed = frozenset(worker_ids)
         self._reported &= self._followed
-        for worker_id in self._loads.keys() - self._followed:
-            del self._loads[worker_id]
+        self._invalid &= self._followed
+        for reports in (self._loads, self._passes):
+            for worker_id in reports.keys() - self._followed:
+                del reports[worker_id]
         for card in list(self._cards.values()):
             if card.instance_id in self._followed:
                 path = (card.namespace, card.component)
                 self._subscribe((*path, KV_METRICS), self._on_loads, None)
+                self._subscribe((*path, FORWARD_PASS), self._on_pass, None)
                 if card.worker_type == _PREFILL:
                     self._subscribe((*path, PREFILL_QUEUE), self._on_queue, self._on_frontend)
 
@@ -105,10 +129,7 @@ class WorkerReports:
         since_s = self._clock() - self._stale_after_s
         found = []
         for worker_id in sorted(worker_ids):
-            ranks = [
-                one.load for one in self._loads.get(worker_id, {}).values() if one.at_s > since_s
-            ]
-            load = self._sum(worker_id, ranks)
+            load = self._sum(worker_id, self._ranks(worker_id, since_s))
             if load is not None:
                 found.append(load)
         return tuple(found)
@@ -123,8 +144,50 @@ class WorkerReports:
         ]
         return sum(sizes) if sizes else None
 
+    def _ranks(self, worker_id: int, since_s: float) -> list[KvMetrics]:
+        """Return the loads of the ranks that have reported since then."""
+        loads = self._loads.get(worker_id, {})
+        passes = self._passes.get(worker_id, {})
+        silent = [rank for rank, passed in passes.items() if passed.at_s <= since_s]
+        for rank in silent:
+            del passes[rank]
+        if silent:
+            log.warning(
+                "worker %x: no forward-pass metrics for %.1f s; its load is what it reports "
+                "without them", worker_id, self._stale_after_s,
+            )  # fmt: skip
+        found = []
+        for rank in loads.keys() | passes.keys():
+            load, passed = loads.get(rank), passes.get(rank)
+            known = None if load is None or load.at_s <= since_s else load.load
+            if passed is not None:
+                known = self._with_pass(worker_id, known or KvMetrics(worker_id, rank), passed)
+            if known is not None:
+                found.append(known)
+        return found
+
+    def _with_pass(self, worker_id: int, load: KvMetrics, passed: _PassReport) -> KvMetrics:
+        """Return ``load`` with the figures of the forward passes that it lacks."""
+        card = self._card(worker_id)
+        size = None if card is None else card.kv_cache_block_size
+        used = load.kv_used_blocks
+        if used is None and size:
+            used = -(-passed.highest(lambda one: one.kv_tokens) // size)
+        if load.num_requests_running is not None:
+            return replace(load, kv_used_blocks=used)
+        return replace(
+            load,
+            kv_used_blocks=used,
+            num_requests_running=passed.highest(lambda one: one.running),
+            num_requests_waiting=passed.newest.waiting,
+            active_prefill_tokens=passed.highest(lambda one: one.prefill_tokens),
+        )
+
+    def _card(self, worker_id: int) -> ModelCard | None:
+        return next((c for c in self._cards.values() if c.instance_id == worker_id), None)
+
     def _sum(self, worker_id: int, ranks: list[KvMetrics]) -> WorkerLoad | None:
-        card = next((c for c in self._cards.values() if c.instance_id == worker_id), None)
+        card = self._card(worker_id)
         used = total = 0
         for rank in ranks:
             blocks = rank.kv_total_blocks or (card and card.runtime_config.total_kv_blocks) or 0
@@ -178,6 +241,24 @@ class WorkerReports:
                 ranks = self._loads.setdefault(load.worker_id, {})
                 if load.dp_rank in ranks or len(ranks) < _RANKS:
                     ranks[load.dp_rank] = _Report(self._clock(), load)
+
+    def _on_pass(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+        if publisher_id not in self._followed:
+            return
+        try:
+            newest = _decode_pass(payload)
+            if newest.version != VERSION:
+                raise ValueError(f"version {newest.version}, expected {VERSION}")
+        except (msgspec.MsgspecError, ValueError) as error:
+            if publisher_id not in self._invalid:  # an engine sends hundreds a second
+                self._invalid.add(publisher_id)
+                log.warning("invalid forward-pass metrics of worker %x: %s", publisher_id, error)
+            return
+        ranks = self._passes.setdefault(publisher_id, {})
+        known = ranks.get(newest.dp_rank)
+        if known is not None or len(ranks) < _RANKS:
+            before = newest if known is None else known.newest
+            ranks[newest.dp_rank] = _PassReport(self._clock(), newest, before)
 
     def _on_queue(self, publisher_id: int, sequence: int, payload: bytes) -> None:
         try:

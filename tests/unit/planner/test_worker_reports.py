@@ -13,6 +13,12 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.planner.live.sources import WorkerReports
 from dynamo.protocols import codec
 from dynamo.protocols.control import ModelCard, instance_key
+from dynamo.protocols.forward_pass import (
+    FORWARD_PASS,
+    ForwardPass,
+    QueuedRequests,
+    ScheduledRequests,
+)
 from dynamo.protocols.kv import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
@@ -47,6 +53,8 @@ class Box:
         publisher = await runtime.publisher("dynamo", component, KV_METRICS)
         card = ModelCard("tiny", "tiny", "/m", "dynamo", component, "generate", worker_id)
         card.worker_type = kind
+        card.kv_cache_block_size = 16
+        card.runtime_config.total_kv_blocks = 1000
         lease = await runtime.granted()
         key = "v1/mdc/" + instance_key("dynamo", component, "generate", worker_id)
         await runtime.discovery.put(key, msgspec.json.encode(card), lease.id)
@@ -158,3 +166,90 @@ async def test_the_queues_of_all_frontends_are_summed(box: Box) -> None:
     )
     box.clock.now_s += 3.5
     assert box.reports.prefill_queue("tiny") is None
+
+
+def passed(rank: int = 0, wall_time: float = 0.01, waiting: int = 0, **done: int) -> bytes:
+    queued = QueuedRequests(num_prefill_requests=waiting, sum_prefill_tokens=100 * waiting)
+    return codec.encode(
+        ForwardPass(
+            dp_rank=rank,
+            wall_time=wall_time,
+            scheduled_requests=ScheduledRequests(**done),
+            queued_requests=queued,
+        )
+    )
+
+
+async def passing(box: Box) -> tuple[EventPublisher, EventPublisher]:
+    """A worker that reports its passes: the publishers of these, and of its load."""
+    loads = await box.worker()
+    for runtime in box.made:
+        if runtime.instance_id == loads.publisher_id:
+            passes = await runtime.publisher("dynamo", "backend", FORWARD_PASS)
+    await known(box, loads)
+    return passes, loads
+
+
+async def test_forward_passes_alone_are_a_load(box: Box) -> None:
+    passes, _ = await passing(box)
+    ids = [passes.publisher_id]
+    decode = passed(waiting=2, num_decode_requests=3, sum_decode_kv_tokens=300)
+    await box.received(lambda: passes.publish(decode), lambda: box.reports.loads(ids))
+    [found] = box.reports.loads(ids)
+    assert (found.running, found.waiting, found.active_prefill_tokens) == (3, 2, 200)
+    assert (found.kv_used_blocks, found.kv_total_blocks) == (19, 1000)  # 300 tokens of 16 a block
+    prefill = passed(num_prefill_requests=1, sum_prefill_tokens=50, sum_prefill_kv_tokens=14)
+    passes.publish(prefill)  # as an engine that alternates the two
+    await box.received(
+        lambda: None, lambda: box.reports.loads(ids)[0].active_prefill_tokens == 200
+        and box.reports.loads(ids)[0].waiting == 0,
+    )  # fmt: skip
+    [found] = box.reports.loads(ids)
+    assert (found.running, found.kv_used_blocks) == (3, 19)
+    await box.received(
+        lambda: passes.publish(passed(wall_time=0.0)),
+        lambda: not box.reports.loads(ids)[0].running,
+    )
+    assert box.reports.loads(ids)[0].kv_used_blocks == 0
+
+
+async def test_passes_complete_a_load_report_until_they_stop(
+    box: Box, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes, loads = await passing(box)
+    ids = [passes.publisher_id]
+
+    def send() -> None:
+        loads.publish(codec.encode([load(loads, used=40)]))
+        passes.publish(passed(waiting=4, num_decode_requests=5, sum_decode_kv_tokens=99))
+
+    await box.received(
+        send,
+        lambda: [
+            (one.kv_used_blocks, one.running, one.waiting) for one in box.reports.loads(ids)
+        ] == [(40, 5, 4)],
+    )  # fmt: skip
+    box.clock.now_s += 3.5
+    assert box.reports.loads(ids) == ()
+    assert caplog.text.count("no forward-pass metrics for 3.0 s") == 1
+    await box.received(
+        lambda: loads.publish(codec.encode([load(loads, used=30)])),
+        lambda: box.reports.loads(ids),
+    )
+    [found] = box.reports.loads(ids)
+    assert (found.kv_used_blocks, found.running, found.waiting) == (30, 0, 0)
+
+
+async def test_passes_that_are_none_are_reported_once(
+    box: Box, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes, _ = await passing(box)
+    ids = [passes.publisher_id]
+
+    def send() -> None:
+        passes.publish(b"\x01")
+        passes.publish(codec.encode(ForwardPass(version=2)))
+        passes.publish(passed())
+
+    await box.received(send, lambda: box.reports.loads(ids))
+    assert caplog.text.count("invalid forward-pass metrics") == 1
