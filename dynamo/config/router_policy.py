@@ -20,6 +20,13 @@ BUILT_IN = "default"
 """The name of the built-in choice, which no instance may have."""
 WEIGHTED = "dynamo-default-cost-fn"
 """The built-in choice with other weights."""
+CLASSIFIER = "request_classifier"
+"""The name of the policy that classifies requests, in logs and metrics."""
+_THUNDERAGENT = "thunderagent"
+_NO_THUNDERAGENT = (
+    "thunderagent is not supported: the turns of an agent are not held back; remove it, "
+    "--router-session-affinity-ttl-secs keeps them on one worker"
+)
 FLAG = "--router-policy-config"
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
 _Count = Annotated[int, Meta(ge=0)]
@@ -136,6 +143,13 @@ class PolicyInstance(_Strict, frozen=True, kw_only=True):
         return {_WEIGHTS[key]: value for key, value in self.parameters.items()}
 
 
+class RequestClassifier(_Strict, frozen=True, kw_only=True):
+    """What names the class of a request, instead of its client."""
+
+    type: Annotated[str, Meta(min_length=1)]
+    parameters: dict[str, Any] = {}
+
+
 class WorkerSelection(_Strict, frozen=True, kw_only=True):
     """Which policy chooses among the workers of which stage."""
 
@@ -153,7 +167,7 @@ class _File(_Strict, frozen=True, kw_only=True):
     policy_classes: list[PolicyClass] | None = None
     models: dict[str, PolicyProfile] = {}
     worker_selection: WorkerSelection | None = None
-    request_classifier: Any = None
+    request_classifier: RequestClassifier | None = None
 
 
 class RouterPolicies(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +178,7 @@ class RouterPolicies(msgspec.Struct, frozen=True, kw_only=True):
     profile: PolicyProfile | None = None
     models: dict[str, PolicyProfile] = {}
     selection: WorkerSelection = WorkerSelection()
+    classifier: PolicyInstance | None = None
 
     def instance(self, name: str) -> PolicyInstance | None:
         """Return the policy called ``name``, None for the built-in choice. Raises ConfigError."""
@@ -201,11 +216,6 @@ def read_policies(path: str | None) -> RouterPolicies:
 
 
 def _checked(file: _File, directory: Path) -> RouterPolicies:
-    if file.request_classifier is not None:
-        raise ConfigError(
-            "request_classifier is not supported: there are no classifiers; remove it, clients "
-            "name their class in the header x-dynamo-meta-policy-class"
-        )
     root = _root(file)
     for name, profile in {"the root profile": root, **file.models}.items():
         if profile is not None and profile.problem():
@@ -216,7 +226,10 @@ def _checked(file: _File, directory: Path) -> RouterPolicies:
         profile=root,
         models=file.models,
         selection=file.worker_selection or WorkerSelection(),
+        classifier=_classifier(file, root),
     )
+    if any(row.type == _THUNDERAGENT for row in policies.selection.instances):
+        raise ConfigError(f"worker_selection.instances: {_NO_THUNDERAGENT}")
     names = [row.name for row in policies.selection.instances]
     if BUILT_IN in names:
         raise ConfigError(f"worker_selection.instances: {BUILT_IN} is the built-in choice")
@@ -229,6 +242,19 @@ def _checked(file: _File, directory: Path) -> RouterPolicies:
     for stage in STAGES:
         policies.instance(getattr(policies.selection, stage) or BUILT_IN)
     return policies
+
+
+def _classifier(file: _File, root: PolicyProfile | None) -> PolicyInstance | None:
+    given = file.request_classifier
+    if given is None:
+        return None
+    if given.type == _THUNDERAGENT:
+        raise ConfigError(f"{CLASSIFIER}: {_NO_THUNDERAGENT}")
+    if root is None and not file.models:
+        raise ConfigError(
+            f"{CLASSIFIER}: there are no classes to choose from; give policy_classes, or remove it"
+        )
+    return PolicyInstance(name=CLASSIFIER, type=given.type, parameters=given.parameters)
 
 
 def _root(file: _File) -> PolicyProfile | None:

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Callable
 from random import Random
+from typing import TypeVar
 
 import msgspec
 
@@ -27,11 +28,14 @@ from dynamo.router.eligibility.filters import apply_preferred_taints
 from dynamo.router.kv_mode.cost import CopyOffer, CostParams
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.kv_mode.policy_types import (
+    ClassPolicy,
     PolicyChoice,
     PolicyRequest,
     PolicyWorker,
     WorkerPolicy,
+    make_classifier,
     make_policy,
+    policy_request,
 )
 from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.metrics import RouterLabels
@@ -46,7 +50,7 @@ _STALL_S = 0.05
 _LABELS = "model policy worker_type"
 _ACTIVE = gauge(
     "dynamo_frontend_router_policy_active",
-    "1 while a policy of --router-policy-config chooses workers, 0 once it is switched off",
+    "1 while a policy of --router-policy-config is asked, 0 once it is switched off",
     _LABELS,
 )
 _FAILURES = counter(
@@ -61,37 +65,42 @@ _SECONDS = histogram(
     _LABELS,
 )
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-class GuardedPolicy:
-    """Asks a policy while it behaves. ``clock`` gives seconds."""
+class Guard:
+    """Calls a policy while it behaves; ``instead`` is what goes on without it.
+
+    ``clock`` gives seconds.
+    """
 
     def __init__(
         self,
-        policy: WorkerPolicy,
+        name: str,
+        instead: str,
         registry: Registry,
         place: RouterLabels,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.active = True
-        self.name = policy.name
-        self._policy = policy
+        self.name = name
+        self._instead = instead
         self._clock = clock
         self._slow = 0
-        labels = place.model, policy.name, place.worker_type
+        labels = place.model, name, place.worker_type
         self._shown = registry.child(_ACTIVE, *labels)
         self._shown.value = 1
         self._seconds = registry.child(_SECONDS, *labels)
         self._failures = {
-            reason: registry.child(_FAILURES, place.model, policy.name, reason, place.worker_type)
+            reason: registry.child(_FAILURES, place.model, name, reason, place.worker_type)
             for reason in ("raised", "slow")
         }
 
-    def choose(self, request: PolicyRequest, workers: list[PolicyWorker]) -> PolicyChoice | None:
-        """Return what the policy chooses, or None if it cannot be asked any more."""
+    def call(self, policy: Callable[[], T]) -> T | None:
+        """Return what ``policy`` returns, or None if it cannot be asked any more."""
         begun_s = self._clock()
         try:
-            choice = self._policy.choose(request, workers)
+            answer = policy()
         except Exception as error:  # noqa: BLE001 - a policy is code of users
             self._failures["raised"].value += 1
             self._switch_off(f"it raised {type(error).__name__}: {error}", error)
@@ -100,21 +109,57 @@ class GuardedPolicy:
         self._seconds.observe(took_s)
         if took_s <= SLOW_S:
             self._slow = 0
-            return choice
+            return answer
         self._failures["slow"].value += 1
         self._slow += 1
         if self._slow >= _SLOW_IN_A_ROW or took_s > _STALL_S:
             limit_ms = 1e3 * SLOW_S
             self._switch_off(f"a decision took {1e3 * took_s:.1f} ms, more than {limit_ms:g} ms")
-        return choice
+        return answer
 
     def _switch_off(self, reason: str, error: Exception | None = None) -> None:
         self.active = False
         self._shown.value = 0
         log.warning(
-            "policy %s is switched off until the router restarts, the built-in cost goes on: %s",
-            self.name, reason, exc_info=error,
+            "policy %s is switched off until the router restarts, %s: %s",
+            self.name, self._instead, reason, exc_info=error,
         )  # fmt: skip
+
+
+class GuardedPolicy(Guard):
+    """Asks a policy for workers while it behaves."""
+
+    def __init__(
+        self,
+        policy: WorkerPolicy,
+        registry: Registry,
+        place: RouterLabels,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(policy.name, "the built-in cost goes on", registry, place, clock)
+        self._policy = policy
+
+    def choose(self, request: PolicyRequest, workers: list[PolicyWorker]) -> PolicyChoice | None:
+        """Return what the policy chooses, or None if it cannot be asked any more."""
+        return self.call(lambda: self._policy.choose(request, workers))
+
+
+class GuardedClassifier(Guard):
+    """Asks a policy for the class of a request while it behaves."""
+
+    def __init__(
+        self,
+        policy: ClassPolicy,
+        registry: Registry,
+        place: RouterLabels,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(policy.name, "clients name their class", registry, place, clock)
+        self._policy = policy
+
+    def classify(self, request: PolicyRequest) -> str | None:
+        """Return the name of a class or family, None for that of the client."""
+        return self.call(lambda: self._policy.classify(request)) if self.active else None
 
 
 class PolicyPicker(KvPicker):
@@ -197,16 +242,7 @@ class PolicyPicker(KvPicker):
         )
 
     def _request(self, prompt: HashedPrompt, routing: Routing | None) -> PolicyRequest:
-        size = prompt.isl_tokens, prompt.blocks, self.block_size
-        if routing is None:
-            return PolicyRequest(*size)
-        return PolicyRequest(
-            *size,
-            routing.session_id,
-            routing.priority,
-            routing.expected_output_tokens,
-            routing.lora_name,
-        )
+        return policy_request(prompt.isl_tokens, prompt.blocks, self.block_size, routing)
 
 
 def make_kv_picker(
@@ -223,3 +259,14 @@ def make_kv_picker(
         return KvPicker(settings, block_size, index, metrics)
     policy = GuardedPolicy(make_policy(instance, policies.directory), registry, place)
     return PolicyPicker(settings, block_size, index, policy, metrics)
+
+
+def make_guarded_classifier(
+    settings: RouterSettings, registry: Registry, place: RouterLabels
+) -> GuardedClassifier | None:
+    """Return the classifier of the policy file, if it has one. Raises ConfigError."""
+    policies = settings.policies
+    if policies is None or policies.classifier is None:
+        return None
+    policy = make_classifier(policies.classifier, policies.directory)
+    return GuardedClassifier(policy, registry, place)

@@ -6,6 +6,9 @@ A policy is an object of any class with one or more of three methods. A lower co
 * ``score(request, workers)``: a cost for each worker; without it, the built-in cost
 * ``pick(request, workers, costs)``: the index of the chosen worker; without it, the cheapest
 
+A classifier has one: ``classify(request)``, the name of a class or family of the queue, or None for
+that of the client.
+
 Its class gets the ``parameters`` of its instance in the policy file as keyword arguments.
 """
 
@@ -18,17 +21,19 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dynamo.config.router_policy import WEIGHTED, PolicyInstance, RouterPolicies
 from dynamo.errors import ConfigError
+from dynamo.protocols.engine import Routing
 
+P = TypeVar("P")
 GROUP = "dynamo.router.policies"
 """The group of entry points whose names may be the type of a policy."""
 
 
 class PolicyRequest(NamedTuple):
-    """A request to place. ``priority`` and ``session_id`` are the client's."""
+    """A request. ``priority``, ``session_id`` and ``policy_class`` are the client's."""
 
     tokens: int
     blocks: int
@@ -37,6 +42,25 @@ class PolicyRequest(NamedTuple):
     priority: int | None = None
     expected_output_tokens: int | None = None
     lora_name: str | None = None
+    policy_class: str | None = None
+
+
+def policy_request(
+    tokens: int, blocks: int, block_size: int, routing: Routing | None
+) -> PolicyRequest:
+    """Return what a policy is told about a prompt and its ``routing``."""
+    if routing is None:
+        return PolicyRequest(tokens, blocks, block_size)
+    return PolicyRequest(
+        tokens,
+        blocks,
+        block_size,
+        routing.session_id,
+        routing.priority,
+        routing.expected_output_tokens,
+        routing.lora_name,
+        routing.policy_class,
+    )
 
 
 class PolicyWorker(NamedTuple):
@@ -97,13 +121,45 @@ class WorkerPolicy:
         return PolicyChoice(places, costs, picked)
 
 
+class ClassPolicy:
+    """A policy that names classes of the queue."""
+
+    def __init__(self, name: str, policy: Any) -> None:
+        self.name = name
+        self._classify = getattr(policy, "classify", None)
+        if not callable(self._classify):
+            raise ConfigError(f"policy {name}: its class has no method classify")
+
+    def classify(self, request: PolicyRequest) -> str | None:
+        """Ask the policy. Raises whatever it raises, and ValueError for an answer that is none."""
+        assert self._classify is not None
+        found = self._classify(request)
+        if found is not None and not isinstance(found, str):
+            raise ValueError(f"classify returned {found!r:.100}, neither a name nor None")
+        return found
+
+
 def make_policy(instance: PolicyInstance, directory: Path) -> WorkerPolicy:
     """Make the policy of ``instance`` and try it. Raises ConfigError."""
+    return _made(instance, directory, WorkerPolicy, lambda policy: policy.choose(*_SAMPLE))
+
+
+def make_classifier(instance: PolicyInstance, directory: Path) -> ClassPolicy:
+    """Make the classifier of ``instance`` and try it. Raises ConfigError."""
+    return _made(instance, directory, ClassPolicy, lambda policy: policy.classify(_SAMPLE[0]))
+
+
+def _made(
+    instance: PolicyInstance,
+    directory: Path,
+    wrapper: Callable[[str, Any], P],
+    attempt: Callable[[P], object],
+) -> P:
     where = f"policy {instance.name} (type {instance.type})"
     kind = _policy_class(instance.type, directory, where)
     try:
-        policy = WorkerPolicy(instance.name, kind(**instance.parameters))
-        policy.choose(*_SAMPLE)
+        policy = wrapper(instance.name, kind(**instance.parameters))
+        attempt(policy)
     except ConfigError:
         raise
     except Exception as error:
@@ -120,6 +176,8 @@ def check_policies(policies: RouterPolicies | None) -> None:
             instance.weights()
         else:
             make_policy(instance, policies.directory)
+    if policies.classifier is not None:
+        make_classifier(policies.classifier, policies.directory)
 
 
 class TwoTier:

@@ -31,6 +31,8 @@ from dynamo.protocols.control import UNKNOWN_BATCH_TOKENS
 from dynamo.protocols.engine import Routing
 from dynamo.router.kv_mode.cost import cached_tokens
 from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.kv_mode.policy import GuardedClassifier, make_guarded_classifier
+from dynamo.router.kv_mode.policy_types import policy_request
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Attempt, Decision
 from dynamo.router.queue.classes import (
@@ -99,6 +101,7 @@ class RequestQueue:
     more active prefill tokens than the threshold of the class. The head waits until one has less,
     and all others of the class behind it. Without a ``profile`` there is one class, that of the
     settings. ``clock`` is the picker's own, ``call_later`` calls back on the loop's thread.
+    ``policy``, if given, names the class of a request before its client does.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class RequestQueue:
         clock: Callable[[], float] = time.perf_counter,
         call_later: CallLater | None = None,
         profile: PolicyProfile | None = None,
+        policy: GuardedClassifier | None = None,
     ) -> None:
         assert profile is not None or settings.queue_threshold is not None, "no threshold"
         self.picker = picker
@@ -121,6 +125,7 @@ class RequestQueue:
         ]
         self._only = self._classes[0] if len(self._classes) == 1 else None
         self._classifier = None if profile is None else Classifier(profile)
+        self._policy = policy
         self._turns = Turns(self._classes)
         self._requests: dict[str, QueuedRequest] = {}  # the least recently refreshed first
         self._clock = clock
@@ -232,6 +237,10 @@ class RequestQueue:
         classifier = self._classifier
         assert classifier is not None
         name = None if routing is None else routing.policy_class
+        if self._policy is not None:
+            size = self.picker.block_size
+            request = policy_request(len(tokens), len(tokens) // size, size, routing)
+            name = self._policy.classify(request) or name
         number = classifier.explicit(name)
         if number is None:
             cached = 0
@@ -424,7 +433,8 @@ def make_queue(
         log.warning("%s has no effect with --no-router-track-prefill-tokens", flag)
         return None
     metrics = partial(QueueMetrics, registry, place.model, place.worker_type)
-    return RequestQueue(picker, settings, metrics, profile=profile)
+    policy = None if profile is None else make_guarded_classifier(settings, registry, place)
+    return RequestQueue(picker, settings, metrics, profile=profile, policy=policy)
 
 
 def _on_loop(delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:

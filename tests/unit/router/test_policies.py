@@ -15,13 +15,15 @@ from dynamo.config.router_policy import read_policies
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
-from dynamo.router.kv_mode.policy import SLOW_S, GuardedPolicy, PolicyPicker
+from dynamo.router.kv_mode.policy import SLOW_S, GuardedClassifier, GuardedPolicy, PolicyPicker
 from dynamo.router.kv_mode.policy_types import (
+    ClassPolicy,
     PolicyRequest,
     PolicyWorker,
     TwoTier,
     WorkerPolicy,
     check_policies,
+    make_classifier,
     make_policy,
 )
 from dynamo.router.metrics import RouterLabels
@@ -122,7 +124,13 @@ def test_the_built_in_choice_with_other_weights(tmp_path: Path) -> None:
         ("router: {use_kv_events: 7}", "must be true, 1, yes or on"),
         ("router: {router_event_threads: .inf}", "must be an integer, got inf"),
         (selection("dynamo-default-cost-fn", "{prefill_load_scale: [1]}"), "must be a number, got"),
-        ("request_classifier: {type: a}", "request_classifier is not supported: .* remove it"),
+        ("request_classifier: {type: a}", "there are no classes to choose from; give policy_class"),
+        ("request_classifier: {}", "missing required field `type`"),
+        (
+            "request_classifier: {type: thunderagent}",
+            "request_classifier: thunderagent is not supported: the turns .*; remove it, --router",
+        ),
+        (selection("thunderagent"), "instances: thunderagent is not supported"),
         ("worker_selection: {encode: a}", "worker_selection.encode is not supported"),
         ("worker_selection: {aggregated: a}", "no policy is called 'a'"),
         ("worker_selection: {instances: [{name: a}]}", "missing required field `type`"),
@@ -294,3 +302,57 @@ def test_two_tiers() -> None:
     for options in ({"cache_threshold": 2}, {"balance_rel_threshold": 0.5}):
         with pytest.raises(ValueError, match="must be"):
             TwoTier(**options)
+
+
+CLASSIFIER = """
+class Sized:
+    def __init__(self, long):
+        self.long = long
+
+    def classify(self, request):
+        return "uncached" if request.tokens > self.long else None
+
+class Wrong:
+    def classify(self, request):
+        return 7
+"""
+
+
+def classifier(policy: Any, clock: Clock | None = None) -> GuardedClassifier:
+    named = ClassPolicy("request_classifier", policy)
+    return GuardedClassifier(named, Registry(), PLACE, clock or Clock())
+
+
+def test_a_classifier_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CLASSIFIER)
+    asked = "request_classifier: {type: 'mine.py:%s', parameters: %s}\n"
+    path = write(tmp_path, QUEUES + asked % ("Sized", "{long: 10}"))
+    policies = with_policies(RouterSettings(mode="kv", policy_config=path)).policies
+    check_policies(policies)
+    assert policies is not None and policies.classifier is not None
+    made = classifier(make_classifier(policies.classifier, policies.directory))
+    named = PolicyRequest(tokens=10, blocks=0, block_size=16, policy_class="urgent")
+    assert made.classify(named) is None
+    assert made.classify(named._replace(tokens=11)) == "uncached"
+    for kind, parameters, text in (
+        ("Wrong", "{}", "ValueError: classify returned 7, neither a name nor None"),
+        ("Sized", "{}", "TypeError: .*missing 1 required"),
+        ("Gone", "{}", "can't be loaded: AttributeError"),
+    ):
+        write(tmp_path, QUEUES + asked % (kind, parameters))
+        with pytest.raises(ConfigError, match=f"policy request_classifier .*{text}"):
+            check_policies(with_policies(RouterSettings(mode="kv", policy_config=path)).policies)
+    with pytest.raises(ConfigError, match="has no method classify"):
+        classifier(object())
+
+
+def test_a_classifier_that_fails_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def classify(self, request: PolicyRequest) -> str:
+            raise KeyError(request.tokens)
+
+    made = classifier(Failing())
+    request = PolicyRequest(tokens=10, blocks=0, block_size=16)
+    assert made.classify(request) is None and not made.active
+    assert made.classify(request) is None
+    assert caplog.text.count("is switched off until the router restarts, clients name their") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from dynamo.config.router_policy import PolicyClass, PolicyProfile, RouterPolici
 from dynamo.errors import RouterQueueLimitExceeded
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
+from dynamo.router.kv_mode.policy import GuardedClassifier
+from dynamo.router.kv_mode.policy_types import ClassPolicy, PolicyRequest
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.queue.classes import Classifier, QueueClass, Turns, profile_of
 from dynamo.router.queue.metrics import QueueMetrics
@@ -60,11 +63,18 @@ def two_classes(**quanta: int) -> PolicyProfile:
 class Classes(World):
     """A world whose queue has classes."""
 
-    def __init__(self, given: PolicyProfile, workers: int = 1, **more: Any) -> None:
+    def __init__(
+        self, given: PolicyProfile, workers: int = 1, classify: Any = None, **more: Any
+    ) -> None:
         super().__init__(workers, **more)
         metrics = partial(QueueMetrics, self.registry, "m")
+        policy = None
+        if classify is not None:
+            named = ClassPolicy("request_classifier", SimpleNamespace(classify=classify))
+            place = RouterLabels("ns", "backend", "m")
+            policy = GuardedClassifier(named, self.registry, place, lambda: 0.0)
         self.queue = RequestQueue(
-            self.picker, self.settings, metrics, self.clock, self.later, given
+            self.picker, self.settings, metrics, self.clock, self.later, given, policy
         )
 
     def finish(self, *names: str) -> None:
@@ -226,6 +236,21 @@ def test_the_bucket_is_that_of_the_best_cached_worker() -> None:
     assert world.sample("admission_received_total", policy_class="standard_long") == 1
     world.ask("short", 20, first=500, policy_class="urgent")
     assert world.sample("admission_received_total", policy_class="urgent_short") == 1
+
+
+def test_a_classifier_comes_before_the_client() -> None:
+    seen: list[PolicyRequest] = []
+
+    def classify(request: PolicyRequest) -> str | None:
+        seen.append(request)
+        return "slow" if request.tokens > 50 else None
+
+    world = Classes(two_classes(slow=10, fast=10), classify=classify)
+    world.ask("long", 60, policy_class="fast")
+    world.ask("short", 8, first=100, policy_class="fast")
+    received = partial(world.sample, "admission_received_total")
+    assert (received(policy_class="slow"), received(policy_class="fast")) == (1, 1)
+    assert (seen[0].tokens, seen[0].blocks, seen[0].policy_class) == (60, 15, "fast")
 
 
 def test_profiles_by_model() -> None:
