@@ -1,4 +1,7 @@
-"""The planner scales workers of Dynamo's Python API by their forward-pass metrics."""
+"""The planner scales workers of Dynamo's Python API by their forward-pass metrics.
+
+The worker replaces the mock worker, as Dynamo's own worker packages replace those of this package.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,10 @@ def test_workers_follow_the_load_of_the_engine(serving: Serving) -> None:
     load = serving.tmp_path / "load"
     load.write_text("4 0 1520")
     source = ENGINE.replace("MODEL", str(MODEL)).replace("LOAD", str(load))
-    (serving.tmp_path / "busy_engine.py").write_text(source.replace("NAMESPACE", serving.namespace))
+    package = serving.tmp_path / "workers/dynamo/mocker"  # as docs/dynamo-workers.md has it
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(source.replace("NAMESPACE", serving.namespace))
     path = f"{serving.tmp_path / 'workers'}:{ROOT}"
     port = free_port()
     text = GRAPH.format(port=port, path=path, model=MODEL)
@@ -97,7 +103,7 @@ def test_workers_follow_the_load_of_the_engine(serving: Serving) -> None:
 
     serving.until(lambda: workers() == 2, 60)  # 1520 of 1600 tokens
     load.write_text("0 0 -1")  # a full engine that reports nothing any more changes nothing
-    serving.until(lambda: "no forward-pass metrics for" in serving.text(), 60)
+    serving.wait_for("no forward-pass metrics for")
     assert workers() == 2
     load.write_text("1 0 16")
     serving.until(lambda: workers() == 1, 60)
