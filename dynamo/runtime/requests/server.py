@@ -174,7 +174,9 @@ class RequestServer:
             await self._listen(wanted.path)
             return address
         sock = _listen_tcp(wanted)
-        self._port = sock
+        if self._tls.watch is not None:
+            # A listener closes its socket: a second one keeps the port open for the next.
+            self._port = sock.dup()
         await self._accept(sock)
         return str(wanted._replace(port=sock.getsockname()[1]))
 
@@ -288,16 +290,15 @@ class RequestServer:
     async def _accept(self, port: socket.socket) -> None:
         """Accept connections with the certificate of this moment."""
         loop = asyncio.get_running_loop()
-        # A listener closes its socket: the original keeps the port open while it is replaced.
-        self._listener = await loop.create_server(
-            self._connection, sock=port.dup(), ssl=self._tls.server
-        )
+        context = self._tls.server
+        self._listener = await loop.create_server(self._connection, sock=port, ssl=context)
 
     def _renew_certificate(self) -> None:
         """Listen with the new certificate. Connections that wait to be accepted get it, too."""
         if self._listener is not None and self._port is not None and not self.draining:
             self._listener.close()
-            self._tasks.spawn(self._accept(self._port), name="listen with a new certificate")
+            port = self._port.dup()
+            self._tasks.spawn(self._accept(port), name="listen with a new certificate")
 
     async def _listen(self, path: str) -> None:
         loop = asyncio.get_running_loop()
