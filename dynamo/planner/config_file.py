@@ -14,7 +14,7 @@ from dynamo.errors import ConfigError
 
 _FLAG = "--config"
 _MODES = {"sla": "sla", "load": "load", "throughput": "load+sla", "latency": "load+sla"}
-_RENAMED = {
+RENAMED_KEYS = {
     "namespace": "namespace",
     "environment": "environment",
     "model_name": "served-model-name",
@@ -39,7 +39,7 @@ _RENAMED = {
     "advisory": "no-operation",
 }
 """Key of Dynamo's file → option. Of two keys for one option, the later in this table wins."""
-_NOTHING = {
+IDLE_KEYS = {
     "backend": "workers say what they are",
     "mode": "the workers of a model say whether it has prefill workers",
     "enable_load_scaling": "optimization_target chooses",
@@ -100,18 +100,18 @@ def _options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in given.items():
         if key == "optimization_target":
             options["mode"] = _mode(value, where)
-        elif key in _NOTHING and value not in _own_modes():
+        elif key in IDLE_KEYS and value not in _own_modes():
             continue
         elif key.replace("_", "-") in flags:
             options[key.replace("_", "-")] = value
-        elif key not in _RENAMED:
+        elif key not in RENAMED_KEYS:
             unknown.append(key)
     if unknown:
         raise ConfigError(
             f"{where}: {', '.join(sorted(unknown))} is not supported: this planner has no such "
             "option; remove it (`dynamo planner --help` lists the options)"
         )
-    return options | {name: given[key] for key, name in _RENAMED.items() if key in given}
+    return options | {name: given[key] for key, name in RENAMED_KEYS.items() if key in given}
 
 
 def _own_modes() -> tuple[str, ...]:

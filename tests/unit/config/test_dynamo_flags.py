@@ -14,14 +14,19 @@ from dynamo.config.option import absent_of, fields_of
 from dynamo.config.parser import Option
 from dynamo.config.programs import settings_groups
 from dynamo.config.router import RouterSettings
+from dynamo.planner.config_file import IDLE_KEYS, RENAMED_KEYS
 
 DOC = Path(__file__).parents[3] / "docs" / "dynamo-flags.md"
-PROGRAMS = ("dynamo.frontend", "dynamo.router", "dynamo.mocker")
+PROGRAMS = ("dynamo.frontend", "dynamo.router", "dynamo.mocker", "dynamo.planner")
 
 
 def rows(program: str) -> dict[str, tuple[str, str]]:
     """Return the table of ``program``: what is here and the note, by flag."""
-    section = DOC.read_text().split(f"\n## python -m {program}\n")[1].split("\n## ")[0]
+    return table(f"python -m {program}")
+
+
+def table(heading: str) -> dict[str, tuple[str, str]]:
+    section = DOC.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if "| `" in line]
     return {row[0].strip("`"): (row[1].strip(" |"), "".join(row[2:]).strip()) for row in cells}
 
@@ -46,17 +51,25 @@ def parse(program: str, *argv: str, **env: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_table_is_what_the_parser_does(program: str) -> None:
     known, refused = options(program), absent(program)
-    table = rows(program)
-    table.pop("--version", None)
+    listed = rows(program)
+    listed.pop("--version", None)
     assert not known.keys() & refused.keys()
-    assert {flag for flag, (state, _) in table.items() if state == "out"} == refused.keys()
-    for flag, (state, note) in table.items():
+    assert {flag for flag, (state, _) in listed.items() if state == "out"} == refused.keys()
+    for flag, (state, note) in listed.items():
         if state == "out":
             assert note == f"{refused[flag].reason}; {refused[flag].remedy}", flag
         else:
             assert flag in known, flag
             assert (state == "no effect") == bool(known[flag].deprecated), flag
             assert bool(note) == (state != "works"), flag
+
+
+def test_the_keys_of_the_planners_file() -> None:
+    listed = table("Keys of the planner's file")
+    assert listed.pop("optimization_target")[1].startswith("`--mode`")
+    renamed = {key: ("works", f"`--{option}`") for key, option in RENAMED_KEYS.items()}
+    assert listed == renamed | {key: ("no effect", why) for key, why in IDLE_KEYS.items()}
+    assert {f"--{option}" for option in RENAMED_KEYS.values()} <= options("dynamo.planner").keys()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
