@@ -68,6 +68,31 @@ policy_classes:
 """
 
 
+CLASSIFIER = """
+class NightShift:
+    def __init__(self, prefix):
+        self.prefix = prefix
+
+    def classify(self, request):
+        return "nightly" if (request.session_id or "").startswith(self.prefix) else None
+"""
+
+
+def test_a_class_in_python_names_the_class_of_requests(serving: Serving, tmp_path: Path) -> None:
+    (tmp_path / "shift.py").write_text(CLASSIFIER)
+    named = "request_classifier: {type: 'shift.py:NightShift', parameters: {prefix: batch-}}\n"
+    (tmp_path / "policy.yaml").write_text(CLASSES + named)
+    url = start(serving, tmp_path)
+    complete(url, 1)
+    complete(url, 3, **{"x-dynamo-session-id": "batch-7"})
+    complete(url, 2, **{"x-dynamo-session-id": "user-7"})
+    received = samples(url, "dynamo_frontend_router_admission_received_total")
+    counts = {name.split('policy_class="')[1].split('"')[0]: n for name, n in received.items()}
+    assert counts == {"short": 3, "long": 0, "nightly": 3}
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
 def test_clients_name_the_class_of_their_requests(serving: Serving, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(CLASSES)
     url = start(serving, tmp_path)

@@ -12,8 +12,12 @@ from dynamo.observability.metrics import Registry
 OWN = {
     "dynamo_component_gpu_cache_usage_percent",  # Dynamo has both, with unknown labels
     "dynamo_component_total_blocks",
+    "dynamo_component_model_load_time_seconds",  # and this one with unknown labels
     "dynamo_frontend_api_key_requests_total",
     "dynamo_frontend_cold_start_queue_requests",
+    "dynamo_frontend_embedding_latency_seconds",  # Dynamo has these three, with unknown buckets
+    "dynamo_frontend_image_tokens_per_request",
+    "dynamo_frontend_images_per_request",
     "dynamo_frontend_http_connections",
     "dynamo_frontend_http_refused_total",
     "dynamo_frontend_model_cards_rejected_total",
