@@ -27,7 +27,7 @@ from asyncinotify import Mask
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.operations.steps.circus import CircusEndpoint, CircusError, NoSuchWatcher, retried
-from dynamo.operations.steps.limits import ActionFailed, ActionLimits
+from dynamo.operations.steps.limits import ActionFailed, ActionLimits, budget_held
 from dynamo.runtime.discovery.layout import ensure_directories, lease_path
 from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, store_dir
@@ -35,6 +35,7 @@ from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.gpus.room import crowded_gpus
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
+from dynamo.serve.state.process_table import ledger_of
 from dynamo.serve.state.registered import RegisteredWorker, registered_workers
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.logs import last_line
@@ -226,6 +227,20 @@ class LocalAccess:
         workers = self.registrations.workers()
         models = (workers[pid].model for pid in entry.pids if pid in workers)
         return next((model for model in models if model is not None), None)
+
+    def check_budget(self, document: Document, service: ServiceEntries) -> None:
+        """Raise ActionFailed if one more worker of ``service`` is more than the budget has left."""
+        scaled = [
+            one
+            for one in read_services(document).values()
+            if self.limits.scales(one.model)
+            or any(self.model(entry) == self.limits.model for entry in one.entries)
+        ]
+        needed = self.limits.worker_gpus(service.gpus, service.is_prefill)
+        try:
+            self.limits.check(budget_held(ledger_of(document), scaled, self.limits), needed)
+        except ActionFailed as error:
+            raise ActionFailed(f"{service.name}: {error.message}") from None
 
     def last_line(self, name: str) -> str:
         """Return the last line that the watcher wrote, "" without one."""

@@ -134,9 +134,12 @@ def mark_draining(access: LocalAccess, names: Iterable[str]) -> None:
 
     def change(document: Document) -> None:
         for name in names:
+            known = document.components.get(name)
+            # A wake-up that failed or was interrupted has taken its GPUs, and maybe their memory.
+            sleeps = known is not None and known.asleep and known.reserved_by is None
             reserve(document, name, DRAIN)
             entry = document.components[name]
-            entry.holds_gpus = entry.holds_gpus and not entry.asleep
+            entry.holds_gpus = entry.holds_gpus and not sleeps
             entry.state = DRAINING
 
     access.statefile.update(change)

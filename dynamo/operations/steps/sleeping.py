@@ -190,8 +190,15 @@ async def wake_worker(
 
     One that cannot be woken is removed. Raises ActionFailed, StatefileError.
     """
+
+    def take(document: Document) -> None:
+        known = document.components.get(entry.name)
+        if known is not None and known.reserved_by is None:  # else an interrupted wake holds them
+            access.check_budget(document, service)
+        _reserve_sleeper(document, entry.name)
+
     with access.acting_on(entry.name):
-        access.statefile.update(partial(_reserve_sleeper, name=entry.name))
+        access.statefile.update(take)
         return await finish_wake(access, engines, service, entry)
 
 

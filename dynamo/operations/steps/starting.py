@@ -9,12 +9,12 @@ from collections.abc import Collection
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.operations.steps.access import LocalAccess, wait_until, without_room
 from dynamo.operations.steps.circus import STOPPED, CircusBusy, CircusError, retried
-from dynamo.operations.steps.limits import ActionFailed, budget_held
+from dynamo.operations.steps.limits import ActionFailed
 from dynamo.operations.steps.removal import remove_entry, wait_until_gone
 from dynamo.serve.gpus.ledger import GpuLedger
 from dynamo.serve.gpus.room import free_gpus, in_the_way, reserved_share
 from dynamo.serve.state.document import LOAD, Document
-from dynamo.serve.state.entries import ServiceEntries, next_name, read_services, release
+from dynamo.serve.state.entries import next_name, release
 from dynamo.serve.state.process_table import ledger_of, reservation
 
 _UNDO_TIMEOUT_S = 60.0
@@ -89,7 +89,7 @@ class WorkerStart:
         """
         service = self._access.service(document, self._service)
         ledger = ledger_of(document)
-        self._check_budget(document, ledger, service)
+        self._access.check_budget(document, service)
         taken = {*watchers, *self._access.active}
         self.name = next_name(document, self._service, taken)
         self._argv = service.template.argv
@@ -105,19 +105,6 @@ class WorkerStart:
             return ledger.assign(self.name, count, avoid=self._avoid)
         except ConfigError as error:
             raise ActionFailed(error.message.partition("\nLower workers")[0]) from None
-
-    def _check_budget(self, document: Document, ledger: GpuLedger, service: ServiceEntries) -> None:
-        limits, registered = self._access.limits, self._access.model
-        scaled = [
-            one
-            for one in read_services(document).values()
-            if limits.scales(one.model) or any(registered(e) == limits.model for e in one.entries)
-        ]
-        needed = limits.worker_gpus(service.gpus, service.is_prefill)
-        try:
-            limits.check(budget_held(ledger, scaled, limits), needed)
-        except ActionFailed as error:
-            raise ActionFailed(f"{self._service}: {error.message}") from None
 
     async def _start(self, deadline_s: float) -> None:
         access, name = self._access, self.name

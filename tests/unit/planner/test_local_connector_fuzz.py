@@ -216,15 +216,15 @@ class Fuzz:
                 await connector.remove(name)
 
 
-@pytest.mark.parametrize("seed", [12])
-def test_half_an_hour_of_faults(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", [5, 12, 17, 29])
+def test_minutes_of_faults(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Budget kept, statefile valid, no GPU leaked or booked twice, whatever fails when."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # thousands of writes
 
     async def fuzz() -> Counter[str]:
         fuzz = Fuzz(tmp_path, seed)
-        await fuzz.run(1800)
+        await fuzz.run(450)
         return fuzz.counts
 
     counts = run_virtual(fuzz())
-    assert counts["add"] > 30 and counts["remove"] > 30 and counts["crashes"] > 10, counts
+    assert counts["add"] > 20 and counts["remove"] > 20 and counts["crashes"] > 3, counts

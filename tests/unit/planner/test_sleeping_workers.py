@@ -268,12 +268,28 @@ def test_a_worker_that_cannot_be_woken_is_removed(run: Any) -> None:
     async def work(site: Site) -> None:
         await site.connector.remove("A")
         site.engines.refuses = "wake"
+        adding = asyncio.ensure_future(site.connector.add("A"))
+        while site.states() != {"dynamo_A": "draining"}:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.01)
+        assert site.held() == {"dynamo_A": ("0",)}  # its engine may have taken their memory
         with pytest.raises(ActionFailed, match="cannot be woken: no memory"):
-            await site.connector.add("A")
+            await adding
         assert (site.states(), site.held()) == ({}, {})
         assert await site.connector.add("A") == "dynamo_A_1"
 
     run(work)
+
+
+def test_a_sleeper_beyond_the_budget_is_not_woken(run: Any) -> None:
+    async def work(site: Site) -> None:
+        await site.connector.remove("A")
+        site.access.limits = ActionLimits(start_timeout_s=15, max_gpus=1)
+        await site.connector.add("B")
+        with pytest.raises(ActionFailed, match=r"A: 1 GPUs are in use .* --max-gpu-budget 1$"):
+            await site.connector.add("A")
+        assert site.states() == {"dynamo_A": "asleep", "dynamo_B_1": "running"}
+
+    run(work, 2)
 
 
 def test_the_state_is_corrected_after_a_crash(run: Any) -> None:
