@@ -108,7 +108,8 @@ class Annotated:
         return False
 
     def __repr__(self) -> str:
-        return f"Annotated({self._data!r})"
+        rest = f"event={self.event()!r}, comment={self.comments() or []!r}, id={self.id()!r}"
+        return f"Annotated(data={self._data!r}, {rest})"
 
 
 class Responses:
