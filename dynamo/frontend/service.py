@@ -218,7 +218,6 @@ class Frontend:
             self._requests.running,
             self._requests.recorded_content,
             self._routing.read,
-            self._status.active,
         )
         page = UiRoutes(box, own, self._tasks, guard, has_keys)
         page.install(routes)

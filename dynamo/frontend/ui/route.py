@@ -79,8 +79,7 @@ class OwnFacts(NamedTuple):
     """What this frontend itself has to show.
 
     ``running`` and ``content`` take the id of a request: its record while it runs, and what is
-    recorded of its bodies. ``routing`` is the feed of the section of this name. ``active``:
-    requests run, or have ended in the last minute.
+    recorded of its bodies. ``routing`` is the feed of the section of this name.
     """
 
     status: Callable[[], FrontendStatus]
@@ -88,7 +87,6 @@ class OwnFacts(NamedTuple):
     running: Callable[[str], RequestRecord | None]
     content: Callable[[str], bytes | None]
     routing: Feed
-    active: Callable[[], bool] = lambda: False
 
 
 class UiRoutes:
@@ -105,7 +103,7 @@ class UiRoutes:
         self._content = own.content
         self._requests = RequestFeed(own.recent, own.running, source.peers)
         feeds = {"requests": self._requests.read, "routing": own.routing}
-        self.sampler = StatusSampler(source, own.status, tasks, feeds, own.active)
+        self.sampler = StatusSampler(source, own.status, tasks, feeds)
         self.store = ModelStore(source.settings, tasks, self.sampler.wake)
         self.sampler.store = self.store
         self._logs = LogStreams(source.logs, source.namespace)

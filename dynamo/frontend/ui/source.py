@@ -47,8 +47,7 @@ _ALONE = (
 )
 _UNREADABLE = "the status can't be read; the frontend's log says why"
 _INTERVAL_S = 1.0
-_UNSEEN_S = 2.5  # looked at each second, so every 3; one a second costs a loaded frontend 3 %
-_IDLE_S = 10.0
+_UNSEEN_S = 10.0  # rates are of 10 s; a sample costs 5 ms of CPU
 _SAVE_S = 300.0
 _HISTORY_BYTES = 8 << 20
 _EVENTS = 500
@@ -64,11 +63,10 @@ shown the section in the last tick, or another one has opened it."""
 class StatusSampler:
     """Collects the state for the open pages and for the history.
 
-    With a page that is each second and after :meth:`wake`; while ``active()`` (requests run, or
-    have ended in the last minute) every 3 seconds, else every 10. Collecting blocks, so it runs in
-    a thread. A page names its section in the query (``?show=requests``) and gets the ``feeds`` of
-    this section, too. The history is in ``source.history_file`` across a restart: it is read at
-    first, and written every five minutes and by :meth:`save`.
+    With a page that is each second and after :meth:`wake`, else every 10 seconds. Collecting
+    blocks, so it runs in a thread. A page names its section in the query (``?show=requests``) and
+    gets the ``feeds`` of this section, too. The history is in ``source.history_file`` across a
+    restart: it is read at first, and written every five minutes and by :meth:`save`.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class StatusSampler:
         own: Callable[[], FrontendStatus],
         tasks: Tasks,
         feeds: Mapping[str, Feed],
-        active: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pages = EventStreams(_PAGES)
         self.history = _read_history(source.history_file)
@@ -86,7 +83,6 @@ class StatusSampler:
         self.store: ModelStore | None = None
         self._source = source
         self._own = own
-        self._active = active
         self._tasks = tasks
         self._wake = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -127,9 +123,7 @@ class StatusSampler:
                         while self.pages:
                             await self._collect()
                             await self._pause()
-                elif time.monotonic() - self._collected_s >= (
-                    _UNSEEN_S if self._active() else _IDLE_S
-                ):
+                elif time.monotonic() - self._collected_s >= _UNSEEN_S:
                     await self._collect()
             except Exception:  # the pages open their streams again
                 log.exception("the status can't be read")

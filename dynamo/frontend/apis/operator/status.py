@@ -260,11 +260,6 @@ class StatusRoutes:
     def _status(self, exchange: Exchange) -> None:
         exchange.respond(200, msgspec.json.encode(self.status()))
 
-    def active(self) -> bool:
-        """Whether requests are in progress, or have ended in the last minute."""
-        last = self._recent.records[-1].ended_s if self._recent.records else -_RECENT_S
-        return self._requests.admitted > 0 or time.monotonic() - last <= _RECENT_S
-
     def status(self) -> FrontendStatus:
         """Return the figures now."""
         traffic, ttfts_s = self._windows.traffic()
