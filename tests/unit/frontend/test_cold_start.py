@@ -198,13 +198,14 @@ async def test_a_request_waits_for_the_first_worker(site: Site) -> None:
     answer = await asked
     record = site.last()
     # All of the wait is in its own stage, and none of it in that of the preparation.
-    assert record.worker_wait_s is not None and record.worker_wait_s >= waited_s
+    assert record.worker_wait_s is not None and record.worker_wait_s >= waited_s - 1e-6
     stages = (record.prepare_s, record.queue_s, record.prefill_s, record.decode_s)
     rest_s = sum(one for one in stages if one is not None)
-    assert record.worker_wait_s + rest_s <= record.duration_s
+    # Each figure of a record is rounded to microseconds.
+    assert record.worker_wait_s + rest_s <= record.duration_s + 5e-6
     assert site.metric(_NOW_WAITING) == 0
-    assert site.metric(_WAITED) == pytest.approx(record.worker_wait_s)
-    assert site.metric(_PREPARED) == pytest.approx(record.prepare_s)
+    assert site.metric(_WAITED) == pytest.approx(record.worker_wait_s, abs=1e-6)
+    assert site.metric(_PREPARED) == pytest.approx(record.prepare_s, abs=1e-6)
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 3
     await site.planner.until(0)
@@ -458,7 +459,7 @@ async def test_a_request_for_the_worker_that_just_left_waits(site: Site) -> None
     assert len(second.order) == 1
     record = site.last()  # it was prepared before it waited
     assert record.worker_wait_s and record.prepare_s and record.queue_s is not None
-    assert site.metric(_WAITED) == pytest.approx(record.worker_wait_s)
+    assert site.metric(_WAITED) == pytest.approx(record.worker_wait_s, abs=1e-6)
 
 
 async def test_the_planner_sees_how_long_a_model_is_idle(
