@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from deployment import Deployment, free_port
@@ -155,6 +155,9 @@ class AttachedEngine(EngineDeployment):
         self.start("dynamo.attach", "--url", self.engine.url, *flags)
 
 
+Made = TypeVar("Made", bound=EngineDeployment)
+
+
 def tree(pid: int) -> set[psutil.Process]:
     """The process and its descendants. A marker in the environment would not do: EngineCore
     writes its title over it."""
@@ -188,7 +191,7 @@ def in_parallel(call: Callable[[Any], Any], values: Sequence[Any], width: int = 
 
 
 @contextlib.contextmanager
-def closing(made: EngineDeployment) -> Iterator[EngineDeployment]:
+def closing(made: Made) -> Iterator[Made]:
     """Close ``made`` at the end; kill its processes after an error, which is then the one shown."""
     try:
         yield made
