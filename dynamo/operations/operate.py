@@ -29,6 +29,7 @@ from dynamo.operations.loading import (
     wait_until_served,
 )
 from dynamo.operations.outside import ask_planner, find_outside
+from dynamo.operations.reconcile import repair_loads
 from dynamo.operations.steps.access import LocalAccess, complete_all, open_access
 from dynamo.operations.steps.circus import CircusEndpoint, retried
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
@@ -207,6 +208,7 @@ class BoxActions:
                     f"the deployment in namespace {self._runtime.namespace!r} has crashed; see: "
                     "dynamo state repair --dry-run"
                 )
+            await repair_loads(access)
             yield access
 
     def _mark(

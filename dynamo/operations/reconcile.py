@@ -25,12 +25,29 @@ _ARBITER_WRITES_WITHIN_S = 0.5
 log = logging.getLogger(__name__)
 
 
-async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
+async def repair_loads(access: LocalAccess) -> None:
+    """Repair what loads have left whose process was killed; drains go on by themselves.
+
+    Costs one look at the statefile if there are none. Raises as :func:`reconcile`.
+    """
+    if any(_is_interrupted_load(access, entry) for entry in access.entries()):
+        await reconcile(access, finish_removals=False)
+
+
+def _is_interrupted_load(access: LocalAccess, entry: Entry) -> bool:
+    begun = None if entry.draining else entry.reserved_by
+    loads = begun is not None and begun.operation not in (SLEEP, WAKE)
+    return loads and not _is_changed(access, entry)
+
+
+async def reconcile(
+    access: LocalAccess, dry_run: bool = False, finish_removals: bool = True
+) -> list[str]:
     """Make statefile and circus agree; return what was repaired, one sentence each.
 
     Safe while the deployment and a planner run: watchers that a living process adds or removes now
-    are left alone. ``dry_run`` only says what would be repaired. Raises ActionFailed, which leaves
-    the rest as it is, and StatefileError.
+    are left alone. ``dry_run`` only says what would be repaired. ``finish_removals`` waits for
+    workers that drain. Raises ActionFailed, which leaves the rest as it is, and StatefileError.
     """
     statuses = await access.statuses()
     # A process that has just started is in the statefile after this time, at the latest.
@@ -46,12 +63,13 @@ async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
                     continue
                 status = statuses.get(entry.name)
                 if entry.draining and (status is not None or entry.pids):
-                    found.append(f"{entry.name}: finished its removal")
                     removals.append((service, entry))
                 elif status is None:
                     found += await _without_watcher(access, service, entry, dry_run)
                 else:
                     found += await _with_watcher(access, entry, status, dry_run)
+        removals = removals if finish_removals else []
+        found += [f"{entry.name}: finished its removal" for _, entry in removals]
         for name in _without_entry(services, statuses):
             found += await _add_entry(access, services, name, dry_run)
         found += _reclaim(access, services, dry_run)
