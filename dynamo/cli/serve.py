@@ -240,6 +240,7 @@ def _serve(
     try:
         notes = run_directory.reconcile()
         _check_ports(planned.specs)
+        run_directory.make_key()
         # Hold the fallback directory of long paths again: reconcile() removes a crashed one.
         for name in (*SOCKETS, STATUS_SOCKET):
             socket_path(runtime, name)

@@ -36,9 +36,12 @@ _KEY_REQUESTS = counter(
 )
 
 
-def frontend_access(settings: FrontendSettings) -> Access | None:
-    """Return what the frontend demands of clients; None for nothing. Raises ConfigError."""
-    keys = None if settings.api_key_file is None else ApiKeys(settings.api_key_file)
+def frontend_access(settings: FrontendSettings, local: str | None = None) -> Access | None:
+    """Return what the frontend demands of clients; None for nothing. Raises ConfigError.
+
+    ``local`` is the key of its deployment.
+    """
+    keys = None if settings.api_key_file is None else ApiKeys(settings.api_key_file, local)
     tls = None
     if settings.tls_cert_path is not None and settings.tls_key_path is not None:
         ca_path = settings.tls_client_ca_cert_path

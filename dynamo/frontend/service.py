@@ -63,6 +63,7 @@ from dynamo.runtime.process.paths import state_path
 from dynamo.runtime.process.sockets import bracketed
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.state.events import BoxEventLog
+from dynamo.serve.state.frontends import local_key
 
 log = logging.getLogger(__name__)
 _MIB = 1024 * 1024
@@ -117,7 +118,7 @@ class Frontend:
         on_loaded: Callable[[], None] | None = None,
     ) -> None:
         router = _checked(router)
-        access = frontend_access(settings)
+        access = frontend_access(settings, local_key(runtime.settings))
         self._runtime = runtime
         self._settings = settings
         self._router = router

@@ -26,6 +26,7 @@ _MAX_FILE_BYTES = 1 << 20
 _MAX_KEYS = 4096  # each is a label of a metric
 _REMEMBERED = 1024
 _REMEMBERED_CHARACTERS = 256
+_LOCAL_NAME = "this deployment"  # no name that a file can have
 _CREDENTIALS = ("authorization", "x-api-key")
 
 
@@ -42,10 +43,16 @@ class ApiKey:
 
 
 class ApiKeys:
-    """The keys of ``path``, reloaded by ``watch``. Raises ConfigError if the file is wrong."""
+    """The keys of ``path``, reloaded by ``watch``. Raises ConfigError if the file is wrong.
 
-    def __init__(self, path: str) -> None:
+    ``local`` is one more key of an operator, for programs of the deployment; it is not counted.
+    """
+
+    def __init__(self, path: str, local: str | None = None) -> None:
         self._path = path
+        self._local = None
+        if local:
+            self._local = ApiKey(_LOCAL_NAME, "operator", hashlib.sha256(local.encode()).digest())
         self.watch = FileWatch((path,), self._load)
         self.entries: dict[bytes, ApiKey] = {}
         self.on_change: Callable[[str], None] = lambda text: None
@@ -68,6 +75,8 @@ class ApiKeys:
 
     def is_withdrawn(self, key: ApiKey) -> bool:
         """Return whether ``key`` was removed from the file, or lost its operator role."""
+        if key is self._local:
+            return False
         found = self.entries.get(key.digest)
         return found is None or (key.operator and not found.operator)
 
@@ -80,7 +89,7 @@ class ApiKeys:
         digest = hashlib.sha256(key.strip().encode()).digest()
         # The lookup hashes with a secret of the process, and the digest of a guess can't be
         # steered: neither it nor the comparison takes longer for a key that is almost right.
-        found = self.entries.get(digest)
+        found = self.entries.get(digest) or self._local
         if found is None or not hmac.compare_digest(found.digest, digest):
             raise KeyRefused("Incorrect API key provided", given=True)
         if len(given) <= _REMEMBERED_CHARACTERS:

@@ -26,7 +26,7 @@ from dynamo.runtime.process.paths import planned_socket_path, state_path, store_
 from dynamo.serve.gpus.room import load_effects
 from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.state.document import Document, Entry
-from dynamo.serve.state.frontends import KnownFrontend, frontends_in
+from dynamo.serve.state.frontends import KnownFrontend, frontends_in, local_key
 from dynamo.serve.state.process_table import ledger_of, runs_here, same_process
 from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.statefile import Statefile
@@ -76,14 +76,16 @@ class BoxCollector:
 
 
 def ask_frontends(
-    document: Document, api_key: str | None, own: FrontendStatus | None = None
+    document: Document, runtime: RuntimeSettings, api_key: str | None, own: FrontendStatus | None
 ) -> Iterator[FrontendSighting]:
     """Yield what each frontend answers; each has a second to do so.
 
-    ``own`` is the answer of this process, if it is one of them.
+    Without an ``api_key`` the key of the deployment is sent to those that need one. ``own`` is the
+    answer of this process, if it is one of them.
     """
     for frontend in frontends_in(document):
-        yield _ask(frontend, api_key, own if os.getpid() in frontend.entry.pids else None)
+        key = local_key(runtime) if frontend.has_keys and api_key is None else api_key
+        yield _ask(frontend, key, own if os.getpid() in frontend.entry.pids else None)
 
 
 def get(frontend: KnownFrontend, api_key: str | None, path: str) -> tuple[int, bytes]:
@@ -254,7 +256,7 @@ class BoxReader:
             registered=registered_workers(store_path(self._runtime)),
             reserved=[one.name for one in entries if _is_changed(one)],
             last_output=partial(self._last_output, _started_at_s(document)),
-            frontends=tuple(ask_frontends(document, api_key, own)),
+            frontends=tuple(ask_frontends(document, self._runtime, api_key, own)),
             gpus=gpus,
             planner=planner,
             loads=load_effects(document, devices_of(gpus)),

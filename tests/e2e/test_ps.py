@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from certificates import Authority, needs_openssl
+from deployment import free_port
 from serving import ROOT, Serving
 
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.frontend.ui.requests import PeerRequests
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.frontends import LOCAL_KEY
 from dynamo.serve.state.statefile import Statefile
 
 GRAPH = f"""
@@ -183,11 +187,30 @@ def test_keys_and_tls(serving: Serving, unused_tcp_port: int, tmp_path: Path) ->
     ).stdout.strip()
     options = f"tls-cert-path: {cert}, tls-key-path: {key}, api-key-file: {keys}"
     graph = SECURED.replace("PORT", str(unused_tcp_port)).replace("OPTIONS", options)
+    second = free_port()
+    graph += f"Second: {{run: dynamo.frontend, http-port: {second}, api-key-file: {keys}}}\n"
     serving.start(graph, wait="ready: ")
     ps = Ps(serving)
+    headers = {"content-type": "application/json", "authorization": f"Bearer {operator}"}
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2}).encode()
+    url = f"http://127.0.0.1:{second}/v1/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+        assert answer.status == 200
+    # Its user needs no key on this machine: the deployment has one of its own.
+    found = ps.status()
+    assert found["models"][0]["figures"]["model"] == "tiny" and not found["problems"]
+    assert [one["model"] for one in found["requests"]] == ["tiny"]
+    runtime = RuntimeSettings(namespace=serving.namespace, state_dir=str(serving.state_dir))
+    lists = PeerRequests(runtime).all(10)
+    assert sorted(len(one.requests) for one in lists) == [0, 1]
+    assert not any(one.problems for one in lists)
+    own = serving.state_dir / serving.namespace / LOCAL_KEY
+    assert own.stat().st_mode & 0o777 == 0o600
+    own.rename(own.with_suffix(".away"))
     done = ps.run()
     assert done.returncode == 0 and "figures are missing" in done.stdout
     assert "--api-key" in done.stdout
+    own.with_suffix(".away").rename(own)
     for found in (ps.status("--api-key", operator), ps.status(DYN_API_KEY=operator)):
         assert found["models"][0]["figures"]["model"] == "tiny" and not found["problems"]
     assert "give another one" in ps.run("--api-key", "wrong").stdout

@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -235,20 +236,21 @@ def test_verbs_that_start_and_stop_a_deployment(serving: Serving) -> None:
             for first, second in zip(points(number + 2), points(number + 1), strict=True):
                 terminal.interrupt(start, first)
                 terminal.follow(start)
-                with_client = Load(port, clients=2, tokens=None, model="a", pause_s=0.05)
-                try:
-                    serving.until(lambda client=with_client: client.answered > 2, 30)
-                except AssertionError:
-                    raise AssertionError((start.words, first, with_client.failures[-3:])) from None
+                client = Load(port, clients=2, tokens=None, model="a", pause_s=0.05)
+                serving.until(partial(answers, client))
                 terminal.interrupt(stop, second)
                 terminal.run(stop)
                 serving.assert_clean()
-                with_client.close()
+                client.close()
                 # What it had accepted was answered; then it refuses, or is gone.
-                broken = [one for one in with_client.failures if not REFUSED.match(one)]
+                broken = [one for one in client.failures if not REFUSED.match(one)]
                 assert not broken, (start.words, second, broken)
     finally:
         terminal.run(stop)
+
+
+def answers(client: Load) -> bool:
+    return client.answered > 2
 
 
 REFUSED = re.compile(

@@ -20,7 +20,7 @@ from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.stream import Columns, columns
 from dynamo.protocols.status import RecentList, RequestRecord
 from dynamo.runtime.process.paths import state_path
-from dynamo.serve.state.frontends import KnownFrontend, frontends_in
+from dynamo.serve.state.frontends import KnownFrontend, frontends_in, local_key
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.reading import get
 
@@ -95,6 +95,7 @@ class PeerRequests:
     """
 
     def __init__(self, runtime: RuntimeSettings) -> None:
+        self._runtime = runtime
         self._statefile = Statefile(state_path(runtime), runtime.namespace)
         self._cursors: dict[str, float] = {}
 
@@ -118,7 +119,7 @@ class PeerRequests:
         """Return one request with its route; None if no frontend has it."""
         for one in self._peers():
             try:
-                status, body = get(one, None, f"{_PATH}/{quote(request_id, safe='')}")
+                status, body = self._get(one, f"{_PATH}/{quote(request_id, safe='')}")
                 if status == 200:
                     return _decode_one(body)
             except (OSError, ValueError, msgspec.MsgspecError):
@@ -127,15 +128,18 @@ class PeerRequests:
 
     def _ask(self, frontend: KnownFrontend, cursor: float, limit: int) -> RecentList:
         try:
-            status, body = get(frontend, None, f"{_PATH}?limit={limit}&after={cursor!r}")
+            status, body = self._get(frontend, f"{_PATH}?limit={limit}&after={cursor!r}")
             if status == 200:
                 return _decode(body)
-            # Its operator's key is not ours to send: the one of the page is not kept here.
-            problem = "needs a key" if status in (401, 403) else f"answered {status}"
+            problem = "needs another key" if status in (401, 403) else f"answered {status}"
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             problem = str(error)
         text = f"the requests of {frontend.entry.name} are missing: {problem}"
         return RecentList(requests=(), cursor=cursor, problems=(text,))
+
+    def _get(self, frontend: KnownFrontend, path: str) -> tuple[int, bytes]:
+        # The operator's key of the page is not ours to send.
+        return get(frontend, local_key(self._runtime) if frontend.has_keys else None, path)
 
     def _peers(self) -> Iterator[KnownFrontend]:
         try:

@@ -1,25 +1,36 @@
-"""The frontends of a statefile: where each listens, as its command and its variables say."""
+"""The frontends of a statefile: where each listens, as its command and its variables say.
+
+Those with API keys also admit the key of the deployment, which only its user can read: what reads
+their figures has no key of an operator.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from dynamo.config import environ
 from dynamo.config.programs import FRONTEND
+from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX
+from dynamo.runtime.process.paths import state_path
 from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import argv_flags
 from dynamo.serve.state.process_table import environment, same_process
+
+LOCAL_KEY = "local.key"
+"""File in the run directory of a deployment, for its user alone: the key of the deployment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFrontend:
     """Where a frontend listens, the prefix of its metrics, and the path of its certificate.
 
-    Without an ``address``, ``problem`` says why. ``pid`` is 0 and ``runs`` false without a process.
+    ``has_keys``: it needs a key. Without an ``address``, ``problem`` says why. ``pid`` is 0 and
+    ``runs`` false without a process.
     """
 
     entry: Entry
@@ -27,8 +38,18 @@ class KnownFrontend:
     problem: str
     prefix: str
     cert_path: str
+    has_keys: bool
     pid: int
     runs: bool
+
+
+def local_key(runtime: RuntimeSettings) -> str | None:
+    """Return the key of the deployment of ``runtime``; None if none runs."""
+    path: Path = state_path(runtime) / runtime.namespace / LOCAL_KEY
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
 
 
 def frontends_in(document: Document) -> Iterator[KnownFrontend]:
@@ -56,6 +77,7 @@ def _known(entry: Entry) -> KnownFrontend:
         or env.get("DYN_METRICS_PREFIX")
         or DEFAULT_FRONTEND_PREFIX,
         cert_path=flags.get("tls-cert-path") or env.get("DYN_TLS_CERT_PATH") or "",
+        has_keys=bool(flags.get("api-key-file") or env.get("DYN_API_KEY_FILE")),
         pid=process.pid if process is not None else 0,
         runs=process is not None and same_process(process.pid, process.start_ticks),
     )

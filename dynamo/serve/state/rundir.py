@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dynamo.errors import StatefileError
+from dynamo.http.api_keys import new_key
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
     BadRecord,
@@ -24,10 +25,11 @@ from dynamo.runtime.discovery.layout import (
     remove_if_lease,
 )
 from dynamo.runtime.process.os_process import host_id, is_running
-from dynamo.runtime.process.paths import fallback_dir, write_atomic
+from dynamo.runtime.process.paths import fallback_dir, owner_only, write_atomic
 from dynamo.runtime.process.sockets import socket_owner
 from dynamo.runtime.process.stop_order import STOP_STAGE
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.frontends import LOCAL_KEY
 from dynamo.serve.state.process_table import (
     ProcessStat,
     environment,
@@ -118,7 +120,7 @@ class RunDirectory:
             self.statefile.remove()
         except (StatefileError, OSError) as error:
             log.error("cannot remove the statefile: %s; delete it by hand", error)
-        for name in (STOP_STAGE, PLANNER_CONTROL, GRAPH_COPY):
+        for name in (STOP_STAGE, PLANNER_CONTROL, GRAPH_COPY, LOCAL_KEY):
             (self.path / name).unlink(missing_ok=True)
         living = self._sweep_store()
         fallback = fallback_dir(self.path)
@@ -134,6 +136,11 @@ class RunDirectory:
             shutil.rmtree(fallback, ignore_errors=True)
         self._remove_unfinished()
         (self.path / _FALLBACK_RECORD).unlink(missing_ok=True)
+
+    def make_key(self) -> None:
+        """Write a new key of the deployment, which its frontends admit."""
+        with owner_only():
+            write_atomic(self.path / LOCAL_KEY, new_key().encode())
 
     def keep_graph(self, text: str) -> Path:
         """Write the graph of a deployment that has no file of its own; return the file."""
