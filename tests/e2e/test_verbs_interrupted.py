@@ -67,7 +67,7 @@ LOAD = Verb(("load", "b"), "served or being loaded already")
 PAIRS = (
     (Verb(("sleep", "b"), "sleeps already"), Verb(("wake", "b"), "is not asleep")),
     (Verb(("unload", "b"), "holds no GPU"), LOAD),
-    (Verb(("drain", "b"), "no worker|is being drained already"), LOAD),
+    (Verb(("drain", "b"), "has no process now|is being drained already"), LOAD),
     (RUN_C, Verb(("remove", "c"), "no model 'c'")),
 )
 """There and back."""
@@ -236,7 +236,9 @@ def test_verbs_that_start_and_stop_a_deployment(serving: Serving) -> None:
             for first, second in zip(points(number + 2), points(number + 1), strict=True):
                 terminal.interrupt(start, first)
                 terminal.follow(start)
-                client = Load(port, clients=2, tokens=None, model="a", pause_s=0.05)
+                # dynamo run's mocker ends answers by itself.
+                tokens = None if number else 20
+                client = Load(port, clients=2, tokens=tokens, model="a", pause_s=0.05)
                 serving.until(partial(answers, client))
                 terminal.interrupt(stop, second)
                 terminal.run(stop)
