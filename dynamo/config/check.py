@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -40,7 +41,7 @@ def check_options(
 
     Words of no option make their key *unknown*, which is no problem by itself.
     """
-    parser = _CheckingParser(groups)
+    parser = _parser(tuple(groups))
     problems: list[OptionProblem] = []
     unknown: list[tuple[str, str]] = []
     values: dict[str, Any] = {}
@@ -74,6 +75,12 @@ def did_you_mean(flag: str, groups: Iterable[type[Any]]) -> str:
     ]
     close = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+@functools.cache
+def _parser(groups: tuple[type[Any], ...]) -> _CheckingParser:
+    """Return the parser of a program: a graph has several services of one program."""
+    return _CheckingParser(groups)
 
 
 class _CheckingParser(Parser):

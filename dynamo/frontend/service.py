@@ -281,15 +281,20 @@ class Frontend:
         return bound
 
     async def _hold_lease(self) -> None:
-        """Grant the lease by which `dynamo serve` sees that it listens, also on a full disk."""
+        """Grant the lease by which `dynamo serve` sees that it listens, also on a full disk.
+
+        Without it no other process finds what this one publishes: drain, exit and start again.
+        """
         while True:
             try:
-                await self._runtime.granted()
+                lease = await self._runtime.granted()
+                break
             except Unavailable as error:
                 log.warning("%s; trying again in %g s", error.message, _LEASE_AGAIN_S)
                 await asyncio.sleep(_LEASE_AGAIN_S)
-            else:
-                return
+        await lease.lost.wait()
+        if not self._stop.is_set():
+            self.stop()
 
     async def _load_models(self) -> None:
         """Wait for the models that are loading, up to a limit and until stopped."""

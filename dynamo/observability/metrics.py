@@ -65,12 +65,15 @@ class PageEncoder:
 
     def parts(self, metrics: Iterable[Metric]) -> Iterator[bytes]:
         """The text of each of ``metrics``, which are parts of one metric: its head comes once."""
-        head = b""
-        for part in metrics:
-            yield self._encode(_Parts(part)).removesuffix(_EOF).removeprefix(head)
-            if not head:
-                head = self._encode(_Parts(Metric(part.name, part.documentation, part.type)))
-                head = head.removesuffix(_EOF)
+        head: bytes | None = None
+        for number, part in enumerate(metrics):
+            text = self._encode(_Parts(part)).removesuffix(_EOF)
+            if number:
+                if head is None:
+                    empty = Metric(part.name, part.documentation, part.type)
+                    head = self._encode(_Parts(empty)).removesuffix(_EOF)
+                text = text.removeprefix(head)
+            yield text
 
     def last(self, registry: CollectorRegistry) -> bytes:
         """The text of ``registry``, and of the end of the page."""

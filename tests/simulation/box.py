@@ -209,6 +209,10 @@ class Box:
                 result = f"refused: {error.message}"
             except TimeoutError:
                 result = "never ended"
+            except Exception as error:  # noqa: BLE001 - no verb may show a traceback
+                result = f"failed: {error!r}"
+                if not isinstance(error, OSError):  # the disk is full
+                    self.machine.failures.append(f"operator {step.number} {name} {result}")
             self.operations.append((step, result))
             self.machine.note(f"operator {step.number} {name}: {result}")
             return 0
@@ -242,12 +246,18 @@ class Box:
         return found
 
     async def _operation(self, step: Step) -> None:
+        from dynamo.cli import state
         from dynamo.config import from_env
         from dynamo.config.runtime import RuntimeSettings
         from dynamo.operations.operate import BoxActions
 
         if step.what == "reload":
             await self._reload(step)
+            return
+        if step.what == "repair":
+            runtime = from_env(RuntimeSettings, namespace=NAMESPACE)
+            for text in await state._repair_running(runtime, False):
+                self.machine.note(f"operator {step.number}: {text}")
             return
         if step.what.startswith("circus"):
             await self._circus(step)
@@ -262,6 +272,19 @@ class Box:
             steps = getattr(actions, step.what)(self._target(step))
         async for text in steps:
             self.machine.note(f"operator {step.number}: {text}")
+
+    def has_orphans(self) -> bool:
+        """Whether an operation was interrupted: ``dynamo state repair`` finishes or undoes it."""
+        from dynamo.errors import StatefileError
+        from dynamo.serve.state.statefile import Statefile
+
+        try:
+            document = Statefile(self.state, NAMESPACE).read()
+        except StatefileError:
+            return False
+        entries = document.components.values() if document is not None else ()
+        owners = {one.reserved_by.pid for one in entries if one.reserved_by is not None}
+        return not owners <= self.machine.processes.keys()
 
     def _target(self, step: Step) -> str:
         """The service, or one of its workers by number."""

@@ -17,13 +17,14 @@ from validator import validate
 if TYPE_CHECKING:
     from box import Box
 
+    from dynamo.observability.metrics import Registry
     from dynamo.serve.state.document import Document, Entry
 
 __all__ = ["check_always", "check_end", "check_quiet", "check_requests"]
 
 _ACCOUNTED_S = 6.0
 _SHARE_ERROR = 1e-6
-_LEASED_S = 30.0
+_LEASED_S = 10.0
 _UNAVAILABLE = 503
 
 
@@ -125,19 +126,20 @@ def _check_gauges(box: Box) -> Iterator[str]:
     for process in (*box.processes("frontend"), *box.processes("mocker")):
         for part in process.parts:
             if hasattr(part, "metrics") and hasattr(part, "serving"):  # the runtime
-                yield from _check_page(process, part.metrics.render().decode())
+                yield from _check_families(process, part.metrics)
 
 
-def _check_page(process: Process, page: str) -> Iterator[str]:
+def _check_families(process: Process, registry: Registry) -> Iterator[str]:
+    for bring_up_to_date in registry.before_render:
+        bring_up_to_date()
     counts: dict[str, float] = defaultdict(float)
-    for line in page.splitlines():
-        if line.startswith("#") or not line:
-            continue
-        series, _, value = line.rpartition(" ")
-        name = series.partition("{")[0]
-        counts[name] += float(value)
-        if float(value) and IN_FLIGHT.fullmatch(name):
-            yield f"{process.name}: {line}"
+    for name, family in registry._families.items():
+        in_flight = IN_FLIGHT.fullmatch(name)
+        if in_flight or name.startswith("dynamo_frontend_requests"):
+            for sample in (one for part in family.metrics() for one in part.samples):
+                counts[name] += sample.value
+                if in_flight and sample.value:
+                    yield f"{process.name}: {name} {dict(sample.labels)!r} is {sample.value:g}"
     started = counts["dynamo_frontend_requests_started_total"]
     ended = counts["dynamo_frontend_requests_total"]
     if started > ended:
@@ -215,9 +217,21 @@ def _check_leases(box: Box) -> Iterator[str]:
             lease = _lease_of(path)
             if lease not in leases:
                 yield f"record {path.name} has lease {lease}, which does not exist"
-    for process in box.processes("mocker"):
-        if process.pid not in owners.values() and process.started_s < box.machine.now_s - _LEASED_S:
-            yield f"{process} has no lease"
+    for process in (*box.processes("mocker"), *box.processes("frontend")):
+        if process.started_s < box.machine.now_s - _LEASED_S:
+            yield from _check_registered(process, process.pid in owners.values())
+
+
+def _check_registered(process: Process, leased: bool) -> Iterator[str]:
+    if not leased:
+        yield f"{process} has no lease"
+    for part in process.parts:
+        if hasattr(part, "metrics") and hasattr(part, "serving") and part.lease is not None:
+            yield from (
+                f"{process} has no record {path.name}"
+                for path in part.lease.keys
+                if not path.exists()
+            )
 
 
 def _lease_of(path: Path) -> str:

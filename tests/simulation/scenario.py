@@ -57,6 +57,8 @@ class Profile:
     planner: bool = False
     cold: tuple[str, ...] = ()
     """Models that have no worker until a person loads them."""
+    weight: int = 1
+    """How often it is drawn."""
 
 
 def _frontends(dice: random.Random, count: int) -> str:
@@ -145,10 +147,14 @@ def _scaled(dice: random.Random) -> str:
 
 PROFILES = {
     "agg": Profile(_agg, ("one",), ("Worker",)),
-    "replicas": Profile(_replicas, ("one",), ("Worker",), frontends=2),
+    "replicas": Profile(_replicas, ("one",), ("Worker",), frontends=2, weight=2),
     "disagg": Profile(_disagg, ("one",), ("Prefill", "Worker")),
-    "box": Profile(_box, ("one", "two", "half"), ("One", "Two", "Half"), 2, 1, True, True),
-    "manual": Profile(_manual, ("one", "two"), ("One", "Two"), 3, 1, True, cold=("two",)),
+    "box": Profile(
+        _box, ("one", "two", "half"), ("One", "Two", "Half"), 2, 1, True, True, weight=3
+    ),
+    "manual": Profile(
+        _manual, ("one", "two"), ("One", "Two"), 3, sleeps=True, cold=("two",), weight=3
+    ),
     "scaled": Profile(_scaled, ("one",), ("One",), 3, 1, False, True),
 }
 
@@ -159,9 +165,9 @@ FAULTS: dict[str, float] = {
     "kill at file": 3,
     "cut requests": 3,
     "cut events": 2,
-    "kill frontend": 1,
+    "kill frontend": 2,
     "terminate frontend": 1,
-    "stop frontend": 1,
+    "stop frontend": 2,
     "stop arbiter": 1,
     "kill arbiter": 1,
     "kill planner": 2,
@@ -169,7 +175,7 @@ FAULTS: dict[str, float] = {
     "remove lease": 1,
     "remove socket": 1,
     "remove record": 1,
-    "disk full": 1,
+    "disk full": 2,
     "kill operator": 3,
     "power loss": 0.5,
 }
@@ -191,8 +197,11 @@ OPERATIONS: dict[str, float] = {
     "circus restart": 1,
     "pause planner": 1,
     "resume planner": 1.5,
+    "repair": 1,
 }
 """The operations and how often they are drawn."""
+_CHANGES = {"sleep", "wake", "load", "drain", "restart", "reload", "circus stop"}
+_LENGTHS_S = (2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 8.0, 20.0)
 
 
 @dataclass(frozen=True)
@@ -222,29 +231,24 @@ class Scenario:
     seconds: float
 
 
-def make_scenario(
-    seed: int, profile: str = "", seconds: float = 0.0, faults: bool = True
-) -> Scenario:
+def make_scenario(seed: int, profile: str = "", seconds: float = 0.0) -> Scenario:
     """Return the scenario of ``seed``: its profile, unless given, is drawn, too."""
     dice = random.Random(f"scenario {seed}")
-    name = profile or dice.choice(sorted(PROFILES))
+    drawn = dice.choices(list(PROFILES), [one.weight for one in PROFILES.values()])[0]
+    name = profile or drawn
     chosen = PROFILES[name]
     graph = chosen.graph(dice)
-    length_s = seconds or dice.choice((4.0, 4.0, 8.0, 20.0))
+    length_s = seconds or dice.choice(_LENGTHS_S)
+    happening = Happenings(dice, chosen)
     steps: list[Step] = []
-    for at_s in _times(dice, dice.choice((1.0, 2.0, 4.0)), length_s):
+    for at_s in _times(dice, dice.choice((0.5, 1.0, 2.0, 4.0)), length_s):
         steps.append(_request(dice, chosen, at_s))
-    kinds = _some(dice, FAULTS)
-    for at_s in _times(dice, dice.choice((0.1, 0.3, 0.8)) if faults else 0.0, length_s):
-        details = {"seconds": round(dice.choice((0.05, 0.5, 1.5, 4.0, 12.0)), 2)}
-        steps.append(Step(0, at_s, "fault", _draw(dice, kinds), dice.getrandbits(32), details))
-    able = _able(chosen)
-    kinds = {kind: able[kind] for kind in dice.sample(sorted(able), dice.choice((2, 3, 5)))}
-    target = {"service": dice.choice(chosen.services), "worker": dice.choice((-1, 0, 1))}
-    for at_s in _times(dice, dice.choice((0.1, 0.5, 1.5)), length_s):
-        steps.append(_operation(dice, chosen, kinds, target, at_s))
-    if dice.random() < 0.5:
-        steps = _bunch(dice, steps)
+    for at_s in _times(dice, dice.choice((0.0, 0.1, 0.5)), length_s):
+        steps.append(happening.fault(at_s))
+    for at_s in _times(dice, dice.choice((0.0, 0.1, 0.5)), length_s):
+        steps.append(happening.operation(at_s))
+    for at_s in _times(dice, dice.choice((0.5, 1.0)), length_s):
+        steps += happening.meeting(at_s)
     steps.sort(key=lambda step: step.at_s)
     numbered = tuple(
         Step(number, step.at_s, step.kind, step.what, step.dice, step.details)
@@ -253,9 +257,67 @@ def make_scenario(
     return Scenario(seed, name, graph, numbered, length_s)
 
 
-def _some(dice: random.Random, weights: dict[str, float]) -> dict[str, float]:
-    """Leave out many kinds, others in each run: those that are left meet each other more often."""
-    return {kind: weight for kind, weight in weights.items() if dice.random() < 0.4} or weights
+class Happenings:
+    """Draws the operations and faults of a run.
+
+    Each run leaves many kinds out, others each time: those that are left meet more often. Most
+    operations of a run are on one worker.
+    """
+
+    def __init__(self, dice: random.Random, profile: Profile) -> None:
+        self._dice = dice
+        self._profile = profile
+        self._faults = _some(dice, FAULTS, 0.4)
+        self._operations = _some(dice, _able(profile), 0.4)
+        self._target = {
+            "service": dice.choice(profile.services),
+            "worker": dice.choice((-1, 0, 1)),
+        }
+
+    def fault(self, at_s: float, what: str = "") -> Step:
+        """Return a fault, of the kind ``what`` if it is given."""
+        what = what or _draw(self._dice, self._faults)
+        details = {"seconds": self._dice.choice((0.05, 0.5, 1.5, 4.0, 12.0))}
+        return Step(0, at_s, "fault", what, self._dice.getrandbits(32), details)
+
+    def operation(self, at_s: float, what: str = "", certain: float = 0.6) -> Step:
+        """Return an operation, on the target of the run with the probability ``certain``."""
+        dice, profile = self._dice, self._profile
+        what = what or _draw(dice, self._operations)
+        details = {"service": dice.choice(profile.services), "worker": dice.choice((-1, 0, 1))}
+        if dice.random() < certain:
+            details = dict(self._target)
+        if what in ("load", "unload"):
+            details = {"model": dice.choice(profile.models)}
+        elif what == "reload":
+            details["change"] = dice.choice(("workers", "flag", "env", "same"))
+            details["value"] = dice.choice((0, 1, 2, 3))
+            del details["worker"]
+        elif "planner" in what or what == "repair":
+            details = {}
+        return Step(0, at_s, "operator", what, dice.getrandbits(32), details)
+
+    def meeting(self, at_s: float) -> list[Step]:
+        """Return an operation that changes a worker, and what happens to it then or after."""
+        dice = self._dice
+        able = sorted(_CHANGES & _able(self._profile).keys())
+        steps = [self.operation(at_s, dice.choice(able), 0.9)]
+        if "sleep" in able and dice.random() < 0.4:
+            steps = [self.operation(at_s, "sleep", 1.0)]
+        for _ in range(dice.choice((1, 1, 2, 3))):
+            at_s = round(at_s + dice.choice((0.0, 0.001, 0.02, 0.1, 0.3, 1.0, 3.0)), 4)
+            kind = dice.random()
+            if kind < 0.2:
+                steps.append(self.fault(at_s, dice.choice(("kill operator", "kill at file"))))
+            elif kind < 0.45:
+                steps.append(self.fault(at_s))
+            else:
+                steps.append(self.operation(at_s, certain=0.9))
+        return steps
+
+
+def _some(dice: random.Random, weights: dict[str, float], kept: float) -> dict[str, float]:
+    return {kind: weight for kind, weight in weights.items() if dice.random() < kept} or weights
 
 
 def _times(dice: random.Random, rate: float, until_s: float) -> list[float]:
@@ -266,18 +328,6 @@ def _times(dice: random.Random, rate: float, until_s: float) -> list[float]:
         times.append(round(at_s, 4))
         at_s += dice.expovariate(rate)
     return times
-
-
-def _bunch(dice: random.Random, steps: list[Step]) -> list[Step]:
-    """Move some steps next to others: what lies between two features happens at one moment."""
-    moved = []
-    for step in steps:
-        if step.kind != "request" and dice.random() < 0.6:
-            other = dice.choice(steps)
-            at_s = max(0.0, round(other.at_s + dice.choice((0.0, 0.001, 0.02, 0.2, 1.0)), 4))
-            step = Step(0, at_s, step.kind, step.what, step.dice, step.details)
-        moved.append(step)
-    return moved
 
 
 def _request(dice: random.Random, profile: Profile, at_s: float) -> Step:
@@ -302,29 +352,6 @@ def _able(profile: Profile) -> dict[str, float]:
         if (profile.planner or "planner" not in name)
         and (profile.sleeps or name not in ("sleep", "wake"))
     }
-
-
-def _operation(
-    dice: random.Random,
-    profile: Profile,
-    kinds: dict[str, float],
-    target: dict[str, Any],
-    at_s: float,
-) -> Step:
-    """Return an operation, mostly on the ``target`` of the run."""
-    what = _draw(dice, kinds)
-    details = {"service": dice.choice(profile.services), "worker": dice.choice((-1, 0, 1))}
-    if dice.random() < 0.6:
-        details = dict(target)
-    service = details["service"]
-    if what in ("load", "unload"):
-        details = {"model": dice.choice(profile.models)}
-    elif what == "reload":
-        details = {"service": service, "change": dice.choice(("workers", "flag", "env", "same"))}
-        details["value"] = dice.choice((0, 1, 2, 3))
-    elif "planner" in what:
-        details = {}
-    return Step(0, at_s, "operator", what, dice.getrandbits(32), details)
 
 
 def _draw(dice: random.Random, weights: dict[str, float]) -> str:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     gc.collect()
     gc.freeze()
-    pool = run.learn_answers(scenario.make_scenario(0, "agg", faults=False), scenario.POOL_SIZE)
+    pool = run.learn_answers(scenario.make_scenario(0, "agg"), scenario.POOL_SIZE)
     simulation = Simulation(options, pool, clock)
     return simulation.run()
 
@@ -81,7 +81,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="S",
-        help="virtual seconds with requests and faults; default: 4 to 20, by the seed",
+        help="virtual seconds with requests and faults; default: 2 to 20, by the seed",
     )
     seeds.add_argument("--keep", type=_numbers, metavar="N,N", help="only these steps of --seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N",
@@ -126,6 +126,7 @@ class Simulation:
         self._pool = pool
         self._clock = clock
         self._running: dict[int, tuple[int, int]] = {}  # pipe: pid, seed
+        self._exiting: set[int] = set()
 
     def run(self) -> int:
         """Run all; return the exit status."""
@@ -142,6 +143,8 @@ class Simulation:
                 self._report(outcome)
         if options.seed is not None and not failed and not options.json:
             print("\n".join(outcomes[0].history))
+        for pid in self._exiting:
+            os.waitpid(pid, 0)
         self._summary(outcomes, failed, self._clock() - started_s)
         return 1 if failed else 0
 
@@ -183,7 +186,8 @@ class Simulation:
         pid, seed = self._running.pop(pipe)
         with os.fdopen(pipe, "rb") as file:
             data = file.read()
-        os.waitpid(pid, 0)
+        self._exiting.add(pid)  # which takes a while
+        self._exiting -= {one for one in self._exiting if os.waitpid(one, os.WNOHANG)[0]}
         if not data:
             return Outcome(seed, "?", ["the run itself crashed: see above"])
         return Outcome(**json.loads(data))

@@ -78,6 +78,8 @@ def _default(field: msgspec.structs.FieldInfo) -> object:
 
 def _read(kind: Any, value: object) -> object:
     """Return ``value`` as ``kind``. Raises msgspec.ValidationError."""
+    if type(value) is kind and kind is not dict:
+        return value  # most of them
     # msgspec itself would drop the unknown keys of a record within a record.
     record, is_row = _record_in(kind)
     if record is None or value is None:

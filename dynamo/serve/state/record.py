@@ -349,6 +349,7 @@ def _apply(
         _set_command(entry, spec)
         if spec.gpus and entry.gpus != spec.gpus:
             entry.assign(spec.gpus)
+        _forget_interrupted(entry, component.processes)
         entry.processes = tuple(component.processes)
         entry.lease = component.lease
         entry.watcher = component.supervision
@@ -364,6 +365,18 @@ def _apply(
         entry.clear()
         _set_command(entry, templates[name])
         entry.watcher = Supervision(ABSENT)
+
+
+def _forget_interrupted(entry: Entry, processes: Sequence[RecordedProcess]) -> None:
+    """End the reservation of an operation that was interrupted, and whose worker is another now.
+
+    A repair would put the new one to sleep.
+    """
+    owner, pids = entry.reserved_by, {process.pid for process in processes}
+    if owner is None or not pids or not entry.pids or not pids.isdisjoint(entry.pids):
+        return
+    if owner.operation in (SLEEP, WAKE) and not runs_here(owner):
+        entry.reserved_by = None
 
 
 def _is_taken(entry: Entry) -> bool:

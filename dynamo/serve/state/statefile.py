@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from dynamo.errors import StatefileError
 from dynamo.serve.state.document import VERSION, Document
 
@@ -168,10 +170,12 @@ class Statefile:
 
     def _write(self, document: Document) -> None:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        text = json.dumps(document.written(), indent=2, ensure_ascii=False) + "\n"
+        # json indents in Python, ten times as slowly; msgspec alone refuses integers over 64 bits.
+        text = json.dumps(document.written(), ensure_ascii=False)
+        data = msgspec.json.format(text.encode(), indent=2) + b"\n"
         try:
             with open(temporary, "wb", opener=_open_private) as file:
-                file.write(text.encode())
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())  # before the rename: a power loss must not leave it empty
             temporary.replace(self.path)

@@ -86,6 +86,18 @@ async def test_a_stop_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         await asyncio.wait_for(one.start(), 10)
 
 
+async def test_a_lost_lease_ends_it(tmp_path: Path) -> None:
+    """No other process would find what it publishes: its supervisor starts another."""
+    async with frontend(tmp_path) as one:
+        await one.start()
+        leases = tmp_path / "ns/store/leases"
+        async with asyncio.timeout(30):
+            while not (found := [*leases.glob("[!.]*")]):  # noqa: ASYNC110 - a file appears
+                await asyncio.sleep(0.01)
+            found[0].unlink()
+            await one.run_until_stopped()
+
+
 async def test_an_open_page_does_not_delay_a_stop(tmp_path: Path) -> None:
     async with frontend(tmp_path) as one:
         host, port = await one.start()

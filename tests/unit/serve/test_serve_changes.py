@@ -157,6 +157,20 @@ def test_a_restart_leaves_out_what_other_operations_change(world: World) -> None
     assert wakes.startswith("dynamo_A_2: not replaced: process ") and "changes it (wake)" in wakes
 
 
+def test_an_interrupted_sleep_ends_with_the_processes_it_was_for(world: World) -> None:
+    """Else a repair would put the worker to sleep that has replaced them."""
+    gone = {**reservation("sleep").written(), "start_ticks": 1}
+    world.change("dynamo_A", reserved_by=gone)
+    world.change("dynamo_A_1", reserved_by=reservation("sleep").written())
+    world.writer.write(world.components())
+    assert world.entry("dynamo_A").reserved_by is not None  # the engine may go on with it
+    for watcher in world.watchers:
+        watcher.processes = {pid + 10: Process(pid + 10, {}) for pid in watcher.processes}
+    world.writer.write(world.components())
+    assert world.entry("dynamo_A").reserved_by is None
+    assert world.entry("dynamo_A_1").reserved_by is not None  # its process lives
+
+
 def test_a_restart_does_not_start_a_worker_that_has_drained(world: World) -> None:
     world.on_replace = lambda name: world.vanish("dynamo_A_2") if name == "dynamo_A" else None
     assert asyncio.run(world.rolling().restart([*cast(Any, world.watchers)], False)) == ""
