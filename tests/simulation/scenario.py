@@ -128,7 +128,7 @@ def _manual(dice: random.Random) -> str:
     return (
         _frontends(dice, 1)
         + f"One:{_engine(dice)}  model-name: one\n{_SLEEPS}"
-        + "  ServiceArgs: {{workers: 2, resources: {{gpu: 1}}}}\n"
+        + f"  ServiceArgs: {{{{workers: {dice.choice((1, 2))}, resources: {{{{gpu: 1}}}}}}}}\n"
         + f"Two:{_engine(dice)}  model-name: two\n{_SLEEPS}"
         + "  ServiceArgs: {{workers: 0, resources: {{gpu: 1}}}}\n"
     )
@@ -153,7 +153,7 @@ PROFILES = {
         _box, ("one", "two", "half"), ("One", "Two", "Half"), 2, 1, True, True, weight=3
     ),
     "manual": Profile(
-        _manual, ("one", "two"), ("One", "Two"), 3, sleeps=True, cold=("two",), weight=3
+        _manual, ("one", "two"), ("One", "Two"), 2, sleeps=True, cold=("two",), weight=3
     ),
     "scaled": Profile(_scaled, ("one",), ("One",), 3, 1, False, True),
 }
@@ -201,6 +201,7 @@ OPERATIONS: dict[str, float] = {
 }
 """The operations and how often they are drawn."""
 _CHANGES = {"sleep", "wake", "load", "drain", "restart", "reload", "circus stop"}
+_OFFSETS_S = (0.0, 0.001, 0.02, 0.1, 0.3, 1.0, 1.0, 3.0, 3.0)
 _LENGTHS_S = (2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 8.0, 20.0)
 
 
@@ -268,10 +269,10 @@ class Happenings:
         self._dice = dice
         self._profile = profile
         self._faults = _some(dice, FAULTS, 0.4)
-        self._operations = _some(dice, _able(profile), 0.4)
+        self._operations = _some(dice, _able(profile), 0.3)
         self._target = {
-            "service": dice.choice(profile.services),
-            "worker": dice.choice((-1, 0, 1)),
+            "service": dice.choice((profile.services[0], *profile.services)),
+            "worker": dice.choice((-1, 0, 0, 1)),
         }
 
     def fault(self, at_s: float, what: str = "") -> Step:
@@ -305,14 +306,14 @@ class Happenings:
         if "sleep" in able and dice.random() < 0.4:
             steps = [self.operation(at_s, "sleep", 1.0)]
         for _ in range(dice.choice((1, 1, 2, 3))):
-            at_s = round(at_s + dice.choice((0.0, 0.001, 0.02, 0.1, 0.3, 1.0, 3.0)), 4)
+            at_s = round(at_s + dice.choice(_OFFSETS_S), 4)
             kind = dice.random()
             if kind < 0.2:
                 steps.append(self.fault(at_s, dice.choice(("kill operator", "kill at file"))))
             elif kind < 0.45:
                 steps.append(self.fault(at_s))
             else:
-                steps.append(self.operation(at_s, certain=0.9))
+                steps.append(self.operation(at_s, dice.choice(sorted(self._operations)), 0.9))
         return steps
 
 
