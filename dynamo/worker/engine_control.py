@@ -23,6 +23,7 @@ from dynamo.runtime.requests.stream import ServerStream
 _decode = codec.decoder(EngineCommand).decode
 _LEVELS = (1, 2)
 _TAGS = ("weights", "kv_cache")
+_LOOK_S = 0.02  # a worker that was stopped reads in this time that its caller has gone
 log = logging.getLogger(__name__)
 
 
@@ -102,6 +103,10 @@ class EngineControl:
             command = _decode(payload)
             if command.route not in routes:
                 raise InvalidArgument(f"no engine route {command.route!r:.40}")
+            await asyncio.sleep(_LOOK_S)
+            if stream.closed:
+                log.warning("%s: not done, its caller has given up", command.route)
+                return
             answer = await routes[command.route](command.body)
         except msgspec.MsgspecError as error:
             stream.error(InvalidArgument(f"not an engine command: {error}"))

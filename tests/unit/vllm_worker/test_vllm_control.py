@@ -8,7 +8,10 @@ from typing import Any, cast
 import pytest
 
 from dynamo.errors import EngineFailure, InvalidArgument
+from dynamo.protocols import codec
+from dynamo.protocols.control import EngineCommand
 from dynamo.runtime import Endpoint
+from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import Engine
 from dynamo.worker.engine_control import EngineControl
 
@@ -60,6 +63,29 @@ async def test_leave_sleep_wake_up_return() -> None:
     await control.sleep(None)
     await control.wake_up(None)
     assert recorder.calls[5:] == ["leave", "sleep 1", "wake up", "return"]
+
+
+class Stream:
+    """The call of a planner, which may have given up."""
+
+    def __init__(self, closed: bool) -> None:
+        self.closed = closed
+        self.sent: list[bytes] = []
+
+    def send(self, payload: bytes) -> None:
+        self.sent.append(payload)
+
+    def end(self) -> None:
+        """The answer is complete."""
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_command_is_not_begun_for_a_caller_that_has_gone(gone: bool) -> None:
+    """A worker that was stopped reads it late: its entry says that it is awake."""
+    recorder, control = controlled()
+    stream = Stream(gone)
+    await control._answer(cast(ServerStream, stream), codec.encode(EngineCommand("sleep")))
+    assert (recorder.calls, len(stream.sent)) == (([], 0) if gone else (["leave", "sleep 1"], 1))
 
 
 async def test_a_part_awake_gets_no_requests() -> None:
