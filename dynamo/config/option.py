@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dynamo.config.absent import AbsentFlag, check_variables
 from dynamo.config.parser import Option, Parser
@@ -183,7 +183,7 @@ def absent_of(group: type[Any]) -> tuple[AbsentFlag, ...]:
 
 
 @functools.cache
-def _types(group: Any) -> dict[str, tuple[type[Any], bool]]:
+def _types(group: type[Any]) -> dict[str, tuple[type[Any], bool]]:
     """Return the type of each field of ``group``, and whether it may be None."""
     hints = typing.get_type_hints(group)  # it compiles each of them: a millisecond a group
     return {field.name: _type(hints[field.name]) for field in fields_of(group)}
@@ -215,7 +215,7 @@ def try_build(
     """
     values: dict[str, Any] = {}
     problems: dict[str, ConfigError] = {}
-    types_of = _types(group)
+    types_of = _types(cast(Any, group))
     for field in fields_of(group):
         spec: Option = field.metadata["option"]
         kind, nullable = types_of[field.name]
