@@ -244,12 +244,14 @@ def make_scenario(seed: int, profile: str = "", seconds: float = 0.0) -> Scenari
     steps: list[Step] = []
     for at_s in _times(dice, dice.choice((0.5, 1.0, 2.0, 4.0)), length_s):
         steps.append(_request(dice, chosen, at_s))
-    for at_s in _times(dice, dice.choice((0.0, 0.1, 0.5)), length_s):
+    storm = dice.random() < 0.5
+    for at_s in _times(dice, storm * dice.choice((0.0, 0.1, 0.5)), length_s):
         steps.append(happening.fault(at_s))
-    for at_s in _times(dice, dice.choice((0.0, 0.1, 0.5)), length_s):
+    for at_s in _times(dice, storm * dice.choice((0.0, 0.1, 0.5)), length_s):
         steps.append(happening.operation(at_s))
-    for at_s in _times(dice, dice.choice((0.5, 1.0)), length_s):
-        steps += happening.meeting(at_s)
+    first_s = round(dice.random(), 4)
+    for at_s in (first_s, *_times(dice, 0.8 if storm else 0.2, length_s)):
+        steps += happening.meeting(at_s, 0.45 if storm else 0.15)
     steps.sort(key=lambda step: step.at_s)
     numbered = tuple(
         Step(number, step.at_s, step.kind, step.what, step.dice, step.details)
@@ -298,8 +300,11 @@ class Happenings:
             details = {}
         return Step(0, at_s, "operator", what, dice.getrandbits(32), details)
 
-    def meeting(self, at_s: float) -> list[Step]:
-        """Return an operation that changes a worker, and what happens to it then or after."""
+    def meeting(self, at_s: float, faulty: float) -> list[Step]:
+        """Return an operation that changes a worker, and what happens to it then or after.
+
+        ``faulty`` is the share of faults in that.
+        """
         dice = self._dice
         able = sorted(_CHANGES & _able(self._profile).keys())
         steps = [self.operation(at_s, dice.choice(able), 0.9)]
@@ -307,13 +312,12 @@ class Happenings:
             steps = [self.operation(at_s, "sleep", 1.0)]
         for _ in range(dice.choice((1, 1, 2, 3))):
             at_s = round(at_s + dice.choice(_OFFSETS_S), 4)
-            kind = dice.random()
-            if kind < 0.2:
-                steps.append(self.fault(at_s, dice.choice(("kill operator", "kill at file"))))
-            elif kind < 0.45:
-                steps.append(self.fault(at_s))
-            else:
+            if dice.random() >= faulty:
                 steps.append(self.operation(at_s, dice.choice(sorted(self._operations)), 0.9))
+            elif dice.random() < 0.5:
+                steps.append(self.fault(at_s, dice.choice(("kill operator", "kill at file"))))
+            else:
+                steps.append(self.fault(at_s))
         return steps
 
 

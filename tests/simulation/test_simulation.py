@@ -39,7 +39,7 @@ def test_a_seed_replays_exactly() -> None:
 
 
 def test_a_defect_is_found_and_shrunk() -> None:
-    done = simulate("--seed", "1", "--keep", "20,21", "--defect", "unknown-after-restart")
+    done = simulate("--seed", "1", "--keep", "11,12", "--defect", "unknown-after-restart")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "404: Model not found" in done.stdout
     assert "shrunk to" in done.stdout
