@@ -2,8 +2,9 @@
 
 Engines start processes that survive their parent: after ``kill -9`` they would
 keep the GPU. A guard process holds the read end of a pipe. When the worker dies, however it dies,
-the kernel closes the other end, and the guard kills the processes that the worker named. This file
-is also the guard's program: it imports the standard library only.
+the kernel closes the other end, and the guard kills the processes that the worker named and removes
+their shared memory, which Python's own cleaner cannot: it is killed with them. This file is also
+the guard's program: it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from pathlib import Path
 
 _STATE, _PPID, _UTIME, _STIME, _START = 0, 1, 11, 12, 19
 """Places in /proc/PID/stat, counted after the command name."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+_PYTHON_NAMES = ("psm_", "sem.mp-")
+"""How ``multiprocessing`` begins the random names of shared memory and semaphores."""
 
 Process = tuple[int, int]
 """(pid, start time in clock ticks since boot): a pid alone may be reused."""
@@ -33,16 +38,27 @@ class TreeGuard:
             start_new_session=True,  # signals to the worker's group must not end it
         )
         self._sent: list[Process] = []
+        self._others = _shared_memory()
+        self._memory: set[str] = set()
 
     def update(self) -> None:
-        """Name all descendants of this process to the guard."""
+        """Name all descendants of this process to the guard, and the shared memory of them all."""
         found = [each for each in descendants(os.getpid()) if each[0] != self._guard.pid]
-        if found != self._sent and self._guard.stdin is not None:
-            self._sent = found
-            line = " ".join(f"{pid}:{start}" for pid, start in found)
+        memory = self._memory | self._new_memory(found)
+        if (found, memory) != (self._sent, self._memory) and self._guard.stdin is not None:
+            self._sent, self._memory = found, memory
+            line = " ".join([*(f"{pid}:{start}" for pid, start in found), *sorted(memory)])
             with contextlib.suppress(BrokenPipeError):
                 self._guard.stdin.write(f"{line}\n".encode())
                 self._guard.stdin.flush()
+
+    def _new_memory(self, processes: list[Process]) -> set[str]:
+        """Return the names that these processes or this one have mapped, and that are new."""
+        new = _shared_memory() - self._memory - self._others
+        if not new:
+            return new
+        maps = [_maps(pid) for pid in (os.getpid(), *(pid for pid, _ in processes))]
+        return {name for name in new if any(f"/{name}\n" in text for text in maps)}
 
     def kill(self) -> None:
         """Kill all descendants of this process except the guard."""
@@ -92,6 +108,21 @@ def cpu_ticks(root: int) -> tuple[int, bool]:
     return ticks, runnable
 
 
+def _shared_memory() -> set[str]:
+    try:
+        names = (path.name for path in _SHARED_MEMORY.iterdir())
+        return {name for name in names if name.startswith(_PYTHON_NAMES)}
+    except OSError:
+        return set()
+
+
+def _maps(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _stat(pid: int) -> list[str] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -112,11 +143,21 @@ def _kill(processes: list[Process]) -> None:
 
 
 def _main() -> None:
-    """Read the newest list of processes until the worker closes the pipe, then kill them."""
+    """Read the newest names until the worker closes the pipe, then remove what has them."""
     newest = ""
     for line in sys.stdin:
         newest = line
-    _kill([(int(pid), int(start)) for pid, _, start in (e.partition(":") for e in newest.split())])
+    processes, memory = [], []
+    for word in newest.split():
+        pid, colon, start = word.partition(":")
+        if colon:
+            processes.append((int(pid), int(start)))
+        else:
+            memory.append(word)
+    _kill(processes)
+    for name in memory:
+        with contextlib.suppress(OSError):
+            (_SHARED_MEMORY / name).unlink()
 
 
 if __name__ == "__main__":

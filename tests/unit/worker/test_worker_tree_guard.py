@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from dynamo.worker.tree_guard import TreeGuard, descendants
@@ -55,6 +56,38 @@ def test_a_killed_worker_leaves_no_process() -> None:
     worker.send_signal(signal.SIGKILL)
     assert_dead(pidfds)
     assert closed(worker) == -signal.SIGKILL
+
+
+SHARER = """
+import multiprocessing.shared_memory as memory, sys
+from dynamo.worker.tree_guard import TreeGuard
+earlier = memory.SharedMemory(create=True, size=10)
+guard = TreeGuard()
+ours = memory.SharedMemory(create=True, size=10)
+guard.update()
+print(earlier.name, ours.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_group_leaves_no_shared_memory_of_its_own() -> None:
+    """The group has Python's cleaner, too: a supervisor kills it as a whole."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SHARER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as sharer:
+        assert sharer.stdout is not None
+        earlier, ours = (Path("/dev/shm", name) for name in sharer.stdout.readline().split())
+        assert earlier.exists() and ours.exists()
+        os.killpg(sharer.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while ours.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert not ours.exists()
+    earlier.unlink()
 
 
 def test_closing_the_guard_kills_what_is_left() -> None:
