@@ -211,7 +211,7 @@ class Box:
                 result = "never ended"
             except Exception as error:  # noqa: BLE001 - no verb may show a traceback
                 result = f"failed: {error!r}"
-                if not isinstance(error, OSError):  # the disk is full
+                if process.alive and not isinstance(error, OSError):  # the disk is full
                     self.machine.failures.append(f"operator {step.number} {name} {result}")
             self.operations.append((step, result))
             self.machine.note(f"operator {step.number} {name}: {result}")
