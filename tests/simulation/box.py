@@ -474,7 +474,8 @@ class Box:
         if left is not None:
             if left <= 1:
                 del self._armed[process.pid]
-                self.machine.note(f"killed while it changes {path}")
+                changed = "an open file" if isinstance(path, int) else path
+                self.machine.note(f"killed while it changes {changed}")
                 self.machine.kill(process.pid, signal.SIGKILL)
             else:
                 self._armed[process.pid] = left - 1
