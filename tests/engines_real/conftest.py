@@ -16,6 +16,7 @@ GRAMMAR_FLAGS = (
     "--structured-outputs-config",
     '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )
+SESSION_ENGINES = {"ours", "vllm_servers"}
 HERMES = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
@@ -25,12 +26,15 @@ def adapters(lora: Path) -> tuple[str, str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip without vLLM; allow for the start of an engine in any test."""
+    """Skip without vLLM; allow for the start of an engine in any test. Tests that share the
+    engines of the session share a process, too."""
     missing = importlib.util.find_spec("vllm") is None
     skip = pytest.mark.skip(reason="vLLM is missing, run scripts/test-engines")
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.timeout(300))
+            shared = SESSION_ENGINES.intersection(getattr(item, "fixturenames", ()))
+            item.add_marker(pytest.mark.xdist_group("session" if shared else item.path.stem))
             if missing:
                 item.add_marker(skip)
 
