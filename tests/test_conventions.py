@@ -164,6 +164,12 @@ def test_file_names_say_something() -> None:
     )
 
 
+def test_names_of_test_files_are_unique() -> None:
+    """Pytest imports each by its name alone."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    report((name for name, count in names.items() if count > 1), "test files of one name")
+
+
 def test_functions_are_small() -> None:
     report(
         (
