@@ -26,6 +26,7 @@ from dynamo.runtime.process.paths import (
     socket_path,
     state_dir,
     store_dir,
+    store_path,
 )
 from dynamo.serve.graph.frontend_address import frontend_address
 from dynamo.serve.graph.graph import Graph, parse_graph, read_text
@@ -233,9 +234,10 @@ def plan_maker(settings: ServeSettings, runtime: RuntimeSettings) -> MakePlan:
 def _serve(
     planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSettings, source: GraphSource
 ) -> int:
-    run_directory = RunDirectory(
-        run_dir(runtime), store_dir(runtime), Statefile(state_dir(runtime), planned.namespace)
-    )
+    # Its own store is made by the first process that uses it: then an arbiter can remove it.
+    store = store_dir(runtime) if runtime.file_kv else store_path(runtime)
+    statefile = Statefile(state_dir(runtime), planned.namespace)
+    run_directory = RunDirectory(run_dir(runtime), store, statefile)
     run_directory.acquire()
     try:
         notes = run_directory.reconcile()

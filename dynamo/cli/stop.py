@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if document is None:
             raise DynamoError(f"no deployment runs in namespace {runtime.namespace!r}")
         _stop(document, runtime)
+        print("stopped")
     except (DynamoError, OSError) as error:
         print(f"dynamo stop: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -54,7 +55,6 @@ def _stop(document: Document, runtime: RuntimeSettings) -> None:
         select.select([main_process], [], [])
     finally:
         os.close(main_process)
-    print("stopped")
 
 
 def _terminate(process: int, pid: int) -> None:
