@@ -153,7 +153,8 @@ class _Narrowed(msgspec.Struct, gc=False, frozen=True, kw_only=True):
 class RankInputs(_Narrowed, gc=False, frozen=True):
     """A decision of ``mode``: ``slots`` were eligible, one of them is ``chosen`` (-1: none).
 
-    ``owners`` are indexed by slot. :meth:`candidates` and :meth:`choice` differ by mode.
+    ``owners`` are indexed by slot. :meth:`candidates` and :meth:`choice` differ by mode:
+    subclasses have them, which a Struct of msgspec cannot declare as abstract.
     """
 
     mode: str

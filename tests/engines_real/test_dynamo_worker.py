@@ -1,4 +1,4 @@
-"""Dynamo's own vLLM worker, unchanged, before our router: its KV events decide who gets a request.
+"""Dynamo's own vLLM worker, unchanged, before our router: its KV events choose the worker.
 
 ``DYNAMO_WORKERS`` names a directory with both wheels of Dynamo and the packages that its worker
 needs beside those of the engines' environment (docs/dynamo-workers.md); skipped without it.

@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable
 from random import Random
-from typing import TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -66,33 +66,33 @@ _SECONDS = histogram(
 )
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+P = TypeVar("P", WorkerPolicy, ClassPolicy)
 
 
-class Guard:
-    """Calls a policy while it behaves; ``instead`` is what goes on without it.
+class Guard(Generic[P]):
+    """Calls ``policy`` while it behaves. ``clock`` gives seconds."""
 
-    ``clock`` gives seconds.
-    """
+    INSTEAD: ClassVar[str]
+    """What goes on without the policy."""
 
     def __init__(
         self,
-        name: str,
-        instead: str,
+        policy: P,
         registry: Registry,
         place: RouterLabels,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.active = True
-        self.name = name
-        self._instead = instead
+        self.name = policy.name
+        self._policy: P = policy
         self._clock = clock
         self._slow = 0
-        labels = place.model, name, place.worker_type
+        labels = place.model, self.name, place.worker_type
         self._shown = registry.child(_ACTIVE, *labels)
         self._shown.value = 1
         self._seconds = registry.child(_SECONDS, *labels)
         self._failures = {
-            reason: registry.child(_FAILURES, place.model, name, reason, place.worker_type)
+            reason: registry.child(_FAILURES, place.model, self.name, reason, place.worker_type)
             for reason in ("raised", "slow")
         }
 
@@ -122,40 +122,24 @@ class Guard:
         self._shown.value = 0
         log.warning(
             "policy %s is switched off until the router restarts, %s: %s",
-            self.name, self._instead, reason, exc_info=error,
+            self.name, self.INSTEAD, reason, exc_info=error,
         )  # fmt: skip
 
 
-class GuardedPolicy(Guard):
+class GuardedPolicy(Guard[WorkerPolicy]):
     """Asks a policy for workers while it behaves."""
 
-    def __init__(
-        self,
-        policy: WorkerPolicy,
-        registry: Registry,
-        place: RouterLabels,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__(policy.name, "the built-in cost goes on", registry, place, clock)
-        self._policy = policy
+    INSTEAD = "the built-in cost goes on"
 
     def choose(self, request: PolicyRequest, workers: list[PolicyWorker]) -> PolicyChoice | None:
         """Return what the policy chooses, or None if it cannot be asked any more."""
         return self.call(lambda: self._policy.choose(request, workers))
 
 
-class GuardedClassifier(Guard):
+class GuardedClassifier(Guard[ClassPolicy]):
     """Asks a policy for the class of a request while it behaves."""
 
-    def __init__(
-        self,
-        policy: ClassPolicy,
-        registry: Registry,
-        place: RouterLabels,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__(policy.name, "clients name their class", registry, place, clock)
-        self._policy = policy
+    INSTEAD = "clients name their class"
 
     def classify(self, request: PolicyRequest) -> str | None:
         """Return the name of a class or family, None for that of the client."""

@@ -48,7 +48,7 @@ class PolicyRequest(NamedTuple):
 def policy_request(
     tokens: int, blocks: int, block_size: int, routing: Routing | None
 ) -> PolicyRequest:
-    """Return what a policy is told about a prompt and its ``routing``."""
+    """Return what a policy gets of a prompt and its ``routing``."""
     if routing is None:
         return PolicyRequest(tokens, blocks, block_size)
     return PolicyRequest(

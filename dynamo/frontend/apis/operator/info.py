@@ -328,6 +328,6 @@ def _openapi(routes: Routes) -> dict[str, Any]:
 
 @functools.cache
 def _schemas() -> dict[str, Any]:
-    """Return the schemas of the bodies: 10 ms that only who asks for the description waits for."""
+    """Return the schemas of the bodies: 10 ms of CPU, when they are asked for first."""
     template = "#/components/schemas/{name}"
     return msgspec.json.schema_components(_BODIES.values(), ref_template=template)[1]
