@@ -25,7 +25,7 @@ _ALL_WORKERS_WITHIN_S = 3.0
 
 @dataclass(frozen=True)
 class FrontendHealth:
-    """The models of a frontend, and the number of ``generate`` instances that serve them."""
+    """The models of a frontend by name, and how many ``generate`` instances serve them."""
 
     models: tuple[str, ...]
     instances: int
@@ -111,7 +111,7 @@ async def probe(address: FrontendAddress) -> FrontendHealth | None:
     except (OSError, TimeoutError, ResponseError, ValueError, RecursionError):
         return None
     return FrontendHealth(
-        models=tuple(health.models),
+        models=tuple(sorted(health.models)),
         instances=sum(instance.endpoint == "generate" for instance in health.instances),
     )
 

@@ -72,7 +72,7 @@ async def test_every_registered_model_is_listed() -> None:
     server, address = await serve(answer)
     async with server, asyncio.timeout(10):
         found = await wait_until_ready(address, lambda: 2, models=lambda: ["large", "tiny"])
-    assert found.models == ("tiny", "large")
+    assert found.models == ("large", "tiny")
 
 
 async def test_a_frontend_alone_needs_no_model() -> None:
