@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, unquote
 
 import msgspec
 
-from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.errors import DynamoError, InvalidArgument, shorten
 from dynamo.frontend.requests.errors import error_response
 from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.model_store import ModelStore
@@ -190,10 +190,15 @@ class UiRoutes:
             exchange.refuse(400, f"Failed to deserialize the JSON body: {error}")
             return
         by = operator_name(exchange, "the web page")
+        work: Awaitable[str]
         if (on_disk := self.store.actions.get(asked.action)) is not None:
             work = on_disk(asked.name)
-        else:
+        elif asked.action in self._source.actions:
             work = asyncio.to_thread(self._source.act, asked.action, asked.name, by)
+        else:
+            known = ", ".join((*self._source.actions, *self.store.actions))
+            exchange.refuse(400, f"unknown action {shorten(asked.action, 64)!r}; there are {known}")
+            return
         await _answer(exchange, work, "message")
         self.sampler.wake()
 

@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -241,6 +240,17 @@ class BoxSource:
         self._discovery = runtime.discovery
         self._collector = BoxCollector(settings)
         self._control = BoxControl(settings)
+        do = self._control.actions
+        self.actions: dict[str, Callable[[str], Steps]] = {
+            "restart": do.restart,
+            "drain": do.drain,
+            "sleep": do.sleep,
+            "wake": do.wake,
+            "load": do.load,
+            "unload": do.unload,
+            "pause_planner": lambda name: do.pause_planner(),
+            "resume_planner": lambda name: do.resume_planner(),
+        }
         self.namespace = settings.namespace
         self._directory = state_path(settings)
         self._statefile = f"{settings.namespace}.json"
@@ -254,27 +264,12 @@ class BoxSource:
         arbiter asks for them itself."""
 
     def act(self, action: str, name: str, by: str) -> str:
-        """Do what a button says, for ``by``. Raises DynamoError. Blocks."""
-        actions = self._control.actions
-        named = {
-            "restart": actions.restart,
-            "drain": actions.drain,
-            "sleep": actions.sleep,
-            "wake": actions.wake,
-            "load": actions.load,
-            "unload": actions.unload,
-        }
-        planner = {"pause_planner": actions.pause_planner, "resume_planner": actions.resume_planner}
-        steps: Callable[[], Steps]
-        if action in named:
-            steps = partial(named[action], name)
-        elif action in planner:
-            steps, action, name = planner[action], action.removesuffix("_planner"), "planner"
-        else:
-            known = ", ".join((*named, *planner))
-            raise InvalidArgument(f"unknown action '{shorten(action, 64)}'; there are {known}")
-        log.info("%s %s, by %s", action, shorten(name, 128), by)
-        return self._control.begin(lambda: recorded(self.settings, action, name, by, steps()))
+        """Do what a button says, one of ``actions``, for ``by``. Raises DynamoError. Blocks."""
+        steps = self.actions[action]
+        verb = action.removesuffix("_planner")
+        name = name if verb == action else "planner"
+        log.info("%s %s, by %s", verb, shorten(name, 128), by)
+        return self._control.begin(lambda: recorded(self.settings, verb, name, by, steps(name)))
 
     def events(self) -> list[BoxEvent]:
         """Return the events since the last call, at first the newest of those kept. Blocks."""

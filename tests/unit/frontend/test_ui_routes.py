@@ -82,6 +82,7 @@ class Page:
         self.closed = False
         self.ended: list[ActionOutcome] = []
         self.happened: list[BoxEvent] = []
+        self.actions = ("drain", "sleep", "wake")
         self.pressed: list[tuple[str, str]] = []
         self.tasks = Tasks("test")
         source: Any = self
@@ -135,8 +136,8 @@ class Page:
 
     def act(self, action: str, name: str, by: str) -> str:
         self.pressed.append((action, name))
-        if action == "explode":
-            raise InvalidArgument(f"unknown action '{action}'")
+        if name == "gone":
+            raise InvalidArgument("no worker 'gone'")
         return f"{name}: {action} has begun"
 
     async def ask(
@@ -546,9 +547,18 @@ async def test_a_wrong_body_is_refused(page: Page, body: bytes) -> None:
 
 
 async def test_what_fails_is_told(page: Page) -> None:
+    body = b'{"action": "sleep", "name": "gone"}'
+    status, _, answer = await page.ask("/ui/actions", method="POST", body=body)
+    assert (status, json.loads(answer)["message"]) == (400, "no worker 'gone'")
+
+
+async def test_an_unknown_action_lists_those_on_workers_and_on_disk(page: Page) -> None:
     body = b'{"action": "explode", "name": "x"}'
     status, _, answer = await page.ask("/ui/actions", method="POST", body=body)
-    assert (status, json.loads(answer)["message"]) == (400, "unknown action 'explode'")
+    message = json.loads(answer)["message"]
+    assert status == 400 and message.startswith("unknown action 'explode'; there are drain, ")
+    assert {"sleep", "pull", "delete_model"} <= set(message.partition("there are ")[2].split(", "))
+    assert not page.pressed
 
 
 def test_a_frontend_without_a_deployment_shows_what_it_has() -> None:
