@@ -74,10 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         print(f"dynamo: unknown verb {verb!r}{hint}\n\n{_help()}", file=sys.stderr)
         return 2
-    with _quiet_interrupt():
-        module, _, function = VERBS[verb][0].partition(":")
-        run = getattr(importlib.import_module(module), function or "main")
-        rival = rival_distribution()
+    module, _, function = VERBS[verb][0].partition(":")
+    run = getattr(importlib.import_module(module), function or "main")
+    rival = rival_distribution()
     if rival:
         print(
             f"dynamo: {rival} is also installed in this environment, and both provide the Python "
@@ -88,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        status = run(words)
-        sys.stdout.flush()
+        with _interruptible():
+            status = run(words)
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `… | head`: the reader closed the pipe
@@ -114,14 +114,11 @@ def rival_distribution() -> str | None:
 
 
 @contextlib.contextmanager
-def _quiet_interrupt() -> Iterator[None]:
-    """End the process at once on Ctrl-C, without a traceback: nothing needs clean-up yet.
-
-    KeyboardInterrupt inside the import of a compiled module can also crash the interpreter.
-    """
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt in the block, which cleans up; see ``dynamo.__main__``."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:

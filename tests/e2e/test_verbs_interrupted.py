@@ -133,8 +133,8 @@ class Terminal:
             (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)
             self.interrupted += 1
         output, _ = process.communicate(timeout=120)
-        # Before main() is called, Python itself reports Ctrl-C.
-        traceback = re.search(r'cli/main\.py", line \d+, in main', output)
+        # Python itself reports Ctrl-C until dynamo/__main__.py runs.
+        traceback = re.search(r'File ".*/dynamo/[a-z]', output)
         assert not traceback, (verb.words, point, output)
 
 
