@@ -12,6 +12,7 @@ from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.planner.capacity.interpolation import read_capacity
 from dynamo.planner.policies.factory import resolve_mode
 from dynamo.simulation.compare import Comparison, compare, comparison_figure, draw_comparison
 from dynamo.simulation.request import (
@@ -32,6 +33,7 @@ EPILOG = """examples:
   dynamo planner replay --synthetic sine:5-20:150 --policy load --policy hpa:12 --plot replay.png
 """
 
+_START_UP_S = 60.0
 _COLUMNS = (
     "policy",
     "GPU-hours",
@@ -101,11 +103,16 @@ def traffic(settings: ReplaySettings) -> list[ReplayRequest]:
 
 
 def _setup(settings: ReplaySettings, planner: PlannerSettings) -> ReplaySetup:
+    start_s, wake_s = settings.start_up_s, settings.wake_s
+    profile = read_capacity(planner.profile_results_dir)
+    if profile is not None:
+        start_s = profile.start_s if start_s is None else start_s
+        wake_s = profile.wake_s if wake_s is None else wake_s
     return ReplaySetup(
         model=service_model(settings.service_model),
-        start_up_s=settings.start_up_s,
+        start_up_s=_START_UP_S if start_s is None else start_s,
         stop_s=settings.stop_s,
-        wake_s=settings.wake_s,
+        wake_s=wake_s,
         sleeping=(
             planner.max_gpu_budget
             if planner.max_sleeping_workers is None

@@ -112,8 +112,14 @@ def _show(console: Console, result: ProfileResult, plots: Sequence[Path]) -> Non
     ]
     model = escape(one_line(result.model))
     lines = (f"{model}: prefill", *figures(prefill), f"{model}: decode", *figures(decode))
-    for line in (*lines, *_thresholds(result), *_written(result, plots)):
+    for line in (*lines, *_times(result), *_thresholds(result), *_written(result, plots)):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _times(result: ProfileResult) -> Iterator[str]:
+    if result.start_s is not None:
+        woken = "" if result.wake_s is None else f", from its sleep in {result.wake_s:.2f} s"
+        yield f"a worker serves {result.start_s:.1f} s after its start{woken}"
 
 
 def _thresholds(result: ProfileResult) -> Iterator[str]:

@@ -27,14 +27,19 @@ import orjson
 from dynamo.attach.launch import free_port
 from dynamo.attach.profiles import samples
 from dynamo.bench.client import LoadConnection, error_message
-from dynamo.config import environ
+from dynamo.config import environ, from_env
+from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.http.client import HttpClient, ResponseError, Target, get, parse_url
+from dynamo.operations.steps.sleeping import open_engines
 from dynamo.profiler.results import DecodeSample, DecodeStep, Effort, EngineLimits, PrefillSample
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.graph.graph import Graph
 from dynamo.serve.graph.service import Service
+from dynamo.serve.state.entries import read_services
 from dynamo.serve.supervision.processes import die_with_parent
+from dynamo.status.deployment import running_deployment
+from dynamo.status.reading import process_uptimes
 
 _PATH = "/v1/completions"
 _METRICS = "dynamo_frontend_"
@@ -91,7 +96,10 @@ class ProfiledDeployment:
     """``dynamo serve`` of one worker, as an async context manager; nothing of it is left after.
 
     ``gpus`` is passed to it as ``--gpus``. ``on_line`` gets its messages until it is ready.
+    :attr:`start_s` is the time from the start of its worker until it was ready.
     """
+
+    start_s: float
 
     def __init__(
         self,
@@ -118,10 +126,25 @@ class ProfiledDeployment:
         try:
             await self._start(port)
             await self._wait()
+            self._see_worker()
         except BaseException:
             await self._stop()
             raise
         return parse_url(f"http://127.0.0.1:{port}")
+
+    async def wake_s(self) -> float | None:
+        """Put the worker to sleep, wake it, and return the seconds until it serves again.
+
+        None if its engine has no sleep mode. Raises DynamoError.
+        """
+        lease = self._worker.lease
+        async with open_engines(self._runtime) as engines:
+            if lease is None or not await engines.can_sleep(lease):
+                return None
+            await engines.sleep(lease)
+            began_s = time.monotonic()
+            await engines.wake(lease, _TIMEOUT_S)
+            return time.monotonic() - began_s
 
     async def __aexit__(
         self,
@@ -133,18 +156,19 @@ class ProfiledDeployment:
         await self._stop()
 
     async def _start(self, port: int) -> None:
-        document = profiled_graph(self._graph, self._service, port)
+        document = json.dumps(profiled_graph(self._graph, self._service, port), default=str)
         words = [sys.executable, "-m", "dynamo", "serve", "--quiet", "--graceful-timeout", "10"]
         if self._gpus is not None:
             words += ["--gpus", str(self._gpus)]
-        parent = os.getpid()
+        parent, env = os.getpid(), _environment(self._state, document)
+        self._runtime = from_env(RuntimeSettings, env, namespace=NAMESPACE)
         self._process = await asyncio.create_subprocess_exec(
             *words,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             cwd=_directory(self._graph),
-            env=_environment(self._state, json.dumps(document, default=str)),
+            env=env,
             # Ctrl-C at a terminal reaches this process alone, which then stops it in order.
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent),
@@ -169,6 +193,16 @@ class ProfiledDeployment:
             lines = "".join(f"\n  {line}" for line in self._tail) or " (none)"
             kind = ConfigError if status == 2 else ServeFailed
             raise kind(f"{self._service.name} cannot be started; dynamo serve said:{lines}")
+
+    def _see_worker(self) -> None:
+        """Find the worker in the statefile, and how old it is now that it is ready."""
+        document = running_deployment(self._runtime)
+        services = {} if document is None else read_services(document)
+        if document is None or self._service.name not in services:
+            raise ServeFailed(f"{self._service.name} is not in the statefile of {NAMESPACE}")
+        (self._worker,) = services[self._service.name].entries
+        ages = process_uptimes(document)
+        self.start_s = max((ages[pid] for pid in self._worker.pids if pid in ages), default=0.0)
 
     async def _stop(self) -> None:
         if hasattr(self, "_process") and self._process.returncode is None:

@@ -160,13 +160,19 @@ class ThresholdAdvice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The profile of one service, or of a prefill and a decode service of the same model."""
+    """The profile of one service, or of a prefill and a decode service of the same model.
+
+    ``start_s`` is the time from a worker's start until it serves, ``wake_s`` that from its sleep;
+    of two services the longer one.
+    """
 
     model: str
     services: list[str]
     gpus_per_worker: list[float]
     directory: str
     max_kv_tokens: int | None = None
+    start_s: float | None = None
+    wake_s: float | None = None
     prefill: list[PrefillSample] = []
     decode: list[DecodeSample] = []
     skipped: list[str] = []

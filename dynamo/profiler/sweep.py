@@ -12,7 +12,7 @@ import numpy as np
 from dynamo.bench.runner import first_model
 from dynamo.config.bench import ProfileSettings
 from dynamo.config.programs import MODEL_PROGRAMS
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, DynamoError
 from dynamo.planner.capacity.interpolation import (
     Curve,
     DecodePoints,
@@ -109,6 +109,8 @@ async def run_profile(
         result.gpus_per_worker += decoded.gpus_per_worker
         result.max_kv_tokens, result.decode = decoded.max_kv_tokens, decoded.decode
         result.skipped += decoded.skipped
+        result.start_s = _longer(result.start_s, decoded.start_s)
+        result.wake_s = _longer(result.wake_s, decoded.wake_s)
     if not result.decode or result.max_kv_tokens is None:
         reasons = "; ".join(result.skipped)
         raise MeasurementFailed(f"no decode point could be measured: {reasons}")
@@ -147,6 +149,7 @@ class _Sweep:
                 gpus_per_worker=[gpus],
                 directory=self._settings.output,
                 max_kv_tokens=limits.kv_tokens,
+                start_s=deployment.start_s,
             )
             lengths = prefill_lengths(limits, self._effort, self._settings.max_isl)
             steps = self._steps(limits) if with_decode else ()
@@ -156,6 +159,7 @@ class _Sweep:
             if with_prefill:
                 await self._prefill(probe, lengths, result, remaining)
             await self._decode(probe, steps, result, remaining)
+            await self._wake(deployment, result)
         return result
 
     def _steps(self, limits: EngineLimits) -> tuple[DecodeStep, ...]:
@@ -195,6 +199,17 @@ class _Sweep:
                 text = f"{what}: ITL {point.itl_ms:.1f} ms at KV load {point.kv_usage:.2f}"
                 self._say(text, remaining)
             remaining.decoded(step)
+
+    async def _wake(self, deployment: ProfiledDeployment, result: ProfileResult) -> None:
+        """Measure last: a worker that does not wake costs no other point."""
+        try:
+            result.wake_s = await deployment.wake_s()
+        except DynamoError as failed:
+            result.skipped.append(f"sleep: {failed.message}")
+            self._say(f"left out: {result.skipped[-1]}")
+            return
+        if result.wake_s is not None:
+            self._say(f"sleep: awake again in {result.wake_s:.2f} s")
 
     def _say(self, text: str, remaining: _Remaining | None = None) -> None:
         if remaining is None:
@@ -249,6 +264,11 @@ class _Remaining:
         return step.concurrency * step.isl * self._per_token_s + tokens * _ITL_S
 
 
+def _longer(first: float | None, second: float | None) -> float | None:
+    known = [seconds for seconds in (first, second) if seconds is not None]
+    return max(known, default=None)
+
+
 def _arrays(result: ProfileResult, kv_tokens: int) -> WorkerProfile:
     def column(points: Sequence[PrefillSample] | Sequence[DecodeSample], name: str) -> Curve:
         values: Curve = np.array([getattr(point, name) for point in points], dtype=float)
@@ -267,4 +287,6 @@ def _arrays(result: ProfileResult, kv_tokens: int) -> WorkerProfile:
             tokens_per_s=column(result.decode, "tokens_per_s_per_gpu"),
             max_kv_tokens=kv_tokens,
         ),
+        start_s=result.start_s,
+        wake_s=result.wake_s,
     )

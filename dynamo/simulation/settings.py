@@ -71,12 +71,13 @@ class ReplaySettings:
         help="speed and KV cache of a worker",
         heading="the simulated deployment",
     )
-    start_up_s: float = option(
-        60.0,
+    start_up_s: float | None = option(
+        None,
         "--start-up",
         minimum=0,
         metavar="SECONDS",
-        help="from the start of a worker to its first request",
+        help="from the start of a worker to its first request; default: that of "
+        "--profile-results-dir, else 60",
     )
     stop_s: float = option(
         0.0,
@@ -90,7 +91,8 @@ class ReplaySettings:
         "--wake",
         minimum=0,
         metavar="SECONDS",
-        help="from the wake of a sleeping worker to its first request; default: none sleeps",
+        help="from the wake of a sleeping worker to its first request; default: that of "
+        "--profile-results-dir, else none sleeps",
     )
     initial_workers: int = option(
         1, "--initial-workers", minimum=0, help="decode or aggregated workers at the start"

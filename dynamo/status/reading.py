@@ -252,7 +252,7 @@ class BoxReader:
         seen = BoxSighting(
             document=document,
             at_s=time.time(),
-            uptimes=_uptimes(document),
+            uptimes=process_uptimes(document),
             registered=registered_workers(store_path(self._runtime)),
             reserved=[one.name for one in entries if _is_changed(one)],
             last_output=partial(self._last_output, _started_at_s(document)),
@@ -324,7 +324,7 @@ def _started_at_s(document: Document) -> float:
     return time.time() - since_boot_s + document.arbiter.start_ticks / _TICKS_PER_S
 
 
-def _uptimes(document: Document) -> dict[int, float]:
+def process_uptimes(document: Document) -> dict[int, float]:
     """Return the recorded processes that live, with their age in seconds."""
     # Start ticks count from boot and go on while the machine is suspended, as this clock does.
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)

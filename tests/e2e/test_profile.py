@@ -25,6 +25,9 @@ Worker:
   block-size: 16
   num-gpu-blocks-override: 1024
   speedup-ratio: 0.6
+  startup-time: 1.5
+  enable-sleep-mode: true
+  wake-time: 0.5
 """
 SPEED = 0.6
 OVERHEAD_MS = 60.0
@@ -63,6 +66,8 @@ def test_a_profile_of_the_mocker_is_its_own_timing(
     read = read_profile(output)
     assert read.prefill.isl.tolist() == [point["isl"] for point in result["prefill"]]
     assert read.decode.max_kv_tokens == 16384 and len(read.decode.itl_ms) == len(result["decode"])
+    assert 1.5 <= result["start_s"] == read.start_s
+    assert 0.5 <= result["wake_s"] == read.wake_s
     _nothing_is_left(serving)
 
 

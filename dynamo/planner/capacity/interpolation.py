@@ -10,9 +10,10 @@
 | | `z_itl` | ms |
 | | `z_thpt_per_gpu` | output tokens per second and GPU |
 | | `max_kv_tokens` | tokens, an array of one element |
+| | `worker_start_s`, `worker_wake_s` | seconds, one element each; only if measured |
 
-Upstream's files have the same arrays and units. Only a revision of v0.3 divided the ITL by 1000
-after reading it; the stored figures were milliseconds there, too.
+Upstream's files have the same arrays and units, but for the last row. Only a revision of v0.3
+divided the ITL by 1000 after reading it; the stored figures were milliseconds there, too.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ Curve: TypeAlias = NDArray[np.float64]
 """A one-dimensional array of measurements."""
 _PREFILL = Path("selected_prefill_interpolation/raw_data.npz")
 _DECODE = Path("selected_decode_interpolation/raw_data.npz")
+_START, _WAKE = "worker_start_s", "worker_wake_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,10 +73,16 @@ class DecodePoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerProfile:
-    """What `dynamo profile` measured of one worker. An aggregated worker has both parts, too."""
+    """What `dynamo profile` measured of one worker. An aggregated worker has both parts, too.
+
+    ``start_s`` is the time from its start until it serves, ``wake_s`` that from its sleep. None:
+    not measured, or its engine has no sleep mode.
+    """
 
     prefill: PrefillPoints
     decode: DecodePoints
+    start_s: float | None = None
+    wake_s: float | None = None
 
 
 def write_profile(directory: Path, profile: WorkerProfile) -> None:
@@ -88,6 +96,7 @@ def write_profile(directory: Path, profile: WorkerProfile) -> None:
         prefill_ttft=prefill.ttft_ms,
         prefill_thpt_per_gpu=prefill.tokens_per_s,
     )
+    times = {_START: profile.start_s, _WAKE: profile.wake_s}
     np.savez(
         directory / _DECODE,
         x_kv_usage=decode.kv_usage,
@@ -95,6 +104,7 @@ def write_profile(directory: Path, profile: WorkerProfile) -> None:
         z_itl=decode.itl_ms,
         z_thpt_per_gpu=decode.tokens_per_s,
         max_kv_tokens=np.array([decode.max_kv_tokens]),
+        **{name: np.array([value]) for name, value in times.items() if value is not None},
     )
 
 
@@ -117,7 +127,17 @@ def read_profile(directory: Path) -> WorkerProfile:
             tokens_per_s=decode_rate,
             max_kv_tokens=int(capacity[0]),
         ),
+        start_s=_time(directory / _DECODE, _START),
+        wake_s=_time(directory / _DECODE, _WAKE),
     )
+
+
+def _time(path: Path, name: str) -> float | None:
+    """Return the seconds ``name`` of an archive; None if it has none."""
+    with np.load(path, allow_pickle=False) as archive:
+        if name not in archive:
+            return None
+    return float(_arrays(path, (name,))[0][0])
 
 
 def _arrays(path: Path, names: tuple[str, ...]) -> list[Curve]:
@@ -254,6 +274,7 @@ class ProfiledCapacity:
     def __init__(self, profile: WorkerProfile) -> None:
         self.prefill = PrefillCurve(profile.prefill)
         self.decode = DecodeSurface(profile.decode)
+        self.start_s, self.wake_s = profile.start_s, profile.wake_s
 
 
 def read_capacity(directory: str | None) -> ProfiledCapacity | None:

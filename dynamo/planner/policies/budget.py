@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dynamo.planner.capacity.interpolation import ProfiledCapacity
 from dynamo.planner.policies.base import (
     PREFILL,
     Observation,
@@ -68,10 +69,14 @@ class StartUpTime:
     :attr:`seconds` is the longest of the last few starts: a worker that comes late costs more than
     one that comes early. Before the first one it is a guess, or the time that the current start
     has already taken. :attr:`wake_s` is the same for workers that slept: they are woken first.
+    A ``profile`` that has the times is the first guess.
     """
 
-    def __init__(self) -> None:
-        self._starts, self._wakes = _Times(_FIRST_GUESS_S), _Times(_FIRST_WAKE_S)
+    def __init__(self, profile: ProfiledCapacity | None = None) -> None:
+        start_s = None if profile is None else profile.start_s
+        wake_s = None if profile is None else profile.wake_s
+        self._starts = _Times(_FIRST_GUESS_S if start_s is None else start_s)
+        self._wakes = _Times(_FIRST_WAKE_S if wake_s is None else wake_s)
         self._asleep = 0
 
     @property

@@ -80,11 +80,10 @@ class CombinedPolicy(TargetedPolicy):
         self.interval_s = min(_REACTION_S, settings.adjustment_interval_s)
         targets = Targets(ttft_ms=settings.ttft_ms, itl_ms=settings.itl_ms)
         names = (PREFILL, DECODE) if prefill else (DECODE,)
-        self._pools = {name: _PoolSizing(targets) for name in names}
+        profile = read_capacity(settings.profile_results_dir)
+        self._pools = {name: _PoolSizing(targets, StartUpTime(profile)) for name in names}
         self._forecast = RateForecast(_INTERVALS * self.interval_s)
-        self._meter = LoadMeter(
-            aggregated=not prefill, profile=read_capacity(settings.profile_results_dir)
-        )
+        self._meter = LoadMeter(aggregated=not prefill, profile=profile)
         self._actions = ActionLimit()
         self._queued = 0
         self._now_s = 0.0
@@ -249,9 +248,9 @@ class _Need:
 class _PoolSizing:
     """One pool: what it needed recently, and how long its workers start."""
 
-    def __init__(self, targets: Targets) -> None:
+    def __init__(self, targets: Targets, start_up: StartUpTime) -> None:
         self.targets = targets
-        self.start_up = StartUpTime()
+        self.start_up = start_up
         self._recent: deque[tuple[float, int]] = deque()
         self._decisions = 0
 

@@ -56,10 +56,9 @@ _DOWN_MARGIN = 1.05
 class DisaggregatedSizing:
     """Sizes both pools by their throughput, from a profile or learned."""
 
-    def __init__(self, settings: PlannerSettings) -> None:
+    def __init__(self, settings: PlannerSettings, profile: ProfiledCapacity | None) -> None:
         self._itl_ms = settings.itl_ms
         self._learned = LearnedCapacity()
-        profile = read_capacity(settings.profile_results_dir)
         self._capacity = profile or self._learned
         self._correct = profile is not None and not settings.no_correction
 
@@ -127,9 +126,9 @@ def _estimates(
 class AggregatedSizing:
     """Sizes one pool so that 9 in 10 requests keep the targets."""
 
-    def __init__(self, settings: PlannerSettings) -> None:
+    def __init__(self, settings: PlannerSettings, profile: ProfiledCapacity | None) -> None:
         self._targets = Targets(ttft_ms=settings.ttft_ms, itl_ms=settings.itl_ms)
-        self._profile = read_capacity(settings.profile_results_dir)
+        self._profile = profile
         self._correct = not settings.no_correction
         self._meter = LoadMeter(aggregated=True, profile=self._profile)
         self._queued = 0
@@ -193,8 +192,9 @@ class SlaPolicy(TargetedPolicy):
         self._series = {
             name: make_predictor(settings.load_predictor, window) for name in ("rate", "isl", "osl")
         }
-        self._sizing = (DisaggregatedSizing if prefill else AggregatedSizing)(settings)
-        self._start_ups = {name: StartUpTime() for name in (PREFILL, DECODE)}
+        profile = read_capacity(settings.profile_results_dir)
+        self._sizing = (DisaggregatedSizing if prefill else AggregatedSizing)(settings, profile)
+        self._start_ups = {name: StartUpTime(profile) for name in (PREFILL, DECODE)}
         self._recent: deque[tuple[float, Workers]] = deque()
         self._actions = ActionLimit()
         self._wanted: dict[str, int] = {}

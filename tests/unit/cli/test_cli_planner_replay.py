@@ -6,9 +6,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dynamo.cli.main import main
+from dynamo.planner.capacity.interpolation import (
+    DecodePoints,
+    PrefillPoints,
+    WorkerProfile,
+    write_profile,
+)
 
 SHORT = ("--synthetic", "flat:4", "--duration", "20", "--start-up", "5", "--max-gpu-budget", "2")
 TRACE = """{"timestamp": 0, "input_length": 700, "output_length": 20, "hash_ids": [1, 2]}
@@ -62,6 +69,22 @@ def test_json_has_the_figures_of_the_issue(capsys: pytest.CaptureFixture[str]) -
 def test_the_policy_of_the_mode_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     (result,) = figures(capsys, *SHORT, "--no-score")["policies"]
     assert result["policy"] == "load+sla"
+
+
+def test_a_worker_starts_as_long_as_its_profile_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = np.array([1000.0])
+    prefill = PrefillPoints(isl=point, ttft_ms=point / 10, tokens_per_s=10 * point)
+    decode = DecodePoints(
+        kv_usage=point / 2000, context=point, itl_ms=point, tokens_per_s=point, max_kv_tokens=9000
+    )
+    write_profile(tmp_path, WorkerProfile(prefill=prefill, decode=decode, start_s=300.0))
+    none = ("--synthetic", "flat:1", "--duration", "30", "--initial-workers", "0", "--no-score")
+    profiled = (*none, "--policy", "load", "--profile-results-dir", str(tmp_path))
+    assert float(str(figures(capsys, *profiled)["policies"][0]["ttft_p50_ms"])) > 280_000
+    short = figures(capsys, *profiled, "--start-up", "10")["policies"][0]
+    assert float(str(short["ttft_p50_ms"])) < 60_000
 
 
 def test_a_trace_is_warped_and_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

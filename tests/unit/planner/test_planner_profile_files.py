@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,13 @@ from dynamo.errors import ConfigError
 from dynamo.planner.capacity.interpolation import (
     DecodePoints,
     PrefillPoints,
+    ProfiledCapacity,
     WorkerProfile,
     read_profile,
     write_profile,
 )
+from dynamo.planner.policies.base import Pool
+from dynamo.planner.policies.budget import StartUpTime
 
 PREFILL = "selected_prefill_interpolation/raw_data.npz"
 DECODE = "selected_decode_interpolation/raw_data.npz"
@@ -43,6 +47,25 @@ def test_a_profile_survives_the_round_trip(tmp_path: Path) -> None:
     for part in ("kv_usage", "context", "itl_ms", "tokens_per_s"):
         np.testing.assert_array_equal(getattr(read.decode, part), getattr(want.decode, part))
     assert read.decode.max_kv_tokens == 100_000
+
+
+@pytest.mark.parametrize(("start_s", "wake_s"), [(None, None), (41.5, None), (41.5, 0.4)])
+def test_the_times_of_a_worker_are_kept_where_they_were_measured(
+    tmp_path: Path, start_s: float | None, wake_s: float | None
+) -> None:
+    write_profile(tmp_path, replace(example(), start_s=start_s, wake_s=wake_s))
+    read = read_profile(tmp_path)
+    assert (read.start_s, read.wake_s) == (start_s, wake_s)
+
+
+def test_a_profile_is_the_first_guess_of_both_times() -> None:
+    start = StartUpTime(ProfiledCapacity(replace(example(), start_s=180.0, wake_s=0.5)))
+    start.observe(Pool(ready=1, asleep=1), 0.0)
+    assert (start.seconds, start.wake_s) == (180.0, 0.5)
+    start.observe(Pool(ready=1), 5.0)
+    start.changed(Pool(ready=1), 2, 10.0)
+    start.observe(Pool(ready=2), 50.0)
+    assert start.seconds == 40.0
 
 
 def test_files_have_the_arrays_that_dynamo_reads(tmp_path: Path) -> None:
