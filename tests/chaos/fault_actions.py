@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import psutil
 from chaos_load import REQUEST_TIMEOUT_S
 from chaos_world import FATAL_SEED, World, send
 from fault_schedule import FAULTS, PlannedFault
@@ -17,13 +20,15 @@ from small_disk import SmallDisk
 from socket_cutter import cut_one
 from validator import Violation
 
-__all__ = ["FaultActions"]
+__all__ = ["SPACING_S", "FaultActions"]
 
 TARGET_TIMEOUT_S = 3.0
 """How long a fault waits for a target: a worker that is not the last one, a frontend."""
 
 SPACING_S = 0.4
 LAST_WORKER_SHARE = 0.2
+STARTING_SHARE = 0.1
+STARTING_S = 5.0
 _EVENTS = ".events.sock"
 
 
@@ -34,9 +39,16 @@ class FaultActions:
     that this machine forbids, with the reason.
     """
 
-    def __init__(self, world: World, disk: SmallDisk, on_fault: Callable[[Fault], None]) -> None:
+    def __init__(
+        self,
+        world: World,
+        disk: SmallDisk,
+        on_fault: Callable[[Fault], None],
+        spacing_s: float = SPACING_S,
+    ) -> None:
         self.world = world
         self.disk = disk
+        self._spacing_s = spacing_s
         self.missed = 0
         self.impossible: dict[str, str] = {}
         self.violations: list[Violation] = []
@@ -114,7 +126,7 @@ class FaultActions:
     async def _slot(self) -> None:
         """Keep faults apart: those that waited for a target would hit it all at once."""
         now_s = self.world.clock()
-        self._next_s = max(self._next_s + SPACING_S, now_s)
+        self._next_s = max(self._next_s + self._spacing_s, now_s)
         await asyncio.sleep(self._next_s - now_s)
 
     # -- workers
@@ -123,12 +135,15 @@ class FaultActions:
         """A worker that may be harmed: a prefill worker, or a decode worker but not the last.
 
         Mostly two decode workers are left: with one, every fault hits every request, and its
-        migrations are used up in seconds.
+        migrations are used up in seconds. Rarely one that starts: deaths at the start delay the
+        next one longer and longer.
         """
         live = self.world.live_workers()
         left = 1 if dice.random() < LAST_WORKER_SHARE else 2
         others = set(self.world.pids("dynamo.mocker")) - set(self.world.leases().values())
         others -= self._stopped
+        if dice.random() >= STARTING_SHARE:
+            others = {pid for pid in others if _age_s(pid) > STARTING_S}
         able = sorted(others) + (sorted(live.values()) if len(live) > left else [])
         return dice.choice(able) if able else 0
 
@@ -312,6 +327,12 @@ class FaultActions:
 
 
 _WHOLE_DEPLOYMENT = ("arbiter killed", "guard killed", "deployment terminated")
+
+
+def _age_s(pid: int) -> float:
+    with contextlib.suppress(psutil.Error):
+        return time.time() - psutil.Process(pid).create_time()
+    return 0.0
 
 
 def _unlink(path: Path) -> str:

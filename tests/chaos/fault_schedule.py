@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["FAULTS", "LASTING_FAULTS", "PlannedFault", "make_schedule"]
+__all__ = ["FAULTS", "LASTING_FAULTS", "PlannedFault", "make_schedule", "read_weights"]
 
 FAULTS = {
     "worker killed": 20,
@@ -50,6 +50,19 @@ class PlannedFault(NamedTuple):
     at_s: float
     kind: str
     dice: str
+
+
+def read_weights(text: str) -> dict[str, int]:
+    """Read ``kind, kind:weight``; a kind without a weight has that of FAULTS. Raises ValueError."""
+    found = {}
+    for part in text.split(","):
+        kind, colon, weight = (word.strip() for word in part.partition(":"))
+        if kind not in FAULTS:
+            raise ValueError(f"{kind!r} is not one of: {', '.join(FAULTS)}")
+        if colon and not (weight.isdecimal() and int(weight)):
+            raise ValueError(f"the share {weight!r} of {kind!r} is not a whole number from 1")
+        found[kind] = int(weight) if colon else FAULTS[kind]
+    return found
 
 
 def make_schedule(

@@ -45,10 +45,11 @@ class Judge:
         ready = []
         while self._requests and self._requests[0].ended_s <= now_s - SETTLED_S:
             ready.append(self._requests.popleft())
-        while self._losses and self._losses[0].at_s < now_s - KEPT_S - SETTLED_S:
-            self._losses.popleft()
         if not ready:
             return []
+        since_s = min(one.started_s for one in ready) - KEPT_S
+        while self._losses and self._losses[0].at_s < since_s:
+            self._losses.popleft()
         found = validate([*self._losses, *ready], lives)
         found.faults.clear()
         _add(self.verdict, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class SoakOptions:
     block_tokens: int = 32
     output_scale: float = 0.25
     trace: Path = ROOT / "benchmarks/traces/sample.jsonl"
-    kinds: tuple[str, ...] = tuple(LASTING_FAULTS)
+    faults: Mapping[str, int] = field(default_factory=lambda: LASTING_FAULTS)
 
 
 @dataclass
@@ -73,7 +73,7 @@ class SoakReport:
             **{
                 name: str(value) if isinstance(value, Path) else value
                 for name, value in vars(self.options).items()
-                if name != "kinds"
+                if name != "faults"
             },
             **self.facts,
             "requests": verdict.requests,

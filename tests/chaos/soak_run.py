@@ -23,8 +23,8 @@ import psutil
 from aftermath import check_gauges, tracebacks
 from chaos_run import RECOVERY_TIMEOUT_S, keep_logs, recovered, small_disk, stopped
 from chaos_world import World
-from fault_actions import FaultActions
-from fault_schedule import FAULTS, LASTING_FAULTS, make_schedule
+from fault_actions import SPACING_S, FaultActions
+from fault_schedule import FAULTS, LASTING_FAULTS, make_schedule, read_weights
 from history import Request
 from serving import ROOT
 from soak_judge import recent
@@ -71,7 +71,8 @@ class Soak:
                 ),
                 "DYN_TEST_PROBE": str(self._probe),
             }
-            actions = FaultActions(world, disk, self.report.judge.add)
+            spacing_s = min(SPACING_S, 30 / self.options.faults_per_minute)
+            actions = FaultActions(world, disk, self.report.judge.add, spacing_s)
             try:
                 await world.start()
                 watch = asyncio.create_task(world.watch())
@@ -122,7 +123,7 @@ class Soak:
                 options.seed,
                 seconds - min(20.0, seconds / 4),
                 options.faults_per_minute / 60,
-                {kind: FAULTS[kind] for kind in options.kinds},
+                options.faults,
             )
         ]
         async with asyncio.TaskGroup() as group:
@@ -257,15 +258,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--faults",
         default=",".join(LASTING_FAULTS),
-        help='kinds, comma separated, or "all"; else those that the measured processes survive',
+        help="kinds, comma separated, each with its share after a colon if it has one of its own, "
+        'or "all"; else those that the measured processes survive',
     )
     parser.add_argument("--seed", type=int, help="of load and faults; random without it")
     parser.add_argument("--directory", type=Path, help="keep samples, logs and report here")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     flags = parser.parse_args(arguments)
-    kinds = tuple(FAULTS) if flags.faults == "all" else tuple(flags.faults.split(","))
-    if unknown := [kind for kind in kinds if kind not in FAULTS]:
-        parser.error(f"--faults {unknown[0]!r} is not one of: {', '.join(FAULTS)}")
+    try:
+        faults = FAULTS if flags.faults == "all" else read_weights(flags.faults)
+    except ValueError as error:
+        parser.error(f"--faults: {error}")
     options = SoakOptions(
         seed=secrets.randbelow(1 << 31) if flags.seed is None else flags.seed,
         hours=flags.hours,
@@ -276,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         block_tokens=flags.block_tokens,
         output_scale=flags.output_scale,
         trace=flags.trace,
-        kinds=kinds,
+        faults=faults,
     )
     print(f"soak: seed {options.seed}", file=sys.stderr, flush=True)
     directory = flags.directory or Path(tempfile.mkdtemp(prefix="soak-"))

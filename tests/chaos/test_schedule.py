@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from chaos_load import make_pool
-from fault_schedule import FAULTS, make_schedule
+from fault_schedule import FAULTS, make_schedule, read_weights
 
 
 def test_a_seed_gives_the_same_faults() -> None:
@@ -29,6 +30,15 @@ def test_faults_come_as_often_as_their_weights_say() -> None:
     decks = 20
     found = Counter(fault.kind for fault in make_schedule(5, decks * sum(FAULTS.values()), 1.0))
     assert found == {kind: decks * weight for kind, weight in FAULTS.items()}
+
+
+def test_shares_are_read_from_text() -> None:
+    found = read_weights("requests cut:40, worker killed")
+    assert found == {"requests cut": 40, "worker killed": FAULTS["worker killed"]}
+    with pytest.raises(ValueError, match="'worker' is not one of: worker killed, "):
+        read_weights("worker:3")
+    with pytest.raises(ValueError, match="share '0' of 'disk full'"):
+        read_weights("disk full:0")
 
 
 def test_a_seed_gives_the_same_requests() -> None:

@@ -120,6 +120,16 @@ def test_windows_are_judged_as_the_whole_run() -> None:
     assert held < (SETTLED_S + KEPT_S) * 4
 
 
+def test_losses_count_for_requests_that_are_judged_at_the_end() -> None:
+    judge = Judge()
+    for at_s in (10.1, 10.2):
+        judge.add(Fault("requests cut", "a.sock", at_s))
+    lost = [Event(10.5, "error", "Two workers died or stopped answering"), Event(10.5, "done")]
+    judge.add(_request(1, 10.0, events=lost))
+    judge.finish([Life("frontend", "1", 0.0), Life("worker", "0", 0.0)])
+    assert judge.verdict.violations == [] and judge.verdict.workers_lost == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_short_soak(tmp_path: Path) -> None:
