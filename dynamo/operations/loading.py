@@ -1,4 +1,7 @@
-"""The way of a model to its first worker: one is woken, started again, or added; and back."""
+"""The way of a model to its first worker: one is woken, started again, or added; and back.
+
+A worker that another command starts or wakes is followed until it serves.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,37 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from dynamo.operations.reconcile import repair_loads
 from dynamo.operations.steps.access import LocalAccess, wait_until
 from dynamo.operations.steps.circus import STOPPED, CircusBusy, retried
 from dynamo.operations.steps.limits import ActionFailed, reserve
-from dynamo.operations.steps.sleeping import RemoteEngines, can_sleep, finish_wake
+from dynamo.operations.steps.sleeping import (
+    RemoteEngines,
+    can_sleep,
+    finish_wake,
+    wake_worker,
+)
 from dynamo.operations.steps.starting import WorkerStart
 from dynamo.serve.gpus.room import group_rivals, sleeper_to_wake
-from dynamo.serve.state.document import LOAD, WAKE, Document, Entry
+from dynamo.serve.state.document import LOAD, SLEEP, WAKE, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services, release
 from dynamo.serve.state.process_table import is_reserved
 
 Worker = tuple[ServiceEntries, Entry]
+_BEGUN = {WAKE: "is being woken", SLEEP: "falls asleep first"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceLoad:
     """What makes a service serve: ``text`` says it, ``work`` does it and ends when it serves.
 
-    The worker ``name`` is reserved until then.
+    The worker ``name`` is reserved until then, by another command if it is ``followed``.
     """
 
     name: str
     text: str
     work: Callable[[], Awaitable[object]]
+    followed: bool = False
 
 
 class ModelLoad:
@@ -51,38 +62,57 @@ class ModelLoad:
         """
         access = self._access
         self._statuses = await access.statuses()
-        for service in self._cold(access.document(), []):
-            if not self._entry_to_use(access.document(), service):
+        for service, entry in self._pools(access.document()):
+            if entry is None and not self._entry_to_use(access.document(), service):
                 await self._starts[service.name].find_room()
         loads: list[ServiceLoad] = []
         # Blocks, so that a cancellation cannot arrive between the write and our note of it.
         access.statefile.update(lambda document: loads.extend(self._reserve(document)))
-        access.active.update(one.name for one in loads)
+        access.active.update(one.name for one in loads if not one.followed)
         return loads
 
     def _reserve(self, document: Document) -> list[ServiceLoad]:
-        serving: list[str] = []
-        cold = self._cold(document, serving)
-        if not cold:
+        pools = self._pools(document)
+        starting = [
+            (service, entry)
+            for service, entry in pools
+            if entry is not None and not serves(self._access, entry)
+        ]
+        cold = [service for service, entry in pools if entry is None]
+        if not cold and not starting:
+            serving = [entry.name for _, entry in pools if entry is not None]
             raise ActionFailed(
-                f"it is served or being loaded already, by {', '.join(serving)}; "
-                "workers of the graph that were drained start with: dynamo reload"
+                f"it is served already, by {', '.join(serving)}; workers of the graph that were "
+                "drained start with: dynamo reload"
             )
         check_turn(document, cold, self._access.active)
-        return [self._load(document, service) for service in cold]
+        loads = [self._load(document, service) for service in cold]
+        return loads + [self._follow(service, entry) for service, entry in starting]
 
-    def _cold(self, document: Document, serving: list[str]) -> list[ServiceEntries]:
-        """Return a service of each pool without a worker; append the workers of the others."""
+    def _follow(self, service: ServiceEntries, entry: Entry) -> ServiceLoad:
+        begun = entry.reserved_by.operation if entry.reserved_by is not None else ""
+        return ServiceLoad(
+            name=entry.name,
+            text=f"{entry.name} {_BEGUN.get(begun, 'is starting')}, waiting for it",
+            work=partial(follow, self._access, self._engines, service, entry.name),
+            followed=True,
+        )
+
+    def _pools(self, document: Document) -> list[tuple[ServiceEntries, Entry | None]]:
+        """Return a worker of each pool that is awake, with its service: one that serves if any.
+
+        For a pool without one, return the service of the worker to come.
+        """
         now = read_services(document)
         services = [now.get(one.name, one) for one in self._services]
-        cold = []
+        found: list[tuple[ServiceEntries, Entry | None]] = []
         for is_prefill in (True, False):
             pool = [one for one in services if one.is_prefill == is_prefill]
-            awake = [entry.name for one in pool for entry in one.entries if self._is_awake(entry)]
-            serving += awake
-            if pool and not awake:
-                cold.append(pool[0])
-        return cold
+            awake = [(one, entry) for one in pool for entry in one.entries if self._is_awake(entry)]
+            awake.sort(key=lambda worker: not serves(self._access, worker[1]))
+            if pool:
+                found.append(awake[0] if awake else (pool[0], None))
+        return found
 
     def _entry_to_use(self, document: Document, service: ServiceEntries) -> Entry | None:
         """Return a worker to start again or to wake, if there is one."""
@@ -130,10 +160,39 @@ def check_turn(
         )
 
 
+def serves(access: LocalAccess, entry: Entry) -> bool:
+    """Whether a worker that is awake has registered its model, and no command is changing it."""
+    return access.model(entry) is not None and not is_reserved(entry, access.active)
+
+
+async def follow(
+    access: LocalAccess, engines: RemoteEngines, service: ServiceEntries, name: str
+) -> None:
+    """Wait until a worker serves that another command, or the arbiter, starts or wakes.
+
+    What a command has begun that has exited since is completed. Raises ActionFailed.
+    """
+
+    async def is_free() -> bool:
+        (entry,) = _entries(access, [name])
+        return not is_reserved(entry, access.active)
+
+    limit_s = access.limits.start_timeout_s
+    deadline_s = asyncio.get_running_loop().time() + limit_s
+    if not await wait_until(is_free, access.registrations, deadline_s):
+        raise ActionFailed(f"{name} did not serve within {limit_s:g} s")
+    await repair_loads(access)
+    (entry,) = _entries(access, [name])
+    if entry.asleep:
+        await wake_worker(access, engines, service, entry)
+    else:
+        await wait_until_served(access, [name])
+
+
 async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None:
     """Wait until the workers ``names`` have registered their models.
 
-    Raises ActionFailed for one that is stopped, given up or too slow.
+    Raises ActionFailed for one that is removed, stopped, given up or too slow.
     """
 
     async def served() -> bool:
@@ -144,11 +203,7 @@ async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None
         pending = [one for one in _entries(access, names) if access.model(one) is None]
         for entry in pending:
             if statuses.get(entry.name, STOPPED) == STOPPED:
-                line = access.last_line(entry.name)
-                raise ActionFailed(
-                    f"{entry.name} was stopped or given up before it served"
-                    + (f"; last output: {line}" if line else "")
-                )
+                raise _never_served(access, entry.name, "stopped or given up")
         return not pending
 
     limit_s = access.limits.start_timeout_s
@@ -186,8 +241,15 @@ async def _start_again(access: LocalAccess, name: str) -> None:
 
 
 def _entries(access: LocalAccess, names: Iterable[str]) -> list[Entry]:
+    """Return the entries of workers. Raises ActionFailed for one that is removed."""
     found = {entry.name: entry for entry in access.entries()}
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise ActionFailed(f"{', '.join(missing)}: removed by another command")
+    for name in names:
+        if name not in found or found[name].draining:
+            raise _never_served(access, name, "drained" if name in found else "removed")
     return [found[name] for name in names]
+
+
+def _never_served(access: LocalAccess, name: str, cause: str) -> ActionFailed:
+    line = access.last_line(name)
+    output = f"; last output: {line}" if line else ""
+    return ActionFailed(f"{name} was {cause} before it served{output}")

@@ -25,6 +25,7 @@ from dynamo.operations.loading import (
     ModelLoad,
     Worker,
     check_turn,
+    follow,
     sleepers_and_others,
     wait_until_served,
 )
@@ -38,6 +39,7 @@ from dynamo.operations.steps.sleeping import (
     check_sleepable,
     check_sleepers,
     check_wakeable,
+    is_woken,
     open_engines,
     sleep_worker,
     wake_worker,
@@ -150,11 +152,18 @@ class BoxActions:
             workers = [one for one in found if one[1].asleep]
             if not workers:
                 raise ActionFailed(f"{name} is not asleep")
-            for _, entry in workers:
+            begun = [one for one in workers if is_woken(one[1], access.active)]
+            others = [one for one in workers if one not in begun]
+            for _, entry in others:
                 check_wakeable(access.document(), entry.name)
-            check_turn(access.document(), [service for service, _ in workers], access.active)
-            yield f"waking {_names(workers)}"
-            await complete_all(wake_worker(access, engines, service, e) for service, e in workers)
+            check_turn(access.document(), [service for service, _ in others], access.active)
+            parts = [f"waking {_names(others)}"] if others else []
+            parts += [f"{_names(begun)}: being woken already, waiting for it"] if begun else []
+            yield "; ".join(parts)
+            work = [wake_worker(access, engines, service, e) for service, e in others]
+            await complete_all(
+                [*work, *(follow(access, engines, service, e.name) for service, e in begun)]
+            )
         yield f"{_names(workers)}: awake, ready for requests"
 
     async def load(self, model: str) -> Steps:

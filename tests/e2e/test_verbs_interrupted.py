@@ -63,7 +63,7 @@ class Verb:
 
 RESTARTS = (Verb(("restart", "b")), Verb(("restart", "a")))
 RUN_C = Verb(("run", str(MODEL), "--engine", "mocker", "--name", "c"), "is a model of namespace")
-LOAD = Verb(("load", "b"), "served or being loaded already")
+LOAD = Verb(("load", "b"), "served already")
 PAIRS = (
     (Verb(("sleep", "b"), "sleeps already"), Verb(("wake", "b"), "is not asleep")),
     (Verb(("unload", "b"), "holds no GPU"), LOAD),
@@ -215,6 +215,36 @@ def test_verbs_beside_a_running_deployment(serving: Serving) -> None:
                 box.try_out(back, before, second)
         assert load.answered > 20
     assert box.models() == {"a", "b"}
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_load_that_is_repeated_waits_for_the_worker_of_the_first(
+    serving: Serving, signum: signal.Signals
+) -> None:
+    graph = GRAPH.format(port=free_port()).replace("startup-time: 0.5", "startup-time: 3")
+    graph = graph.replace("enable-sleep-mode: true\n  ServiceArgs: {", "ServiceArgs: {workers: 0, ")
+    serving.start(serving.graph(graph), "--gpus", "4", wait="ready: .*model: a")
+    terminal = Terminal(serving)
+    first = terminal.begin(LOAD.words)
+    assert first.stdout is not None and "starting" in first.stdout.readline()
+    serving.until(lambda: serving.pids("B_1"))
+    (worker,) = serving.pids("B_1")
+    os.kill(worker, signal.SIGSTOP)  # it loads for as long as the test wants
+    os.kill(first.pid, signum)
+    first.communicate(timeout=60)
+    second = terminal.begin(LOAD.words)
+    assert second.stdout is not None
+    assert "_B_1: kept; the process of its load has exited" in second.stdout.readline()
+    assert "_B_1 is starting, waiting for it" in second.stdout.readline()
+    os.kill(worker, signal.SIGCONT)
+    output, _ = second.communicate(timeout=60)
+    assert (second.returncode, output) == (0, "b: loaded, ready for requests\n")
+    assert serving.pids("B_1") == [worker]
+    third = terminal.begin(LOAD.words)
+    assert "it is served already, by " in third.communicate(timeout=60)[0]
+    assert third.returncode == 1
     assert serving.stop() == 0
     serving.assert_clean()
 

@@ -273,6 +273,12 @@ def _interrupted(entry: Entry, active: Collection[str]) -> str:
     return operation if operation in (SLEEP, WAKE) else ""
 
 
+def is_woken(entry: Entry, active: Collection[str]) -> bool:
+    """Whether a living process is waking the worker now; ``active``: those of this one."""
+    owner = entry.reserved_by
+    return owner is not None and owner.operation == WAKE and is_reserved(entry, active)
+
+
 def check_wakeable(document: Document, name: str) -> None:
     """Raise ActionFailed that says why the worker ``name`` cannot be woken now, if so."""
     entry = document.components.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 from collections.abc import Awaitable, Callable
@@ -17,14 +18,15 @@ from virtual_time import run_virtual
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import EngineFailure, StatefileError
-from dynamo.operations.loading import ModelLoad
-from dynamo.operations.steps.access import LocalAccess
+from dynamo.operations.loading import ModelLoad, follow
+from dynamo.operations.steps.access import LocalAccess, complete_all
 from dynamo.operations.steps.circus import CircusError
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.removal import finish_removal, mark_draining
 from dynamo.operations.steps.sleeping import (
     RemoteEngines,
     check_wakeable,
+    is_woken,
     sleep_worker,
     wake_worker,
 )
@@ -407,20 +409,110 @@ def test_an_interrupted_operation_is_finished_or_undone(
     run(work)
 
 
-def test_of_several_loads_one_starts_a_worker(run: Any) -> None:
-    async def work(site: Site) -> None:
-        async def load() -> list[str]:
-            services = [read_services(site.access.document())["B"]]
-            loads = await ModelLoad(site.access, site.engines, services).prepare()
-            return [str(await one.work()) for one in loads]
+async def load_b(site: Site) -> list[str]:
+    """Load model b to its end; return what it says at first."""
+    services = [read_services(site.access.document())["B"]]
+    loads = await ModelLoad(site.access, site.engines, services).prepare()
+    await complete_all(one.work() for one in loads)
+    return [one.text for one in loads]
 
-        found = await asyncio.gather(*(load() for _ in range(4)), return_exceptions=True)
-        assert [one for one in found if isinstance(one, list)] == [["dynamo_B_1"]]
-        refused = [str(one) for one in found if isinstance(one, ActionFailed)]
-        assert len(refused) == 3
-        assert all("served or being loaded already, by dynamo_B_1;" in text for text in refused)
+
+def test_of_several_loads_one_starts_a_worker_and_the_others_wait_for_it(run: Any) -> None:
+    async def work(site: Site) -> None:
+        found = await asyncio.gather(*(load_b(site) for _ in range(4)))
+        waiting = ["dynamo_B_1 is starting, waiting for it"]
+        assert found == [["starting dynamo_B_1"], *[waiting] * 3]
+        assert site.states()["dynamo_B_1"] == "running"
+        with pytest.raises(ActionFailed, match="it is served already, by dynamo_B_1; workers of"):
+            await load_b(site)
 
     run(work, 4)
+
+
+async def begun_load(site: Site) -> asyncio.Task[list[str]]:
+    """Begin to load model b; return when the worker has a process."""
+    load = asyncio.ensure_future(load_b(site))
+    while "dynamo_B_1" not in site.states():  # noqa: ASYNC110 - virtual time
+        await asyncio.sleep(0.1)
+    return load
+
+
+async def interrupt(load: asyncio.Task[Any]) -> None:
+    """As Ctrl-C and kill do: its process carries on no more."""
+    load.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await load
+
+
+def test_a_load_follows_one_whose_command_was_killed(run: Any) -> None:
+    async def work(site: Site) -> None:
+        first = await begun_load(site)
+        second = asyncio.ensure_future(load_b(site))
+        await asyncio.sleep(0.1)
+        await interrupt(first)
+        assert await second == ["dynamo_B_1 is starting, waiting for it"]
+        entry = site.access.document().components["dynamo_B_1"]
+        assert (entry.state, entry.reserved_by) == ("running", None)
+        assert len(site.states()) == 2
+
+    run(work, 4)
+
+
+def test_a_load_fails_with_the_worker_that_it_follows(run: Any) -> None:
+    async def work(site: Site) -> None:
+        first = await begun_load(site)
+        second = asyncio.ensure_future(load_b(site))
+        await asyncio.sleep(0.1)
+        await site.world.stop("dynamo_B_1")
+        for load in (first, second):
+            with pytest.raises(ActionFailed, match=r"dynamo_B_1.* given up"):
+                await load
+        assert list(site.states()) == ["dynamo_A"]
+
+    run(work, 4)
+
+
+def test_a_load_ends_when_the_worker_that_it_follows_is_drained(run: Any) -> None:
+    async def work(site: Site) -> None:
+        await interrupt(await begun_load(site))
+        second = asyncio.ensure_future(load_b(site))
+        await asyncio.sleep(0.1)
+        mark_draining(site.access, ["dynamo_B_1"])
+        with pytest.raises(ActionFailed, match="dynamo_B_1 was drained before it served"):
+            await second
+
+    run(work, 4)
+
+
+@pytest.mark.parametrize("ends", ["well", "killed", "refused", "drained"])
+def test_a_wake_waits_for_the_wake_of_another_command(run: Any, ends: str) -> None:
+    async def work(site: Site) -> None:
+        await site.connector.remove("A")
+        service = read_services(site.access.document())["A"]
+        site.engines.refuses = "wake" if ends == "refused" else ""
+        first = asyncio.ensure_future(
+            wake_worker(site.access, site.engines, service, service.entries[0])
+        )
+        await asyncio.sleep(0.1)
+        entry = site.access.document().components["dynamo_A"]
+        assert is_woken(entry, site.access.active)
+        second = asyncio.ensure_future(follow(site.access, site.engines, service, "dynamo_A"))
+        await asyncio.sleep(0)
+        if ends in ("killed", "drained"):
+            await interrupt(first)
+        if ends == "drained":
+            mark_draining(site.access, ["dynamo_A"])
+        if ends in ("well", "killed"):
+            await second
+            entry = site.access.document().components["dynamo_A"]
+            assert (entry.state, entry.reserved_by) == ("running", None)
+            assert site.engines.calls.count("wake") == (2 if ends == "killed" else 1)
+        else:
+            with pytest.raises(ActionFailed, match="dynamo_A was drained before it served"):
+                await second
+        await asyncio.gather(first, return_exceptions=True)
+
+    run(work)
 
 
 def test_workers_drain_together_or_not_at_all(run: Any) -> None:
