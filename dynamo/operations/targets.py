@@ -119,6 +119,13 @@ def find_model(
         for name in names or {service.model}:
             models.setdefault(str(name), []).append(service)
     if model not in models:
+        own = next((e.service for e in document.components.values() if registered(e) == model), "")
+        if own and model:
+            raise InvalidArgument(
+                f"{model} is served by {own}, a program of your own: to load, unload and scale its "
+                f"workers, add min, max or priority to {own}.ServiceArgs in the graph, then: "
+                "dynamo reload"
+            )
         wrong = f"no model {model!r}" if model else "name a model"
         raise InvalidArgument(
             f"{wrong} in namespace {document.namespace!r}: {', '.join(sorted(models)) or 'none'}"

@@ -8,25 +8,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dynamo.config.programs import ATTACH, MODEL_PROGRAMS, PLANNER
 from dynamo.errors import ConfigError
 from dynamo.serve.graph.graph import Graph
-from dynamo.serve.graph.model_args import ModelArgs
-from dynamo.serve.graph.service import Service
+from dynamo.serve.graph.model_args import MODEL_KEYS
+from dynamo.serve.graph.service import SCALING_KEYS, Service
 from dynamo.serve.state.entries import model_name
 
 
 def model_problems(graph: Graph) -> Iterator[str]:
     """Yield what is wrong with ``ServiceArgs`` of models, one text for each problem."""
-    services = [service for service in graph.services if service.model_args != ModelArgs()]
+    services = [service for service in graph.services if service.declares_model]
     if not services:
         return
     for service in services:
-        if service.program not in MODEL_PROGRAMS:
-            yield f"{_place(service)} are for services that serve a model, not {service.program}"
+        if not service.serves_model:
+            keys = ", ".join((*SCALING_KEYS, *MODEL_KEYS))
+            yield (
+                f"{_place(service)}: {keys} are for services that serve a model, not "
+                f"{service.program}"
+            )
         elif not _model(service) and service.model_args.aliases:
             yield (
                 f"{_place(service)}.aliases needs served-model-name: without it, the name of the "
                 "model is known only when its server runs"
             )
-        elif service.program != ATTACH:
+        elif service.program != ATTACH and service.program in MODEL_PROGRAMS:
             yield from _wrong_fields(service)
     models = _models(graph)
     yield from _wrong_aliases(models)
@@ -51,13 +55,13 @@ def _models(graph: Graph) -> Mapping[str, Sequence[Service]]:
     """Return the services of each model, by its name."""
     found: dict[str, list[Service]] = {}
     for service in graph.services:
-        if service.program in MODEL_PROGRAMS:
+        if service.serves_model:
             found.setdefault(_model(service) or service.name, []).append(service)
     return found
 
 
 def _model(service: Service) -> str:
-    return model_name(("python", "-m", service.program or "", *service.all_words))
+    return model_name(("python", "-m", service.program or "", *service.command, *service.flags))
 
 
 def _place(service: Service) -> str:

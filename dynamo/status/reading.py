@@ -26,6 +26,7 @@ from dynamo.runtime.process.paths import planned_socket_path, state_path, store_
 from dynamo.serve.gpus.room import load_effects
 from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.state.document import Document, Entry
+from dynamo.serve.state.entries import program_of
 from dynamo.serve.state.frontends import KnownFrontend, frontends_in, local_key
 from dynamo.serve.state.process_table import ledger_of, runs_here, same_process
 from dynamo.serve.state.registered import registered_workers
@@ -35,7 +36,7 @@ from dynamo.status.gpus import devices_of, read_gpus
 from dynamo.status.logs import last_line
 from dynamo.status.models import BoxSighting, FrontendSighting, largest, model_statuses
 from dynamo.status.planner_file import planner_summary, read_planner
-from dynamo.status.workers import OTHER_PROGRAMS, program_of, worker_statuses
+from dynamo.status.workers import OTHER_PROGRAMS, worker_statuses
 
 _REQUESTS = 50
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -17,7 +17,7 @@ from dynamo.serve.state.document import (
     Entry,
     Supervision,
 )
-from dynamo.serve.state.entries import ServiceEntries, read_services
+from dynamo.serve.state.entries import ServiceEntries, program_of, read_services
 from dynamo.status.gpus import vram_by_worker
 from dynamo.status.logs import progress_in
 from dynamo.status.models import BoxSighting, worker_figures
@@ -47,12 +47,6 @@ def worker_statuses(seen: BoxSighting) -> tuple[WorkerStatus, ...]:
 def natural_order(name: str) -> list[tuple[str, int]]:
     """Return a key to sort names by that compares the numbers in them as numbers."""
     return [(text, int(digits or 0)) for text, digits in _PARTS.findall(name)]
-
-
-def program_of(entry: Entry) -> str:
-    """Return the Python module that an entry runs, "" for another program."""
-    argv = entry.argv
-    return argv[2] if argv[1:2] == ("-m",) and len(argv) > 2 else ""
 
 
 class _Process:
@@ -139,7 +133,7 @@ class _Process:
     def _living_state(self) -> str:
         if program_of(self.entry) == FRONTEND:
             return self._frontend_state()
-        if program_of(self.entry) not in MODEL_PROGRAMS:
+        if self.service is None and program_of(self.entry) not in MODEL_PROGRAMS:
             return "ready"  # of a program that registers no model nothing more is known
         if self.seen.uses_files:
             if self.registered is None:

@@ -35,6 +35,45 @@ Planner:
   decode-kv-scale-down-threshold: 0.3
   log-dir: {logs}
 """
+OWN_ENGINE = """
+import asyncio, os, sys
+import uvloop
+from dynamo.llm import (
+    ModelInput, ModelRuntimeConfig, ModelType, WorkerMetricsPublisher, register_llm
+)
+from dynamo.runtime import dynamo_worker
+
+load = WorkerMetricsPublisher()
+tokens = 0
+
+async def generate(request, context):
+    global tokens
+    count = 0
+    try:
+        while count < request["stop_conditions"]["max_tokens"] and not context.is_stopped():
+            await asyncio.sleep(0.02)
+            count, tokens = count + 1, tokens + 1
+            load.publish(kv_used_blocks=tokens // 4)
+            yield {"token_ids": request["token_ids"][:1]}
+        yield {"token_ids": [], "finish_reason": "length"}
+    finally:
+        tokens -= count
+
+@dynamo_worker()
+async def main(runtime):
+    component = runtime.namespace(os.environ["DYN_NAMESPACE"]).component("own")
+    endpoint = component.endpoint("generate")
+    config = ModelRuntimeConfig()
+    config.total_kv_blocks = 48
+    await register_llm(
+        ModelInput.Tokens, ModelType.Chat | ModelType.Completions, endpoint, sys.argv[2],
+        sys.argv[4], kv_cache_block_size=4, runtime_config=config,
+    )
+    await load.create_endpoint(endpoint)
+    await endpoint.serve_endpoint(generate)
+
+uvloop.run(main())
+"""
 TOKENS = 96  # 24 blocks at the end of a request: ten clients fill the caches of two workers
 
 
@@ -52,6 +91,36 @@ def workers(serving: Serving) -> dict[str, list[int]]:
         for name, entry in serving.document()["components"].items()
         if "_Worker" in name and entry["resources"].get("allocated_gpus")
     }
+
+
+def test_an_engine_of_ones_own_is_scaled(serving: Serving) -> None:
+    """``max`` in its ServiceArgs says that it registers a model."""
+    engine = serving.tmp_path / "engine.py"
+    engine.write_text(OWN_ENGINE)
+    port = free_port()
+    graph = GRAPH.format(port=port, model=MODEL, logs=serving.tmp_path / "tensorboard")
+    own = graph.replace("dynamo.mocker", json.dumps(["python", str(engine)]))
+    own = own.replace("  block-size: 4\n  num-gpu-blocks-override: 48\n", "")
+    own = own.replace("ServiceArgs: {", "ServiceArgs: {max: 2, ")
+    serving.start(serving.graph(own), "--gpus", "4", wait="ready: http://.*model: tiny")
+    with under_load(port, clients=1, tokens=TOKENS) as load:
+        with under_load(port, clients=9, tokens=TOKENS) as more:
+            serving.until(lambda: len(workers(serving)) == 2)
+        assert [worker["gpus"] for worker in shown(serving)["workers"]] == [["0"], ["1"]]
+        serving.until(lambda: len(workers(serving)) == 1)
+    assert not load.failures and not more.failures
+    assert workers(serving) == {f"{serving.namespace}_Worker": [0]}
+    [model] = shown(serving)["models"]
+    assert (model["model"], model["ready"]) == ("tiny", 1)
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def shown(serving: Serving) -> Any:
+    command = [sys.executable, "-m", "dynamo", "ps", "--json"]
+    env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=True)
+    return json.loads(done.stdout)
 
 
 def changes(serving: Serving) -> list[DecisionRecord]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dynamo.config.programs import MODEL_PROGRAMS, PLANNER
+from dynamo.config.programs import PLANNER
 from dynamo.serve.graph.watchers import WatcherSpec, added_env, with_gpus
 from dynamo.serve.state.document import ASLEEP, DRAINING
 
@@ -129,8 +129,7 @@ def without_removed(
     return [
         spec
         for spec in wanted
-        if spec.program not in MODEL_PROGRAMS
-        or not (spec.service in zero or (planned and spec.name in left))
+        if not spec.serves_model or not (spec.service in zero or (planned and spec.name in left))
     ]
 
 

@@ -26,6 +26,7 @@ from dynamo.serve.graph.service import (
     are_words,
     as_flags,
     as_word,
+    declares_model,
     read_scaling,
     read_workers,
 )
@@ -260,6 +261,7 @@ class _Reader:
             workers=workers,
             scaling=scaling,
             model_args=model_args,
+            declares_model=declares_model(args),
             gpu=self._gpu(name, resources),
             cpu=_text(resources.get("cpu")),
             memory=_text(resources.get("memory")),

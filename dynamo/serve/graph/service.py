@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo.config.programs import FRONTEND
-from dynamo.serve.graph.model_args import BadArgument, ModelArgs
+from dynamo.config.programs import FRONTEND, PROGRAMS
+from dynamo.serve.graph.model_args import MODEL_KEYS, BadArgument, ModelArgs
 
 PYTHON = ("python", "python3")
 """Programs that stand for the interpreter of ``dynamo serve``."""
@@ -32,6 +32,20 @@ class Scaling:
     minimum: int | None = None
     maximum: int | None = None
     priority: int = 0
+
+
+def declares_model(args: Mapping[str, Any]) -> bool:
+    """Whether ``ServiceArgs`` has a key about scaling or about a model."""
+    return any(args.get(key) is not None for key in (*SCALING_KEYS, *MODEL_KEYS))
+
+
+def serves_model(program: str | None, declared: bool) -> bool:
+    """Whether a service registers a model, and can be scaled.
+
+    Programs of ours are known; those of others have it ``declared`` in ``ServiceArgs``.
+    """
+    known = PROGRAMS.get(program or "")
+    return declared if known is None else known.registers_model
 
 
 def read_workers(args: Mapping[str, Any]) -> int:
@@ -136,6 +150,7 @@ class Service:
     workers: int = 1
     scaling: Scaling = field(default_factory=Scaling)
     model_args: ModelArgs = field(default_factory=ModelArgs)
+    declares_model: bool = False
     gpu: float | None = None
     gpu_is_derived: bool = False
     cpu: str | None = None
@@ -151,6 +166,11 @@ class Service:
         if self.module is None and self.command[0] in PYTHON and self.command[1:2] == ("-m",):
             return self.command[2] if len(self.command) > 2 else None
         return self.module
+
+    @property
+    def serves_model(self) -> bool:
+        """Whether its processes register a model."""
+        return serves_model(self.program, self.declares_model)
 
     @property
     def words(self) -> Mapping[str, tuple[str, ...]]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dynamo.config.programs import FRONTEND, MODEL_PROGRAMS, PROGRAMS
+from dynamo.config.programs import FRONTEND, PROGRAMS
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import Allocator, Inventory
 from dynamo.serve.graph.graph import Graph
-from dynamo.serve.graph.service import PYTHON, Service, watcher_name
+from dynamo.serve.graph.service import PYTHON, Service, serves_model, watcher_name
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _PORT = "DYN_SYSTEM_PORT"
@@ -52,6 +52,7 @@ class WatcherSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     index: int = 0
     starts: bool = True
+    declares_model: bool = False
 
     @property
     def program(self) -> str:
@@ -64,13 +65,18 @@ class WatcherSpec:
         return dict.fromkeys(self.gpus, self.gpu if 0 < self.gpu < 1 else 1.0)
 
     @property
+    def serves_model(self) -> bool:
+        """Whether its processes register a model."""
+        return serves_model(self.program, self.declares_model)
+
+    @property
     def registers_model(self) -> bool:
         """Whether its processes register a model card in file discovery when they can serve."""
-        return self.program in MODEL_PROGRAMS and self.uses_file_discovery
+        return self.serves_model and self.uses_file_discovery
 
     @property
     def uses_file_discovery(self) -> bool:
-        """Whether a program of ours registers in files, where ``dynamo serve`` sees it."""
+        """Whether the program registers in files, where ``dynamo serve`` sees it."""
         backend = self.options.get("discovery-backend") or self.env.get("DYN_DISCOVERY_BACKEND")
         return backend == "file"
 
@@ -131,7 +137,7 @@ def plan(
     specs: list[WatcherSpec] = []
     taken: dict[str, str] = {}
     for service in graph.services:
-        template = not service.workers and service.program in MODEL_PROGRAMS
+        template = not service.workers and service.serves_model
         for index in range(1 if template else service.workers):
             name = watcher_name(graph.namespace, service.name, index)
             if name.lower() in taken:  # circus looks names up in lower case
@@ -156,6 +162,7 @@ def plan(
                     options=service.options,
                     index=index,
                     starts=not template,
+                    declares_model=service.declares_model,
                 )
             )
     return specs
@@ -194,6 +201,7 @@ def plan_added(
         stop_stage=_stop_stage(module),
         is_frontend=module == FRONTEND,
         options=base.options if base and base.argv == tuple(argv) else {},
+        declares_model=base is not None and base.declares_model,
     )
 
 

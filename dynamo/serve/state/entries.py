@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo.config.programs import ATTACH, MODEL_PROGRAMS
+from dynamo.config.programs import ATTACH
 from dynamo.runtime.process.paths import expanded
 from dynamo.serve.graph.model_args import ModelArgs, model_args_of
-from dynamo.serve.graph.service import watcher_name
+from dynamo.serve.graph.service import declares_model, serves_model, watcher_name
 from dynamo.serve.state.document import Document, Entry, OperationOwner, Resources
 
 Lives = Callable[[OperationOwner], bool]
@@ -58,15 +58,17 @@ class ServiceEntries:
 
 
 def read_services(document: Document) -> dict[str, ServiceEntries]:
-    """Return the services of the graph whose program registers a model, by name."""
+    """Return the services of the graph that register a model, by name."""
     config = service_config(document)
     found: dict[str, ServiceEntries] = {}
     for name, given in config.items():
         entries = _entries(document, name)
-        if not entries or not isinstance(given, Mapping) or not _serves_model(entries[0].argv):
+        if not entries or not isinstance(given, Mapping):
             continue
         args = given.get("ServiceArgs")
         args = args if isinstance(args, Mapping) else {}
+        if not serves_model(program_of(entries[0]), declares_model(args)):
+            continue
         flags = argv_flags(entries[0].argv)
         found[name] = ServiceEntries(
             name=name,
@@ -175,8 +177,10 @@ def _entries(document: Document, service: str) -> tuple[Entry, ...]:
     return tuple(entry for _, entry in sorted(found, key=lambda numbered: numbered[0]))
 
 
-def _serves_model(argv: tuple[str, ...]) -> bool:
-    return argv[1:2] == ("-m",) and len(argv) > 2 and argv[2] in MODEL_PROGRAMS
+def program_of(entry: Entry) -> str:
+    """Return the Python module that an entry runs, "" for another program."""
+    argv = entry.argv
+    return argv[2] if argv[1:2] == ("-m",) and len(argv) > 2 else ""
 
 
 def model_name(argv: tuple[str, ...]) -> str:

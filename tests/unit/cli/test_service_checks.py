@@ -296,6 +296,12 @@ def mock(name: str, args: str, model: str = "") -> str:
             "A.ServiceArgs.group: models of 'g' take turns, so each needs idle_timeout, or min: 0",
         ),
         ("A: {run: dynamo.frontend, ServiceArgs: {hidden: true}}", "are for services that serve a"),
+        ("A: {run: dynamo.planner, ServiceArgs: {max: 2}}", "serve a model, not dynamo.planner"),
+        (
+            mock("A", "{aliases: x}") + "B: {run: [python, b.py, --model-name, x], "
+            "ServiceArgs: {priority: 1}}",
+            "A.ServiceArgs.aliases: 'x' is another model, of B",
+        ),
         (
             "A: {run: dynamo.attach, url: 'http://127.0.0.1:1', ServiceArgs: {aliases: x}}",
             "A.ServiceArgs.aliases needs served-model-name",
@@ -310,12 +316,9 @@ def test_models_that_are_right(tmp_path: Path) -> None:
     one = mock("A", "{group: [g, h], idle_timeout: 90, defaults: {temperature: 0.6}}")
     two = mock("B", "{group: g, workers: 0, min: 0, aliases: [x], hidden: aliases}")
     other = "C: {run: dynamo.attach, url: 'http://127.0.0.1:1', ServiceArgs: {forbid: [odd]}}\n"
-    assert (
-        problems(
-            tmp_path, one + two + other + mock("D", "{workers: 0, min: 0, aliases: x}", model="b")
-        )
-        == ""
-    )
+    own = "E: {run: [python, e.py, --model-name, e], ServiceArgs: {max: 2, forbid: [odd]}}\n"
+    cold = mock("D", "{workers: 0, min: 0, aliases: x}", model="b")
+    assert problems(tmp_path, one + two + other + own + cold) == ""
 
 
 def test_a_graph_of_this_machine_has_no_planner_of_a_cluster(tmp_path: Path) -> None:

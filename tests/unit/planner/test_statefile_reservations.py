@@ -25,6 +25,7 @@ GRAPH = """
 A: {run: dynamo.mocker, model-path: tiny, ServiceArgs: {workers: 2, resources: {gpu: 2}}}
 Half: {run: dynamo.mocker, model-path: half, ServiceArgs: {workers: 3, resources: {gpu: 0.5}}}
 B: {run: [sleep, '9']}
+Own: {run: [python, engine.py, --model-name, own], ServiceArgs: {max: 4, workers: 0, min: 0}}
 """
 
 
@@ -38,7 +39,9 @@ def document(tmp_path: Path, gpus: int = 12) -> Document:
 
 def test_services_and_their_workers(tmp_path: Path) -> None:
     found = read_services(document(tmp_path))
-    assert {name: one.gpus for name, one in found.items()} == {"A": 2, "Half": 0.5}
+    assert {name: one.gpus for name, one in found.items()} == {"A": 2, "Half": 0.5, "Own": 0}
+    own = found["Own"]  # it says so with a key about scaling; B does not
+    assert (own.model, own.maximum, own.template.argv[:2]) == ("own", 4, ("python", "engine.py"))
     assert [entry.name for entry in found["A"].entries] == ["dynamo_A", "dynamo_A_1"]
     assert [entry.gpus for entry in found["Half"].entries] == [("4",), ("4",), ("5",)]
     assert found["Half"].model == "half" and found["A"].template.name == "dynamo_A"
@@ -105,8 +108,10 @@ def test_names_of_workers_and_models(tmp_path: Path) -> None:
     assert [one.name for one in find_model(found, "half", lambda entry: None)] == ["Half"]
     [named] = find_model(found, "x", lambda entry: "x" if entry.name == "dynamo_A" else None)
     assert named.name == "A"
-    with pytest.raises(InvalidArgument, match="name a model in namespace 'dynamo': half, tiny"):
+    with pytest.raises(InvalidArgument, match="name a model in namespace 'dynamo': half, own, t"):
         find_model(found, "", lambda entry: None)
+    with pytest.raises(InvalidArgument, match=r"mine is served by B, .*max or priority to B\.Serv"):
+        find_model(found, "mine", lambda entry: "mine" if entry.name == "dynamo_B" else None)
 
 
 def test_the_next_name_is_the_highest_number_plus_one(tmp_path: Path) -> None:
@@ -133,7 +138,7 @@ def test_the_arbiter_spares_what_a_planner_reserved(tmp_path: Path) -> None:
     names = ("dynamo_A_1", "dynamo_Half_1", "dynamo_Half_2", "dynamo_A")
     writer.write([one for one in components if one.spec.name not in names])
     after = (statefile.read() or Document()).components
-    assert sorted(after) == ["dynamo_A", "dynamo_A_1", "dynamo_B", "dynamo_Half"]
+    assert sorted(after) == ["dynamo_A", "dynamo_A_1", "dynamo_B", "dynamo_Half", "dynamo_Own"]
     assert after["dynamo_A_1"].processes == ()
     assert after["dynamo_A_1"].gpus == ("2", "3")
     assert after["dynamo_A"].gpus == () and after["dynamo_A"].argv
