@@ -83,25 +83,24 @@ class RecoveryClient:
         self._client.close()
 
     async def _recover(self, recovery: Recovery) -> None:
-        failure: Exception | None = None
+        failure = ""  # an error would keep this frame, and the frame the error
         pauses = () if recovery.retry else BACKOFF_S
         for pause_s in (*pauses, None):
             try:
                 await self._on_answer(recovery, await self._query(recovery))
                 return
             except (DynamoError, TimeoutError, msgspec.MsgspecError) as error:
-                failure = error
+                failure = f"{type(error).__name__}: {error}"
             if not self._indexer.is_pending(recovery):
                 return
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
         log.log(
             logging.DEBUG if recovery.retry else logging.WARNING,
-            "worker %x (dp_rank %d) did not report its KV blocks (%s: %s): "
+            "worker %x (dp_rank %d) did not report its KV blocks (%s): "
             "continuing with new events, querying again at every sweep",
             recovery.worker_id,
             recovery.dp_rank,
-            type(failure).__name__,
             failure,
         )
         await self._apply(recovery, None)

@@ -353,6 +353,8 @@ class ClientConnection(FramedConnection):
                     stream.on_tokens(*sink.take(), now_s, spent_s)
             except Exception as error:  # noqa: BLE001 - it ends its own stream
                 self._sink_failed(stream, error)
+        # Else a lost connection and the requests of its last read are a cycle until a collection.
+        sinks.clear()
 
     def _fail_stream(self, stream: ClientStream, kind: int, payload: bytes) -> None:
         if kind == ERROR:

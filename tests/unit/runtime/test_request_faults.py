@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ from dynamo.errors import (
     Overloaded,
     WorkerSilent,
 )
+from dynamo.protocols.engine import TOKEN_PREFIX
 from dynamo.runtime.requests import RequestClient, RequestServer, ServerStream
 from dynamo.runtime.requests.frames import (
     DATA,
@@ -531,3 +534,31 @@ async def test_close_does_not_wait_for_a_client_that_does_not_read(tmp_path: Pat
         await server.close()
     assert streams[0].closed
     writer.transport.abort()
+
+
+async def test_a_lost_worker_and_its_requests_are_freed_without_a_collection(
+    tmp_path: Path,
+) -> None:
+    """The tokens of the last read name their streams, and these their connection."""
+    client = RequestClient()
+    texts: list[str] = []
+    tokens: list[int] = []
+    response = PREAMBLE + b"".join(pack(DATA, 1, TOKEN_PREFIX + bytes((one,))) for one in (1, 2))
+    gc.disable()
+    try:
+        async with fake_worker(tmp_path / "worker", response) as address:
+            sink = Recorder()
+            stream = client.open(address, ENDPOINT, {}, b"request", sink)
+            stream.pass_tokens(
+                [None, "a", "b"], frozenset(), texts, lambda ids, *_: tokens.extend(ids)
+            )
+            await sink.finish()
+        assert (tokens, texts) == ([1, 2], ["a", "b"])
+        assert isinstance(sink.errors[0], Disconnected)
+        gone = weakref.ref(sink)
+        del stream, sink
+        await asyncio.sleep(0)
+        assert gone() is None
+    finally:
+        gc.enable()
+        await client.close()
