@@ -115,6 +115,7 @@ class Box:
         worker = Worker(self.settings)
         self.workers.append(worker)
         await worker.start(config, answers)
+        await self._hear(worker)
         return worker
 
     async def route(self, **settings: object) -> ConnectedKvRouter:
@@ -124,7 +125,32 @@ class Box:
         if live.events is not None:
             live.events.checks_s = self.checks_s
         await live.start()
+        for worker in self.workers:
+            await self._hear(worker)
         return live
+
+    async def _hear(self, worker: Worker) -> None:
+        """Let the worker publish batches without events until the router receives one.
+
+        What is published before the router has connected is lost.
+        """
+        feed = self.live.events if isinstance(self.live, ConnectedKvRouter) else None
+        if feed is None or feed._subscription is None:
+            return
+        subscribers = feed._subscription._subscribers
+
+        def received() -> int:
+            if feed.threads is not None:
+                feed.threads.flush()
+            return sum(one.received for one in subscribers.values())
+
+        before = received()
+
+        def heard() -> bool:
+            worker.publish()
+            return received() > before
+
+        await until(heard)
 
     async def route_by_mode(self, **settings: object) -> ConnectedRouter:
         """A router of any mode; closed with the box."""
