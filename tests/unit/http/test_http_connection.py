@@ -207,11 +207,6 @@ def test_a_client_that_reads_nothing_is_paused_between_requests() -> None:
             b"Transfer-Encoding: gzip\r\n\r\n",
             400,
         ),
-        (
-            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
-            b"Transfer-Encoding:\r\n\r\n",
-            400,
-        ),
         (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %b5\r\n\r\nhello" % (b"0" * 5000), 400),
         (b"GET / HTTP/1\r\nHost: a\r\n\r\n", 400),
         (b"GET / HTTP/01.01\r\nHost: a\r\n\r\n", 400),
@@ -268,6 +263,16 @@ def test_what_is_refused(request_bytes: bytes, status: int) -> None:
     assert bench.feed(GET) == out
     bench.later(3)
     assert bench.transport.aborted
+
+
+def test_an_empty_transfer_coding_is_refused() -> None:
+    """By the parser of httptools 0.9 and later; before, as a coding that is not understood."""
+    bench = Bench()
+    out = bench.feed(
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding:\r\n\r\n"
+    )
+    assert status_of(out) in (400, 501)
+    assert not bench.seen and bench.transport.eof
 
 
 @pytest.mark.parametrize(
