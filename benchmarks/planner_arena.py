@@ -14,14 +14,15 @@ At most 8 workers of the preset qwen3-8b-h100 with one GPU each, 4 of them ready
 ``--days`` compares the third of three equal days with and without what the planner keeps of the
 usual traffic: half an hour of the trace with a crowd is a day, at a rate of 0.4 and 1.8 times.
 
-``--held-out`` has traffic that no constant of a policy was chosen with: the trace with periods of
-10 and 40 minutes, and the whole day with other random numbers.
+``--held-out`` has the trace with periods of 10 and 40 minutes, and the whole day with other random
+numbers. ``--small-boxes`` compares ``load+sla`` with fixed deployments where demand swings little.
 
 Synthetic prompts have 8,000 tokens and replies 350 on average, both with a CV of 1. The fixed
 deployment shown is the cheapest one with 90 %, the oracle the cheapest schedule it found with 90 %.
-G/Go is relative to the oracle at the same attainment. ``sla, profile`` and ``load+sla, profile``
-have a profile of the simulated worker, as `dynamo profile` would measure it. The whole table takes
-half an hour on one core, a third of it the search of the oracle; ``--traffic`` runs a part.
+G/Go is relative to the oracle at the same attainment. ``load+sla, profile`` and ``auto, profile``
+have a profile of the simulated worker, as `dynamo profile` would measure it; ``auto`` has the
+targets that follow from it. Without a profile ``auto`` is ``load+sla`` with these targets. The
+whole table takes ten minutes of one core, most of it the oracle; ``--traffic`` runs a part.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from dynamo.planner.capacity.interpolation import (
 )
 from dynamo.simulation.compare import ORACLE, Baseline, fixed_runs, run_policy
 from dynamo.simulation.request import ReplayRequest, from_trace, generate, parse_pattern, warp
-from dynamo.simulation.result import ReplayResult
+from dynamo.simulation.result import Point, ReplayResult, frontier, hours_at
 from dynamo.simulation.service_model import ReplaySetup, ServiceModel
 
 PROFILED = ", profile"
 """Ends the name of a policy that reads a profile."""
 
-POLICIES = ("load", "sla", "sla, profile", "load+sla", "load+sla, profile", "hpa:12")
+POLICIES = ("load", "sla", "load+sla", "load+sla, profile", "auto, profile", "hpa:12")
 START_UPS = (5.0, 60.0, 180.0)
 ATTAINMENT = 0.9
 DAY_S = 1800.0
@@ -106,6 +107,53 @@ def traffics(trace: Path, held_out: bool) -> dict[str, Callable[[], list[ReplayR
     }
 
 
+def trace_at(trace: Path, curve: str, duration_s: float) -> list[ReplayRequest]:
+    requests = warp(from_trace(read_trace(trace)), parse_pattern(curve, "curve"))
+    return [request for request in requests if request.at_s < duration_s]
+
+
+def small_boxes(trace: Path) -> list[str]:
+    """``load+sla`` over fixed deployments: those of equal attainment, and the cheapest with 90 %.
+
+    The hours of equal attainment are interpolated; above the best fixed one they are its own.
+    """
+    cases: list[tuple[str, list[ReplayRequest], Sequence[float]]] = [
+        ("flat at 8/s", synthetic("flat:8", 1800.0), START_UPS),
+        ("the same for two hours", synthetic("flat:8", 7200.0), (60.0,)),
+        ("flat at 5/s", synthetic("flat:5", 1800.0), (60.0,)),
+        ("5-9/s, period 15 min", synthetic("sine:5-9:900", 1800.0), (60.0,)),
+        ("conversation at 0.5", trace_at(trace, "flat:0.5", 1500.0), (60.0,)),
+        (
+            "conversation at 0.35-0.65, period 10 min",
+            trace_at(trace, "sine:0.35-0.65:600", 1500.0),
+            (60.0,),
+        ),
+        (
+            "conversation at 0.3-0.9, period 5 min",
+            trace_at(trace, "sine:0.3-0.9:300", 1500.0),
+            (60.0,),
+        ),
+    ]
+    lines = ["| traffic, start-up | load+sla | of fixed | cheapest fixed with 90 % |"]
+    lines.append("|---" * 4 + "|")
+    for name, requests, start_ups in cases:
+        fixed = fixed_runs(requests, SETUP, SETTINGS)
+        best = max(fixed, key=lambda one: one.attainment)
+        points = [Point(one.gpu_hours, one.attainment) for one in fixed]
+        enough = [one for one in fixed if one.attainment >= ATTAINMENT] or [best]
+        cheapest = min(enough, key=lambda one: one.gpu_hours)
+        for start_up_s in start_ups:
+            result = run("load+sla", requests, replace(SETUP, start_up_s=start_up_s))
+            equal = hours_at(frontier(points), result.attainment) or best.gpu_hours
+            lines.append(
+                f"| {name}, {start_up_s:g} s | {result.attainment:.1%} at {result.gpu_hours:.2f} "
+                f"| {result.gpu_hours / equal:.2f} "
+                f"| {cheapest.attainment:.1%} at {cheapest.gpu_hours:.2f} "
+                f"({cheapest.policy.removeprefix('fixed:')}) |"
+            )
+    return lines
+
+
 def row(result: ReplayResult, baseline: Baseline, start_up_s: float) -> dict[str, Any]:
     result = baseline.scored(result)
     ideal = baseline.oracle_hours(result.attainment)
@@ -148,8 +196,10 @@ def run(name: str, requests: Sequence[ReplayRequest], setup: ReplaySetup) -> Rep
         return run_policy(name, requests, setup, SETTINGS)
     with tempfile.TemporaryDirectory() as directory:
         write_profile(Path(directory), profile(setup.model))
-        settings = replace(SETTINGS, profile_results_dir=directory)
-        result = run_policy(name.removesuffix(PROFILED), requests, setup, settings)
+        policy = name.removesuffix(PROFILED)
+        given = PlannerSettings() if policy == "auto" else SETTINGS
+        settings = replace(given, profile_results_dir=directory)
+        result = run_policy(policy, requests, setup, settings)
         return replace(result, policy=name)
 
 
@@ -260,7 +310,11 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true", help="the other traffic, see above")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--days", action="store_true", help="three equal days, see above")
+    parser.add_argument("--small-boxes", action="store_true", help="little swing, see above")
     options = parser.parse_args()
+    if options.small_boxes:
+        print(*small_boxes(options.trace), sep="\n")
+        return
     if options.days:
         print(*third_day(options.trace, options.start_up or START_UPS), sep="\n")
         return

@@ -53,11 +53,6 @@ class ActionLimit:
         """The time from an action now until workers may be added again."""
         return max(2.0 - self._tokens, 0.0) * 3600.0 / _PER_HOUR
 
-    @property
-    def spent_s(self) -> float:
-        """The time until all that was used is in stock again: how often workers change now."""
-        return (_BURST - self._tokens) * 3600.0 / _PER_HOUR
-
     def use(self) -> None:
         """Count one action."""
         self._tokens -= 1.0

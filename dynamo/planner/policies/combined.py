@@ -5,7 +5,8 @@ Every few seconds it compares three figures of each pool, in workers:
 - what the forecast needs when a worker that is added now will serve, one start-up from now, or
   one wake while workers sleep;
 - what the backlog needs on top, if it will still be there then;
-- the most that was needed in the last minutes, or will be until a start-up from now.
+- the most that was needed in the last moments, or will be until a start-up from now, and a good
+  half of the most in the last four start-ups.
 
 Workers are added up to the sum of the first two at once, and removed down to the third.
 """
@@ -34,6 +35,7 @@ from dynamo.planner.policies.budget import (
     StartUpTime,
     Workers,
     allowed,
+    clamp,
     kept,
 )
 from dynamo.planner.policies.kalman import RateForecast
@@ -47,13 +49,13 @@ _INTERVALS = 3
 """Decisions in one interval of the forecast."""
 
 _AHEAD, _AHEAD_STARTS = 3, 0.5
-_HOLD, _HOLD_STARTS = 6, 0.5
+_HOLD, _HOLD_STARTS = 6, 0.1
 """How far past the next start-up a decision looks, and for how long fewer workers must have been
 enough: some decisions, and a part of a start-up, because mistakes last as long."""
 
-_HOLD_SPENT, _MOST_SPENT_S = 0.3, 900.0
-"""The more changes were made lately, the longer workers stay: a wave that comes and goes faster
-than changes are allowed is not worth following, as each removal would soon cost another start."""
+_KEPT, _KEPT_STARTS = 0.55, 4.0
+"""This share of what was needed at most in the last start-ups stays. A load that comes back would
+wait for a whole start-up, and the workers that carry a low load attain the most for their hours."""
 
 _LEARN = 60
 """Decisions before the first worker is removed: until then too little of the traffic was seen."""
@@ -81,7 +83,7 @@ class CombinedPolicy(TargetedPolicy):
         targets = Targets(ttft_ms=settings.ttft_ms, itl_ms=settings.itl_ms)
         names = (PREFILL, DECODE) if prefill else (DECODE,)
         profile = read_capacity(settings.profile_results_dir)
-        self._pools = {name: _PoolSizing(targets, StartUpTime(profile)) for name in names}
+        self._pools = {name: _PoolSizing(name, targets, StartUpTime(profile)) for name in names}
         self._forecast = RateForecast(_INTERVALS * self.interval_s)
         self._meter = LoadMeter(aggregated=not prefill, profile=profile)
         self._actions = ActionLimit()
@@ -136,7 +138,6 @@ class CombinedPolicy(TargetedPolicy):
             arriving=float(path[:first].sum()) * self._forecast.interval_s,
             served_s=first * self._forecast.interval_s,
             backlog=backlog(seen.traffic.queued, self._forecast.rate, sizing.targets.mean_ttft_ms),
-            spent_s=self._actions.spent_s,
         )
 
     def _decision(self, needs: Mapping[str, _Need], seen: Observation) -> ScalingDecision:
@@ -173,7 +174,6 @@ class _Outlook:
     """Requests per second from a start-up from now on (``later``) and at most from now on.
 
     ``arriving`` requests come in the next ``served_s``; ``backlog`` wait longer than they should.
-    ``spent_s`` is the time until the changes that were made lately are in stock again.
     """
 
     start_s: float
@@ -182,7 +182,6 @@ class _Outlook:
     arriving: float
     served_s: float
     backlog: float
-    spent_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +247,8 @@ class _Need:
 class _PoolSizing:
     """One pool: what it needed recently, and how long its workers start."""
 
-    def __init__(self, targets: Targets, start_up: StartUpTime) -> None:
+    def __init__(self, name: str, targets: Targets, start_up: StartUpTime) -> None:
+        self._name = name
         self.targets = targets
         self.start_up = start_up
         self._recent: deque[tuple[float, int]] = deque()
@@ -267,20 +267,21 @@ class _PoolSizing:
         target = model.workers(outlook.later, self.targets)
         most = max(model.workers(_DOWN_MARGIN * outlook.most, self.targets), target) + extra
         self._decisions += 1
-        self._recent.append((seen.now_s, most))
+        wanted = Workers(most, 0) if self._name == PREFILL else Workers(0, most)
+        self._recent.append((seen.now_s, clamp(wanted, seen).of(self._name)))
         hold_s = _HOLD * seen.interval_s + _HOLD_STARTS * self.start_up.wake_s
-        longest_s = hold_s + _HOLD_SPENT * _MOST_SPENT_S
-        hold_s += _HOLD_SPENT * min(outlook.spent_s, _MOST_SPENT_S)
+        longest_s = max(hold_s, _KEPT_STARTS * self.start_up.wake_s)
         while self._recent[0][0] < seen.now_s - longest_s:
             self._recent.popleft()
         since_s = seen.now_s - hold_s
         floor = max(workers for at_s, workers in self._recent if at_s >= since_s)
+        least = math.ceil(_KEPT * max(workers for _, workers in self._recent))
         return _Need(
             model=model,
             outlook=outlook,
             target=target,
             extra=extra,
-            floor=floor,
+            floor=max(floor, least),
             hold_s=hold_s,
             learned=self._decisions > _LEARN,
         )

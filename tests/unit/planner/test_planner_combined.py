@@ -367,15 +367,22 @@ def test_a_wave_like_the_last_one_is_not_followed_above_its_peak() -> None:
     assert forecast.path(120.0).max() > 14.0
 
 
-def test_workers_stay_longer_after_many_changes() -> None:
-    spent = ActionLimit()
-    spent.refill(0.0)
-    assert spent.spent_s == 0.0
-    for _ in range(3):
-        spent.use()
-    assert spent.spent_s == pytest.approx(3 * 150.0)
-    spent.refill(150.0)
-    assert spent.spent_s == pytest.approx(2 * 150.0)
+def test_half_of_the_workers_stay_for_some_start_ups() -> None:
+    def curve(at_s: float) -> float:
+        return 6.0 if at_s < 900.0 else 0.5
+
+    traffic = generate(curve, duration_s=2400.0, isl=8000, osl=350, cv=1.0, spread=1.0, seed=5)
+    setup = ReplaySetup(workers=4, ttft_ms=2000.0, itl_ms=50.0, start_up_s=60.0)
+    result = run_policy("load+sla", traffic, setup, SETTINGS)
+
+    def ready(begin_s: float, end_s: float) -> list[int]:
+        return [one.ready for one in result.samples if begin_s <= one.at_s < end_s]
+
+    highest = max(ready(600.0, 900.0))
+    assert highest >= 4
+    # Fewer were needed at once; four start-ups later there are fewer.
+    assert highest > min(ready(1000.0, 1120.0)) >= 0.55 * highest - 1
+    assert max(ready(2200.0, 2400.0)) <= 0.5 * highest
 
 
 def test_a_small_box_does_not_pay_for_waves_that_it_cannot_follow() -> None:
