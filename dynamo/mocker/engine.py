@@ -386,7 +386,7 @@ class EngineRank:
                 await self._work.wait()
                 due = time.monotonic()
                 continue
-            usage = pool.used / pool.capacity
+            usage = batch.decode_kv / (pool.capacity * pool.block_size)
             spent_s = timing.iteration_s(batch.prefill_tokens, batch.decodes, usage)
             # From the last due time, not from now: late wake-ups must not slow the engine down.
             # Only up to the limit: after a long stall a burst would follow.

@@ -79,11 +79,15 @@ class Sequence:
 
 @dataclass(slots=True)
 class Batch:
-    """One iteration: ``producing`` get a token at its end, ``decodes`` of them not their first."""
+    """One iteration: ``producing`` get a token at its end, ``decodes`` of them not their first.
+
+    These read ``decode_kv`` tokens of KV, each its own; prompts in computation do not count.
+    """
 
     producing: list[Sequence]
     prefill_tokens: int = 0
     decodes: int = 0
+    decode_kv: int = 0
 
 
 class Scheduler:
@@ -165,6 +169,7 @@ class Scheduler:
             sequence.free_slots -= 1
             sequence.computed += 1
             batch.decodes += 1
+            batch.decode_kv += sequence.computed
             batch.producing.append(sequence)
             return 1
         missing = len(sequence.blocks.tokens) - sequence.computed
@@ -180,6 +185,7 @@ class Scheduler:
         sequence.computed += count
         if missing == 1 and (sequence.generated or sequence.transferred):
             batch.decodes += 1
+            batch.decode_kv += sequence.computed
         else:
             batch.prefill_tokens += count
         if count == missing:

@@ -102,7 +102,7 @@ class MockerSettings:
         help="which request is preempted when no block is free: the newest or the oldest",
     )
     watermark: float = option(
-        0.01,
+        0.0,
         "--watermark",
         minimum=0,
         maximum=1,
