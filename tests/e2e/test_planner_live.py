@@ -58,6 +58,7 @@ async def generate(request, context):
         yield {"token_ids": [], "finish_reason": "length"}
     finally:
         tokens -= count
+        load.publish(kv_used_blocks=tokens // 4)
 
 @dynamo_worker()
 async def main(runtime):
