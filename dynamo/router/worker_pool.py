@@ -128,6 +128,10 @@ class WorkerPool:
             self.avoided.discard(worker_id)
         self._update_eligible()
 
+    def has_answering(self) -> bool:
+        """Return whether some worker answers."""
+        return not self.members.keys() <= self.avoided
+
     def report_to(self, saturation: Saturation) -> None:
         """Count this pool there while all its workers are busy."""
         self._saturation = saturation

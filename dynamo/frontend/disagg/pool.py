@@ -186,7 +186,7 @@ class _Active:
         """Connect. Raises DynamoError."""
         runtime, endpoint, router = self._runtime, self.endpoint, self._router
         client = self._client = await runtime.endpoint(".".join(endpoint)).client()
-        client.has_fallback = True  # decode workers compute prompts, too
+        client.can_move = lambda: True  # decode workers compute prompts, too
         workers = self._workers = AdmittedWorkers(client)
         for worker_id in self._cards:
             workers.admit(worker_id)

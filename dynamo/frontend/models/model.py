@@ -240,6 +240,7 @@ class ModelEntry:
         pool = router.picker.worker_pool
         client.on_inhibited(pool.avoid)
         pool.is_silent = client.is_silent
+        client.can_move = pool.has_answering  # the endpoint may have other models' workers
         dispatch = Dispatch(router.picker, client, router.queue, self._migrations)
         parts = name, card, self.metrics, client, router, dispatch, self.prefill
         if preprocessor is None:

@@ -57,13 +57,13 @@ class Client:
     while there are others, and so do routers that subscribe with :meth:`on_inhibited`. With all
     instances inhibited they are tried all the same.
 
-    ``has_fallback``: requests can be served without this endpoint, so a silent instance loses its
-    requests at once, also when it is the only one.
+    ``can_move`` returns whether anything else can take the requests of a silent instance now, which
+    loses them then: another instance, unless a router with fewer workers or a fallback replaces it.
     """
 
     def __init__(self, runtime: DistributedRuntime, path: str) -> None:
         self.path = path
-        self.has_fallback = False
+        self.can_move: Callable[[], bool] = self._has_answering
         self._runtime = runtime
         self._requests = runtime.requests
         self._instances: dict[int, LiveInstance] = {}
@@ -208,6 +208,9 @@ class Client:
         """Avoid the instance for a while; ignore one that is not live."""
         if instance_id in self._instances:
             self.availability.begin(instance_id, "answer", "shutting_down", text)
+
+    def _has_answering(self) -> bool:
+        return len(self._instances) > len(self.availability)
 
     def _usable(self) -> list[int]:
         if not self._instances:
@@ -360,9 +363,8 @@ class LiveInstance:
             self._client.availability.begin(instance_id, "answer", reason, error.message)
 
     def may_move(self) -> bool:
-        """Return whether another instance can take the requests of this one now."""
-        client = self._client
-        return client.has_fallback or len(client._instances) > len(client.availability)
+        """Return whether its requests can be served elsewhere now."""
+        return self._client.can_move()
 
     def move_streams(self) -> None:
         """Fail the requests of an engine that computes nothing, if another instance takes them."""

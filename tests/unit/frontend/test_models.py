@@ -224,6 +224,20 @@ async def test_a_worker_that_tokenizes_differently_gets_nothing(
     assert not box.models.rejections()
 
 
+async def test_requests_of_a_silent_worker_wait_for_it_beside_another_models(box: Box) -> None:
+    """Workers of one endpoint may have different models: they cannot take its requests."""
+    silent = await box.worker()
+    await box.worker(display_name="other", slug="other")
+    await until(lambda: sorted(box.names) == ["other", "tiny"])
+    client = box.models.find("tiny", "Chat").client
+    client.availability.begin(silent.id, "connection", "silent", "x")
+    assert len(client.instance_ids()) == 2
+    assert not client.can_move()
+    second = await box.worker()
+    await until(lambda: box.routable() == {silent.id, second.id})
+    assert client.can_move()
+
+
 async def test_one_name_at_two_endpoints(box: Box) -> None:
     good = await box.worker()
     await until(lambda: box.routable() == {good.id})
