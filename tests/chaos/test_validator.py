@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from history import Answer, Event, Fault, History, Life, Record, Request, read
-from validator import TWO_LOST, WORKERS_LOST, Coverage, check_request, validate
+from validator import TWO_LOST, WORKERS_LOST, Spans, check_request, validate
 
 ANSWER = Answer("one two three", "length", 7, 3)
 WORDS = ("one", " two", " three")
@@ -163,15 +163,16 @@ def test_a_dead_frontend_excuses_a_cut_but_no_wrong_text() -> None:
     assert rules(stream(ending="timeout", events=[]), frontend_alive=False) == {"no end"}
 
 
-def test_coverage_joins_lives_that_overlap() -> None:
-    lives = [Life("worker", "a", 0, 2), Life("worker", "b", 1.5, 3), Life("worker", "c", 4)]
-    coverage = Coverage(lives)
+def test_spans_that_overlap_are_joined() -> None:
+    coverage = Spans([(4, float("inf")), (0, 2), (1.5, 3)])
+    assert coverage.meet(2.9, 3.5)
+    assert not coverage.meet(3.1, 3.9)
     assert coverage.covers(0.5, 2.9)
     assert not coverage.covers(2.9, 3.1)
     assert not coverage.covers(3.5, 4.5)
     assert coverage.covers(4, 1e9)
     assert not coverage.covers(-1, 1)
-    assert not Coverage([]).covers(1, 2)
+    assert not Spans([]).covers(1, 2)
 
 
 def test_the_rate_counts_requests_with_a_worker_and_a_frontend_throughout() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from history import Event, Life, Record, Request
 
-__all__ = ["ALLOWED_STATUSES", "Coverage", "Verdict", "Violation", "check_request", "validate"]
+__all__ = ["ALLOWED_STATUSES", "Spans", "Verdict", "Violation", "check_request", "validate"]
 
 ALLOWED_STATUSES = (200, 503)
 """Every request of a run is valid, so other statuses are the deployment's fault."""
@@ -42,13 +42,12 @@ class Violation(NamedTuple):
     detail: str
 
 
-class Coverage:
-    """The union of the lives of some processes."""
+class Spans:
+    """The union of some spans of time."""
 
-    def __init__(self, lives: Iterable[Life]) -> None:
-        spans = sorted((one.from_s, NEVER if one.until_s is None else one.until_s) for one in lives)
+    def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         self._spans: list[tuple[float, float]] = []
-        for start, end in spans:
+        for start, end in sorted(spans):
             if self._spans and start <= self._spans[-1][1]:
                 self._spans[-1] = self._spans[-1][0], max(end, self._spans[-1][1])
             else:
@@ -56,9 +55,14 @@ class Coverage:
         self._starts = [start for start, _ in self._spans]
 
     def covers(self, from_s: float, until_s: float) -> bool:
-        """Return whether some process lived at every moment of the span."""
+        """Return whether every moment of the span is in the union."""
         at = bisect_right(self._starts, from_s) - 1
         return at >= 0 and until_s <= self._spans[at][1]
+
+    def meet(self, from_s: float, until_s: float) -> bool:
+        """Return whether some moment of the span is in the union."""
+        at = bisect_right(self._starts, until_s) - 1
+        return at >= 0 and from_s <= self._spans[at][1]
 
 
 @dataclass
@@ -98,7 +102,11 @@ def validate(records: Iterable[Record], lives: Iterable[Life]) -> Verdict:
     """Check every request of ``records`` with ``lives``, which may be among them, too."""
     lives = list(lives)
     frontends = [one for one in lives if one.role == "frontend"]
-    workers = Coverage(one for one in lives if one.role == "worker")
+    workers = Spans(
+        (one.from_s, NEVER if one.until_s is None else one.until_s)
+        for one in lives
+        if one.role == "worker"
+    )
     verdict = Verdict()
     seen: set[str] = set()
     losses = [one.until_s for one in lives if one.role == "worker" and one.until_s is not None]

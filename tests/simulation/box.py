@@ -31,6 +31,9 @@ START_TIMEOUT_S = 120.0
 NAMESPACE = "box"
 RESTART_S = 10.0
 """A fault may be felt so long: until what died is back."""
+_KEPT_ALIVE = 0.8
+"""The share of connections that a client uses again."""
+_SHORT_TOKENS, _SHORT_CHARACTERS = 4, 1000
 _REMOVING = ("drain", "unload", "sleep", "circus stop", "circus rm", "circus decr", "pause planner")
 
 
@@ -52,6 +55,7 @@ class Box:
         self.scenario = scenario
         self.profile = PROFILES[scenario.profile]
         self.pool = pool
+        self._short = [one for one in pool if _is_short(one.body)]
         self.state = directory
         self.requests: list[Request] = []
         self.operations: list[tuple[Step, str]] = []
@@ -87,6 +91,8 @@ class Box:
             machine.disk = Disk(random.Random(scenario.seed), lambda: machine.now_s)
         network = Network.of(machine)
         network.on_listen, network.on_close = self._listening, self._closed
+        self.clients = machine.spawn("clients", dict(self._env), _forever)
+        self._idle: dict[int, list[RecordingClient]] = {}
         self._graph = directory / "graph.yaml"
         self._write_graph(scenario.graph)
 
@@ -155,9 +161,10 @@ class Box:
     # -- requests
 
     def request(self, step: Step) -> None:
-        """Send the request of ``step`` in a process of its own."""
+        """Send the request of ``step``, mostly over a connection that served another one."""
         details = step.details
-        entry = self.pool[details["entry"]]
+        pool = self._short if "short" in details else self.pool
+        entry = pool[details["entry"] % len(pool)]
         body = dict(entry.body) | {"model": step.what}
         if details["stream"]:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -174,22 +181,27 @@ class Box:
         port = self.ports[plan.id] = 8000 + details.get("frontend", 0)
         self.models[plan.id] = step.what
         self.open_requests += 1
-
-        async def client(process: Process) -> int:
-            from dynamo.http.client import Target
-
-            connection = RecordingClient(
-                Target("127.0.0.1", port, False), lambda: self.machine.now_s - START_S
-            )
-            record = await connection.perform(plan, REQUEST_TIMEOUT_S)
-            connection.close()
-            self.requests.append(record)
-            self.open_requests -= 1
-            self.machine.note(f"{plan.id} ended: {record.ending} {record.status} {_end_of(record)}")
-            return 0
-
         self.machine.note(f"{plan.id}: {step.what}, {details}")
-        self.machine.spawn(f"client {step.number}", dict(self._env), client)
+        loop = self.clients.loop
+        loop.call_soon(lambda: loop.create_task(self._perform(plan, port)))
+
+    async def _perform(self, plan: Plan, port: int) -> None:
+        from dynamo.http.client import Target
+
+        idle = self._idle.setdefault(port, [])
+        connection = None
+        while idle and (connection is None or not connection.usable):
+            connection = idle.pop()
+        if connection is None or not connection.usable:
+            connection = RecordingClient(Target("127.0.0.1", port, False), self.clock)
+        record = await connection.perform(plan, REQUEST_TIMEOUT_S)
+        if connection.usable and self.machine.random.random() < _KEPT_ALIVE:
+            idle.append(connection)
+        else:
+            connection.close()
+        self.requests.append(record)
+        self.open_requests -= 1
+        self.machine.note(f"{plan.id} ended: {record.ending} {record.status} {_end_of(record)}")
 
     # -- operators
 
@@ -492,6 +504,15 @@ class Box:
     def remove(self) -> None:
         """Remove the state directory."""
         shutil.rmtree(self.state, ignore_errors=True)
+
+
+def _is_short(body: dict[str, Any]) -> bool:
+    return int(body["max_tokens"]) <= _SHORT_TOKENS and len(str(body)) < _SHORT_CHARACTERS
+
+
+async def _forever(process: Process) -> int:
+    await asyncio.Event().wait()
+    return 0
 
 
 def _end_of(record: Request) -> str:

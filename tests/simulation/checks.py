@@ -12,7 +12,7 @@ from aftermath import IN_FLIGHT
 from history import Fault, Life, Request
 from machine import START_S, Process
 from network import Network
-from validator import validate
+from validator import Spans, validate
 
 if TYPE_CHECKING:
     from box import Box
@@ -61,8 +61,13 @@ def check_requests(box: Box) -> Iterator[str]:
         mine = [one for one in lives if one.role == "worker" or box.life_ports[id(one)] == port]
         for violation in validate([*requests, *faults], mine).violations:
             yield f"{violation.request}: {violation.rule}: {violation.detail}"
+    disturbed = Spans(box.disturbances())
     for request in box.requests:
-        if not (_is_fine(request) or _is_cold(box, request) or _was_disturbed(box, request)):
+        if not (
+            _is_fine(request)
+            or _is_cold(box, request)
+            or disturbed.meet(request.started_s - _ACCOUNTED_S, request.ended_s)
+        ):
             yield (
                 f"{request.id}: failed without a cause: {request.ending} {request.status} "
                 + ("; ".join(event.text for event in request.events if event.kind == "error")[:300])
@@ -82,14 +87,6 @@ def _is_fine(request: Request) -> bool:
 def _is_cold(box: Box, request: Request) -> bool:
     """Whether it is for a model that is served only after a person has loaded it."""
     return request.status == _UNAVAILABLE and box.models[request.id] in box.profile.cold
-
-
-def _was_disturbed(box: Box, request: Request) -> bool:
-    """Whether a fault or an operation may be the cause of an error of ``request``."""
-    since_s = request.started_s - _ACCOUNTED_S
-    return any(
-        from_s <= request.ended_s and until_s >= since_s for from_s, until_s in box.disturbances()
-    )
 
 
 def _lives(box: Box) -> Iterator[Life]:

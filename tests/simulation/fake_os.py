@@ -283,6 +283,7 @@ def _closing(real: Any) -> Any:
     def os_close(fd: int) -> None:
         if _machine is not None:
             _dies()
+            _machine.files_changed = True
             _machine.files.pop(fd, None)
             _machine.process_ends.pop(fd, None)
         real(fd)
@@ -295,6 +296,7 @@ def _binding(real: Any) -> Any:
         real(self, *args, **kwargs)
         process = _current()
         if _machine is not None:
+            _machine.files_changed = True  # it is bound next
             _machine.files.pop(self.fileno(), None)  # the number of a file that was closed
         if process is not None and self.family == socket.AF_UNIX:
             process.held.append(self)
@@ -385,7 +387,10 @@ def _guarded(real: Any, grows: bool = False) -> Any:
 
 def file_step(path: Any, grows: bool = False) -> None:
     """A process is about to change a file: here it may be killed, or find the disk full."""
-    if _machine is None or _machine.current is None:
+    if _machine is None:
+        return
+    _machine.files_changed = True
+    if _machine.current is None:
         return
     _dies()
     if _machine.file_faults is not None:

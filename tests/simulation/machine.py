@@ -30,6 +30,8 @@ START_S = 1_700_000_000.0
 """The Unix time at which every run begins."""
 FIRST_PID = 1000
 CALLBACK_S = 5e-6
+_TURNS = 1.03
+"""Of so many turns of the processes one goes to the files and the clock."""
 _LIVELOCK = 400_000
 """So many callbacks within one second of virtual time mean that they wait for nothing."""
 
@@ -98,6 +100,8 @@ class Machine:
         self.steps = 0
         self.graveyard: list[Any] = []
         self.epoll = select.epoll()
+        self.files_changed = True
+        """Whether the kernel may have something to say of ``readers`` since it was asked last."""
         self.readers: dict[int, tuple[Any, Callable[[], None]]] = {}
         self.files: dict[int, Process] = {}
         """The process that has each descriptor of os.open(), pidfd_open() open."""
@@ -130,18 +134,20 @@ class Machine:
         """The loop has callbacks to run."""
         self._runnable.append(loop)
 
-    def run(self, until: Callable[[], bool], limit_s: float) -> bool:
+    def run(self, until: Callable[[], bool] | None, limit_s: float) -> bool:
         """Run until the condition holds (True), or until virtual time reaches ``limit_s``."""
         choose, runnable, events = self.random.random, self._runnable, self._events
-        while not until():
-            if runnable and choose() < 0.97:
-                at = int(choose() * len(runnable))
+        while until is None or not until():
+            waiting = len(runnable)
+            at = int(choose() * waiting * _TURNS)
+            if at < waiting:
                 loop = runnable[at]
                 runnable[at] = runnable[-1]
                 runnable.pop()
-                self._run_some(loop)
+                self._run_some(loop, 1 + int(choose() * 4))
                 continue
-            self._poll()
+            if self.files_changed:
+                self._poll()
             self._due()
             if runnable:
                 continue
@@ -157,33 +163,30 @@ class Machine:
             _, _, call, args = heapq.heappop(events)
             call(*args)
 
-    def _run_some(self, loop: Any) -> None:
+    def _run_some(self, loop: Any, count: int) -> None:
         process = loop.process
         loop.is_queued = False
-        if process.state != "R":
-            return
         ready = loop.ready_callbacks
-        count = min(len(ready), 1 + int(self.random.random() * 4))
         self.enter(process)
         try:
-            for _ in range(count):
-                if not ready or process.state != "R":
-                    break
+            while count and ready and process.state == "R":
+                count -= 1
                 handle = ready.popleft()
                 self.now_s += CALLBACK_S
                 self.steps += 1
-                if not handle._cancelled:
-                    handle._run()
-        except ProcessKilled:
-            pass
+                if handle._cancelled:
+                    continue
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 - as asyncio does
+                    loop.callback_failed(error, handle)
         finally:
-            self.leave()
+            self.current = None
         if ready and process.state == "R" and not loop.is_queued:
             loop.is_queued = True
             self._runnable.append(loop)
-        self._check_progress(count)
-
-    def _check_progress(self, count: int) -> None:
         if self.now_s - self._moment_s > 1.0:
             self._moment_s, self._moment_steps = self.now_s, self.steps
         elif self.steps - self._moment_steps > _LIVELOCK:
@@ -195,15 +198,9 @@ class Machine:
         os.environ = process.env  # type: ignore[assignment]  # noqa: B003
         asyncio._set_running_loop(process.loop)
 
-    def leave(self) -> None:
-        """Leave the current process."""
-        self.current = None
-        asyncio._set_running_loop(None)
-
     def _poll(self) -> None:
         """Pass on what the kernel says of real descriptors: file events, ends of processes."""
-        if not self.readers:
-            return
+        self.files_changed = False
         for fd, _ in sorted(self.epoll.poll(0)):
             found = self.readers.get(fd)
             if found is not None and found[0].process.state == "R":
@@ -236,7 +233,7 @@ class Machine:
                 process.main = process.loop.create_task(main(process), name="main")
                 process.main.add_done_callback(lambda task: self._returned(process, task))
             finally:
-                self.leave()
+                self.current = None
                 if before is not None:
                     self.enter(before)
 
@@ -288,9 +285,7 @@ class Machine:
         if process.loop.ready_callbacks and not process.loop.is_queued:
             process.loop.is_queued = True
             self._runnable.append(process.loop)
-        for fd, (loop, _) in self.readers.items():
-            if loop is process.loop:
-                self.epoll.modify(fd, select.EPOLLIN)  # what came while it was stopped
+        self.files_changed = True  # what came while it was stopped
 
     def _end(self, process: Process, status: int) -> None:
         if not process.alive:
@@ -320,6 +315,7 @@ class Machine:
         for fd, (watched, ends) in self.process_ends.items():
             if watched is process and not ends:
                 ends.append(fd)
+                self.files_changed = True
                 with suppress(OSError):
                     os.eventfd_write(fd, 1)
         parent = process.parent
@@ -359,6 +355,7 @@ class Machine:
         if fd in self.readers:
             self.epoll.unregister(fd)
         self.readers[fd] = (loop, call)
+        self.files_changed = True
         self.epoll.register(fd, select.EPOLLIN)
 
     def forget_reader(self, fd: int) -> bool:

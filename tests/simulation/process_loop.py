@@ -27,6 +27,34 @@ else:
     AnyLoop = asyncio.AbstractEventLoop
 
 
+class LoopHandle(asyncio.Handle):
+    """A handle of a loop without a debug mode."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Any, args: Any, loop: Any, context: contextvars.Context | None
+    ) -> None:
+        self._callback = callback
+        self._args = args
+        self._loop = loop
+        self._context = contextvars.copy_context() if context is None else context
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None  # type: ignore[assignment]
+
+
+class LoopTimer(LoopHandle):
+    """As asyncio's TimerHandle."""
+
+    __slots__ = ("when_s",)
+
+    def when(self) -> float:
+        return float(self.when_s)
+
+
 class ProcessLoop(AnyLoop):  # type: ignore[misc]
     """What asyncio programs use of a loop, in the virtual time of ``machine``."""
 
@@ -47,18 +75,18 @@ class ProcessLoop(AnyLoop):  # type: ignore[misc]
     def call_soon(
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = LoopHandle(callback, args, self, context)
         self._add(handle)
         return handle
 
     call_soon_threadsafe = call_soon
 
     def _add(self, handle: asyncio.Handle) -> None:
-        if not self.process.alive:
+        if self.process.state == "Z":
             self.machine.graveyard.append(handle)
             return
         self.ready_callbacks.append(handle)
-        if not self.is_queued:
+        if not self.is_queued and self.process.state == "R":
             self.is_queued = True
             self.machine.ready(self)
 
@@ -70,6 +98,7 @@ class ProcessLoop(AnyLoop):  # type: ignore[misc]
 
     def _run_once(self, key: int, callback: Callable[[], None]) -> None:
         self._once.discard(key)
+        self.machine.files_changed = True  # it may leave something unread
         if key in self.machine.readers:
             callback()
 
@@ -79,7 +108,7 @@ class ProcessLoop(AnyLoop):  # type: ignore[misc]
         callback: Callable[..., Any],
         *args: Any,
         context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
+    ) -> LoopTimer:
         return self.call_at(self.machine.now_s + max(0.0, delay), callback, *args, context=context)
 
     def call_at(
@@ -88,17 +117,21 @@ class ProcessLoop(AnyLoop):  # type: ignore[misc]
         callback: Callable[..., Any],
         *args: Any,
         context: contextvars.Context | None = None,
-    ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+    ) -> LoopTimer:
+        handle = LoopTimer(callback, args, self, context)
+        handle.when_s = when
         self.machine.at(when, self._timer, handle)
         return handle
 
-    def _timer(self, handle: asyncio.TimerHandle) -> None:
-        if not handle.cancelled():
+    def _timer(self, handle: LoopTimer) -> None:
+        if not handle._cancelled:
             self._add(handle)
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """asyncio: nothing to count here."""
+    def callback_failed(self, error: BaseException, handle: LoopHandle) -> None:
+        """A callback raised ``error``."""
+        if not isinstance(error, ProcessKilled):
+            text = f"Exception in callback {handle!r}"
+            self.call_exception_handler({"message": text, "exception": error, "handle": handle})
 
     # -- tasks and futures
 

@@ -92,10 +92,10 @@ def _run(box: Box, outcome: Outcome) -> None:
     _watch(box)
     for step in box.scenario.steps:
         at_s = begin_s + step.at_s
-        machine.run(lambda: False, at_s)
+        machine.run(None, at_s)
         machine.now_s = max(machine.now_s, at_s)
         _do(box, step)
-    machine.run(lambda: False, machine.now_s + 1.0)
+    machine.run(None, machine.now_s + 1.0)
     box.heal()
     _until_quiet(box, failures)
     failures += check_requests(box)
@@ -148,7 +148,7 @@ def _settled(box: Box) -> list[str]:
     found = ["not looked yet"]
     wait_s = SETTLE_S if box.scenario.seed % 8 == 0 else SETTLED_S
     while found and box.machine.now_s < until_s:
-        box.machine.run(lambda: False, min(until_s, box.machine.now_s + wait_s))
+        box.machine.run(None, min(until_s, box.machine.now_s + wait_s))
         box.machine.now_s += wait_s / 100
         found, wait_s = list(check_quiet(box)), SETTLED_S
     return found

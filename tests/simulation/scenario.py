@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["POOL_SIZE", "PROFILES", "Profile", "Scenario", "Step", "make_scenario"]
+__all__ = ["POOL_SIZE", "PROFILES", "Profile", "Rates", "Scenario", "Step", "make_scenario"]
 
 POOL_SIZE = 24
 """How many different requests there are."""
@@ -200,6 +200,11 @@ OPERATIONS: dict[str, float] = {
     "repair": 1,
 }
 """The operations and how often they are drawn."""
+_BURST = 25
+"""So many requests arrive at once, on average, in a run with a given rate."""
+_RETURN_S = 10
+_SHORT_SHARE = 0.97
+"""Of the requests of a run with a given rate."""
 _CHANGES = {"sleep", "wake", "load", "drain", "restart", "reload", "circus stop"}
 _OFFSETS_S = (0.0, 0.001, 0.02, 0.1, 0.3, 1.0, 1.0, 3.0, 3.0)
 _LENGTHS_S = (2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 8.0, 20.0)
@@ -232,7 +237,19 @@ class Scenario:
     seconds: float
 
 
-def make_scenario(seed: int, profile: str = "", seconds: float = 0.0) -> Scenario:
+class Rates(NamedTuple):
+    """What happens in each second of a run; 0: the seed decides."""
+
+    requests: float = 0.0
+    faults: float = 0.0
+
+
+BY_SEED = Rates()
+
+
+def make_scenario(
+    seed: int, profile: str = "", seconds: float = 0.0, rates: Rates = BY_SEED
+) -> Scenario:
     """Return the scenario of ``seed``: its profile, unless given, is drawn, too."""
     dice = random.Random(f"scenario {seed}")
     drawn = dice.choices(list(PROFILES), [one.weight for one in PROFILES.values()])[0]
@@ -242,16 +259,25 @@ def make_scenario(seed: int, profile: str = "", seconds: float = 0.0) -> Scenari
     length_s = seconds or dice.choice(_LENGTHS_S)
     happening = Happenings(dice, chosen)
     steps: list[Step] = []
-    for at_s in _times(dice, dice.choice((0.5, 1.0, 2.0, 4.0)), length_s):
-        steps.append(_request(dice, chosen, at_s))
-    storm = dice.random() < 0.5
-    for at_s in _times(dice, storm * dice.choice((0.0, 0.1, 0.5)), length_s):
+    if rates.requests:
+        for at_s in _times(dice, rates.requests / _BURST, length_s):
+            burst = range(1 + int(dice.expovariate(1 / _BURST)))
+            steps += [_request(dice, chosen, at_s, _SHORT_SHARE) for _ in burst]
+    else:
+        for at_s in _times(dice, dice.choice((0.5, 1.0, 2.0, 4.0)), length_s):
+            steps.append(_request(dice, chosen, at_s))
+    storm = rates.faults > 0 or dice.random() < 0.5
+    for at_s in _times(dice, rates.faults or storm * dice.choice((0.0, 0.1, 0.5)), length_s):
         steps.append(happening.fault(at_s))
     for at_s in _times(dice, storm * dice.choice((0.0, 0.1, 0.5)), length_s):
         steps.append(happening.operation(at_s))
     first_s = round(dice.random(), 4)
-    for at_s in (first_s, *_times(dice, 0.8 if storm else 0.2, length_s)):
+    meetings = rates.faults / 2 or (0.8 if storm else 0.2)
+    for at_s in (first_s, *_times(dice, meetings, length_s)):
         steps += happening.meeting(at_s, 0.45 if storm else 0.15)
+    if rates.faults:  # what was unloaded or stopped comes back
+        for at_s in range(_RETURN_S, int(length_s), _RETURN_S):
+            steps += [happening.operation(at_s, "load", model=one) for one in chosen.models]
     steps.sort(key=lambda step: step.at_s)
     numbered = tuple(
         Step(number, step.at_s, step.kind, step.what, step.dice, step.details)
@@ -283,7 +309,7 @@ class Happenings:
         details = {"seconds": self._dice.choice((0.05, 0.5, 1.5, 4.0, 12.0))}
         return Step(0, at_s, "fault", what, self._dice.getrandbits(32), details)
 
-    def operation(self, at_s: float, what: str = "", certain: float = 0.6) -> Step:
+    def operation(self, at_s: float, what: str = "", certain: float = 0.6, model: str = "") -> Step:
         """Return an operation, on the target of the run with the probability ``certain``."""
         dice, profile = self._dice, self._profile
         what = what or _draw(dice, self._operations)
@@ -291,7 +317,7 @@ class Happenings:
         if dice.random() < certain:
             details = dict(self._target)
         if what in ("load", "unload"):
-            details = {"model": dice.choice(profile.models)}
+            details = {"model": model or dice.choice(profile.models)}
         elif what == "reload":
             details["change"] = dice.choice(("workers", "flag", "env", "same"))
             details["value"] = dice.choice((0, 1, 2, 3))
@@ -335,17 +361,20 @@ def _times(dice: random.Random, rate: float, until_s: float) -> list[float]:
     return times
 
 
-def _request(dice: random.Random, profile: Profile, at_s: float) -> Step:
-    cancel = dice.choice(CANCEL_STAGES) if dice.random() < 0.2 else ""
+def _request(dice: random.Random, profile: Profile, at_s: float, short_share: float = 0.0) -> Step:
+    short = dice.random() < short_share
+    cancel = dice.choice(CANCEL_STAGES) if dice.random() < (0.02 if short else 0.2) else ""
     details: dict[str, Any] = {
         "entry": dice.randrange(POOL_SIZE),
-        "stream": dice.random() < 0.7 or cancel in CANCEL_STAGES[2:],
+        "stream": dice.random() < (0.1 if short else 0.7) or cancel in CANCEL_STAGES[2:],
     }
+    if short:
+        details["short"] = True
     if profile.frontends > 1:
         details["frontend"] = dice.randrange(profile.frontends)
     if cancel:
         details |= {"cancel": cancel, "after": dice.randrange(1, 20)}
-    if dice.random() < 0.1:
+    if dice.random() < 0.1 and not short:
         details["n"] = 2
     return Step(0, at_s, "request", dice.choice(profile.models), dice.getrandbits(32), details)
 

@@ -24,6 +24,8 @@ __all__ = ["main"]
 
 _NO_RANDOM_ADDRESSES = 0x0040000
 _SHRINK_RUNS = 120
+_PROGRESS_S = 30.0
+_COUNTED = ("requests", "complete", "faults", "operations", "steps", "virtual_s")
 _SHOWN_LINES = 250
 _TESTS = Path(__file__).resolve().parents[1]
 _NUMBERS = re.compile(r"\d+(\.\d+)?|\b[0-9a-f]{12,16}\b")
@@ -83,6 +85,21 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="S",
         help="virtual seconds with requests and faults; default: 2 to 20, by the seed",
     )
+    seeds.add_argument(
+        "--requests",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="requests a virtual second, nearly all of 1 to 4 tokens; default: 0.5 to 4 longer "
+        "ones, by the seed",
+    )
+    seeds.add_argument(
+        "--faults",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="faults a virtual second, beside those that meet operations; default: by the seed",
+    )
     seeds.add_argument("--keep", type=_numbers, metavar="N,N", help="only these steps of --seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N",
                         help="runs at once (one per core)")  # fmt: skip
@@ -136,13 +153,19 @@ class Simulation:
                       range(options.first, options.first + options.seeds))  # fmt: skip
         outcomes: list[Outcome] = []
         failed: list[Outcome] = []
+        told_s = started_s
         for outcome in self._all(wanted, failed):
             outcomes.append(outcome)
             if outcome.failures:
                 failed.append(outcome)
                 self._report(outcome)
-        if options.seed is not None and not failed and not options.json:
-            print("\n".join(outcomes[0].history))
+            elif options.seed is not None and not options.json:
+                print("\n".join(outcome.history))
+            else:
+                outcome.history.clear()  # a long run has millions of lines
+            if self._clock() - told_s > _PROGRESS_S:
+                told_s = self._clock()
+                print(_totals(outcomes, failed), file=sys.stderr, flush=True)
         for pid in self._exiting:
             os.waitpid(pid, 0)
         self._summary(outcomes, failed, self._clock() - started_s)
@@ -164,10 +187,11 @@ class Simulation:
                     yield self._result(pipe)
 
     def _scenario(self, seed: int) -> Scenario:
-        from scenario import make_scenario
+        from scenario import Rates, make_scenario
 
         options = self._options
-        made = make_scenario(seed, options.profile, options.seconds)
+        rates = Rates(options.requests, options.faults)
+        made = make_scenario(seed, options.profile, options.seconds, rates)
         return made if options.keep is None else _kept(made, options.keep)
 
     def _start(self, scenario: Scenario) -> int:
@@ -240,21 +264,28 @@ class Simulation:
         return scenario, outcome
 
     def _summary(self, outcomes: list[Outcome], failed: list[Outcome], took_s: float) -> None:
-        total = {
-            name: sum(getattr(one, name) for one in outcomes)
-            for name in ("requests", "complete", "faults", "operations", "steps")
-        }
-        total["virtual_s"] = round(sum(one.virtual_s for one in outcomes))
         if self._options.json:
             rows = [{**asdict(one), "history": []} for one in failed]
-            print(json.dumps({"seeds": len(outcomes), **total, "failed": rows}, indent=2))
+            totals = {name: _total(outcomes, name) for name in _COUNTED}
+            print(json.dumps({"seeds": len(outcomes), **totals, "failed": rows}, indent=2))
             return
         print(
-            f"{len(outcomes)} seeds in {took_s:.0f} s: {total['virtual_s']} virtual seconds, "
-            f"{total['requests']} requests ({total['complete']} complete), "
-            f"{total['faults']} faults, {total['operations']} operations; {len(failed)} failed"
+            f"{_totals(outcomes, failed)} in {took_s:.0f} s"
             + (": " + ", ".join(str(one.seed) for one in failed) if failed else "")
         )
+
+
+def _total(outcomes: list[Outcome], name: str) -> int:
+    return round(sum(getattr(one, name) for one in outcomes))
+
+
+def _totals(outcomes: list[Outcome], failed: list[Outcome]) -> str:
+    count = {name: _total(outcomes, name) for name in _COUNTED}
+    return (
+        f"{len(outcomes)} seeds: {count['virtual_s']} virtual seconds, "
+        f"{count['requests']} requests ({count['complete']} complete), {count['faults']} faults, "
+        f"{count['operations']} operations; {len(failed)} failed"
+    )
 
 
 def _kept(scenario: Scenario, numbers: frozenset[int]) -> Scenario:
