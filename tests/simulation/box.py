@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,8 @@ class Box:
             "DYN_SERVE_RESTART_WINDOW_S": "1",
             "DYN_LOG": "info",
         }
-        self._armed: dict[int, int] = {}
+        self._armed: Callable[[Process, str], bool] | None = None
+        self._writes_left = 0
         self._full_until_s = 0.0
         self._thaw: list[Process] = []
         machine.file_faults = self._file_fault
@@ -352,7 +354,7 @@ class Box:
     def heal(self) -> None:
         """End the faults that last."""
         self._full_until_s = 0.0
-        self._armed.clear()
+        self._armed = None
         for process in self._thaw:
             self._continue(process)
         self._thaw.clear()
@@ -416,15 +418,22 @@ class Box:
             self._signal(dice.choice(sorted(found, key=lambda one: one.pid)), signum)
 
     def _kill_at_file(self, dice: random.Random, seconds: float) -> None:
-        """Kill some process in one of its next changes of a file."""
+        """Kill some process in one of its next changes of files.
+
+        Half of the time any process but the arbiter, in the middle of an atomic write: what it has
+        written so far is left.
+        """
         able = [
             one
             for one in self.machine.processes.values()
             if one.alive and not one.name.startswith("client")
         ]
-        if able:
+        self._writes_left = dice.randrange(1, 12)
+        if dice.random() < 0.5:
+            self._armed = lambda process, name: process is not self.serve and name[:1] == "."
+        elif able:
             chosen = dice.choice(sorted(able, key=lambda one: one.pid))
-            self._armed[chosen.pid] = dice.randrange(1, 12)
+            self._armed = lambda process, name: process is chosen
 
     def _cut_requests(self, dice: random.Random, seconds: float) -> None:
         found = [
@@ -482,15 +491,13 @@ class Box:
             self.machine.note(f"lost or torn: {path}")
 
     def _file_fault(self, process: Process, path: Any, grows: bool) -> None:
-        left = self._armed.get(process.pid)
-        if left is not None:
-            if left <= 1:
-                del self._armed[process.pid]
-                changed = "an open file" if isinstance(path, int) else path
-                self.machine.note(f"killed while it changes {changed}")
+        if self._armed is not None:
+            name = "an open file" if isinstance(path, int) else os.path.basename(path)
+            self._writes_left -= self._armed(process, name)
+            if self._writes_left <= 0:
+                self._armed = None
+                self.machine.note(f"killed while it changes {name}")
                 self.machine.kill(process.pid, signal.SIGKILL)
-            else:
-                self._armed[process.pid] = left - 1
         if grows and self.machine.now_s < self._full_until_s:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 

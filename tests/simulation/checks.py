@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dynamo.observability.metrics import Registry
     from dynamo.serve.state.document import Document, Entry
 
-__all__ = ["check_always", "check_end", "check_quiet", "check_requests"]
+__all__ = ["check_always", "check_drained", "check_end", "check_quiet", "check_requests"]
 
 _ACCOUNTED_S = 6.0
 _SHARE_ERROR = 1e-6
@@ -109,6 +109,7 @@ def _lives(box: Box) -> Iterator[Life]:
 def check_quiet(box: Box) -> Iterator[str]:
     """Nothing is in flight, the records agree with the processes, the index with the caches."""
     yield from _check_gauges(box)
+    yield from check_drained(box)
     yield from _check_statefile(box)
     yield from _check_leases(box)
     yield from _check_index(box)
@@ -143,6 +144,22 @@ def _check_families(process: Process, registry: Registry) -> Iterator[str]:
         yield f"{process.name}: {started:g} requests were accepted, {ended:g} ended"
 
 
+def check_drained(box: Box) -> Iterator[str]:
+    """A worker that drains ends by itself, also if the operator that drains it was killed."""
+    from dynamo.errors import StatefileError
+    from dynamo.serve.state.statefile import Statefile
+
+    try:
+        document = Statefile(box.state, "box").read()
+    except StatefileError:
+        return
+    for name, entry in document.components.items() if document is not None else ():
+        if entry.draining and not any(
+            process.pid in box.machine.processes for process in entry.processes
+        ):
+            yield f"statefile: {name} drains and has no process"
+
+
 def _check_statefile(box: Box) -> Iterator[str]:
     from dynamo.errors import StatefileError
     from dynamo.serve.state.statefile import Statefile
@@ -173,8 +190,6 @@ def _check_entry(name: str, entry: Entry, alive: dict[int, Process]) -> Iterator
     if entry.reserved_by is not None:
         yield f"statefile: {name} is reserved by {entry.reserved_by.written()}"
     process = next((alive[one.pid] for one in entry.processes if one.pid in alive), None)
-    if entry.draining and process is None:
-        yield f"statefile: {name} drains and has no process"
     is_worker = process is not None and process.program == "dynamo.mocker"
     if process is not None and is_worker and not entry.draining:
         sleeps = _asleep(process)

@@ -70,11 +70,18 @@ DEFECTS = (
         "A process is killed while it writes a file: its temporary file outlives the deployment.",
     ),
     Defect(
-        "load-of-a-silent-replica",
-        "dynamo.router.replicas",
-        "        self.remote.beat()\n",
+        "silent-beside-another-model",
+        "dynamo.frontend.models.model",
+        "        client.can_move = pool.has_answering  # the endpoint may have other models' workers\n",
         "",
-        "A frontend loses its lease for a while: its load stays on the other one for an hour.",
+        "A model's only worker is silent: its requests use up their migrations on it.",
+    ),
+    Defect(
+        "statefile-on-a-full-disk",
+        "dynamo.serve.state.record",
+        "_AGAIN_S if self._failed or self._taken else None",
+        "None",
+        "A change of processes on a full disk: the statefile is wrong until the next change.",
     ),
     Defect(
         "lease-on-a-full-disk",
@@ -106,10 +113,10 @@ DEFECTS = (
     ),
     Defect(
         "wake-of-a-killed-operator",
-        "dynamo.operations.reconcile",
-        "            entry.state = RUNNING  # it was",
-        "            pass  # it was",
-        "The process that wakes a worker is killed: its entry says that it sleeps.",
+        "dynamo.operations.steps.sleeping",
+        'return operation if operation in (SLEEP, WAKE) else ""',
+        'return ""',
+        "The process that wakes a worker is killed: no repair finishes or undoes the wake.",
     ),
 )
 

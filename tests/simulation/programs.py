@@ -56,7 +56,7 @@ def connect() -> None:
     root = logging.getLogger()
     root.handlers[:] = [HistoryHandler()]
     root.setLevel(_LEVEL)
-    for noisy in ("circus", "tornado", "asyncio", "dynamo.router.explanation"):
+    for noisy in ("circus", "tornado", "asyncio", "dynamo.router.explanations"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

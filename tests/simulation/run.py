@@ -10,7 +10,7 @@ from pathlib import Path
 import fake_os
 from box import Box, PoolEntry
 from chaos_load import make_pool
-from checks import check_always, check_end, check_quiet, check_requests
+from checks import check_always, check_drained, check_end, check_quiet, check_requests
 from history import Answer
 from machine import START_S, Livelock, Machine
 from scenario import Scenario, Step
@@ -141,17 +141,20 @@ def _until_quiet(box: Box, failures: list[str]) -> None:
 
 def _settled(box: Box) -> list[str]:
     """Let the box come to rest; return what is not quiet then. A run of eight waits to the end."""
+    found = []
     if box.has_orphans():
+        box.machine.run(None, box.machine.now_s + SETTLED_S / 4)
+        found = list(check_drained(box))  # this needs no repair
         box.operate(Step(len(box.scenario.steps), 0.0, "operator", "repair", 0))
         box.machine.run(lambda: not box.open_operations, box.machine.now_s + SETTLE_S)
     until_s = box.machine.now_s + SETTLE_S
-    found = ["not looked yet"]
+    unquiet = ["not looked yet"]
     wait_s = SETTLE_S if box.scenario.seed % 8 == 0 else SETTLED_S
-    while found and box.machine.now_s < until_s:
+    while unquiet and box.machine.now_s < until_s:
         box.machine.run(None, min(until_s, box.machine.now_s + wait_s))
         box.machine.now_s += wait_s / 100
-        found, wait_s = list(check_quiet(box)), SETTLED_S
-    return found
+        unquiet, wait_s = list(check_quiet(box)), SETTLED_S
+    return [*found, *unquiet]
 
 
 def learn_answers(scenario: Scenario, size: int) -> list[PoolEntry]:
