@@ -492,7 +492,7 @@ class Box:
 
     def _file_fault(self, process: Process, path: Any, grows: bool) -> None:
         if self._armed is not None:
-            name = "an open file" if isinstance(path, int) else os.path.basename(path)
+            name = "an open file" if isinstance(path, int) else Path(path).name
             self._writes_left -= self._armed(process, name)
             if self._writes_left <= 0:
                 self._armed = None

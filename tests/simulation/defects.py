@@ -72,8 +72,8 @@ DEFECTS = (
     Defect(
         "silent-beside-another-model",
         "dynamo.frontend.models.model",
-        "        client.can_move = pool.has_answering  # the endpoint may have other models' workers\n",
-        "",
+        "client.can_move = pool.has_answering",
+        "pass",
         "A model's only worker is silent: its requests use up their migrations on it.",
     ),
     Defect(

@@ -50,9 +50,10 @@ class LoopTimer(LoopHandle):
     """As asyncio's TimerHandle."""
 
     __slots__ = ("when_s",)
+    when_s: float
 
     def when(self) -> float:
-        return float(self.when_s)
+        return self.when_s
 
 
 class ProcessLoop(AnyLoop):  # type: ignore[misc]
@@ -130,7 +131,7 @@ class ProcessLoop(AnyLoop):  # type: ignore[misc]
     def callback_failed(self, error: BaseException, handle: LoopHandle) -> None:
         """A callback raised ``error``."""
         if not isinstance(error, ProcessKilled):
-            text = f"Exception in callback {handle!r}"
+            text = f"Exception in callback {handle._callback!r}"
             self.call_exception_handler({"message": text, "exception": error, "handle": handle})
 
     # -- tasks and futures

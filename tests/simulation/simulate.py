@@ -276,7 +276,8 @@ class Simulation:
 
 
 def _total(outcomes: list[Outcome], name: str) -> int:
-    return round(sum(getattr(one, name) for one in outcomes))
+    total: float = sum(getattr(one, name) for one in outcomes)
+    return round(total)
 
 
 def _totals(outcomes: list[Outcome], failed: list[Outcome]) -> str:
