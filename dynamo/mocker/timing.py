@@ -27,7 +27,7 @@ class Timing:
 
     def iteration_s(self, prefill_tokens: int, decodes: int, usage: float) -> float:
         """Return the duration of computing ``prefill_tokens`` uncached prompt tokens and one token
-        for each of ``decodes`` sequences, whose KV takes the share ``usage`` (0..1) of the cache."""
+        for each of ``decodes`` sequences, whose KV takes ``usage`` (0..1) of the cache."""
         if not self.speedup:
             return 0.0
         profile = self.profile
@@ -79,7 +79,7 @@ def prefill_ms(tokens: int) -> float:
 
 
 def decode_ms(usage: float) -> float:
-    """Return the milliseconds of one decode step of sequences with the share ``usage`` of the KV."""
+    """Return the milliseconds of a decode step whose sequences take ``usage`` of the cache."""
     share = min(usage, 1.0)
     return max(1.0, -25.74 * share * share + 54.01 * share + 5.74)
 
