@@ -210,7 +210,7 @@ class HttpClient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: disconnected."""
-        self._transport = None
+        self._transport = self._parser = None  # the parser refers to this client, too
         # A response without a length ends with the connection (RFC 9112, 6.3).
         complete = exc is None and self._until_close and self.status
         self._complete(None if complete else "disconnected")

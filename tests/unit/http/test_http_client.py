@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -99,3 +101,17 @@ async def test_a_closed_connection_keeps_nothing_of_the_last_response() -> None:
         with pytest.raises(ResponseError, match="disconnected"):
             await client.request(request_head("GET", "/", "box"))
         assert (client.status, bytes(client.body)) == (0, b"")
+
+
+async def test_a_closed_connection_is_freed_without_a_collection() -> None:
+    """A page of metrics is large, and read often."""
+    gc.disable()
+    try:
+        async with asyncio.timeout(60), serving(plain(b"hello")) as port:
+            found = await get("127.0.0.1", port, "box", "/x", 5)
+            gone = weakref.ref(found)
+            del found
+            while gone() is not None:  # noqa: ASYNC110 - the loop closes the socket
+                await asyncio.sleep(0)
+    finally:
+        gc.enable()
