@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.cli.text_table import aligned, cell_len
+from dynamo.cli.text_table import aligned, cell_len, model_state
 from dynamo.config import load
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
@@ -109,7 +109,8 @@ def _lines(found: Status, width: int = 0) -> Iterator[str]:
     for one in (*models, *others, *found.get("others", ())):
         if one.get("cause") and one["state"] not in ("ready", "failed"):
             remedy = f"; try: {one['remedy']}" if one.get("remedy") else ""
-            yield f"{one.get('model') or one['name']} is {one['state']}: {one['cause']}{remedy}"
+            state = "" if one["state"] == "zero" else f" is {one['state']}"
+            yield f"{one.get('model') or one['name']}{state}: {one['cause']}{remedy}"
     yield from problems
 
 
@@ -128,7 +129,7 @@ def _model_row(model: Status) -> tuple[str, ...]:
     vram, progress, idle_s = (model.get(key) for key in ("vram_bytes", "progress", "idle_until_s"))
     return (
         model["model"],
-        model["state"] if progress is None else f"{model['state']} {progress:.0%}",
+        model_state(model["state"], progress),
         f"{model.get('ready', 0)}/{model.get('wanted', 0)}",
         ",".join(model.get("gpus", ())) or "-",
         "-" if vram is None else f"{vram / 2**30:.1f} GiB",

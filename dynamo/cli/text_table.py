@@ -19,6 +19,12 @@ def cell_len(text: str) -> int:
     return len(text) if text.isascii() else int(_rich_cells().cell_len(text))
 
 
+def model_state(state: str, progress: float | None) -> str:
+    """Return the state of a model as tables show it."""
+    word = "no worker" if state == "zero" else state
+    return word if progress is None else f"{word} {progress:.0%}"
+
+
 def cut(text: str, width: int, mark: str = "") -> str:
     """Return the beginning of ``text`` in at most ``width`` cells, with ``mark`` if it was cut."""
     if cell_len(text) <= width:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo.cli.text_table import aligned, cut, printable, wrap
+from dynamo.cli.text_table import aligned, cut, model_state, printable, wrap
 from dynamo.protocols.status import BoxStatus, GpuStatus, ModelStatus, WorkerStatus
 from dynamo.status.workers import natural_order
 
@@ -166,7 +166,7 @@ def _models(models: Sequence[ModelStatus], width: int) -> list[Line]:
     rows = []
     for model in models:
         figures = model.figures
-        state = model.state + ("" if model.progress is None else f" {model.progress:.0%}")
+        state = model_state(model.state, model.progress)
         uses = [one.kv_use for one in figures.workers if one.kv_use is not None] if figures else []
         row = [model.model, state, f"{model.ready}/{model.wanted}"]
         if figures is None:

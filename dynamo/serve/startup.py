@@ -87,7 +87,11 @@ class StartupReport:
         models = ", ".join(found.models) or "none yet"
         line = f"{', '.join(urls)}   model: {models}   workers: {found.instances}"
         cold = ", ".join(spec.service for spec in self._plan.templates)
-        return f"{line}   started on demand: {cold}" if cold else line
+        if not cold:
+            return line
+        planned = any(spec.program == PLANNER for spec in self._plan.specs)
+        how = "started on demand" if planned else "started by dynamo load"
+        return f"{line}   {how}: {cold}"
 
     def _workers(self) -> int:
         """The number of processes besides the frontends that are not given up."""

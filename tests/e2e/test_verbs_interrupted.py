@@ -225,7 +225,9 @@ def test_a_load_that_is_repeated_waits_for_the_worker_of_the_first(
 ) -> None:
     graph = GRAPH.format(port=free_port()).replace("startup-time: 0.5", "startup-time: 3")
     graph = graph.replace("enable-sleep-mode: true\n  ServiceArgs: {", "ServiceArgs: {workers: 0, ")
-    serving.start(serving.graph(graph), "--gpus", "4", wait="ready: .*model: a")
+    serving.start(
+        serving.graph(graph), "--gpus", "4", wait="ready: .*model: a .*started by dynamo load: B"
+    )
     terminal = Terminal(serving)
     first = terminal.begin(LOAD.words)
     assert first.stdout is not None and "starting" in first.stdout.readline()

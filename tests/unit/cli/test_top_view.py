@@ -291,6 +291,15 @@ def test_missing_parts() -> None:
     model = ModelStatus(model="m", state="zero", idle_until_s=12.0)
     shown = text(msgspec.structs.replace(bare, models=(model,)))
     assert "gives up its GPUs in 12 s without requests" in shown
+    assert "no worker" in shown and "zero" not in shown
+
+
+def test_ps_says_that_a_model_has_no_worker() -> None:
+    model = {"model": "m", "state": "zero", "cause": "no worker runs", "remedy": "dynamo load m"}
+    found = {"state": "running", "frontend": "ready", "models": [model]}
+    _, row, _, why = ps_lines(found)
+    assert row.startswith("m      no worker  0/0")
+    assert why == "m: no worker runs; try: dynamo load m"
 
 
 def test_a_narrow_terminal_cuts_no_figure() -> None:
