@@ -182,6 +182,12 @@ class Deployment:
         """Whether the process ``pid`` registered a model, or is of a program that need not."""
         return not self._factory.specs[watcher.name].registers_model or pid in self._leases.served
 
+    def exited(self, pid: int) -> None:
+        """Forget a process that has been reaped: its number may become another's."""
+        self._leases.served.discard(pid)
+        self.happened.exited(pid)
+        self.changed()
+
     def last_line(self, name: str) -> str:
         """Return the last line that the watcher ``name`` wrote, shortened; "" without one."""
         return self._factory.output(name).last_line()

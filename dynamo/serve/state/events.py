@@ -131,6 +131,11 @@ class ProcessEvents:
         """Add that a process ended by itself."""
         self.add("died", name, f"pid {pid} {text}")
 
+    def exited(self, pid: int) -> None:
+        """Forget a process: its number may become another's."""
+        self._names.pop(pid, None)
+        self._served.discard(pid)
+
     def served(self, leases: Leases) -> None:
         """Add the processes that have loaded their model since the last call."""
         new = leases.served - self._served

@@ -68,7 +68,8 @@ def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
 class Leases:
     """The leases in ``store``; calls ``on_change`` when a lease or a model card comes or goes.
 
-    ``served`` has the sessions of all processes that ever registered a model card.
+    ``served`` has the sessions of the processes that ever registered a model card, until its owner
+    removes those that ended.
     """
 
     def __init__(self, store: Path, on_change: Callable[[], None]) -> None:

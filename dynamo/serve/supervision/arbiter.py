@@ -309,7 +309,7 @@ class SupervisingArbiter(RollingArbiter):
             return  # an adopted orphan
         process.reaped(status)
         watcher.ended(process, status)
-        self.events.changed()
+        self.events.exited(pid)
 
     def _end_orphans(self) -> None:
         """Kill adopted orphans of processes that exited; spare the daemons of living ones.

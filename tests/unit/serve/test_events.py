@@ -8,6 +8,8 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
@@ -17,7 +19,8 @@ from hypothesis import strategies as st
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.status import BAD_EVENTS, EVENT_KINDS, BoxEvent
 from dynamo.serve.state import events as module
-from dynamo.serve.state.events import BoxEventLog, actor
+from dynamo.serve.state.events import BoxEventLog, ProcessEvents, actor
+from dynamo.serve.state.registered import Leases
 from dynamo.status.events import EventFilter, EventReader, parse_since
 
 
@@ -189,3 +192,17 @@ def test_events_are_chosen_by_time_model_and_name() -> None:
 def test_the_kinds_and_the_actor_are_known() -> None:
     assert set(EVENT_KINDS) >= BAD_EVENTS
     assert actor().endswith(f"(pid {os.getpid()})")
+
+
+def test_a_process_with_the_number_of_one_that_ended_is_a_new_one(run_directory: Path) -> None:
+    happened = ProcessEvents(BoxEventLog(run_directory))
+    for name in ("ns_A", "ns_B"):
+        happened.started(name, 7)
+        leases = SimpleNamespace(served={7}, model_of=lambda: {7: "m"})
+        for _ in range(2):
+            happened.served(cast(Leases, leases))
+        happened.exited(7)
+    reader = EventReader(run_directory)
+    found = [(one.kind, one.name) for one in reader.all()]
+    reader.close()
+    assert found == [(kind, name) for name in ("ns_A", "ns_B") for kind in ("started", "serving")]
