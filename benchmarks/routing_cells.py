@@ -1,14 +1,17 @@
 """Compare the cost in seconds with every other mode and setting, over many cells of a replay.
 
-    python benchmarks/routing_cells.py --trace conversation=PATH --jobs 2 --json cells.json
+    python benchmarks/routing_cells.py --trace conversation=PATH --json cells.json
 
 A cell is a trace, a number of workers, a size of their caches and a load. Its load is the share of
 the workers' time that the prompts would take if each block had to be computed once. Each policy is
-replayed with several seeds; a cell shows the median. The figure of a policy is its mean (or 99th
-percentile) of the time to first token over that of the best policy of the cell.
+replayed with several seeds, each of which has other requests: another part of a given trace. The
+figure of a policy is its mean (or 99th percentile) of the time to first token over that of the best
+policy of the same cell and seed; a cell shows the median of its seeds.
 
 The traces, beside those given: a hot prefix, agents in closed loop, tools with shared system
 prompts, and prompts that share nothing with the lengths of a given trace.
+
+Replays that are in the file of --json are not run again.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
@@ -31,6 +34,7 @@ from dynamo.bench.simulated_worker import WorkerSpeed
 from dynamo.bench.trace import read_trace
 from dynamo.config.option import from_env
 from dynamo.config.router import RouterSettings
+from dynamo.runtime.process.paths import write_atomic
 
 __all__ = ["main"]
 
@@ -69,6 +73,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+KEYS = ("ttft_mean_s", "ttft_p99_s", "hit_rate", "utilisation")
+Figures = dict[str, dict[str, float]]
+"""Of each policy, by key."""
+
+
 class Cell(NamedTuple):
     """One comparison."""
 
@@ -97,23 +106,20 @@ def tools(prompts: int = 12, requests: int = 3000, seed: int = 1) -> list[Arriva
     return arrivals
 
 
-def arrivals_of(cell: Cell, traces: dict[str, str], limit: int, seed: int = 1) -> list[Arrival]:
+def arrivals_of(cell: Cell, traces: dict[str, str], limit: int, seed: int) -> list[Arrival]:
     """The requests of a cell, at its load."""
     if cell.trace == "agents":
         # In closed loop the sessions are the load: so many that their work would fill the workers.
-        return _agents(cell)
+        return _agents(cell, seed)
     if cell.trace == "hot-prefix":
-        rows = list(hot_prefix(limit, cell.workers, 1.0, seed=seed))
-        found = [
-            Arrival(row["timestamp"] / 1e3, row["hash_ids"], row["output_length"]) for row in rows
-        ]
+        found = _arrivals(hot_prefix(limit, cell.workers, 1.0, seed=seed))
     elif cell.trace == "tools":
         found = tools(requests=limit, seed=seed)
     else:
         name = cell.trace.removesuffix("-unshared")
         found = [
             Arrival(row.timestamp / 1e3, row.hash_ids, row.output_length)
-            for row in read_trace(traces[name], limit)
+            for row in read_trace(traces[name], limit * seed)[-limit:]
         ]
         if name != cell.trace:
             found = _unshared(found, seed)
@@ -124,23 +130,22 @@ def arrivals_of(cell: Cell, traces: dict[str, str], limit: int, seed: int = 1) -
     return [one._replace(at_s=(one.at_s - found[0].at_s) / speed) for one in found]
 
 
-def _agents(cell: Cell) -> list[Arrival]:
-    one = _work_s(_arrivals(agents(1)))
+def _agents(cell: Cell, seed: int) -> list[Arrival]:
+    one = _work_s(_arrivals(agents(1, seed=seed)))
     last_s = 20 * (1.75 + 150 * SERVICE.inter_token_s)  # turns: think and answer
     sessions = max(round(cell.load * cell.workers * (last_s + one) / one), 1)
-    return _arrivals(agents(sessions))
+    return _arrivals(agents(sessions, seed=seed))
 
 
 def _arrivals(rows: Iterator[dict[str, Any]]) -> list[Arrival]:
     found: list[Arrival] = []
     last: dict[str, int] = {}
     for row in rows:
-        session = row["session_id"]
-        at_s, delay_s = row["timestamp"] / 1e3, row["delay"] / 1e3
-        found.append(
-            Arrival(at_s, row["hash_ids"], row["output_length"], last.get(session), delay_s)
-        )
-        last[session] = len(found) - 1
+        session, parent = row.get("session_id"), None
+        if session is not None:
+            parent, last[session] = last.get(session), len(found)
+        at_s, delay_s = row["timestamp"] / 1e3, row.get("delay", 0.0) / 1e3
+        found.append(Arrival(at_s, row["hash_ids"], row["output_length"], parent, delay_s))
     return found
 
 
@@ -163,44 +168,66 @@ def _work_s(arrivals: list[Arrival]) -> float:
     return fixed_s + len(blocks) * BLOCK_TOKENS / SERVICE.prefill_tokens_per_s
 
 
-def run_cell(
-    cell: Cell, policies: dict[str, dict[str, Any]], traces: dict[str, str], limit: int, seeds: int
-) -> dict[str, Any]:
-    """Replay a cell with each policy; medians over the seeds."""
-    arrivals = arrivals_of(cell, traces, limit)
-    row: dict[str, Any] = cell._asdict() | {"policies": {}}
-    for name, settings in policies.items():
-        found = [
-            replay(
-                arrivals,
-                from_env(RouterSettings, {}, **settings),
-                cell.workers,
-                cell.blocks,
-                SERVICE,
-                BLOCK_TOKENS,
-                seed,
-            )
-            for seed in range(1, seeds + 1)
-        ]
-        row["policies"][name] = {
-            "ttft_mean_s": median(one.ttft_mean_s for one in found),
-            "ttft_p99_s": median(one.ttft_p99_s for one in found),
-            "hit_rate": median(one.hit_rate for one in found),
-            "utilisation": median(one.utilisation for one in found),
-        }
-    return row
+def run_cell(cell: Cell, policies: list[str], arrivals: list[Arrival], seed: int) -> Figures:
+    """Replay a cell with each policy."""
+    figures = {}
+    for name in policies:
+        found = replay(
+            arrivals,
+            from_env(RouterSettings, {}, **POLICIES[name]),
+            cell.workers,
+            cell.blocks,
+            SERVICE,
+            BLOCK_TOKENS,
+            seed,
+        )
+        figures[name] = {key: round(getattr(found, key), 5) for key in KEYS}
+    return figures
+
+
+def ratios(rows: list[dict[str, Any]], name: str, key: str) -> dict[Cell, list[float]]:
+    """The figures of a policy over the best of the same cell and seed, by cell."""
+    found: defaultdict[Cell, list[float]] = defaultdict(list)
+    for row in rows:
+        least = min(one[key] for one in row["policies"].values())
+        found[_cell(row)].append(row["policies"][name][key] / least)
+    return found
 
 
 def summary(rows: list[dict[str, Any]], names: list[str], key: str, within: float) -> None:
-    """Print, for each policy, its figure over the best of each cell."""
-    print(f"\n{key} over the best policy of the cell, {len(rows)} cells")
-    print(f"{'policy':<20}{'geo. mean':>10}{'worst':>8}{f'<= {within:g}':>10}{'> 1.25':>8}")
-    best = [min(one[key] for one in row["policies"].values()) for row in rows]
+    """Print, for each policy that all rows have, its figure over the best of each cell."""
+    print(f"\n{key} over the best policy of the cell and seed, {len(rows)} replays")
+    head = f"{'policy':<20}{'geo. mean':>10}{'worst':>8}{f'<= {within:g}':>10}{'> 1.25':>8}"
+    print(head + f"{'worst seed':>12}")
     for name in names:
-        ratios = [row["policies"][name][key] / least for row, least in zip(rows, best, strict=True)]
-        near = sum(one <= within for one in ratios) / len(ratios)
-        far = sum(one > 1.25 for one in ratios)
-        print(f"{name:<20}{geometric_mean(ratios):>10.2f}{max(ratios):>8.2f}{near:>10.0%}{far:>8}")
+        if any(name not in row["policies"] for row in rows):
+            continue
+        seeds = ratios(rows, name, key)
+        cells = [median(one) for one in seeds.values()]
+        near = sum(one <= within for one in cells) / len(cells)
+        far, worst = sum(one > 1.25 for one in cells), max(map(max, seeds.values()))
+        print(
+            f"{name:<20}{geometric_mean(cells):>10.3f}{max(cells):>8.2f}{near:>10.1%}{far:>8}"
+            f"{worst:>12.2f}"
+        )
+
+
+def table(rows: list[dict[str, Any]], name: str) -> None:
+    """Print a row of Markdown for each trace and pool: mean and p99 of a policy over the best."""
+    means, tails = ratios(rows, name, "ttft_mean_s"), ratios(rows, name, "ttft_p99_s")
+    loads = sorted({cell.load for cell in means})
+    print("| trace | workers × blocks |" + "".join(f" {load:.0%} |" for load in loads))
+    print("|---|---|" + "---|" * len(loads))
+    for trace, workers, blocks in dict.fromkeys(cell[:3] for cell in means):
+        line = f"| {trace} | {workers} × {blocks:,} |"
+        for load in loads:
+            cell = Cell(trace, workers, blocks, load)
+            line += f" {median(means[cell]):.2f}, {median(tails[cell]):.2f} |"
+        print(line)
+
+
+def _cell(row: dict[str, Any]) -> Cell:
+    return Cell(row["trace"], row["workers"], row["blocks"], row["load"])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -213,21 +240,25 @@ def main(argv: list[str] | None = None) -> None:
     names = options.only.split(",") if options.only else names
     cells = [Cell(*one) for one in product(names, options.workers, options.blocks, options.load)]
     wanted = options.policies.split(",") if options.policies else list(POLICIES)
-    policies = {name: POLICIES[name] for name in wanted}
-    rows: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(options.jobs) as pool:
-        jobs = [
-            pool.submit(run_cell, cell, policies, traces, options.limit, options.seeds)
-            for cell in cells
-        ]
-        for job in jobs:
-            row = job.result()
+    file = Path(options.json) if options.json else None
+    rows = json.loads(file.read_text()) if file and file.exists() else []
+    known = {(_cell(row), row["seed"], row["limit"]): row for row in rows}
+    for seed, cell in product(options.seeds, cells):
+        row = known.get((cell, seed, options.limit))
+        if row is None:
+            row = cell._asdict() | {"seed": seed, "limit": options.limit, "policies": {}}
             rows.append(row)
+        missing = [name for name in wanted if name not in row["policies"]]
+        if missing:
+            arrivals = arrivals_of(cell, traces, options.limit, seed)
+            row["policies"] |= run_cell(cell, missing, arrivals, seed)
             _show(row)
-            if options.json:
-                Path(options.json).write_text(json.dumps(rows, indent=1))
+            if file:
+                write_atomic(file, json.dumps(rows).encode())
     summary(rows, wanted, "ttft_mean_s", 1.05)
     summary(rows, wanted, "ttft_p99_s", 1.15)
+    if options.table:
+        table(rows, options.table)
 
 
 def _show(row: dict[str, Any]) -> None:
@@ -236,8 +267,8 @@ def _show(row: dict[str, Any]) -> None:
     first = next(iter(means))
     where = f"{row['trace']:<24}{row['workers']:>3} x {row['blocks']:<6}{row['load']:>5.0%}"
     print(
-        f"{where}  best {best_name} {best:.2f} s; {first} {means[first] / best:.2f}, hits "
-        f"{row['policies'][first]['hit_rate']:.1%} of "
+        f"{where} seed {row['seed']}  best {best_name} {best:.2f} s; {first} "
+        f"{means[first] / best:.2f}, hits {row['policies'][first]['hit_rate']:.1%} of "
         f"{max(one['hit_rate'] for one in row['policies'].values()):.1%}",
         flush=True,
     )
@@ -252,9 +283,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 4000])
     parser.add_argument("--load", type=float, nargs="+", default=[0.2, 0.5, 0.8, 1.0])
     parser.add_argument("--limit", type=int, default=3000, help="requests of each trace")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE", help="write every cell to FILE")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--json", metavar="FILE", help="keep every replay in FILE")
+    parser.add_argument("--table", metavar="POLICY", help="print each cell of POLICY as Markdown")
     return parser.parse_args(argv)
 
 

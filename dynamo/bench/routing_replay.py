@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from struct import Struct
 from typing import NamedTuple
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
@@ -27,6 +28,8 @@ from dynamo.router.caches.indexer import EventMetrics, Indexer
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.picker import InflightPicker, Picker
+
+_TOKEN = Struct("I")
 
 
 class Arrival(NamedTuple):
@@ -157,9 +160,8 @@ class Replay:
 
     def _arrive(self, number: int) -> None:
         arrival = self._arrivals[number]
-        prompt = array("I")
-        for block_id in arrival.block_ids:
-            prompt.extend(array("I", [block_id]) * self.block_tokens)
+        repeated = [_TOKEN.pack(block_id) * self.block_tokens for block_id in arrival.block_ids]
+        prompt = array("I", b"".join(repeated))
         decision = self._picker.pick(str(number), prompt)
         self._predicted += decision.overlap_blocks
         local = block_hashes(prompt, self.block_tokens)
@@ -234,7 +236,7 @@ class Replay:
         seen: set[int] = set()
         infinite = 0
         for arrival in arrivals:
-            infinite += sum(block_id in seen for block_id in arrival.block_ids)
+            infinite += sum(map(seen.__contains__, arrival.block_ids))
             seen.update(arrival.block_ids)
         workers = list(self._workers.values())
         computed = sum(worker.computed_blocks for worker in workers)

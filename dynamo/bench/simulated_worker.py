@@ -6,7 +6,7 @@ Counts blocks and virtual seconds. No I/O, no clock.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from dynamo.protocols.codec import Tokens
@@ -59,7 +59,7 @@ class SimulatedWorker:
     capacity_blocks: int
     service: WorkerSpeed = field(default_factory=WorkerSpeed)
     queue: deque[Job] = field(default_factory=deque)
-    pinned: Counter[int] = field(default_factory=Counter)
+    pinned: dict[int, int] = field(default_factory=dict)
     idle: OrderedDict[int, None] = field(default_factory=OrderedDict)
     busy: bool = False
     busy_s: float = 0.0
@@ -84,22 +84,28 @@ class SimulatedWorker:
         job.hits = self.cached_prefix(job.chained)
         fresh = len(job.chained) - job.hits
         # Idle hits become pinned: they are not available for eviction.
-        revived = sum(block in self.idle for block in job.chained[: job.hits])
-        evict = len(self.pinned) + len(self.idle) + fresh - self.capacity_blocks
-        if evict > len(self.idle) - revived:
+        pinned, idle = self.pinned, self.idle
+        revived = sum(map(idle.__contains__, job.chained[: job.hits]))
+        evict = len(pinned) + len(idle) + fresh - self.capacity_blocks
+        if evict > len(idle) - revived:
             return None
         for block in job.chained:
-            self.idle.pop(block, None)
-            self.pinned[block] += 1
-        return [self.idle.popitem(last=False)[0] for _ in range(evict)]
+            requests = pinned.get(block, 0)
+            if not requests:
+                idle.pop(block, None)
+            pinned[block] = requests + 1
+        return [idle.popitem(last=False)[0] for _ in range(evict)]
 
     def release(self, job: Job) -> None:
         """Unpin, deepest first, so that a prefix is evicted after its extensions."""
+        pinned, idle = self.pinned, self.idle
         for block in reversed(job.chained):
-            self.pinned[block] -= 1
-            if not self.pinned[block]:
-                del self.pinned[block]
-                self.idle[block] = None
+            requests = pinned[block] - 1
+            if requests:
+                pinned[block] = requests
+            else:
+                del pinned[block]
+                idle[block] = None
 
     def start_decode(self, job: Job, now_s: float) -> None:
         """Add the job to the decode batch."""

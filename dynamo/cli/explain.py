@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
-from dynamo.cli.frontend_client import ask
+from dynamo.cli.frontend_client import Names, ask, known_names, name_of
 from dynamo.cli.options import RequestExplainSettings
 from dynamo.cli.text_table import cell_len, figures, printable, wrap
 from dynamo.config import load
@@ -19,11 +19,7 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.protocols.openai import ModelList
 from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt
 from dynamo.router.explanation import Explanation
-from dynamo.status.deployment import chosen_runtime
-from dynamo.status.reading import worker_names
 
-Names = Mapping[str, str]
-"""The names of workers by their ids; one that has ended since is shown by its id."""
 DESCRIPTION = """Show why a request went to its worker, with the costs of all workers at that
 moment, and where its time went. The frontend keeps the last 1,000 requests."""
 EPILOG = """examples:
@@ -59,15 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(msgspec.json.format(msgspec.json.encode(record)).decode())
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-        print("\n".join(explanation(record, width, _names(frontend))))
+        print("\n".join(explanation(record, width, known_names(frontend))))
     return 0
-
-
-def _names(frontend: FrontendClientSettings) -> Names:
-    try:
-        return worker_names(chosen_runtime(frontend.namespace))
-    except ConfigError:  # several deployments, and --url says which one
-        return {}
 
 
 def _show_fits(frontend: FrontendClientSettings, as_json: bool) -> int:
@@ -80,7 +69,7 @@ def _show_fits(frontend: FrontendClientSettings, as_json: bool) -> int:
         fits = {name: _fit(one) for name, one in found.items()}
         print(msgspec.json.format(msgspec.json.encode(fits)).decode())
     else:
-        names = _names(frontend)
+        names = known_names(frontend)
         for name, one in found.items():
             if one.prefill is not None:
                 print("\n".join(_fit_lines(f"{name}, prefill workers", one.prefill, names)))
@@ -114,7 +103,7 @@ def _fit_lines(title: str, found: Explanation, names: Names) -> Iterator[str]:
     )
     for row in sorted(found.candidates, key=lambda one: (one.worker_id, one.dp_rank)):
         rank = f" rank {row.dp_rank}" if row.dp_rank else ""
-        worker = _name(names, f"{row.worker_id:x}")
+        worker = name_of(f"{row.worker_id:x}", names)
         yield f"  worker {worker}{rank}: {row.slowness:.2f} times as long"
 
 
@@ -146,17 +135,13 @@ def _conclusion(record: RequestRecord, names: Names) -> str:
     why = f", {record.route.reason}" if record.route is not None and record.route.reason else ""
     prefill = ""
     if record.prefill_worker:
-        prefill = f"prefilled by {_name(names, record.prefill_worker)}, "
-    worker = _name(names, record.worker) + _rank(record)
+        prefill = f"prefilled by {name_of(record.prefill_worker, names)}, "
+    worker = name_of(record.worker, names) + _rank(record)
     stage, spent_s = max(_stages(record), key=lambda one: one[1])
     return (
         f"{shown}: {prefill}worker {worker}{why}; it took {took}{end}, most of it {stage} "
         f"({_ms(spent_s)})"
     )
-
-
-def _name(names: Names, worker: str) -> str:
-    return printable(names.get(worker, worker))
 
 
 def _end(name: str, width: int) -> str:
@@ -239,7 +224,7 @@ def _route(route: RouteReceipt, width: int, names: Names) -> Iterator[str]:
     head = ("worker", *(["rank"] if ranks else []), "overlap", *map(_title, titles))
     rows = [
         (
-            _name(names, row.worker),
+            name_of(row.worker, names),
             *([str(row.dp_rank)] if ranks else []),
             f"{row.overlap_blocks:g}",
             *(_cell(row, title, scale) for title in titles),

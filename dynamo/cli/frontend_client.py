@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
 from dynamo.bench.client import error_message
+from dynamo.cli.text_table import printable
 from dynamo.config.client import ClientSettings, FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError, Unavailable
 from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_url
@@ -21,7 +23,10 @@ from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import chosen_runtime
+from dynamo.status.reading import worker_names
 
+Names = Mapping[str, str]
+"""The names of workers by their ids; one that has ended since is shown by its id."""
 _SHOWN = 500
 _BODY_BYTES = 64 << 20
 _T = TypeVar("_T")
@@ -54,6 +59,19 @@ def _running(namespace: str | None) -> str | None:
     if not urls and namespace is not None:
         raise ConfigError(f"no frontend runs in namespace {namespace!r}; name one with --url")
     return urls[0] if urls else None
+
+
+def known_names(settings: FrontendClientSettings) -> Names:
+    """Return the names of the workers of the deployment that ``settings`` mean."""
+    try:
+        return worker_names(chosen_runtime(settings.namespace))
+    except ConfigError:  # several deployments, and --url says which one
+        return {}
+
+
+def name_of(worker: str, names: Names) -> str:
+    """Return what people call the worker with this id."""
+    return printable(names.get(worker, worker))
 
 
 def ask(settings: FrontendClientSettings, path: str, kind: type[_T], body: bytes = b"") -> _T:

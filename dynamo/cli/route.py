@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo.cli.frontend_client import ask
+from dynamo.cli.frontend_client import Names, ask, known_names, name_of
 from dynamo.cli.options import RouteSettings
+from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
@@ -39,25 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     if settings.json:
         print(msgspec.json.encode(found).decode())
-    elif settings.explain:
-        print(table(found))
     else:
-        print(_choice(found))
+        show = table if settings.explain else _choice
+        print(show(found, known_names(frontend)))
     return 1 if found.error else 0
 
 
-def _choice(found: Explanation) -> str:
+def _choice(found: Explanation, names: Names) -> str:
     if found.prefill is None:
-        return _chosen(found)
-    return f"prefill: {_chosen(found.prefill)}\ndecode: {_chosen(found)}"
+        return _chosen(found, names)
+    return f"prefill: {_chosen(found.prefill, names)}\ndecode: {_chosen(found, names)}"
 
 
-def _chosen(found: Explanation) -> str:
+def _chosen(found: Explanation, names: Names) -> str:
     for row in found.candidates:
         if row.chosen:
             return (
-                f"worker {row.worker_id:x} dp_rank {row.dp_rank}: holds {row.overlap_blocks} of "
-                f"{found.prompt_blocks} blocks, cost {row.cost:.3f}"
+                f"worker {name_of(f'{row.worker_id:x}', names)} dp_rank {row.dp_rank}: holds "
+                f"{row.overlap_blocks} of {found.prompt_blocks} blocks, cost {row.cost:.3f}"
             )
     return f"no worker: {found.error or 'none has a free slot'}"
 
@@ -97,34 +97,37 @@ def _first_model(frontend: FrontendClientSettings) -> str:
     return rows[0].id
 
 
-def table(explanation: Explanation) -> str:
-    """Return the rows as text; columns of lower tiers only where a rank has blocks there.
+def table(found: Explanation, names: Names | None = None) -> str:
+    """Return the rows as text; columns of ranks and lower tiers only where they differ from 0.
 
     With prefill workers, their rows precede those of the decode workers.
     """
-    found = explanation
+    lines = _lines(found, names or {})
     if found.prefill is not None:
-        return "\n".join(
-            ["prefill workers", *_lines(found.prefill), "decode workers", *_lines(found)]
-        )
-    return "\n".join(_lines(found))
+        prefill = _lines(found.prefill, names or {})
+        lines = ["prefill workers", *prefill, "decode workers", *lines]
+    return "\n".join(lines)
 
 
-def _lines(found: Explanation) -> list[str]:
+def _lines(found: Explanation, names: Names) -> list[str]:
     shown = [
         column
         for column in _columns(found)
         if column.always or any(map(column.of, found.candidates))
     ]
+    rows = [
+        (name_of(f"{row.worker_id:x}", names), *(column.text(row) for column in shown))
+        for row in found.candidates
+    ]
+    titles, *cells = figures([("worker", *(column.title for column in shown)), *rows])
     lines = [
         f"prompt: {found.isl_tokens} tokens, {found.prompt_blocks} full blocks of "
         f"{found.block_size}; {_formula(found)}",
-        "  " + "".join(f"{column.title:>{column.width}}" for column in shown) + "  note",
+        f"   {titles}  note",
     ]
-    for row in found.candidates:
-        cells = "".join(f"{column.text(row):>{column.width}}" for column in shown)
+    for row, line in zip(found.candidates, cells, strict=True):
         note = ", ".join(filter(None, ["chosen" if row.chosen else "", row.excluded]))
-        lines.append(f"{'->' if row.chosen else '':2}{cells}  {note}")
+        lines.append(f"{'->' if row.chosen else '':2} {line}  {note}".rstrip())
     if found.queued_requests:
         lines.append(f"{found.queued_requests} requests are queued")
     if found.stays:
@@ -143,7 +146,6 @@ _STAYS = {
 
 class _Column(NamedTuple):
     title: str
-    width: int
     of: Callable[[Candidate], float | None]
     form: str = "d"
     always: bool = True
@@ -154,24 +156,23 @@ class _Column(NamedTuple):
 
 
 def _ms(name: str) -> _Column:
-    return _Column(f"{name} ms", 12, lambda row: row.seconds.get(name, 0.0) * 1e3, ".1f")
+    return _Column(f"{name} ms", lambda row: row.seconds.get(name, 0.0) * 1e3, ".1f")
 
 
 _SECONDS = tuple(map(_ms, ("wait", "compute", "others", "running")))
 _COLUMNS = (
-    _Column("worker", 20, attrgetter("worker_id"), "x"),
-    _Column("rank", 5, attrgetter("dp_rank")),
-    _Column("overlap", 8, attrgetter("overlap_blocks")),
-    _Column("host", 6, attrgetter("host_pinned_blocks"), always=False),
-    _Column("disk", 6, attrgetter("disk_blocks"), always=False),
-    _Column("shared", 7, attrgetter("shared_blocks"), always=False),
-    _Column("credit", 8, attrgetter("credit_blocks"), ".2f"),
-    _Column("active prefill", 15, attrgetter("active_prefill_tokens")),
-    _Column("active decode", 14, attrgetter("active_decode_blocks")),
-    _Column("requests", 9, attrgetter("active_requests")),
-    _Column("prefill", 9, attrgetter("prefill_blocks"), ".3f"),
-    _Column("decode", 8, attrgetter("decode_blocks")),
-    _Column("cost", 10, attrgetter("cost"), ".3f"),
+    _Column("rank", attrgetter("dp_rank"), always=False),
+    _Column("overlap", attrgetter("overlap_blocks")),
+    _Column("host", attrgetter("host_pinned_blocks"), always=False),
+    _Column("disk", attrgetter("disk_blocks"), always=False),
+    _Column("shared", attrgetter("shared_blocks"), always=False),
+    _Column("credit", attrgetter("credit_blocks"), ".2f"),
+    _Column("active prefill", attrgetter("active_prefill_tokens")),
+    _Column("active decode", attrgetter("active_decode_blocks")),
+    _Column("requests", attrgetter("active_requests")),
+    _Column("prefill", attrgetter("prefill_blocks"), ".3f"),
+    _Column("decode", attrgetter("decode_blocks")),
+    _Column("cost", attrgetter("cost"), ".3f"),
 )
 
 
@@ -182,7 +183,7 @@ def _columns(found: Explanation) -> tuple[_Column, ...]:
     if found.router_cost != "seconds":
         return _COLUMNS
     facts = tuple(column for column in _COLUMNS if column.title not in _IN_BLOCKS)
-    cost = _Column("cost ms", 10, lambda row: None if row.cost is None else row.cost * 1e3, ".1f")
+    cost = _Column("cost ms", lambda row: None if row.cost is None else row.cost * 1e3, ".1f")
     return (*facts, *_SECONDS, cost)
 
 

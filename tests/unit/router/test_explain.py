@@ -55,6 +55,13 @@ def test_the_table_of_a_decision() -> None:
     assert found.queued_requests == 2 and "2 requests are queued" in table(found)
 
 
+def test_workers_have_their_names() -> None:
+    text = table(make().explain(PROMPT), {"3": "app_Worker_1"})
+    rows = [line.removeprefix("->").split()[0] for line in text.splitlines()[2:]]
+    assert rows[0] == "app_Worker_1" and sorted(rows[1:]) == ["1", "2"]  # and those without, ids
+    assert text.splitlines()[2].endswith("  chosen")
+
+
 def test_the_price_of_copies_is_shown_where_it_is_set() -> None:
     found = make(duplicate_cost=2.0).explain(PROMPT)
     assert found.duplicate_cost == 2.0
