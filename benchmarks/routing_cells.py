@@ -9,7 +9,9 @@ figure of a policy is its mean (or 99th percentile) of the time to first token o
 policy of the same cell and seed; a cell shows the median of its seeds.
 
 The traces, beside those given: a hot prefix, agents in closed loop, tools with shared system
-prompts, and prompts that share nothing with the lengths of a given trace.
+prompts, and prompts that share nothing with the lengths of a given trace. With --only also:
+documents, about each of which a few questions are asked; bursts of equal prompts; and any trace
+with the suffix -mixed, for workers of which every second one takes three times as long.
 
 Replays that are in the file of --json are not run again.
 """
@@ -41,6 +43,10 @@ __all__ = ["main"]
 BLOCK_TOKENS = 16
 """Traces have blocks of 512 tokens; small ones at a smaller rate decide alike, and hash fast."""
 SERVICE = WorkerSpeed(20_000.0 * BLOCK_TOKENS / 512)
+MIXED = "-mixed"
+SLOWER = WorkerSpeed(
+    SERVICE.prefill_tokens_per_s / 3, SERVICE.prefill_fixed_s * 3, SERVICE.inter_token_s * 3
+)
 POLICIES: dict[str, dict[str, Any]] = {
     "seconds": {"mode": "kv", "cost": "seconds"},
     "kv": {"mode": "kv"},
@@ -87,7 +93,7 @@ class Cell(NamedTuple):
     load: float
 
 
-def tools(prompts: int = 12, requests: int = 3000, seed: int = 1) -> list[Arrival]:
+def tools(requests: int, seed: int, prompts: int = 12) -> list[Arrival]:
     """Short requests to tools: each has a system prompt of 4 to 40 blocks, some are much in use."""
     rng = random.Random(seed)
     next_id, systems = 0, []
@@ -106,34 +112,75 @@ def tools(prompts: int = 12, requests: int = 3000, seed: int = 1) -> list[Arriva
     return arrivals
 
 
+def documents(requests: int, seed: int) -> list[Arrival]:
+    """Documents of 50 to 300 blocks, two to six questions about each, some time apart."""
+    rng = random.Random(seed)
+    next_id, at_s, rows = 0, 0.0, []
+    while len(rows) < requests:
+        length = rng.randrange(50, 301)
+        document = list(range(next_id, next_id + length))
+        next_id += length
+        at_s += rng.expovariate(1 / 4)
+        asked_s = at_s
+        for _ in range(rng.randrange(2, 7)):
+            new = rng.randrange(1, 5)
+            blocks = [*document, *range(next_id, next_id + new)]
+            next_id += new
+            rows.append(Arrival(asked_s, blocks, rng.randrange(50, 300)))
+            asked_s += rng.expovariate(1 / 8)
+    return sorted(rows)[:requests]
+
+
+def bursts(requests: int, seed: int) -> list[Arrival]:
+    """Half of the prompts come in bursts of 10 to 40 equal ones, the others share nothing."""
+    rng = random.Random(seed)
+    next_id, at_s, rows = 0, 0.0, []
+    while len(rows) < requests:
+        for count in (rng.randrange(10, 41), *[1] * rng.randrange(10, 41)):
+            length = rng.randrange(4, 81)
+            blocks = list(range(next_id, next_id + length))
+            next_id += length
+            at_s += rng.expovariate(1.0)
+            rows += [Arrival(at_s, blocks, rng.randrange(20, 300)) for _ in range(count)]
+    return rows[:requests]
+
+
+MADE = {"tools": tools, "documents": documents, "bursts": bursts}
+
+
 def arrivals_of(cell: Cell, traces: dict[str, str], limit: int, seed: int) -> list[Arrival]:
     """The requests of a cell, at its load."""
-    if cell.trace == "agents":
+    name = cell.trace.removesuffix(MIXED)
+    if name == "agents":
         # In closed loop the sessions are the load: so many that their work would fill the workers.
         return _agents(cell, seed)
-    if cell.trace == "hot-prefix":
+    if name == "hot-prefix":
         found = _arrivals(hot_prefix(limit, cell.workers, 1.0, seed=seed))
-    elif cell.trace == "tools":
-        found = tools(requests=limit, seed=seed)
+    elif name in MADE:
+        found = MADE[name](limit, seed)
     else:
-        name = cell.trace.removesuffix("-unshared")
+        name = name.removesuffix("-unshared")
         found = [
             Arrival(row.timestamp / 1e3, row.hash_ids, row.output_length)
             for row in read_trace(traces[name], limit * seed)[-limit:]
         ]
-        if name != cell.trace:
+        if "-unshared" in cell.trace:
             found = _unshared(found, seed)
     found = [one._replace(block_ids=one.block_ids[: cell.blocks]) for one in found]
     work_s = _work_s(found)
     span_s = found[-1].at_s - found[0].at_s
-    speed = cell.load * cell.workers * span_s / work_s
+    speed = cell.load * _equal_workers(cell) * span_s / work_s
     return [one._replace(at_s=(one.at_s - found[0].at_s) / speed) for one in found]
+
+
+def _equal_workers(cell: Cell) -> float:
+    return cell.workers * (2 / 3 if cell.trace.endswith(MIXED) else 1)
 
 
 def _agents(cell: Cell, seed: int) -> list[Arrival]:
     one = _work_s(_arrivals(agents(1, seed=seed)))
     last_s = 20 * (1.75 + 150 * SERVICE.inter_token_s)  # turns: think and answer
-    sessions = max(round(cell.load * cell.workers * (last_s + one) / one), 1)
+    sessions = max(round(cell.load * _equal_workers(cell) * (last_s + one) / one), 1)
     return _arrivals(agents(sessions, seed=seed))
 
 
@@ -180,6 +227,7 @@ def run_cell(cell: Cell, policies: list[str], arrivals: list[Arrival], seed: int
             SERVICE,
             BLOCK_TOKENS,
             seed,
+            SLOWER if cell.trace.endswith(MIXED) else None,
         )
         figures[name] = {key: round(getattr(found, key), 5) for key in KEYS}
     return figures

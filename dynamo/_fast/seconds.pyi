@@ -9,7 +9,7 @@ class SecondsCost:
 
     A prompt with ``t`` tokens to compute behind ``c`` cached ones takes ``fixed_s + t * token_s +
     t * (c + t / 2) * attention_s``, times the slot's slowness. Methods of a slot raise IndexError
-    for one that was not added. 96 bytes a slot, 4 MiB at most for blocks that were sent before.
+    for one that was not added. 112 bytes a slot, 1 MiB for blocks that were sent before.
     """
 
     def __init__(self) -> None: ...
@@ -46,12 +46,15 @@ class SecondsCost:
         """Return what a second of work on a slot costs in blocks evicted too early."""
     def wait_s(self, slot: int, now_s: float) -> float:
         """Return the seconds until a slot begins with a new prompt, by its queue alone."""
+    def spend(self, slot: int, work_s: float, now_s: float) -> None:
+        """Count the seconds that a prompt takes on the slot to which it is sent. A second counts
+        the less, the longer ago it is: by a factor of e every 15 s."""
     def store(self, slot: int, chained: array[int], held: int, cached: int) -> None:
         """Say that a slot, which has ``cached`` blocks of a prompt, gets all (u64 hashes).
 
         ``held``: the most that a slot has. A block beyond, of a prompt that was sent before, was
         evicted too early: its last slot has too little room, and work there costs more. Of 16
-        blocks one is looked at; the last 65,536 of these are remembered. O(blocks).
+        blocks one is looked at; some 65,536 of these are remembered. O(blocks).
         """
     def costs(
         self,
@@ -60,7 +63,7 @@ class SecondsCost:
         isl_tokens: int,
         block_size: int,
         weights: tuple[float, float, float],
-        others: float,
+        assumed: float,
         rent: float,
         held_s: float,
         stall: float,
@@ -71,16 +74,18 @@ class SecondsCost:
         host: array[int] | None = None,
         disk: array[int] | None = None,
         shared: array[int] | None = None,
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, float, float, float]:
         """Write the cost of ``candidates[i]`` (u32 slots) to ``out[i]`` (f64), and its terms to
         ``terms`` from ``4 * i``: wait, work, others, running.
 
         ``weights`` are the shares of a block's work that host, disk and shared cache save. Work
-        beyond that of the candidate with the most cached costs ``others`` times more, less
-        ``rent``. A request holds its KV blocks for ``held_s``; ``stall`` is the share of a prefill
-        that stops the requests that generate. The other columns are those of
-        :func:`dynamo._fast.scoring.costs`. Returns the most blocks that one candidate need not
-        compute, the least wait and, at slowness 1, the least work; 0 without candidates. Raises
+        beyond that of the candidate with the most cached costs others the more, the busier the
+        candidates are, less ``rent``; the rest costs more on a busier slot. ``assumed`` is added to
+        the share of the time for which each was busy. A request holds its KV blocks for ``held_s``;
+        ``stall`` is the share of a prefill that stops the requests that generate. The other columns
+        are those of :func:`dynamo._fast.scoring.costs`. Returns the most blocks that one candidate
+        need not compute, the least wait, at slowness 1 the least work, and what a second of added
+        work costs others; 0 without candidates. Raises
         IndexError for a slot that was not added or that a column does not have, ValueError when the
         results are too short. O(candidates).
         """

@@ -1,22 +1,29 @@
 """The cost of all candidate slots in seconds: when each begins with a prompt, how long it computes,
-and what this adds to the wait of others."""
+and how much longer others wait for it."""
 
 cimport cython
 from cpython cimport array
-from cython.operator cimport dereference
-from libc.math cimport isfinite
-from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libcpp.unordered_map cimport unordered_map
+from libc.math cimport exp, isfinite
+from libc.stdint cimport UINT32_MAX, int64_t, uint32_t, uint64_t
 from libcpp.vector cimport vector
 
 from dynamo._fast.columns cimport check_items
 
 __all__ = ["SecondsCost"]
 
+# Constants of the compiler, which divides by powers of two without a division.
+cdef enum:
+    SAMPLED = 16
+    REMEMBERED = 65536
+
 cdef struct Work:
     double prefills
     double tokens
     double attention
+
+cdef struct Sent:
+    uint64_t block
+    uint32_t slot
 
 cdef struct Slot:
     Work queued
@@ -27,6 +34,8 @@ cdef struct Slot:
     int64_t decoding
     double stored
     double missed
+    double spent_s
+    double spent_at_s
 
 
 @cython.final
@@ -39,12 +48,13 @@ cdef class SecondsCost:
     """
 
     cdef vector[Slot] _slots
-    cdef unordered_map[uint64_t, uint32_t] _last_slots
-    cdef vector[uint64_t] _remembered
-    cdef size_t _oldest
+    cdef vector[Sent] _sent
     cdef double _fixed_s
     cdef double _token_s
     cdef double _attention_s
+
+    def __cinit__(self):
+        self._sent.resize(REMEMBERED, Sent(0, UINT32_MAX))
 
     def set_fit(self, double fixed_s, double token_s, double attention_s):
         """Replace the coefficients of all slots."""
@@ -86,6 +96,12 @@ cdef class SecondsCost:
         """Add to the requests of ``slot`` that generate tokens."""
         self._slot(slot).decoding += count
 
+    def spend(self, Py_ssize_t slot, double work_s, double now_s):
+        """Count the seconds that a prompt which is sent to ``slot`` takes there."""
+        cdef Slot *state = self._slot(slot)
+        state.spent_s = _spent_s(state, now_s) + work_s
+        state.spent_at_s = now_s
+
     def store(self, Py_ssize_t slot, array.array chained not None, Py_ssize_t held,
               Py_ssize_t cached):
         """Say that ``slot``, which has ``cached`` blocks of a prompt, gets all. ``held``: the most
@@ -94,34 +110,23 @@ cdef class SecondsCost:
         """
         cdef Py_ssize_t count = len(chained)
         cdef Py_ssize_t i
-        cdef uint64_t block
+        cdef Sent *last
         cdef Slot *state = self._slot(slot)
         check_items(chained, "chained", c"Q")
         cdef const uint64_t *blocks = <const uint64_t *>chained.data.as_ulonglongs
         for i in range(count):
-            block = blocks[i]
-            if block % SAMPLED:
+            if blocks[i] % SAMPLED:
                 continue
-            found = self._last_slots.find(block)
-            if found == self._last_slots.end():
-                self._remember(block)
-            elif i >= held and <size_t>dereference(found).second < self._slots.size():
-                self._slots[dereference(found).second].missed += SAMPLED
-            self._last_slots[block] = <uint32_t>slot
+            last = &self._sent[blocks[i] // SAMPLED % REMEMBERED]
+            if i >= held and last.block == blocks[i] and last.slot < self._slots.size():
+                self._slots[last.slot].missed += SAMPLED
+            last[0] = Sent(blocks[i], <uint32_t>slot)
         state.stored += max(count - cached, 0)
         # The share is that of about one change of the whole cache.
         cdef double turnover = state.capacity if state.capacity > 0 else DEFAULT_CAPACITY
         if state.stored > turnover:
             state.missed *= turnover / state.stored
             state.stored = turnover
-
-    cdef void _remember(self, uint64_t block):
-        if self._remembered.size() < REMEMBERED:
-            self._remembered.push_back(block)
-            return
-        self._last_slots.erase(self._remembered[self._oldest])
-        self._remembered[self._oldest] = block
-        self._oldest = (self._oldest + 1) % REMEMBERED
 
     def is_full(self, Py_ssize_t slot, double blocks):
         """Return whether ``blocks`` are more than ``slot`` has room for."""
@@ -152,7 +157,7 @@ cdef class SecondsCost:
         return max(self._work_s(&slot.queued) * slot.slowness - done, 0.0)
 
     def costs(self, array.array candidates not None, double now_s, int64_t isl_tokens,
-              int64_t block_size, tuple weights, double others, double rent, double held_s,
+              int64_t block_size, tuple weights, double assumed, double rent, double held_s,
               double stall, array.array decode_blocks not None, array.array out not None,
               array.array terms not None, array.array device=None, array.array host=None,
               array.array disk=None, array.array shared=None):
@@ -160,10 +165,12 @@ cdef class SecondsCost:
         ``4 * i``: wait, work, others, running.
 
         ``weights`` are the shares of a block's work that host, disk and shared cache save. Work
-        beyond the least of a candidate costs ``others`` times more, less ``rent``. A request holds
-        its KV blocks for ``held_s``; ``stall`` is the share of a prefill that stops the requests
-        that generate. Returns the most blocks that one candidate need not compute, the least wait
-        and, at slowness 1, the least work. O(candidates).
+        beyond the least of a candidate costs others the more, the busier the candidates are, less
+        ``rent``; the least work costs more on a busier slot. ``assumed`` is added to the share of
+        the time for which each was busy. A request holds its KV blocks for ``held_s``; ``stall`` is
+        the share of a prefill that stops the requests that generate. Returns the most blocks that
+        one candidate need not compute, the least wait, at slowness 1 the least work, and what a
+        second of added work costs others. O(candidates).
         """
         cdef Py_ssize_t count = len(candidates)
         cdef Py_ssize_t width = min(<Py_ssize_t>self._slots.size(), len(decode_blocks))
@@ -172,7 +179,8 @@ cdef class SecondsCost:
         cdef double on_lower[3]
         cdef Work prompt
         cdef const Slot *state
-        cdef double cached, tokens, work, wait, used, room, added
+        cdef double cached, tokens, work, wait, used, room, added, use, others
+        cdef double use_sum = 0.0
         cdef double best = 0.0
         cdef double least_wait = 0.0
         cdef double least_work = 0.0
@@ -217,23 +225,28 @@ cdef class SecondsCost:
                     wait = max(wait, held_s * (1.0 - 1.0 / used))
                 # The fuller a worker is, the likelier the next prompts have to wait for blocks.
                 room = held_s * min(used * used * used * used, MOST_ROOM)
+            use = assumed + _spent_s(&self._slots[slot], now_s) / DEMAND_S
+            use_sum += use
             term[4 * i] = wait
             term[4 * i + 1] = work * self._slots[slot].slowness
             term[4 * i + 2] = room
+            term[4 * i + 3] = _delay(use, MOST_USE)
             if i == 0 or wait < least_wait:
                 least_wait = wait
             if i == 0 or work < least_work:
                 least_work = work
+        others = _delay(use_sum / max(count, 1), MOST_POOL_USE)
         for i in range(count):
             state = &self._slots[slots[i]]
             work = term[1]
             # What is cached elsewhere is added work; that this slot is slow is not.
             added = work - least_work * state.slowness
-            term[2] += others * added - min(rent, (1.0 + others) * added) + work * _pressure(state)
+            term[2] += (term[3] * least_work + others * added
+                        - min(rent, (1.0 + others) * added) + work * _pressure(state))
             term[3] = <double>state.decoding * (stall * work + TIE_S)
             out.data.as_doubles[i] = term[0] + work + term[2] + term[3]
             term += 4
-        return best, least_wait, least_work
+        return best, least_wait, least_work, others
 
     cdef Slot *_slot(self, Py_ssize_t slot) except NULL:
         if slot < 0 or <size_t>slot >= self._slots.size():
@@ -245,11 +258,24 @@ cdef class SecondsCost:
 cdef double TIE_S = 1e-4
 
 
-cdef uint64_t SAMPLED = 16
-cdef size_t REMEMBERED = 65536
 cdef double DEFAULT_CAPACITY = 4096
+# The load of a slot, and so of the pool, is that of about this time.
+cdef double DEMAND_S = 15.0
+cdef double MOST_POOL_USE = 30.0 / 31.0
+# Beyond, the wait says how busy a slot is, and the use of a few seconds is chance.
+cdef double MOST_USE = 0.8
 cdef double MOST_ROOM = 4.0
 cdef double MOST_MISSED = 0.95
+
+
+cdef inline double _spent_s(const Slot *slot, double now_s) noexcept nogil:
+    return slot.spent_s * exp(min(slot.spent_at_s - now_s, 0.0) / DEMAND_S)
+
+
+cdef inline double _delay(double use, double most) noexcept nogil:
+    # What a second of work costs those after it, by the share of the time in use.
+    use = min(use, most)
+    return use / (1.0 - use)
 
 
 cdef inline double _pressure(const Slot *slot) noexcept nogil:
@@ -260,7 +286,7 @@ cdef inline double _pressure(const Slot *slot) noexcept nogil:
 
 
 cdef inline Slot _idle(double capacity) noexcept nogil:
-    return Slot(Work(0, 0, 0), Work(0, 0, 0), 0, 1, capacity, 0, 0, 0)
+    return Slot(Work(0, 0, 0), Work(0, 0, 0), 0, 1, capacity, 0, 0, 0, 0, 0)
 
 
 cdef const uint32_t *_blocks(array.array column, str name, Py_ssize_t *width) except? NULL:

@@ -91,12 +91,12 @@ class Replay:
     """Drives ``picker`` and, where given, ``indexer`` with a trace.
 
     The picker's clock must be :meth:`now`. ``block_tokens`` is the size of a block of the trace;
-    every prompt consists of whole blocks.
+    every prompt consists of whole blocks. The workers take turns to have one of the ``speeds``.
     """
 
-    def __init__(self, block_tokens: int, service: WorkerSpeed) -> None:
+    def __init__(self, block_tokens: int, *speeds: WorkerSpeed) -> None:
         self.block_tokens = block_tokens
-        self.service = service
+        self._speeds = speeds
         self._now_s = 0.0
         self._order = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -113,7 +113,8 @@ class Replay:
         """Add ``workers`` simulated workers of ``blocks`` blocks each, with empty caches."""
         self._picker, self._indexer = picker, indexer
         for worker_id in range(1, workers + 1):
-            self._workers[worker_id] = SimulatedWorker(worker_id, blocks, self.service)
+            speed = self._speeds[worker_id % len(self._speeds)]
+            self._workers[worker_id] = SimulatedWorker(worker_id, blocks, speed)
             picker.add_worker(worker_id, RuntimeConfig(total_kv_blocks=blocks))
             if indexer is not None:
                 slot = picker.worker_pool.members[worker_id].slots[0]
@@ -184,7 +185,7 @@ class Replay:
         fresh = len(job.chained) - job.hits
         worker.hit_blocks += job.hits
         worker.computed_blocks += fresh
-        seconds = self.service.prefill_s(fresh * self.block_tokens)
+        seconds = worker.service.prefill_s(fresh * self.block_tokens)
         worker.busy_s += seconds
         if evicted:
             self._publish(worker, BlocksRemoved(array("Q", evicted).tobytes()))
@@ -277,9 +278,12 @@ def replay(
     service: WorkerSpeed | None = None,
     block_tokens: int = 512,
     seed: int = 1,
+    slower: WorkerSpeed | None = None,
 ) -> Report:
-    """One replay of ``arrivals`` with a router of these settings."""
-    run = Replay(block_tokens, service or WorkerSpeed())
+    """One replay of ``arrivals`` with a router of these settings; every second worker may be
+    ``slower``."""
+    service = service or WorkerSpeed()
+    run = Replay(block_tokens, service, slower or service)
     index = make_index(settings)
     picker: Picker
     if settings.mode == "kv":

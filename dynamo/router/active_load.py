@@ -178,6 +178,9 @@ class ActiveLoad:
         self._sequences = ActiveSequences()
         if track_blocks and prefill_model is None:  # called for each request: no layer
             self.project_into = self._sequences.project_into  # type: ignore[method-assign]
+        self.raise_into = self._sequences.raise_into
+        """Raise the depths (u32, by slot) to the leading blocks of a prompt that running requests
+        hold: a worker that computes them, or will, has no need to compute them again."""
         self._reservations: dict[str, Reservation] = {}
 
     def __len__(self) -> int:
@@ -202,13 +205,6 @@ class ActiveLoad:
         self._sequences.project_into(sequence_hashes, unique_blocks, prefill_tokens, decode_blocks)
         if self._prefills is not None:
             self._prefills.subtract_done(prefill_tokens, self._clock())
-
-    def raise_into(self, sequence_hashes: array[int], depths: array[int]) -> None:
-        """Raise ``depths`` (u32, by slot) to the leading blocks that running requests hold there.
-
-        A worker that computes them, or will, has no need to compute them again.
-        """
-        self._sequences.raise_into(sequence_hashes, depths)
 
     def book(
         self,

@@ -40,7 +40,8 @@ class PrefillLoad:
             return
         expected_s = self._model.predict(tokens, cached_tokens)
         rate = tokens / expected_s if expected_s is not None and 0 < expected_s < math.inf else 0.0
-        prefill = _Prefill(tokens, cached_tokens, rate if rate < math.inf else 0.0)
+        attention = tokens * (cached_tokens + tokens / 2)
+        prefill = _Prefill(tokens, attention, rate if rate < math.inf else 0.0)
         active = self._slots.get(slot)
         if active is None:
             active = self._slots[slot] = _SlotPrefills(prefill, now_s)
@@ -161,16 +162,12 @@ class PrefillLoad:
 
 
 class _Prefill(NamedTuple):
-    """``rate`` in tokens a second; 0: unknown."""
+    """``attention``: the tokens, times the tokens before each of them on average. ``rate`` in
+    tokens a second; 0: unknown."""
 
     tokens: int
-    cached_tokens: int
+    attention: float
     rate: float
-
-    @property
-    def attention(self) -> float:
-        """The tokens, times the tokens before each of them on average."""
-        return self.tokens * (self.cached_tokens + self.tokens / 2)
 
 
 class _SlotPrefills:

@@ -25,6 +25,7 @@ slots = st.builds(
     host=few,
     disk=few,
     shared=few,
+    spent=st.lists(st.tuples(st.floats(0, 40), st.floats(0, 20)), max_size=3).map(sorted),
 )
 fits = st.builds(oracle.Fit, st.floats(0, 1), st.floats(0, 1e-2), st.floats(0, 1e-6))
 prompts = st.builds(
@@ -32,7 +33,7 @@ prompts = st.builds(
     st.integers(0, 100_000),
     st.integers(1, 512),
     st.tuples(share, share, share),
-    st.floats(0, 30),
+    share,
     st.floats(0, 10),
     st.floats(0, 100),
     share,
@@ -53,19 +54,21 @@ def test_costs_equal_the_reference(
         made.add_slot(number, slot.capacity)
         made.set_slowness(number, slot.slowness)
         made.add_decoding(number, slot.decoding)
+        for at_s, work_s in slot.spent:
+            made.spend(number, work_s, at_s)
         attention = [t * (c + t / 2) for t, c in slot.queue]
         if slot.queue:
             sums = len(slot.queue), sum(t for t, _ in slot.queue), sum(attention)
             made.set_queue(number, *sums, slot.queue[0][0], attention[0], slot.since_s)
     count = len(given_slots)
     out, terms = array("d", bytes(8 * count)), array("d", bytes(32 * count))
-    best, least_wait, least_work = made.costs(
+    best, least_wait, least_work, price = made.costs(
         array("I", range(count)),
         now_s,
         prompt.isl_tokens,
         prompt.block_size,
         prompt.weights,
-        prompt.others,
+        prompt.assumed,
         prompt.rent,
         prompt.held_s,
         prompt.stall,
@@ -84,6 +87,7 @@ def test_costs_equal_the_reference(
     assert best == pytest.approx(held)
     assert least_wait == pytest.approx(min(wait for wait, *_ in expected), 1e-6, 1e-6)
     assert least_work == pytest.approx(least, 1e-6, 1e-6)
+    assert price == pytest.approx(oracle.others(prompt, given_slots, now_s), 1e-6, 1e-6)
 
 
 def test_blocks_wanted_again_that_no_slot_holds_are_pressure_on_their_last_slot() -> None:

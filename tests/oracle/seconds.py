@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Fit", "Prompt", "Slot", "costs", "pressure"]
+__all__ = ["Fit", "Prompt", "Slot", "costs", "others", "pressure"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class Slot:
-    """One candidate: its queue as (tokens, cached tokens) of each prompt, and the prompt's blocks
-    there."""
+    """One candidate: its queue as (tokens, cached tokens) of each prompt, the prompt's blocks
+    there, and what it was sent before as (when, seconds of work)."""
 
     queue: Sequence[tuple[int, int]]
     since_s: float
@@ -36,6 +37,7 @@ class Slot:
     host: int
     disk: int
     shared: int
+    spent: Sequence[tuple[float, float]]
 
     def wait_s(self, fit: Fit, now_s: float, held_s: float) -> float:
         """Seconds until it begins with the prompt."""
@@ -44,6 +46,11 @@ class Slot:
         excess = self.decode_blocks - self.capacity
         full_s = held_s * excess / self.decode_blocks if self.capacity and excess > 0 else 0
         return max(sum(each) - done, full_s, 0)
+
+    def use(self, now_s: float) -> float:
+        """The share of the last 15 s, roughly, for which it had work."""
+        now_s = max([now_s, *(at_s for at_s, _ in self.spent)])
+        return sum(work * math.exp((at_s - now_s) / 15) for at_s, work in self.spent) / 15
 
     def room_s(self, held_s: float) -> float:
         """What a prompt costs those that will wait for blocks."""
@@ -58,7 +65,7 @@ class Prompt:
     isl_tokens: int
     block_size: int
     weights: tuple[float, float, float]
-    others: float
+    assumed: float
     rent: float
     held_s: float
     stall: float
@@ -72,20 +79,32 @@ class Prompt:
         return fit.work_s(1, tokens, tokens * (cached + tokens / 2))
 
 
+def delay(use: float, most: float) -> float:
+    """What a second of work costs those after it where so much of the time is in use."""
+    return min(use, most) / (1 - min(use, most))
+
+
+def others(prompt: Prompt, slots: Sequence[Slot], now_s: float) -> float:
+    """What a second of added work costs others."""
+    return delay(prompt.assumed + sum(slot.use(now_s) for slot in slots) / len(slots), 30 / 31)
+
+
 def costs(
     fit: Fit, prompt: Prompt, slots: Sequence[Slot], now_s: float
 ) -> list[tuple[float, float, float, float]]:
     """Wait, work, others and running of each slot; no block was evicted too early."""
     least = min(prompt.work_s(fit, slot) for slot in slots)
+    price = others(prompt, slots, now_s)
     found = []
     for slot in slots:
         work = slot.slowness * prompt.work_s(fit, slot)
         added = work - slot.slowness * least
-        rebate = min(prompt.rent, (1 + prompt.others) * added)
+        rebate = min(prompt.rent, (1 + price) * added)
+        own = least * delay(prompt.assumed + slot.use(now_s), 0.8)
         running = slot.decoding * (prompt.stall * work + 1e-4)
         wait = slot.wait_s(fit, now_s, prompt.held_s)
-        others = prompt.others * added - rebate + slot.room_s(prompt.held_s)
-        found.append((wait, work, others, running))
+        longer = own + price * added - rebate + slot.room_s(prompt.held_s)
+        found.append((wait, work, longer, running))
     return found
 
 

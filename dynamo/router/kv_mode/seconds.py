@@ -1,11 +1,13 @@
 """The cost of the kv mode in seconds: what it knows of the pool, and of prefixes in demand.
 
-    wait + work + others * added - min(rent, (1 + others) * added) + full + lost + running
+    wait + work + own * least + others * added - min(rent, (1 + others) * added)
+        + full + lost + running
 
 ``wait`` is the time until the worker begins with the prompt, ``work`` the time to compute what it
-has not cached, ``added`` the work beyond that of the best candidate. A busy pool makes the added
-work of one prompt the wait of those after it: ``others`` is how much. The last three are what it
-costs those that will wait for blocks, those whose blocks it evicts, and those that generate.
+has not cached: the ``least`` of all candidates, and what is ``added`` here. A busy pool makes the
+added work of one prompt the wait of those after it: ``others`` is how much. The rest has to be done
+somewhere; ``own`` is how much those wait that come to this worker. The last three are what it costs
+those that will wait for blocks, those whose blocks it evicts, and those that generate.
 ``dynamo._fast.seconds`` adds the terms; this module has the time of the pool and what prefixes have
 paid. docs/routing.md has a table of the terms. Pure.
 
@@ -26,11 +28,9 @@ if TYPE_CHECKING:
 
 TERMS = 4
 """Of each candidate."""
-_DEMAND_S = 15.0
-"""The load of the pool is that of about this time."""
 _FIRST_USE = 0.8
-"""Assumed before: a router that has just started must not fill all caches alike."""
-_MOST_OTHERS = 30.0
+"""Assumed at the start: a router that has just started must not fill all caches alike."""
+_FIRST_S = 15.0
 _RENT_HALF_LIFE_S = 10.0
 """A copy pays off only for a prefix that is in demand now."""
 _MAX_PREFIXES = 4096
@@ -54,8 +54,6 @@ class Seconds:
         self._block_size = block_size
         self._weights = weights
         self._rents: OrderedDict[int, tuple[float, float]] = OrderedDict()
-        self._work_s = 0.0
-        self._work_at_s = 0.0
         self._began_s: float | None = None
         self._held_s = _HELD_S
         self._held = 0
@@ -76,20 +74,19 @@ class Seconds:
     ) -> None:
         """Write the cost of each slot to ``costs``, by place, and set the prompt's best overlap."""
         now_s = prompt.matched_s
-        self._others = self._cost_for_others(now_s, len(slots))
         self._rent = 0.0
         self._held = min(max(cached.device), len(prompt.chained))
         if self._held and self._rents:
-            found = self._rents.get(prompt.chained[self._held - 1])
-            if found is not None:
-                self._rent = found[0] * 0.5 ** ((now_s - found[1]) / _RENT_HALF_LIFE_S)
-        prompt.best_overlap, self._least_wait_s, self._least_work_s = self.slots.costs(
+            paid = self._rents.get(prompt.chained[self._held - 1])
+            if paid is not None:
+                self._rent = paid[0] * 0.5 ** ((now_s - paid[1]) / _RENT_HALF_LIFE_S)
+        found = self.slots.costs(
             slots,
             now_s,
             prompt.isl_tokens,
             self._block_size,
             self._weights,
-            self._others,
+            self._assumed_use(now_s),
             self._rent,
             self._held_s,
             _STALL,
@@ -101,6 +98,7 @@ class Seconds:
             cached.disk,
             cached.shared,
         )
+        prompt.best_overlap, self._least_wait_s, self._least_work_s, self._others = found
 
     def routed(
         self, place: int, slots: array[int], cached: CachedBlocks, prompt: HashedPrompt
@@ -112,8 +110,7 @@ class Seconds:
         now_s, slot = prompt.matched_s, slots[place]
         self.slots.store(slot, prompt.chained, self._held, cached.device[slot])
         wait_s, work_s = self.terms[TERMS * place], self.terms[TERMS * place + 1]
-        self._work_s = self._work_left(now_s) + work_s
-        self._work_at_s = now_s
+        self.slots.spend(slot, work_s, now_s)
         if self._held:
             added_s = work_s - self._least_work_s * self.slots.slowness(slot)
             paid = wait_s - self._least_wait_s - (1.0 + self._others) * added_s
@@ -134,13 +131,8 @@ class Seconds:
         if len(self._rents) > _MAX_PREFIXES:
             self._rents.popitem(last=False)
 
-    def _work_left(self, now_s: float) -> float:
-        return self._work_s * math.exp(min(self._work_at_s - now_s, 0.0) / _DEMAND_S)
-
-    def _cost_for_others(self, now_s: float, workers: int) -> float:
-        """What a second of work costs those after it, from the share of the time in use."""
+    def _assumed_use(self, now_s: float) -> float:
+        """The share of the time that prompts took before the first one came."""
         if self._began_s is None:
             self._began_s = now_s
-        use = _FIRST_USE * math.exp(min(self._began_s - now_s, 0.0) / _DEMAND_S)
-        use += self._work_left(now_s) / (_DEMAND_S * workers) if workers else 0.0
-        return min(use / (1.0 - use), _MOST_OTHERS) if use < 1.0 else _MOST_OTHERS
+        return _FIRST_USE * math.exp(min(self._began_s - now_s, 0.0) / _FIRST_S)
