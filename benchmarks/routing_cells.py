@@ -115,7 +115,8 @@ def tools(requests: int, seed: int, prompts: int = 12) -> list[Arrival]:
 def documents(requests: int, seed: int) -> list[Arrival]:
     """Documents of 50 to 300 blocks, two to six questions about each, some time apart."""
     rng = random.Random(seed)
-    next_id, at_s, rows = 0, 0.0, []
+    next_id, at_s = 0, 0.0
+    rows: list[Arrival] = []
     while len(rows) < requests:
         length = rng.randrange(50, 301)
         document = list(range(next_id, next_id + length))
@@ -134,7 +135,8 @@ def documents(requests: int, seed: int) -> list[Arrival]:
 def bursts(requests: int, seed: int) -> list[Arrival]:
     """Half of the prompts come in bursts of 10 to 40 equal ones, the others share nothing."""
     rng = random.Random(seed)
-    next_id, at_s, rows = 0, 0.0, []
+    next_id, at_s = 0, 0.0
+    rows: list[Arrival] = []
     while len(rows) < requests:
         for count in (rng.randrange(10, 41), *[1] * rng.randrange(10, 41)):
             length = rng.randrange(4, 81)
