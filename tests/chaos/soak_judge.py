@@ -41,7 +41,10 @@ class Judge:
         return len(self._requests) + len(self._losses)
 
     def settle(self, now_s: float, lives: Iterable[Life]) -> list[Request]:
-        """Judge the requests that ended long enough before ``now_s``; return the broken ones."""
+        """Judge the requests that ended long enough before ``now_s``.
+
+        Return those that broke a promise, and those that failed and count.
+        """
         ready = []
         while self._requests and self._requests[0].ended_s <= now_s - SETTLED_S:
             ready.append(self._requests.popleft())
@@ -53,7 +56,7 @@ class Judge:
         found = validate([*self._losses, *ready], lives)
         found.faults.clear()
         _add(self.verdict, found)
-        broken = {violation.request for violation in found.violations}
+        broken = {*found.failed, *(violation.request for violation in found.violations)}
         return [record for record in ready if record.id in broken]
 
     def finish(self, lives: Iterable[Life]) -> list[Request]:
