@@ -59,7 +59,7 @@ class BraceCallParser(CallSteps):
 
     def _name(self) -> bool:
         """After ``<|tool_call>``."""
-        found = _NAME.match(self._text)
+        found = _NAME.match(self._text[:_MAX_NAME])
         if found is None:
             if len(self._text) <= _MAX_NAME and _NAME_BEGINS.fullmatch(self._text):
                 return False
@@ -94,11 +94,11 @@ class BraceCallParser(CallSteps):
         start = len(_QUOTE) if quoted else 0
         marks = self._quote if quoted else self._key_end
         count, marker = marks.find(self._text[start:])
-        if not marker and len(self._text) <= _MAX_NAME:
+        if not marker and len(self._text) - start < _MAX_NAME + len(_END_CALL):
             return False
-        key = self._take(start + count)[start:]
-        if marker in ("}", _END_CALL, "") or len(key) > _MAX_NAME:
-            self._step = self._item  # a key without a value
+        key = self._take(start + min(count, _MAX_NAME))[start:]
+        if marker in ("}", _END_CALL, "") or count > _MAX_NAME:
+            self._step = self._item  # a key without a value, or a part of one that is too long
             return True
         self._take(len(marker))
         self._separate()
