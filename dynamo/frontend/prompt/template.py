@@ -82,6 +82,11 @@ class ChatTemplate:
                 f"{origin}, line {error.lineno}: the chat template does not compile: "
                 f"{error.message}; correct it or give another with --custom-jinja-template"
             ) from None
+        except SyntaxError as error:  # of the Python that jinja2 makes, such as of {{ a[1,:] }}
+            raise ConfigError(
+                f"{origin}: the chat template does not compile: {error.msg}; correct it or give "
+                "another with --custom-jinja-template"
+            ) from None
         except RecursionError:
             raise ConfigError(
                 f"{origin}: the chat template is nested too deeply to compile; correct it or give "

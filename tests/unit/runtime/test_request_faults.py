@@ -558,7 +558,7 @@ async def test_a_lost_worker_and_its_requests_are_freed_without_a_collection(
         gone = weakref.ref(sink)
         del stream, sink
         async with asyncio.timeout(30):
-            while gone() is not None:
+            while gone() is not None:  # noqa: ASYNC110 - the loop closes the connection
                 await asyncio.sleep(0.01)
     finally:
         gc.enable()
