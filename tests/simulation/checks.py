@@ -109,7 +109,7 @@ def _lives(box: Box) -> Iterator[Life]:
 def check_quiet(box: Box) -> Iterator[str]:
     """Nothing is in flight, the records agree with the processes, the index with the caches."""
     yield from _check_gauges(box)
-    yield from check_drained(box)
+    yield from check_drained(box, True)
     yield from _check_statefile(box)
     yield from _check_leases(box)
     yield from _check_index(box)
@@ -144,8 +144,11 @@ def _check_families(process: Process, registry: Registry) -> Iterator[str]:
         yield f"{process.name}: {started:g} requests were accepted, {ended:g} ended"
 
 
-def check_drained(box: Box) -> Iterator[str]:
-    """A worker that drains ends by itself, also if the operator that drains it was killed."""
+def check_drained(box: Box, repaired: bool) -> Iterator[str]:
+    """A worker that drains ends by itself, also if the operator that drains it was killed.
+
+    One that had exited before the drain began waits for a repair.
+    """
     from dynamo.errors import StatefileError
     from dynamo.serve.state.statefile import Statefile
 
@@ -154,10 +157,12 @@ def check_drained(box: Box) -> Iterator[str]:
     except StatefileError:
         return
     for name, entry in document.components.items() if document is not None else ():
-        if entry.draining and not any(
-            process.pid in box.machine.processes for process in entry.processes
-        ):
-            yield f"statefile: {name} drains and has no process"
+        lives = [one for one in box.machine.lived if one.name == name]
+        if entry.draining and not any(one.alive for one in lives):
+            begun = entry.reserved_by
+            ended_s = max((one.ended_s for one in lives), default=0.0)
+            if repaired or begun is None or ended_s > begun.since:
+                yield f"statefile: {name} drains and has no process"
 
 
 def _check_statefile(box: Box) -> Iterator[str]:

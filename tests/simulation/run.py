@@ -144,7 +144,7 @@ def _settled(box: Box) -> list[str]:
     found = []
     if box.has_orphans():
         box.machine.run(None, box.machine.now_s + SETTLED_S / 4)
-        found = list(check_drained(box))  # this needs no repair
+        found = list(check_drained(box, False))  # this needs no repair
         box.operate(Step(len(box.scenario.steps), 0.0, "operator", "repair", 0))
         box.machine.run(lambda: not box.open_operations, box.machine.now_s + SETTLE_S)
     until_s = box.machine.now_s + SETTLE_S
