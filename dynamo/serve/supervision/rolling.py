@@ -121,7 +121,8 @@ class RollingRestart:
             if any(self._registered(pid) >= level for pid in watcher.processes):
                 return True
             exited = watcher.rolling and not watcher.processes
-            if exited or watcher.given_up or watcher.is_stopped() or watcher.arbiter.stopping:
+            ended = watcher.given_up or watcher.is_stopped() or watcher.arbiter.stopping
+            if exited or ended or watcher not in watcher.arbiter.watchers:
                 return False
             await self._change.wait()
 
@@ -211,6 +212,8 @@ class RollingRestart:
     ) -> str:
         before = self._factory.specs[watcher.name]
         await watcher._stop()
+        if watcher not in watcher.arbiter.watchers:  # it drained or slept, and has exited since
+            return f"{watcher.name}: not replaced: it has exited and is removed"
         on_trial = spec is not before  # with another command, a failure leads back to the old one
         if await self._starts(watcher, spec, level, on_trial) or watcher.arbiter.stopping:
             return ""

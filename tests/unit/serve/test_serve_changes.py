@@ -75,6 +75,7 @@ class World:
     done: list[str] = field(default_factory=list)
     announced: list[str] = field(default_factory=list)
     on_replace: Callable[[str], object] = lambda name: None
+    stopping: bool = False
 
     def __post_init__(self) -> None:
         self.specs = {spec.name: spec for spec in self.plan.specs}
@@ -175,6 +176,28 @@ def test_a_restart_does_not_start_a_worker_that_has_drained(world: World) -> Non
     world.on_replace = lambda name: world.vanish("dynamo_A_2") if name == "dynamo_A" else None
     assert asyncio.run(world.rolling().restart([*cast(Any, world.watchers)], False)) == ""
     assert world.done == ["replace dynamo_A", "replace dynamo_A_1"]
+
+
+def test_a_restart_of_a_worker_that_is_removed_meanwhile_ends(world: World) -> None:
+    """A sleeper whose process has exited is removed while its restart stops it."""
+    watcher: Any = world.get_watcher("dynamo_a")
+
+    async def stop() -> None:
+        world.watchers.remove(watcher)
+
+    async def roll() -> tuple[str, bool]:
+        parts: Any = (world, world.writer, lambda pid: 0, world)
+        rolling = RollingRestart(*parts)
+        watcher._stop, watcher.rolling = stop, False
+        spec = world.specs["dynamo_A"]
+        text = await rolling.replace(watcher, spec, stop_first=True)
+        watcher.processes.clear()
+        return text, await asyncio.wait_for(rolling.serving(watcher, 1), 30)
+
+    text, serves = asyncio.run(roll())
+    assert text == "dynamo_A: not replaced: it has exited and is removed"
+    assert not serves
+    assert world.done == []
 
 
 @pytest.mark.parametrize("operation", ["sleep", "wake", "load"])
