@@ -414,7 +414,7 @@ class Box:
             if one.alive and one.name.startswith("operator")
         ]
         if found:
-            signum = dice.choice((signal.SIGKILL, signal.SIGINT))
+            signum = dice.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGINT))
             self._signal(dice.choice(sorted(found, key=lambda one: one.pid)), signum)
 
     def _kill_at_file(self, dice: random.Random, seconds: float) -> None:

@@ -206,7 +206,8 @@ _RETURN_S = 10
 _SHORT_SHARE = 0.97
 """Of the requests of a run with a given rate."""
 _CHANGES = {"sleep", "wake", "load", "drain", "restart", "reload", "circus stop"}
-_OFFSETS_S = (0.0, 0.001, 0.02, 0.1, 0.3, 1.0, 1.0, 3.0, 3.0)
+_OFFSETS_S = (0.0, 0.02, 0.05, 0.1, 0.1, 0.2, 0.4, 1.0, 1.0, 3.0, 3.0)
+"""Most verbs take some tenths of a second, their processes 2 to 50 ms to start."""
 _LENGTHS_S = (2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 8.0, 20.0)
 
 
