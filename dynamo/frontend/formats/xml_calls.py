@@ -236,7 +236,7 @@ class XmlCallParser(CallSteps):
         """After ``<parameter=``."""
         ends = self._shape.name_ends
         end = self._text.find(ends)
-        if end < 0 and len(self._text) <= _MAX_NAME:
+        if end < 0 and len(self._text) < _MAX_NAME + len(ends):
             return False
         if not 0 <= end <= _MAX_NAME:
             self._step = self._stray
