@@ -254,7 +254,9 @@ def test_loads_at_the_same_time_and_interrupted_ones(serving: Serving) -> None:
 
     loads = [dynamo(serving, "load", "more") for _ in range(3)]
     texts = [process.communicate(timeout=60) for process in loads]
-    assert sorted(process.returncode for process in loads) == [0, 1, 1], texts
+    assert 0 in [process.returncode for process in loads], texts
+    for process, (text, error) in zip(loads, texts, strict=True):
+        assert process.returncode == 0 or "it is served already" in text + error, texts
     assert held(serving).keys() == {"M_1"}
     assert run(serving, "drain", "M")[0] == 0
 

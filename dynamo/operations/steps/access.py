@@ -26,7 +26,13 @@ from asyncinotify import Mask
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
-from dynamo.operations.steps.circus import CircusEndpoint, CircusError, NoSuchWatcher, retried
+from dynamo.operations.steps.circus import (
+    CircusEndpoint,
+    CircusError,
+    NoSuchWatcher,
+    WatcherOptions,
+    retried,
+)
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits, budget_held
 from dynamo.runtime.discovery.layout import ensure_directories, lease_path
 from dynamo.runtime.process.inotify import Inotify
@@ -203,11 +209,19 @@ class LocalAccess:
 
     async def graceful_timeout_s(self, name: str) -> float:
         """Return how long the processes of a watcher may drain."""
+        options = await self._options(name)
+        return _GRACEFUL_TIMEOUT_S if options is None else options.graceful_timeout_s
+
+    async def numprocesses(self, name: str) -> int | None:
+        """Return how many processes a watcher is to have; None if it is unknown."""
+        options = await self._options(name)
+        return None if options is None else options.numprocesses
+
+    async def _options(self, name: str) -> WatcherOptions | None:
         try:
-            options = await retried(lambda: self.circus.options(name))
+            return await retried(lambda: self.circus.options(name))
         except CircusError:
-            return _GRACEFUL_TIMEOUT_S
-        return options.graceful_timeout_s
+            return None
 
     async def remove_watcher(self, name: str, deadline_s: float | None = None) -> bool:
         """Remove a watcher; False if there was none. Raises CircusError."""

@@ -484,6 +484,17 @@ def test_a_load_ends_when_the_worker_that_it_follows_is_drained(run: Any) -> Non
     run(work, 4)
 
 
+def test_a_load_does_not_wait_for_a_worker_without_processes(run: Any) -> None:
+    async def work(site: Site) -> None:
+        await site.connector.add("A")
+        await site.access.circus.decrease("dynamo_A")
+        service = read_services(site.access.document())["A"]
+        with pytest.raises(ActionFailed, match="no process, start one with: circusctl"):
+            await follow(site.access, site.engines, service, "dynamo_A")
+
+    run(work, 2)
+
+
 @pytest.mark.parametrize("ends", ["well", "killed", "refused", "drained"])
 def test_a_wake_waits_for_the_wake_of_another_command(run: Any, ends: str) -> None:
     async def work(site: Site) -> None:
