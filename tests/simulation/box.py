@@ -157,6 +157,7 @@ class Box:
         for life in self.frontend_lives:
             if life.pid == process.pid and life.until_s is None:
                 life.closing_s = self.clock() if life.closing_s is None else life.closing_s
+                self._idle.pop(self.life_ports[id(life)], None)  # clients of this machine see it
                 if not process.alive:
                     life.until_s = self.clock()
 
