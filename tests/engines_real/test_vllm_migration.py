@@ -31,7 +31,7 @@ def instance_ids(made: EngineDeployment) -> set[int]:
 
 def events(made: EngineDeployment, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer as they arrive."""
-    connection = http.client.HTTPConnection("127.0.0.1", made.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", made.port, timeout=240)
     headers = {"content-type": "application/json"}
     try:
         connection.request("POST", COMPLETIONS, json.dumps(body).encode(), headers)
