@@ -40,6 +40,7 @@ _RENDER_ERRORS = (
     ValueError,
 )
 _SHOWN = 1000
+_REMEDY = "correct it or give another with --custom-jinja-template"
 _END_MARK = f"end-{secrets.token_hex(8)} "
 """Behind the text of a message that the model continues, to find its end in the prompt: the text
 itself may also be in the marker that ends a message. No client can know it."""
@@ -80,17 +81,15 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"{origin}, line {error.lineno}: the chat template does not compile: "
-                f"{error.message}; correct it or give another with --custom-jinja-template"
+                f"{error.message}; {_REMEDY}"
             ) from None
         except SyntaxError as error:  # of the Python that jinja2 makes, such as of {{ a[1,:] }}
             raise ConfigError(
-                f"{origin}: the chat template does not compile: {error.msg}; correct it or give "
-                "another with --custom-jinja-template"
+                f"{origin}: the chat template does not compile: {error.msg}; {_REMEDY}"
             ) from None
         except RecursionError:
             raise ConfigError(
-                f"{origin}: the chat template is nested too deeply to compile; correct it or give "
-                "another with --custom-jinja-template"
+                f"{origin}: the chat template is nested too deeply to compile; {_REMEDY}"
             ) from None
         for template in compiled.values():
             # jinja2 gives a ChainMap, and copying it was half the time of a rendering.
@@ -101,8 +100,7 @@ class ChatTemplate:
             self._try_forms()
         except OutOfTime as error:
             raise ConfigError(
-                f"{origin}: the chat template does not end with a short message: {error}; correct "
-                "it or give another with --custom-jinja-template"
+                f"{origin}: the chat template does not end with a short message: {error}; {_REMEDY}"
             ) from None
 
     def _try_forms(self) -> None:

@@ -275,13 +275,13 @@ class _PoolSizing:
             self._recent.popleft()
         since_s = seen.now_s - hold_s
         floor = max(workers for at_s, workers in self._recent if at_s >= since_s)
-        least = math.ceil(_KEPT * max(workers for _, workers in self._recent))
+        kept = math.ceil(_KEPT * max(workers for _, workers in self._recent))
         return _Need(
             model=model,
             outlook=outlook,
             target=target,
             extra=extra,
-            floor=max(floor, least),
+            floor=max(floor, kept),
             hold_s=hold_s,
             learned=self._decisions > _LEARN,
         )
