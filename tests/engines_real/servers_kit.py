@@ -19,6 +19,8 @@ from weights_kit import CONTEXT
 from dynamo.frontend.text.tokenizer import Tokenizer, load_tokenizer
 
 ENGINE_START_S = 120.0
+# Ten engines may run at once. A flag: the environment's VLLM_CPU_KVCACHE_SPACE is in whole GiB.
+CACHE_BYTES = 64 << 20
 ENGINE_FLAGS = (
     "--dtype",
     "float32",
@@ -27,13 +29,14 @@ ENGINE_FLAGS = (
     "32",
     "--max-model-len",
     str(CONTEXT),
+    "--kv-cache-memory-bytes",
+    str(CACHE_BYTES),
     # As on one GPU: the engine's own process computes. The default for CPUs is one process more,
     # which takes a third of the start; the tests of `dynamo serve` and `dynamo run` have it.
     "--distributed-executor-backend",
     "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 )
 ENGINE_ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",

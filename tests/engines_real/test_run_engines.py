@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from deployment import free_port
 from gguf_kit import write_gguf
-from servers_kit import ENGINE_ENV, ENGINE_START_S
+from servers_kit import CACHE_BYTES, ENGINE_ENV, ENGINE_START_S
 from serving import Serving
 from weights_kit import CONTEXT
 
@@ -44,7 +44,7 @@ def run(serving: Serving, model: Path, name: str, *flags: str) -> None:
 def test_vllm_serves_a_directory(serving: Serving, tiny_model: Path) -> None:
     run(
         *(serving, tiny_model, tiny_model.name, "--dtype", "float32", "--enforce-eager"),
-        *("--max-model-len", str(CONTEXT)),
+        *("--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(CACHE_BYTES)),
     )
     assert "run: dynamo.vllm" in serving.text() and "enforce-eager: true" in serving.text()
 

@@ -16,7 +16,7 @@ import psutil
 import yaml
 from deployment import free_port
 from load_kit import under_load
-from servers_kit import ENGINE_ENV, ENGINE_START_S
+from servers_kit import CACHE_BYTES, ENGINE_ENV, ENGINE_START_S
 from serving import ROOT, Serving
 from weights_kit import CONTEXT
 
@@ -32,6 +32,7 @@ def flags(model: Path, port: int) -> list[str]:
         "enforce-eager": "true",
         "block-size": 32,
         "max-model-len": CONTEXT,
+        "kv-cache-memory-bytes": CACHE_BYTES,
     }
     return [
         f"--Frontend.http-port={port}",
