@@ -19,8 +19,7 @@ from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.protocols.status import BAD_EVENTS, BoxEvent
 from dynamo.runtime.process.paths import state_path
 from dynamo.status.deployment import chosen_runtime
-from dynamo.status.events import EventFilter, EventReader, parse_since
-from dynamo.status.logs import follow
+from dynamo.status.logs import EventFilter, EventReader, follow, parse_since
 
 DESCRIPTION = "Show what happened to a deployment and who asked for it, also after its end."
 EPILOG = """Each line has the time, the kind of event, the worker, service or model, and the

@@ -33,7 +33,7 @@ from dynamo.runtime.process.stop_order import STOP_STAGE
 from dynamo.serve.state.events import BoxEventLog
 from dynamo.serve.state.frontends import KnownFrontend, frontends_in
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.events import EventReader
+from dynamo.status.logs import EventReader
 from dynamo.status.reading import BoxReader, get
 
 _PERIOD_S = 15.0

@@ -23,12 +23,11 @@ from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
 from dynamo.mocker.timing import Timing, Transfer, cached_tokens
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
 from dynamo.protocols import codec
-from dynamo.protocols.engine import EngineOutput, PreprocessedRequest
+from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, token_item, usage
 from dynamo.protocols.kv import KvMetrics
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.worker.items import token_item, usage
 
 _REPORT_INTERVAL_S = 0.05
 _LAG_LIMIT_S = 0.1

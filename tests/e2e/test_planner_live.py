@@ -15,7 +15,7 @@ from load_kit import under_load
 from serving import Serving
 
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionRecord
-from dynamo.status.events import EventReader
+from dynamo.status.logs import EventReader
 
 GRAPH = """
 Frontend: {{run: dynamo.frontend, http-port: {port}}}

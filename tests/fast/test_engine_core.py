@@ -13,9 +13,8 @@ from oracle import engine_core as oracle
 from oracle.engine_core import OracleTokenRouter
 
 from dynamo._fast.engine_core import TokenRouter, pack_ids
-from dynamo.protocols.engine import TOKEN_PREFIX, EngineOutput
+from dynamo.protocols.engine import TOKEN_PREFIX, EngineOutput, token_item
 from dynamo.runtime.requests.frames import DATA, LAST_KIND, Splitter
-from dynamo.worker.items import token_item
 
 _FIELDS = 20
 _IDS = st.integers(0, 2**32 - 1)

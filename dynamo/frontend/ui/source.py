@@ -35,7 +35,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.inotify import Inotify
 from dynamo.runtime.process.paths import state_path, write_atomic
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.status.events import EventReader
+from dynamo.status.logs import EventReader
 from dynamo.status.reading import BoxCollector
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from deployment import MODEL
 
-from dynamo.cli.install_service import main
-from dynamo.setup.systemd_unit import SystemdUnit
+from dynamo.cli.install_service import SystemdUnit, main
 
 GRAPH = f"""
 namespace: installed

@@ -21,7 +21,7 @@ from dynamo.protocols.status import BAD_EVENTS, EVENT_KINDS, BoxEvent
 from dynamo.serve.state import events as module
 from dynamo.serve.state.events import BoxEventLog, ProcessEvents, actor
 from dynamo.serve.state.registered import Leases
-from dynamo.status.events import EventFilter, EventReader, parse_since
+from dynamo.status.logs import EventFilter, EventReader, parse_since
 
 
 @pytest.fixture
