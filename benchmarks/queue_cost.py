@@ -24,8 +24,7 @@ from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import RouterLabels
-from dynamo.router.queue.metrics import QueueMetrics
+from dynamo.router.metrics import QueueMetrics, RouterLabels
 from dynamo.router.queue.request_queue import RequestQueue
 
 BLOCK, WORKERS, RUNNING = 16, 16, 128

@@ -15,8 +15,7 @@ from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.active_load import ActiveLoad, DecisionMetrics
-from dynamo.router.metrics import RouterLabels, WorkerMetrics
-from dynamo.router.queue.metrics import QueueMetrics
+from dynamo.router.metrics import QueueMetrics, RouterLabels, WorkerMetrics
 from dynamo.router.worker_pool import Member
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"

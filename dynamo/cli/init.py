@@ -18,7 +18,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.llm.model_source import NamedModel, named_model
-from dynamo.operations.ollama import running_ollama
+from dynamo.operations.stored_models import running_ollama
 from dynamo.runtime.process.paths import write_atomic
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.graph import parse_graph, read_text

@@ -17,7 +17,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.llm.model_source import named_model
-from dynamo.operations.ollama import running_ollama
+from dynamo.operations.stored_models import running_ollama
 from dynamo.serve.graph.edited import with_service
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.model_args import duration_s

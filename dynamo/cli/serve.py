@@ -28,11 +28,11 @@ from dynamo.runtime.process.paths import (
     store_dir,
     store_path,
 )
-from dynamo.serve.graph.frontend_address import frontend_address
 from dynamo.serve.graph.graph import Graph, parse_graph, read_text
 from dynamo.serve.graph.overrides import Override, split_overrides
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan, WatcherSpec
 from dynamo.serve.readiness import check_free, free_port
+from dynamo.serve.state.frontends import frontend_address
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.state.statefile import Statefile
 from dynamo.serve.supervision.guard import hold_signals, run_guarded

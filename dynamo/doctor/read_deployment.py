@@ -26,10 +26,10 @@ from dynamo.http.tls import unverified_context
 from dynamo.protocols.control import EventChannelRecord, ModelCard, decode_card, record_decoder
 from dynamo.protocols.kv import KV_EVENTS
 from dynamo.serve.gpus.engine_gpus import engine_flags
-from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.graph.service import Service
 from dynamo.serve.readiness import check_free, free_port
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.frontends import FrontendAddress
 from dynamo.serve.state.process_table import ProcessStat, runs_here, snapshot
 from dynamo.serve.state.registered import stored_records
 from dynamo.serve.state.statefile import Statefile

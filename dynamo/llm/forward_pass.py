@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from dynamo.protocols import codec
 from dynamo.protocols.control import MODEL_CARDS, decode_card
-from dynamo.protocols.forward_pass import (
+from dynamo.protocols.kv import (
     FORWARD_PASS,
     ForwardPass,
     QueuedRequests,

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from dynamo.errors import ConfigError, InvalidArgument, Unavailable
 from dynamo.llm.model_source import NamedModel, OnProgress, resolve_model
-from dynamo.operations.ollama import ask_ollama
-from dynamo.operations.stored_models import check_blobs, drop_parts
+from dynamo.operations.stored_models import ask_ollama, check_blobs, drop_parts
 
 _HITS = 20
 _QUERY_CHARACTERS = 96

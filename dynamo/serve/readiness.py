@@ -14,7 +14,7 @@ import msgspec
 from dynamo.errors import ConfigError
 from dynamo.http.client import ResponseError, get
 from dynamo.http.tls import unverified_context
-from dynamo.serve.graph.frontend_address import FrontendAddress
+from dynamo.serve.state.frontends import FrontendAddress
 
 _PORTS_TRIED = 50
 _POLL_INTERVAL_S = 0.03

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.graph.changes import (
     GraphChanges,
     added_workers,

@@ -12,9 +12,9 @@ from shlex import quote
 
 from dynamo.config import environ
 from dynamo.config.programs import PLANNER
-from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.readiness import FrontendHealth, wait_until_ready
+from dynamo.serve.state.frontends import FrontendAddress, frontend_address
 from dynamo.serve.state.registered import Leases
 from dynamo.serve.supervision.arbiter import SupervisingArbiter
 from dynamo.serve.supervision.output import Announcer

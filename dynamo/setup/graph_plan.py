@@ -21,11 +21,11 @@ from dynamo.serve.gpus.engine_gpus import (
     with_engine_gpus,
 )
 from dynamo.serve.gpus.gpus import NO_DRIVER, Gpu, Inventory, inventory_of
-from dynamo.serve.graph.frontend_address import frontend_address
 from dynamo.serve.graph.graph import Graph, parse_graph, read_text
 from dynamo.serve.graph.overrides import Override
 from dynamo.serve.graph.service import Service
 from dynamo.serve.graph.watchers import DRAIN_TIMEOUTS, DeploymentPlan, WatcherSpec, place, plan
+from dynamo.serve.state.frontends import frontend_address
 from dynamo.setup.model_checks import model_warnings
 from dynamo.setup.service_checks import check_services
 

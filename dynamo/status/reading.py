@@ -24,10 +24,9 @@ from dynamo.protocols.status import (
 )
 from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
 from dynamo.serve.gpus.room import load_effects
-from dynamo.serve.graph.frontend_address import FrontendAddress
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import program_of
-from dynamo.serve.state.frontends import KnownFrontend, frontends_in, local_key
+from dynamo.serve.state.frontends import FrontendAddress, KnownFrontend, frontends_in, local_key
 from dynamo.serve.state.process_table import ledger_of, runs_here, same_process
 from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.statefile import Statefile

@@ -92,14 +92,14 @@ DEFECTS = (
     ),
     Defect(
         "gpus-of-a-waking-worker",
-        "dynamo.serve.gpus.ledger",
+        "dynamo.serve.gpus.gpus",
         "(entry.asleep and entry.reserved_by is None)",
         "entry.asleep",
         "A worker that wakes holds no GPU yet: another takes it in the same moment.",
     ),
     Defect(
         "gpus-of-an-exiting-process",
-        "dynamo.serve.gpus.ledger",
+        "dynamo.serve.gpus.gpus",
         "        for gpu, share in process.gpus.items():",
         "        for gpu, share in ():",
         "A process that still exits on a GPU holds it no longer once its entry has another.",

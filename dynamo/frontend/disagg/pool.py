@@ -9,12 +9,11 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError
 from dynamo.frontend.disagg.metrics import QueueStatePublisher
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.control import EndpointRecord, ModelCard, RuntimeConfig
 from dynamo.protocols.kv import PREFILL_QUEUE
 from dynamo.router.discovery.kv_router import make_router
-from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
+from dynamo.router.discovery.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.endpoints.instances import Outage

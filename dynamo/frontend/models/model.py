@@ -19,7 +19,6 @@ from dynamo.frontend.models.inputs import (
     patterns_of,
     router_settings,
 )
-from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.prompt.off_loop import in_daemon_thread
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
@@ -28,7 +27,7 @@ from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
 from dynamo.http.routes import RoutePatterns
 from dynamo.protocols.control import EndpointRecord, ModelCard
 from dynamo.router.discovery.kv_router import make_router
-from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
+from dynamo.router.discovery.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.router.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime

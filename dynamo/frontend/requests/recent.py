@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice, takewhile
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -21,9 +21,13 @@ from dynamo.errors import InvalidArgument, ModelNotFound, shorten
 from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.headers import request_id
 from dynamo.http import NEVER, Exchange
+from dynamo.observability.tracing import OpenSpan
 from dynamo.protocols.status import RecentList, RequestRecord, RouteReceipt
 from dynamo.router.picker import Decision
 from dynamo.router.receipt import DecisionInputs
+
+if TYPE_CHECKING:
+    from dynamo.observability.otel import OtelTracing
 
 _ROUTED = 1000
 _REFUSED = 200
@@ -36,6 +40,9 @@ WORKER_WAIT = "worker_wait"
 _PREFIXES = re.compile(r"(?:chatcmpl|cmpl|embd|resp|msg)[-_]")
 _SECRET = re.compile(r"-[0-9a-f]{32}$")
 """The end of the id of a response that is stored."""
+_SPAN = "http-request"
+_NO_ERROR = ("ok", "cancelled", "validation", "not_found")
+"""Outcomes without the status ERROR: OpenTelemetry blames a server for its own failures alone."""
 
 
 class Prefilled(NamedTuple):
@@ -250,3 +257,45 @@ def _matches(request_id: str, part: str) -> bool:
 
 def _receipt(inputs: DecisionInputs | None) -> RouteReceipt | None:
     return None if inputs is None else inputs.receipt()
+
+
+def begin_trace(tracing: OtelTracing | None, exchange: Exchange) -> OpenSpan:
+    """Start the span of a request, below that of its client if it has one."""
+    if tracing is None:
+        return OpenSpan(exchange.headers)
+    return tracing.start(_SPAN, exchange.headers, exchange.received_at)
+
+
+def end_trace(span: OpenSpan, ended: RequestFigures) -> None:
+    """End the span of a request with its stages and figures."""
+    for name, begun_s, ended_s in ended.stages():
+        span.child(name, begun_s, ended_s)
+    decision, usage, prefilled = ended.decision, ended.usage, ended.prefilled
+    attributes: dict[str, str | int | float] = {
+        "gen_ai.request.model": ended.model,
+        "dynamo.request_id": ended.info.request_id,
+        "dynamo.endpoint": ended.info.endpoint,
+        "dynamo.outcome": ended.outcome,
+        "dynamo.migrations": ended.migrations,
+        "gen_ai.usage.input_tokens": ended.prompt_tokens,
+    }
+    if usage is not None:
+        attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
+    if decision is not None:
+        attributes["dynamo.worker"] = f"{decision.worker_id:x}"
+        attributes["dynamo.dp_rank"] = decision.dp_rank
+        attributes["dynamo.overlap_blocks"] = ended.overlap_blocks
+        attributes["dynamo.prompt_blocks"] = ended.prompt_blocks
+    if prefilled is not None:
+        attributes["dynamo.prefill_worker"] = f"{prefilled.worker_id:x}"
+    if ended.ttft_s is not None:
+        attributes["dynamo.ttft_seconds"] = ended.ttft_s
+    error = "" if ended.outcome in _NO_ERROR else ended.outcome
+    span.end(ended.ended_s, attributes, error)
+
+
+def trace_refused(tracing: OtelTracing, exchange: Exchange, ended: RequestFigures) -> None:
+    """Export the span of a request that has not reached its model."""
+    span = begin_trace(tracing, exchange)
+    if span.recording:
+        end_trace(span, ended)

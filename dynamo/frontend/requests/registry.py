@@ -23,10 +23,9 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.recent import RequestFigures
+from dynamo.frontend.requests.recent import RequestFigures, trace_refused
 from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.frontend.requests.request_metrics import show_in_progress
-from dynamo.frontend.requests.trace import trace_refused
 from dynamo.http import Exchange, WriteBatch
 from dynamo.http.access import OperatorGuard
 from dynamo.protocols.status import RequestRecord

@@ -31,9 +31,8 @@ from dynamo.frontend.requests.errors import (
     with_retry,
 )
 from dynamo.frontend.requests.metrics import ModelMetrics
-from dynamo.frontend.requests.recent import Prefilled, RequestInfo
+from dynamo.frontend.requests.recent import Prefilled, RequestInfo, begin_trace, end_trace
 from dynamo.frontend.requests.request_metrics import RequestMetrics
-from dynamo.frontend.requests.trace import begin_trace, end_trace
 from dynamo.http import NEVER, Exchange
 from dynamo.observability.tracing import OpenSpan
 from dynamo.protocols.status import RouteReceipt

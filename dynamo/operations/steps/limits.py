@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from dynamo.errors import DynamoError
-from dynamo.serve.gpus.gpus import fits
-from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.gpus.gpus import GpuLedger, fits
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import ServiceEntries
 from dynamo.serve.state.process_table import is_reserved, reservation

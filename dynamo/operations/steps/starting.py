@@ -11,7 +11,7 @@ from dynamo.operations.steps.access import LocalAccess, wait_until, without_room
 from dynamo.operations.steps.circus import STOPPED, CircusBusy, CircusError, retried
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.operations.steps.removal import remove_entry, wait_until_gone
-from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.gpus.room import free_gpus, in_the_way, reserved_share
 from dynamo.serve.state.document import LOAD, Document
 from dynamo.serve.state.entries import next_name, release

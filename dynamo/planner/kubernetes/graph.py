@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX
 from dynamo.planner.policies.base import DECODE, PREFILL
-from dynamo.serve.graph.frontend_address import FrontendAddress
+from dynamo.serve.state.frontends import FrontendAddress
 
 Manifest = Mapping[str, Any]
 """An object of the API server, as JSON."""

@@ -21,11 +21,17 @@ from dynamo.planner.live.traffic import FrontendPage, TrafficCounter, read_page
 from dynamo.planner.policies.base import Pull, Traffic, WorkerLoad
 from dynamo.protocols import codec
 from dynamo.protocols.control import MODEL_CARDS, ModelCard, decode_card
-from dynamo.protocols.forward_pass import FORWARD_PASS, VERSION, ForwardPass
-from dynamo.protocols.kv import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
-from dynamo.serve.graph.frontend_address import FrontendAddress
+from dynamo.protocols.kv import (
+    FORWARD_PASS,
+    FORWARD_PASS_VERSION,
+    KV_METRICS,
+    PREFILL_QUEUE,
+    ForwardPass,
+    KvMetrics,
+    PrefillQueueState,
+)
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.frontends import frontends_in
+from dynamo.serve.state.frontends import FrontendAddress, frontends_in
 from dynamo.serve.state.statefile import Statefile
 
 if TYPE_CHECKING:
@@ -247,8 +253,8 @@ class WorkerReports:
             return
         try:
             newest = _decode_pass(payload)
-            if newest.version != VERSION:
-                raise ValueError(f"version {newest.version}, expected {VERSION}")
+            if newest.version != FORWARD_PASS_VERSION:
+                raise ValueError(f"version {newest.version}, expected {FORWARD_PASS_VERSION}")
         except (msgspec.MsgspecError, ValueError) as error:
             if publisher_id not in self._invalid:  # an engine sends hundreds a second
                 self._invalid.add(publisher_id)

@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dynamo.errors import ConfigError
-from dynamo.serve.gpus.gpus import fits
-from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.gpus.gpus import GpuLedger, fits
 
 _YIELD_SHARE = 10
 """A model without requests for this part of its load time makes room for others."""

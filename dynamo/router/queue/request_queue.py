@@ -33,7 +33,7 @@ from dynamo.router.kv_mode.cost import cached_tokens
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.kv_mode.policy import GuardedClassifier, make_guarded_classifier
 from dynamo.router.kv_mode.policy_types import policy_request
-from dynamo.router.metrics import RouterLabels
+from dynamo.router.metrics import QueueMetrics, RouterLabels
 from dynamo.router.picker import Attempt, Decision
 from dynamo.router.queue.classes import (
     Classifier,
@@ -42,7 +42,6 @@ from dynamo.router.queue.classes import (
     default_class,
     profile_of,
 )
-from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.waiting import QueueEntry, Work, priority_of
 from dynamo.router.worker_pool import Saturation
 

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dynamo.config.programs import memory_share
 from dynamo.errors import ConfigError
 from dynamo.protocols.status import LoadEffect
-from dynamo.serve.gpus.gpus import Gpu, fits
-from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.gpus.gpus import Gpu, GpuLedger, fits
 from dynamo.serve.state.document import GIVEN_UP, STOPPED, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.process_table import is_reserved, ledger_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dynamo.runtime.process.os_process import host_id
-from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.state.document import Arbiter, Document, Entry, OperationOwner
 from dynamo.serve.state.entries import delete_entry, is_void
 

@@ -15,8 +15,7 @@ from functools import partial
 from dynamo.errors import ConfigError, StatefileError, Unavailable
 from dynamo.runtime.process.os_process import host_id
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.serve.gpus.gpus import fits
-from dynamo.serve.gpus.ledger import GpuLedger
+from dynamo.serve.gpus.gpus import GpuLedger, fits
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, with_gpus
 from dynamo.serve.state.document import (
     ABSENT,

@@ -16,7 +16,7 @@ from functools import partial
 import psutil
 from circus.process import RUNNING, UNEXISTING, Process
 
-from dynamo.serve.graph.frontend_address import FrontendAddress
+from dynamo.serve.state.frontends import FrontendAddress
 from dynamo.serve.state.process_table import stat
 from dynamo.serve.supervision.output import OutputPipe
 from dynamo.serve.supervision.processes import die_with_parent, end_group

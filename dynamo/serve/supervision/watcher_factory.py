@@ -10,8 +10,8 @@ from typing import Any
 from dynamo.config import environ
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
-from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, plan_added
+from dynamo.serve.state.frontends import FrontendAddress, frontend_address
 from dynamo.serve.supervision.output import Announcer, LogFile, ServiceOutput
 from dynamo.serve.supervision.supervised import RestartPolicy, SupervisedWatcher
 from dynamo.serve.supervision.supervised_process import FrontendListener, quote_program

@@ -22,7 +22,7 @@ from dynamo.protocols.kv import KvMetrics
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.queue.metrics import QueueMetrics
+from dynamo.router.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue
 
 MODES = ["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]

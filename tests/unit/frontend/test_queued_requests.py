@@ -19,7 +19,7 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.queue.metrics import QueueMetrics
+from dynamo.router.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue
 
 

@@ -24,7 +24,7 @@ from dynamo.llm import (
     unregister_model,
 )
 from dynamo.protocols import codec
-from dynamo.protocols.forward_pass import ForwardPass, QueuedRequests, ScheduledRequests
+from dynamo.protocols.kv import ForwardPass, QueuedRequests, ScheduledRequests
 from dynamo.runtime import DistributedRuntime, Endpoint
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"

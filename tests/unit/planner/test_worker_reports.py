@@ -13,13 +13,16 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.planner.live.sources import WorkerReports
 from dynamo.protocols import codec
 from dynamo.protocols.control import ModelCard, instance_key
-from dynamo.protocols.forward_pass import (
+from dynamo.protocols.kv import (
     FORWARD_PASS,
+    KV_METRICS,
+    PREFILL_QUEUE,
     ForwardPass,
+    KvMetrics,
+    PrefillQueueState,
     QueuedRequests,
     ScheduledRequests,
 )
-from dynamo.protocols.kv import KV_METRICS, PREFILL_QUEUE, KvMetrics, PrefillQueueState
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 

@@ -17,9 +17,8 @@ from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.kv_mode.policy import GuardedClassifier
 from dynamo.router.kv_mode.policy_types import ClassPolicy, PolicyRequest
-from dynamo.router.metrics import RouterLabels
+from dynamo.router.metrics import QueueMetrics, RouterLabels
 from dynamo.router.queue.classes import Classifier, QueueClass, Turns, profile_of
-from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue, make_queue
 from dynamo.router.queue.waiting import Priority, QueueEntry
 

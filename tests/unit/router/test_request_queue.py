@@ -32,10 +32,9 @@ from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
-from dynamo.router.metrics import RouterLabels
+from dynamo.router.metrics import QueueMetrics, RouterLabels
 from dynamo.router.picker import Decision
 from dynamo.router.prefill_model import PrefillSpeed
-from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import (
     TICK_S,
     QueuedRequest,

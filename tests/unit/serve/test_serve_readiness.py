@@ -10,13 +10,13 @@ import pytest
 
 from dynamo.errors import ConfigError
 from dynamo.serve import readiness
-from dynamo.serve.graph.frontend_address import FrontendAddress, frontend_address
 from dynamo.serve.readiness import (
     FrontendHealth,
     check_free,
     probe,
     wait_until_ready,
 )
+from dynamo.serve.state.frontends import FrontendAddress, frontend_address
 
 Answer = Callable[[str], tuple[int, object]]
 
