@@ -119,6 +119,11 @@ class Deployment:
         self._startup.changed()
         self._rolling.changed()
 
+    def added(self) -> None:
+        """Handle a new watcher; forget those that were removed long ago."""
+        self.happened.forget(self._factory.forget(self._arbiter.alive()))
+        self.changed()
+
     async def restart(self, watchers: Sequence[SupervisedWatcher], stop_first: bool) -> str:
         """Replace the processes of ``watchers``; return "" or what failed."""
         return await self._rolling.restart(watchers, stop_first)

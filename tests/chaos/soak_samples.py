@@ -15,7 +15,12 @@ __all__ = ["Sample", "Sampler", "directory_size"]
 
 
 class Sample(msgspec.Struct, omit_defaults=True):
-    """One process at one time; None is what it does not have. Memory in KiB."""
+    """One process at one time; None is what it does not have. Memory in KiB.
+
+    ``anonymous`` is what the process itself has written. RSS, PSS and private memory change with
+    others: a page of a library is private only while no other process has it mapped, and a fork
+    gets copies of its parent's pages as it touches them.
+    """
 
     at_s: float
     role: str
@@ -23,7 +28,7 @@ class Sample(msgspec.Struct, omit_defaults=True):
     age_s: float
     rss: int
     pss: int
-    private: int
+    anonymous: int
     fds: int
     threads: int
     cpu_s: float
@@ -54,7 +59,7 @@ class Sampler:
                 age_s=round(_now_s() - _started_s(pid), 2),
                 rss=memory["Rss"],
                 pss=memory["Pss"],
-                private=memory["Private_Clean"] + memory["Private_Dirty"],
+                anonymous=memory["Anonymous"],
                 fds=process.num_fds(),
                 threads=process.num_threads(),
                 cpu_s=times.user + times.system,

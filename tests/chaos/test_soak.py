@@ -147,7 +147,7 @@ async def test_a_short_soak(tmp_path: Path) -> None:
     assert verdict.complete >= 20 and sum(report.judge.faults.values()) >= 3
     roles = [name.split()[0] for name in report.trends]
     assert sorted(set(roles)) == ["arbiter", "elder", "frontend", "guard", "planner", "soak"]
-    for name in ("rss", "pss", "fds", "threads", "tasks", "blocks", "series"):
+    for name in ("rss", "anonymous", "fds", "threads", "tasks", "blocks", "series"):
         frontend = next(one for role, one in report.trends.items() if role.startswith("frontend"))
         assert frontend[name].level > 0 and frontend[name].verdict != "short"
     json.dumps(report.as_json())

@@ -143,3 +143,28 @@ def test_no_command_is_refused_for_a_periodic_check(serving: Serving) -> None:
             replies.append(json.loads(socket.recv()))
     assert [one for one in replies if one["status"] != "ok"] == []
     assert serving.stop() == 0
+
+
+def test_removed_watchers_leave_no_descriptor(serving: Serving) -> None:
+    """The log files of the newest removed watchers stay open, and no others."""
+    serving.start("A: {run: SLEEPER}\n")
+    arbiter = psutil.Process(serving.arbiter_pid)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(serving.endpoint)
+
+        def command(verb: str, **properties: object) -> None:
+            socket.send(json.dumps({"id": "1", "command": verb, "properties": properties}).encode())
+            reply = json.loads(socket.recv())
+            assert reply["status"] == "ok", reply
+
+        def add_and_remove(numbers: range) -> list[str]:
+            for number in numbers:
+                command("add", name=f"extra_{number}", cmd="sleep", args=["60"])
+                command("rm", name=f"extra_{number}", waiting=True)
+            return [one.path for one in arbiter.open_files() if "extra_" in one.path]
+
+        assert len(add_and_remove(range(25))) < 20
+        held = add_and_remove(range(25, 60))
+    assert len(held) < 20 and not any(path.endswith("extra_24.log") for path in held)
+    assert serving.stop() == 0
+    serving.assert_clean()

@@ -136,6 +136,11 @@ class ProcessEvents:
         self._names.pop(pid, None)
         self._served.discard(pid)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget watchers that were removed."""
+        for name in names:
+            self._models.pop(name, None)
+
     def served(self, leases: Leases) -> None:
         """Add the processes that have loaded their model since the last call."""
         new = leases.served - self._served

@@ -224,7 +224,7 @@ class SupervisingArbiter(RollingArbiter):
         self.watchers.append(watcher)
         self._watchers_names[watcher.name.lower()] = watcher
         watcher.notify_event("add", {})
-        self.events.changed()
+        self.events.added()
         return watcher
 
     async def remove(self, watchers: Sequence[SupervisedWatcher]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ _ONE_FRONTEND = (
     "{} listens on an HTTP port, which a second process cannot share. Add a service with another "
     "http-port to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
 )
+_REMOVED = 16
+"""Removed watchers whose log file stays open."""
 # Options of circus that a watcher of ours decides itself.
 _OURS = ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets")
 
 
 class WatcherFactory:
-    """Makes watchers. ``specs`` has those of every watcher so far, as it runs now, by name.
+    """Makes watchers. ``specs`` has those of every watcher, as it runs now, by name.
 
     ``plan`` is that of the graph that was started or reloaded last.
     """
@@ -72,6 +74,19 @@ class WatcherFactory:
         watcher.configure(self.specs[watcher.name], spec)
         watcher.listener.address = address_of(spec)
         self.specs[watcher.name] = spec
+
+    def forget(self, in_use: Collection[str]) -> list[str]:
+        """Close the log files of removed watchers, and forget these; return their names.
+
+        Watchers ``in_use`` stay, and the newest removed ones, whose last lines may be reported yet.
+        """
+        removed = [name for name in self._outputs if name not in in_use]
+        planned = {spec.name for spec in (*self.plan.specs, *self.plan.templates)}
+        for name in removed[:-_REMOVED]:
+            self._outputs.pop(name).close()
+            if name not in planned:  # a reload looks up which of these were started
+                del self.specs[name]
+        return removed[:-_REMOVED]
 
     def close(self) -> None:
         """Close the log files."""

@@ -56,6 +56,20 @@ class Traffic:
         return self.windows.traffic()[0]["tiny"]
 
 
+def test_a_model_that_returns_is_in_use() -> None:
+    """It has counters of before, and new gauges."""
+    metrics = FrontendMetrics(Registry())
+    traffic = Traffic()
+    traffic.metrics = metrics.model("tiny")
+    traffic.second()
+    metrics.forget("tiny")
+    traffic.metrics = metrics.model("tiny")
+    traffic.metrics.active.value = 1
+    traffic.now_s += 60
+    traffic.second()
+    assert traffic.now.idle_s == 0.0
+
+
 def test_a_model_without_requests() -> None:
     traffic = Traffic()
     assert traffic.now == ModelTraffic(rate_s=1.0)

@@ -129,19 +129,20 @@ class TrafficWindows:
         if found is None:
             # The model is new since the last reading, when its counters were 0.
             found = self._windows[metrics.name] = _Window(metrics, now_s - _PERIOD_S)
+        found.metrics = metrics  # a model that was removed and returns has new gauges
         return found
 
 
 class _Window:
     def __init__(self, metrics: ModelMetrics, since_s: float) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
         self._counts = deque([_Counts(since_s, 0.0, 0)], maxlen=_RATE_SAMPLES)
         self._active_s: float | None = None
         self._ended = 0
 
     def read(self, now_s: float, open_tokens: int) -> _Counts:
         """Return the counters; note when the model was last in use."""
-        metrics = self._metrics
+        metrics = self.metrics
         ended = sum(metrics.duration.counts)
         if metrics.active.value or ended != self._ended:
             self._ended, self._active_s = ended, now_s
