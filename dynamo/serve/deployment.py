@@ -114,6 +114,7 @@ class Deployment:
 
     def changed(self) -> None:
         """Write the statefile again: a process, a watcher or a lease appeared or disappeared."""
+        self._leases.keep(self._arbiter.pids)
         self.happened.served(self._leases)
         self._record.changed()
         self._startup.changed()
@@ -189,7 +190,6 @@ class Deployment:
 
     def exited(self, pid: int) -> None:
         """Forget a process that has been reaped: its number may become another's."""
-        self._leases.served.discard(pid)
         self.happened.exited(pid)
         self.changed()
 

@@ -144,9 +144,9 @@ class ProcessEvents:
     def served(self, leases: Leases) -> None:
         """Add the processes that have loaded their model since the last call."""
         new = leases.served - self._served
+        self._served = set(leases.served)
         if not new:
             return
-        self._served |= new
         models = leases.model_of()
         for pid in sorted(new):
             name = self._names.get(pid, "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -68,8 +68,8 @@ def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
 class Leases:
     """The leases in ``store``; calls ``on_change`` when a lease or a model card comes or goes.
 
-    ``served`` has the sessions of the processes that ever registered a model card, until its owner
-    removes those that ended.
+    ``served`` has the sessions of the processes that ever registered a model card, until
+    :meth:`keep` drops them.
     """
 
     def __init__(self, store: Path, on_change: Callable[[], None]) -> None:
@@ -99,6 +99,13 @@ class Leases:
         found = {session for session, _ in self._registered()}
         self.served |= found
         return found
+
+    def keep(self, sessions: Collection[int]) -> None:
+        """Drop all other sessions from ``served``: the numbers of ended processes are used again.
+
+        Workers that are no children of the arbiter, such as those started by hand, are among them.
+        """
+        self.served.intersection_update(sessions)
 
     def model_of(self) -> dict[int, str]:
         """Return the name of the model that each session serves, of its first card."""

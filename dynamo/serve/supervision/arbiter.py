@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from circus.arbiter import Arbiter
@@ -162,6 +162,11 @@ class SupervisingArbiter(RollingArbiter):
     def stopping(self) -> bool:
         """Whether the arbiter no longer starts processes."""
         return bool(self._stopping)
+
+    @property
+    def pids(self) -> Collection[int]:
+        """The processes that are not reaped yet."""
+        return self._alive.keys()
 
     def alive(self) -> dict[str, list[SupervisedProcess]]:
         """Return the processes that are not reaped yet, by watcher."""

@@ -194,6 +194,15 @@ def test_the_kinds_and_the_actor_are_known() -> None:
     assert actor().endswith(f"(pid {os.getpid()})")
 
 
+def test_nothing_is_kept_of_workers_that_the_arbiter_did_not_start(run_directory: Path) -> None:
+    happened = ProcessEvents(BoxEventLog(run_directory))
+    for pid in range(1, 100):
+        leases = SimpleNamespace(served={pid}, model_of=lambda pid=pid: {pid: "m"})
+        happened.served(cast(Leases, leases))
+    assert all(len(kept) <= 1 for kept in vars(happened).values() if isinstance(kept, dict | set))
+    assert not (run_directory / "logs/events.log").exists()
+
+
 def test_a_process_with_the_number_of_one_that_ended_is_a_new_one(run_directory: Path) -> None:
     happened = ProcessEvents(BoxEventLog(run_directory))
     for name in ("ns_A", "ns_B"):

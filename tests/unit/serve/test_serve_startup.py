@@ -116,6 +116,10 @@ async def test_a_model_card_makes_a_worker_ready(tmp_path: Path) -> None:
         await runtime.close()
         leases.close()
     assert leases.served == {session} and not leases.with_model()
+    leases.keep([session])
+    assert leases.served == {session}
+    leases.keep([])
+    assert leases.served == set()
 
 
 async def test_different_models_of_one_name_are_announced(tmp_path: Path) -> None:
