@@ -15,8 +15,8 @@ from pathlib import Path
 
 from dynamo.attach.launcher import STOP_TIMEOUT_S
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.serve.state.process_table import become_subreaper, end_descendants
 from dynamo.serve.supervision.output import OutputPipe, cause_in
-from dynamo.serve.supervision.processes import become_subreaper, end_descendants
 
 _TAIL_LINES = 20
 _PORT = "{port}"

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from dynamo.serve.supervision.processes import (
+from dynamo.serve.state.process_table import (
     become_subreaper,
     die_with_parent,
     end_descendants,

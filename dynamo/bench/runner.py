@@ -13,7 +13,7 @@ import orjson
 from dynamo.bench.client import LoadConnection, error_message
 from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
-from dynamo.config.bench import BenchSettings
+from dynamo.config.client import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
 from dynamo.http.client import ResponseError, Target, cause
 from dynamo.protocols.openai import ModelList

@@ -30,7 +30,7 @@ from dynamo.bench.trace_formats import (
     decode_line,
     parse_time,
 )
-from dynamo.config.bench import TRACE_FORMATS
+from dynamo.config.client import TRACE_FORMATS
 from dynamo.errors import ConfigError
 
 _GZIP = b"\x1f\x8b"

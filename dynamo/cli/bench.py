@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dynamo.bench.compare_routing import POLICIES, RoutingResult, arrivals_of, compare
+from dynamo.bench.routing_replay import POLICIES, RoutingResult, arrivals_of, compare
 from dynamo.bench.runner import Runner, calibrate, first_model
 from dynamo.bench.stats import Spread, Summary, parse_goodput, summarize
 from dynamo.bench.trace import read_trace
@@ -21,7 +21,7 @@ from dynamo.bench.workload import PlannedRequest, Prompts, from_trace, synthetic
 from dynamo.cli.frontend_client import find_target
 from dynamo.cli.text_table import figures
 from dynamo.config import load
-from dynamo.config.bench import BenchSettings
+from dynamo.config.client import BenchSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import one_line
 

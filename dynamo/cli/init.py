@@ -22,8 +22,11 @@ from dynamo.operations.stored_models import running_ollama
 from dynamo.runtime.process.paths import write_atomic
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.graph import parse_graph, read_text
-from dynamo.setup.engines import (
+from dynamo.setup.graph_plan import prepare
+from dynamo.setup.llama_swap import convert
+from dynamo.setup.new_graph import (
     InstalledEngine,
+    NewGraph,
     cached_model,
     choose,
     engine_names,
@@ -32,9 +35,6 @@ from dynamo.setup.engines import (
     uninstalled,
     weights_bytes,
 )
-from dynamo.setup.graph_plan import prepare
-from dynamo.setup.llama_swap import convert
-from dynamo.setup.new_graph import NewGraph
 
 DESCRIPTION = """Write the graph of one model: asks four questions, each with a default.
 With --from, convert a configuration of llama-swap."""

@@ -28,8 +28,11 @@ VERBS = {
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
     "top": ("dynamo.cli.top", "show GPUs, models, workers and requests live, with keys to act"),
     "logs": ("dynamo.cli.logs", "show the output of processes"),
-    "events": ("dynamo.cli.events", "show what happened: deaths, starts, decisions, who did what"),
-    "stop": ("dynamo.cli.stop", "end the running deployment; requests in flight finish"),
+    "events": (
+        "dynamo.cli.logs:events",
+        "show what happened: deaths, starts, decisions, who did what",
+    ),
+    "stop": ("dynamo.cli.background", "end the running deployment; requests in flight finish"),
     "restart": ("dynamo.cli.operate:restart", "replace the processes of a worker or a service"),
     "drain": ("dynamo.cli.operate:drain", "let workers finish their requests and exit"),
     "sleep": ("dynamo.cli.operate:sleep", "let workers free their GPU memory"),
@@ -50,10 +53,11 @@ VERBS = {
     "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
     "install-service": ("dynamo.cli.install_service", "write a systemd unit for a graph"),
     "completion": ("dynamo.cli.completion", "print a script that completes commands by Tab"),
-    "version": ("dynamo.cli.version", "print versions"),
+    "version": ("dynamo.cli.main:version", "print versions"),
 }
 """Verb → (module with ``main(argv) -> exit status``, or ``module:function``; one line of help)."""
 
+_PARTS = ("uvloop", "httptools", "pyzmq", "circus", "tokenizers", "fastokens")
 _RIVALS = ("ai-dynamo", "ai-dynamo-runtime")
 
 
@@ -96,6 +100,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return int(status)
+
+
+def version(argv: Sequence[str] | None = None) -> int:
+    """Print versions, for a bug report; return 0."""
+    # Imported here: completions at each Tab need none of it.
+    import platform
+    from importlib import metadata
+
+    from dynamo.config import load
+
+    load("dynamo version", "Print versions.", [], argv)
+    print(f"dynamo-appliance {__version__}")
+    print(f"python {platform.python_version()} on {platform.platform()}")
+    for name in _PARTS:
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            print(f"{name} is missing")
+    return 0
 
 
 def rival_distribution() -> str | None:

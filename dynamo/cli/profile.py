@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from dynamo.cli.text_table import figures
 from dynamo.config import load
-from dynamo.config.bench import ProfileSettings
+from dynamo.config.client import ProfileSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import one_line
 from dynamo.profiler.results import ProfileResult, draw_profile, profile_figure

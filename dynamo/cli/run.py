@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dynamo.cli.detach import detach
+from dynamo.cli.background import detach
 from dynamo.cli.models import add
 from dynamo.cli.options import RunSettings
 from dynamo.cli.serve import dry_run, start
@@ -18,14 +18,13 @@ from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.llm.model_source import named_model
 from dynamo.operations.stored_models import running_ollama
-from dynamo.serve.graph.edited import with_service
+from dynamo.serve.graph.changes import with_service
 from dynamo.serve.graph.graph import parse_graph
-from dynamo.serve.graph.model_args import duration_s
 from dynamo.serve.graph.overrides import Override, split_overrides
+from dynamo.serve.graph.service import duration_s
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
-from dynamo.setup.engines import choose, find_engines, probe_gpus
-from dynamo.setup.new_graph import NewGraph
+from dynamo.setup.new_graph import NewGraph, choose, find_engines, probe_gpus
 from dynamo.status.deployment import running_deployment
 
 DESCRIPTION = """Serve models: make their graph, start it, end everything on Ctrl-C.

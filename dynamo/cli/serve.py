@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dynamo.cli.background import detach
 from dynamo.cli.console import Console, ConsoleLog
-from dynamo.cli.detach import detach
 from dynamo.config import environ, from_env, load_known
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings

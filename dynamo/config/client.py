@@ -1,10 +1,13 @@
-"""Options of verbs that ask the frontend of a running deployment."""
+"""Options of verbs that call a frontend: which one, and the load of ``bench`` and ``profile``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dynamo.config.option import option
+
+TRACE_FORMATS = ("auto", "mooncake", "azure", "aiperf", "tracelab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,3 +44,178 @@ class FrontendClientSettings(ClientSettings):
     timeout_s: float = option(
         30.0, "--timeout-secs", minimum=0.1, help="seconds to wait for the frontend"
     )
+
+
+def trace_format_option() -> Any:
+    """Return the field of ``--trace-format``."""
+    return option(
+        "auto",
+        "--trace-format",
+        choices=TRACE_FORMATS,
+        help="Mooncake's or aiperf's mooncake_trace JSONL, Azure's CSV, aiperf's multi_turn or "
+        "single_turn JSONL, TraceLab's JSONL; auto: by the first line",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    """profile: which worker, how much is measured, and where the result goes"""
+
+    graph: str = option("", "graph", help="YAML file with the services")
+    service: str | None = option(
+        None,
+        "--service",
+        help="worker to profile; default: the only one, or the prefill and the decode service",
+    )
+    output: str = option(
+        "profiling_results",
+        "--output",
+        metavar="DIR",
+        help="directory for the npz files and plots; the planner's --profile-results-dir",
+    )
+    gpus: int | None = option(
+        None, "--gpus", minimum=0, maximum=1024, help="assume that this machine has N GPUs"
+    )
+    quick: bool = option(False, "--quick", help="fewer points, each measured once")
+    max_isl: int | None = option(
+        None,
+        "--max-isl",
+        minimum=128,
+        help="longest prompt and context; default: what the model takes",
+    )
+    max_concurrency: int = option(
+        512, "--max-concurrency", minimum=1, help="requests that decode at once, at most"
+    )
+    isl: int = option(3000, "--isl", minimum=1, help="prompt length that thresholds are for")
+    osl: int = option(150, "--osl", minimum=1, help="output length that thresholds are for")
+    ttft_ms: float = option(
+        500.0,
+        "--ttft",
+        minimum=0,
+        exclusive_minimum=True,
+        metavar="MS",
+        help="target of the time to first token that thresholds are for",
+    )
+    itl_ms: float = option(
+        50.0,
+        "--itl",
+        minimum=0,
+        exclusive_minimum=True,
+        metavar="MS",
+        help="target of the time between tokens that thresholds are for",
+    )
+    plots: bool = option(True, "--plots", help="write PNG plots (needs the extra 'planner')")
+    json: bool = option(False, "--json", help="print the result as JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(ClientSettings):
+    """bench: where to send load, what load, and what to report"""
+
+    url: str | None = option(
+        None,
+        "--url",
+        env="DYN_BENCH_URL",
+        help="base URL of the endpoint; default: the frontend of the running deployment",
+    )
+    model: str | None = option(None, "--model", help="model name; default: the first of /v1/models")
+    endpoint_type: str = option(
+        "chat",
+        "--endpoint-type",
+        choices=("chat", "completions"),
+        help="/v1/chat/completions or /v1/completions",
+    )
+    prompt_format: str = option(
+        "text",
+        "--prompt-format",
+        choices=("text", "tokens"),
+        help="prompts as text, or as token ids (completions only; exact lengths)",
+    )
+    trace: str | None = option(
+        None, "--trace", help="trace to replay; without it the load is synthetic"
+    )
+    trace_format: str = trace_format_option()
+    trace_speedup: float = option(
+        1.0,
+        "--trace-speedup",
+        minimum=0.0,
+        exclusive_minimum=True,
+        help="replay the trace's clock this many times faster",
+    )
+    trace_block_tokens: int = option(
+        512,
+        "--trace-block-tokens",
+        minimum=1,
+        help="tokens per hash id; lower it to shrink the trace's prompts for a small box",
+    )
+    compare_routing: bool = option(
+        False,
+        "--compare-routing",
+        help="send nothing: replay --trace in virtual time with each routing mode, and compare",
+    )
+    workers: int = option(
+        8, "--workers", minimum=1, maximum=1024, help="workers of --compare-routing"
+    )
+    worker_blocks: int = option(
+        8000,
+        "--worker-blocks",
+        minimum=1,
+        help="blocks of --trace-block-tokens that each of them caches",
+    )
+    prefill_rate: float = option(
+        20_000.0,
+        "--prefill-rate",
+        minimum=0.0,
+        exclusive_minimum=True,
+        help="prompt tokens a second that each of them computes",
+    )
+    output_scale: float = option(
+        1.0, "--output-scale", minimum=0.0, help="multiply the trace's output lengths"
+    )
+    requests: int | None = option(
+        None, "--requests", minimum=1, help="stop after this many (synthetic default: 100)"
+    )
+    concurrency: int | None = option(
+        None,
+        "--concurrency",
+        minimum=1,
+        help="requests in flight at most; default: 8, and no cap with times (a trace with them, "
+        "--rate); then the delay that this causes is reported as schedule lag, and counts",
+    )
+    rate: float | None = option(
+        None,
+        "--rate",
+        minimum=0.0,
+        exclusive_minimum=True,
+        help="synthetic arrivals per second, Poisson; default: as fast as --concurrency allows",
+    )
+    isl: int = option(256, "--isl", minimum=1, help="synthetic prompt length in tokens")
+    osl: int = option(64, "--osl", minimum=1, help="synthetic output length in tokens")
+    prefix_ratio: float = option(
+        0.0,
+        "--prefix-ratio",
+        minimum=0.0,
+        maximum=1.0,
+        help="share of each synthetic prompt that all prompts have in common",
+    )
+    stream: bool = option(True, "--stream", help="stream the answers (TTFT and ITL need it)")
+    ignore_eos: bool = option(
+        False,
+        "--ignore-eos",
+        help="ask the engine to generate exactly the wanted length (an extension of the API)",
+    )
+    worker_ids: bool = option(
+        False,
+        "--worker-ids",
+        help="request the id of the worker that answered (nvext) and report the balance",
+    )
+    goodput: str | None = option(
+        None,
+        "--goodput",
+        metavar="ttft:MS,itl:MS,latency:MS",
+        help="count the requests that meet all these limits, e.g. ttft:2000,itl:25",
+    )
+    timeout_s: float = option(600.0, "--timeout", minimum=1.0, help="seconds until a request fails")
+    seed: int = option(0, "--seed", minimum=0, help="seed of prompts and arrivals")
+    json: bool = option(False, "--json", help="print the result as JSON instead of a table")
+    output: str | None = option(None, "--output", help="also write the JSON result to this file")

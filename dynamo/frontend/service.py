@@ -27,7 +27,7 @@ from dynamo.frontend.access import (
 )
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.embeddings.route import EmbeddingRoutes
-from dynamo.frontend.apis.extensions.route import ExtensionRoutes, load_routes
+from dynamo.frontend.apis.extensions import ExtensionRoutes, load_routes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
 from dynamo.frontend.apis.operator.info import BusyThresholdRoutes, InfoRoutes
 from dynamo.frontend.apis.operator.planner import PlannerRoutes
@@ -41,7 +41,7 @@ from dynamo.frontend.apis.responses.route import (
     show_stored_responses,
 )
 from dynamo.frontend.apis.responses.store import ResponseStore
-from dynamo.frontend.apis.tokenize.route import PromptCountRoutes, TokenizeRoutes
+from dynamo.frontend.apis.tokenize import PromptCountRoutes, TokenizeRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynamo.llm._unary import LLMUnaryClient, UnaryChatModel, with_engine_data
     from dynamo.llm.exceptions import HttpError, RouterQueueLimitExceeded
     from dynamo.llm.forward_pass import FpmDirectPublisher, FpmEventRelay, FpmEventSubscriber
     from dynamo.llm.frontend_routes import (
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     )
     from dynamo.llm.publishers import KvEventPublisher, WorkerMetricsPublisher
     from dynamo.llm.register import (
+        LLMUnaryClient,
+        UnaryChatModel,
         fetch_llm,
         fetch_model,
         register_llm,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         unregister_llm,
         unregister_model,
         update_model_taints,
+        with_engine_data,
     )
     from dynamo.llm.router_config import (
         KvRouterConfig,
@@ -102,7 +104,7 @@ _MODULES = {
     "KvEventPublisher": "llm.publishers",
     "KvRouter": "llm.kv_router",
     "KvRouterConfig": "llm.router_config",
-    "LLMUnaryClient": "llm._unary",
+    "LLMUnaryClient": "llm.register",
     "LoadThresholdConfig": "llm.router_config",
     "MediaDecoder": "llm.types",
     "MediaFetcher": "llm.types",
@@ -115,7 +117,7 @@ _MODULES = {
     "RouterMode": "llm.router_config",
     "RouterQueueLimitExceeded": "llm.exceptions",
     "RoutingConstraints": "protocols.openai",
-    "UnaryChatModel": "llm._unary",
+    "UnaryChatModel": "llm.register",
     "WorkerMetricsPublisher": "llm.publishers",
     "WorkerType": "llm.types",
     "compute_block_hash_for_seq": "llm.prefix_index",
@@ -128,7 +130,7 @@ _MODULES = {
     "unregister_llm": "llm.register",
     "unregister_model": "llm.register",
     "update_model_taints": "llm.register",
-    "with_engine_data": "llm._unary",
+    "with_engine_data": "llm.register",
 }
 
 

@@ -37,7 +37,7 @@ from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.graph.graph import Graph
 from dynamo.serve.graph.service import Service
 from dynamo.serve.state.entries import read_services
-from dynamo.serve.supervision.processes import die_with_parent
+from dynamo.serve.state.process_table import die_with_parent
 from dynamo.status.deployment import running_deployment
 from dynamo.status.reading import process_uptimes
 

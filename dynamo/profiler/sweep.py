@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dynamo.bench.runner import first_model
-from dynamo.config.bench import ProfileSettings
+from dynamo.config.client import ProfileSettings
 from dynamo.config.programs import MODEL_PROGRAMS
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.planner.capacity.interpolation import (

@@ -21,13 +21,13 @@ from dynamo.serve.reload import GraphReload
 from dynamo.serve.startup import StartupReport
 from dynamo.serve.state.document import STOPPED, RecordedProcess, Supervision
 from dynamo.serve.state.events import BoxEventLog, ProcessEvents
+from dynamo.serve.state.process_table import end_descendants
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
 from dynamo.serve.state.registered import Leases
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.supervision.arbiter import SupervisingArbiter
 from dynamo.serve.supervision.guard import KILL_NOW, STOP_SIGNALS
 from dynamo.serve.supervision.output import Announcer
-from dynamo.serve.supervision.processes import end_descendants
 from dynamo.serve.supervision.rolling import LEASE, MODEL, UNKNOWN, RollingRestart
 from dynamo.serve.supervision.supervised import SupervisedWatcher
 from dynamo.serve.supervision.watcher_factory import WatcherFactory

@@ -17,13 +17,13 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.graph.changes import (
     GraphChanges,
+    GraphEdit,
     added_workers,
     compare,
     follow,
     without_awakening,
     without_removed,
 )
-from dynamo.serve.graph.edited import GraphEdit
 from dynamo.serve.graph.graph import read_text
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan, WatcherSpec
 from dynamo.serve.readiness import check_free

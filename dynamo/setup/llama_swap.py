@@ -18,7 +18,7 @@ import yaml
 from dynamo.config.programs import ATTACH, FRONTEND, PLANNER
 from dynamo.errors import ConfigError
 from dynamo.serve.graph.graph import parse_yaml
-from dynamo.serve.graph.model_args import PROTECTED
+from dynamo.serve.graph.service import PROTECTED
 
 _MACRO = re.compile(r"\$\{([A-Za-z0-9_.-]+)\}")
 _PROFILES = {"llama-server": "llama.cpp", "vllm": "vllm", "sglang": "sglang", "ollama": "ollama"}

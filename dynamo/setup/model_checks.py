@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dynamo.config.programs import ATTACH, MODEL_PROGRAMS, PLANNER
 from dynamo.errors import ConfigError
 from dynamo.serve.graph.graph import Graph
-from dynamo.serve.graph.model_args import MODEL_KEYS
-from dynamo.serve.graph.service import SCALING_KEYS, Service
+from dynamo.serve.graph.service import MODEL_KEYS, SCALING_KEYS, Service
 from dynamo.serve.state.entries import model_name
 
 

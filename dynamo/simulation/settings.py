@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.bench import trace_format_option
+from dynamo.config.client import trace_format_option
 from dynamo.config.option import option
 
 

@@ -330,7 +330,7 @@ def graph_edits() -> Target:
     import yaml
 
     from dynamo.errors import ConfigError
-    from dynamo.serve.graph.edited import with_service, without_services
+    from dynamo.serve.graph.changes import with_service, without_services
 
     keys = "run: dynamo.mocker\nmodel: m\n"
 

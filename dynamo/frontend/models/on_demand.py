@@ -32,7 +32,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.serve.graph.model_args import ModelArgs, merged
+from dynamo.serve.graph.service import ModelArgs, merged
 from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.statefile import Statefile
 

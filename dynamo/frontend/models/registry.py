@@ -17,8 +17,15 @@ from functools import partial
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
-from dynamo.frontend.models.inputs import INPUTS, missing_route, router_settings
-from dynamo.frontend.models.model import LoadedModel, ModelEntry, TokenModel, difference
+from dynamo.frontend.models.model import (
+    INPUTS,
+    LoadedModel,
+    ModelEntry,
+    TokenModel,
+    difference,
+    missing_route,
+    router_settings,
+)
 from dynamo.frontend.models.on_demand import GraphModels, OnDemandModels
 from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics

@@ -14,7 +14,7 @@ import msgspec
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.frontend.prompt.validation import check_chat
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from dynamo.serve.graph.model_args import PROTECTED
+from dynamo.serve.graph.service import PROTECTED
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
 """Two names of one field: a default for the one is none beside the other."""

@@ -1,16 +1,27 @@
-"""The usual traffic of a model by the hour of the day and the day of the week. Pure.
+"""The usual traffic of a model by the hour of the day and the day of the week, and its file.
 
 A day has :data:`SLOTS` slots. Each slot of the day, and each of the week, has the mean rate of the
 times that it was seen. Earlier times fade, so the means follow a change of habits within a week or
-so. All of it has a fixed size.
+so. All of it has a fixed size. A
+file keeps it over restarts of planner and deployment.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+
+from dynamo.runtime.discovery.layout import BadRecord, read_file
+from dynamo.runtime.process.paths import private_dir, write_atomic
+
+if TYPE_CHECKING:
+    from dynamo.planner.policies.base import Traffic
 
 SLOTS = 144
 """Slots of a day: ten minutes each."""
@@ -24,6 +35,12 @@ _SAME_DAY = 3.0
 """A slot of the same day of the week counts as much as so many of other days."""
 _COMPLETE = 0.5
 """Share of a slot that must have been observed; less says little of it."""
+SEASONS_FILE = "logs/planner-traffic.json"
+"""Name of the file in the run directory of a deployment; it stays when the deployment stops."""
+_MODELS = 32
+"""Models in the file, 40 KB each; the one that was seen the longest ago is dropped first."""
+_DIGITS = 4
+log = logging.getLogger(__name__)
 
 
 class Usual(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,3 +160,68 @@ def blended(path: Sequence[float], interval_s: float, usual: Usual, rate: float)
 _SHARE = 0.5
 """How much what is usual counts where it is known; a trend is blind to a rise before it begins."""
 _SCALE = (0.7, 1.4)
+
+
+class SeasonStore:
+    """Counts the traffic of models by local time; writes ``path`` whenever a slot has ended.
+
+    Without ``writes`` it only reads: another planner may scale the deployment.
+    """
+
+    def __init__(self, path: Path, writes: bool = True) -> None:
+        self._path = path
+        self._writes = writes
+        self._failed = False
+        self._seasons = {name: Season(record) for name, record in self._read().items()}
+
+    def add(self, model: str, traffic: Traffic, at_s: float | None = None) -> None:
+        """Count the traffic of an interval that ends at ``at_s`` (Unix time), by default now."""
+        if not traffic.known or traffic.duration_s <= 0:
+            return
+        season = self._seasons.setdefault(model, Season())
+        if season.add(_local_s(at_s), traffic.arrived, traffic.duration_s):
+            self._seasons[model] = self._seasons.pop(model)  # the newest is last
+            while len(self._seasons) > _MODELS:
+                del self._seasons[next(iter(self._seasons))]
+            self._write()
+
+    def usual(self, model: str, at_s: float | None = None) -> Usual | None:
+        """Return what is usual for ``model`` in the time from ``at_s`` on, None if unknown."""
+        season = self._seasons.get(model)
+        return None if season is None else season.usual(_local_s(at_s), USUAL_S)
+
+    def _read(self) -> dict[str, SeasonRecord]:
+        try:
+            data = read_file(self._path)
+            found = msgspec.json.decode(data or b"{}", type=dict[str, SeasonRecord])
+        except (BadRecord, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            log.warning("%s is not used: %s; the usual traffic is learned again", self._path, error)
+            return {}
+        return {name: record for name, record in found.items() if is_sound(record)}
+
+    def _write(self) -> None:
+        if not self._writes:
+            return
+        records = {name: _rounded(season.record) for name, season in self._seasons.items()}
+        try:
+            private_dir(self._path.parent)
+            write_atomic(self._path, msgspec.json.encode(records))
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                log.error("cannot write %s: %s", self._path, error.strerror)
+            self._failed = True
+
+
+def _local_s(at_s: float | None) -> float:
+    """Return the seconds of the local clock since 1970: a day begins at local midnight."""
+    at_s = time.time() if at_s is None else at_s
+    return at_s + time.localtime(at_s).tm_gmtoff
+
+
+def _rounded(record: SeasonRecord) -> SeasonRecord:
+    columns = {
+        name: [round(value, _DIGITS) for value in getattr(record, name)]
+        for name in record.__struct_fields__
+    }
+    return SeasonRecord(**columns)

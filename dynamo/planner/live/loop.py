@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
 from dynamo.operations.steps.limits import ActionLimits
+from dynamo.planner.capacity.season import SeasonStore
 from dynamo.planner.connector import Connector, ScaledService
 from dynamo.planner.live.actions import WorkerAction, WorkerActions
 from dynamo.planner.live.model_state import ModelState, Pools, ScaledModel, left_out, models_of
-from dynamo.planner.live.seasons import SeasonStore
 from dynamo.planner.live.sources import LiveSources
 from dynamo.planner.policies.base import (
     Observation,

@@ -17,16 +17,18 @@ import yaml
 
 from dynamo.config.runtime import NAMESPACE_RULE, is_namespace
 from dynamo.errors import ConfigError
-from dynamo.serve.graph.model_args import MODEL_KEYS, BadArgument, read_model_args
 from dynamo.serve.graph.overrides import Override, merge
 from dynamo.serve.graph.service import (
+    MODEL_KEYS,
     PYTHON,
     SCALING_KEYS,
+    BadArgument,
     Service,
     are_words,
     as_flags,
     as_word,
     declares_model,
+    read_model_args,
     read_scaling,
     read_workers,
 )

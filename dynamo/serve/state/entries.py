@@ -14,8 +14,13 @@ from typing import Any
 
 from dynamo.config.programs import ATTACH
 from dynamo.runtime.process.paths import expanded
-from dynamo.serve.graph.model_args import ModelArgs, model_args_of
-from dynamo.serve.graph.service import declares_model, serves_model, watcher_name
+from dynamo.serve.graph.service import (
+    ModelArgs,
+    declares_model,
+    model_args_of,
+    serves_model,
+    watcher_name,
+)
 from dynamo.serve.state.document import Document, Entry, OperationOwner, Resources
 
 Lives = Callable[[OperationOwner], bool]

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 
 from dynamo.runtime.process.os_process import StopSignals
-from dynamo.serve.supervision.processes import (
+from dynamo.serve.state.process_table import (
     become_subreaper,
     die_with_parent,
     end_descendants,

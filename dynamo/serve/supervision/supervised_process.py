@@ -17,9 +17,8 @@ import psutil
 from circus.process import RUNNING, UNEXISTING, Process
 
 from dynamo.serve.state.frontends import FrontendAddress
-from dynamo.serve.state.process_table import stat
+from dynamo.serve.state.process_table import die_with_parent, end_group, stat
 from dynamo.serve.supervision.output import OutputPipe
-from dynamo.serve.supervision.processes import die_with_parent, end_group
 
 _VARIABLE = "DYN_HTTP_LISTEN_FD"
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dynamo.bench.runner import Runner, calibrate, first_model
 from dynamo.bench.stats import summarize
 from dynamo.bench.workload import PlannedRequest, Prompts, synthetic
 from dynamo.config import from_env
-from dynamo.config.bench import BenchSettings
+from dynamo.config.client import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError
 from dynamo.http.client import Target, parse_url
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.bench.compare_routing import POLICIES, arrivals_of, compare
+from dynamo.bench.routing_replay import POLICIES, arrivals_of, compare
 from dynamo.bench.trace_formats import TraceRequest
 from dynamo.cli.bench import main
 

@@ -16,7 +16,7 @@ from dynamo.bench.stats import Outcome
 from dynamo.bench.trace import parents, read_trace
 from dynamo.bench.trace_formats import DEFAULT_OUTPUT_TOKENS
 from dynamo.bench.workload import Prompts, from_trace
-from dynamo.config.bench import BenchSettings
+from dynamo.config.client import BenchSettings
 from dynamo.errors import ConfigError
 from dynamo.http.client import Target
 from dynamo.simulation.request import from_trace as replayed

@@ -15,7 +15,7 @@ from dynamo.cli import init
 from dynamo.cli.init import main
 from dynamo.cli.serve import main as serve
 from dynamo.serve.gpus.gpus import Gpu
-from dynamo.setup.engines import cached_model, uninstalled
+from dynamo.setup.new_graph import cached_model, uninstalled
 
 GIB = 1 << 30
 

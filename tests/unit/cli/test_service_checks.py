@@ -20,7 +20,7 @@ from dynamo.config.programs import PROGRAMS, settings_groups
 from dynamo.errors import ConfigError
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.setup import service_checks
-from dynamo.setup.engines import InstalledEngine
+from dynamo.setup.new_graph import InstalledEngine
 from dynamo.setup.service_checks import check_engine_flags, check_engines, check_services
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"

@@ -23,7 +23,7 @@ from dynamo.errors import DynamoError
 from dynamo.frontend.apis.messages.route import MessagesRoutes
 from dynamo.frontend.apis.responses.route import ResponseRoutes
 from dynamo.frontend.apis.responses.store import ResponseStore
-from dynamo.frontend.apis.tokenize.route import PromptCountRoutes
+from dynamo.frontend.apis.tokenize import PromptCountRoutes
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import RuntimeConfig

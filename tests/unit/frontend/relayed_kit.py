@@ -17,8 +17,8 @@ from dynamo.frontend.apis.relay.request import RelayedEngineRequest
 from dynamo.frontend.apis.relay.route import RelayRoutes
 from dynamo.frontend.apis.responses.route import ResponseRoutes
 from dynamo.frontend.apis.responses.store import ResponseStore
-from dynamo.frontend.apis.tokenize.route import PromptCountRoutes, TokenizeRoutes
-from dynamo.frontend.models.inputs import paths_of, patterns_of
+from dynamo.frontend.apis.tokenize import PromptCountRoutes, TokenizeRoutes
+from dynamo.frontend.models.model import paths_of, patterns_of
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.http.routes import RoutePatterns, Routes
 from dynamo.protocols.codec import plain_decode

@@ -14,7 +14,7 @@ from dynamo.errors import Disconnected, NoInstances, Overloaded
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
 from dynamo.frontend.apis.relay.route import RelayRoutes
-from dynamo.frontend.apis.tokenize.route import PromptCountRoutes
+from dynamo.frontend.apis.tokenize import PromptCountRoutes
 from dynamo.http.routes import Routes
 
 PATH = "/v1/messages?beta=true"

@@ -15,7 +15,7 @@ from dynamo.frontend.apis.messages.route import MessagesRoutes
 from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.apis.responses.route import ResponseRoutes
 from dynamo.frontend.apis.responses.store import ResponseStore
-from dynamo.frontend.apis.tokenize.route import PromptCountRoutes
+from dynamo.frontend.apis.tokenize import PromptCountRoutes
 from dynamo.http.routes import Routes
 
 BODIES = 1500

@@ -16,8 +16,8 @@ from test_service import frontend
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import ConfigError
-from dynamo.frontend.apis.extensions import route
-from dynamo.frontend.apis.extensions.route import load_routes
+from dynamo.frontend.apis import extensions
+from dynamo.frontend.apis.extensions import load_routes
 from dynamo.llm import FrontendExtensionContext, FrontendResponse, FrontendRoute
 
 CONTEXT = FrontendExtensionContext(ready=True, draining=False, models=(("b", True), ("a", False)))
@@ -131,7 +131,7 @@ async def test_requests_to_extensions(extension: Any, tmp_path: Path) -> None:
 async def test_handlers_whose_clients_left_count_until_they_end(
     extension: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(route, "_MAX_RUNNING", 1)
+    monkeypatch.setattr(extensions, "_MAX_RUNNING", 1)
     entered, leave = threading.Event(), threading.Event()
 
     def slow(context: FrontendExtensionContext) -> Any:

@@ -17,7 +17,7 @@ from test_request import Site, ids, turn
 from dynamo.errors import Disconnected, EngineFailure, Overloaded
 from dynamo.frontend.apis.responses.route import ResponseRoutes
 from dynamo.frontend.apis.responses.store import ResponseStore
-from dynamo.frontend.apis.tokenize.route import PromptCountRoutes
+from dynamo.frontend.apis.tokenize import PromptCountRoutes
 from dynamo.http import Exchange
 
 PATH = "/v1/responses"

@@ -9,7 +9,7 @@ import pytest
 from text_kit import example_preprocessor, example_reference
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.apis.tokenize.route import (
+from dynamo.frontend.apis.tokenize import (
     detokenized,
     parse_detokenize,
     parse_tokenize,

@@ -24,11 +24,10 @@ from dynamo.planner.policies.base import (
     Traffic,
     WorkerLoad,
 )
-from dynamo.planner.reports import tensorboard
+from dynamo.planner.reports import metrics as module
 from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
 from dynamo.planner.reports.explain import StateFile
-from dynamo.planner.reports.metrics import PlannerMetrics
-from dynamo.planner.reports.tensorboard import TensorboardLog, default_log_dir
+from dynamo.planner.reports.metrics import PlannerMetrics, TensorboardLog, default_log_dir
 from dynamo.serve.state.events import BoxEventLog
 
 NAMES = {
@@ -217,7 +216,7 @@ def test_a_restart_continues_the_curves(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tensorboard, "_FLUSH_S", 0.01)
+    monkeypatch.setattr(module, "_FLUSH_S", 0.01)
     (tmp_path / "tiny").symlink_to("/proc/self/task")  # as on a read-only disk: no file can be made
     board = TensorboardLog(tmp_path)
     for _ in range(2000):  # more than any queue
@@ -244,24 +243,24 @@ def test_a_full_disk_leaves_whole_records(tmp_path: Path) -> None:
     path = tmp_path / "full"
     path.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        tensorboard._append(path, b"records", 0)
+        module._append(path, b"records", 0)
     assert not path.is_symlink()  # nothing of a file that could not begin
 
 
 def test_the_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorboard, "_FILE_BYTES", 2000)
+    monkeypatch.setattr(module, "_FILE_BYTES", 2000)
     for _ in range(3):  # restarts
-        run = tensorboard._Run(tmp_path, 1000.0)
+        run = module._Run(tmp_path, 1000.0)
         for _ in range(50):
             run.append(b"x" * 700)
     files = sorted(tmp_path.iterdir())
     assert len(files) == 8
     assert all(path.stat().st_size <= 2000 for path in files)
-    assert tensorboard._origin_s(tmp_path.parent) == 1000
+    assert module._origin_s(tmp_path.parent) == 1000
 
 
 def test_a_removed_log_is_begun_again(tmp_path: Path) -> None:
-    run = tensorboard._Run(tmp_path / "tiny", 1000.0)
+    run = module._Run(tmp_path / "tiny", 1000.0)
     run.append(b"first")
     shutil.rmtree(tmp_path / "tiny")
     run.append(b"second")

@@ -10,9 +10,16 @@ import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 from test_planner_loop import FAST, until
 
-from dynamo.planner.capacity.season import DAY_S, SLOTS, Season, Usual, blended, is_sound
+from dynamo.planner.capacity.season import (
+    DAY_S,
+    SLOTS,
+    Season,
+    SeasonStore,
+    Usual,
+    blended,
+    is_sound,
+)
 from dynamo.planner.live.loop import ScalingLoop
-from dynamo.planner.live.seasons import SeasonStore
 from dynamo.planner.policies.base import Traffic
 from dynamo.planner.policies.kalman import RateForecast
 from dynamo.runtime.process.tasks import Tasks

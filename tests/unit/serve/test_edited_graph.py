@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import ConfigError
-from dynamo.serve.graph.edited import GraphEdit, with_service, without_services
+from dynamo.serve.graph.changes import GraphEdit, with_service, without_services
 
 GRAPH = """\
 # The box in the corner.

@@ -56,7 +56,7 @@ def test_daemons_in_other_sessions_are_killed() -> None:
         """
         import os, subprocess, time
         from dynamo.serve.state.process_table import children
-        from dynamo.serve.supervision.processes import become_subreaper, end_descendants
+        from dynamo.serve.state.process_table import become_subreaper, end_descendants
         become_subreaper()
         if os.fork() == 0:
             os.setsid()

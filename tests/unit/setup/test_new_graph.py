@@ -14,8 +14,7 @@ from dynamo.cli import run
 from dynamo.errors import ConfigError
 from dynamo.llm.model_source import NamedModel, named_model
 from dynamo.serve.graph.graph import Graph, parse_graph
-from dynamo.setup.engines import InstalledEngine, choose, choose_engine
-from dynamo.setup.new_graph import NewGraph, flags_as_keys
+from dynamo.setup.new_graph import InstalledEngine, NewGraph, choose, choose_engine, flags_as_keys
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"
 VLLM = InstalledEngine("vllm", (), "this environment")

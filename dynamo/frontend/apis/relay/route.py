@@ -35,8 +35,7 @@ from dynamo.frontend.apis.relay.request import (
     RelayedHttpRequest,
 )
 from dynamo.frontend.apis.relay.text_answer import TextAnswer
-from dynamo.frontend.models.inputs import TEXT_INPUT, missing_route
-from dynamo.frontend.models.model import LoadedModel, ModelEntry
+from dynamo.frontend.models.model import TEXT_INPUT, LoadedModel, ModelEntry, missing_route
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.field_rules import FieldRules, rewritten

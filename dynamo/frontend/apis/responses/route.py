@@ -33,7 +33,7 @@ from dynamo.frontend.apis.responses.prompt import (
     parse_response,
 )
 from dynamo.frontend.apis.responses.store import ResponseStore, StoredResponse
-from dynamo.frontend.apis.tokenize.route import PromptCountRoutes
+from dynamo.frontend.apis.tokenize import PromptCountRoutes
 from dynamo.frontend.requests.errors import ErrorShape
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.http import Exchange

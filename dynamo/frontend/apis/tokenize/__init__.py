@@ -1,3 +1,0 @@
-"""vLLM's ``/tokenize`` and ``/detokenize``, and prompt counts of other APIs."""
-
-__all__: list[str] = []
