@@ -131,6 +131,8 @@ class RecoveryClient:
             finally:
                 if not sink.ended:  # timeout, invalid answer, cancellation
                     stream.kill()
+                # An error keeps this frame: without these, connection and error keep each other.
+                del sink, stream
 
 
 class _AnswerSink:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo._fast.radix import RadixTree
+from dynamo.errors import Disconnected
 from dynamo.protocols.kv import (
     BlocksCleared,
     BlocksRemoved,
@@ -22,6 +27,7 @@ from dynamo.protocols.kv import (
 )
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches.indexer import EventMetrics, Indexer, Recovery
+from dynamo.router.discovery.event_feed import RecoveryClient
 
 
 def column(*values: int) -> bytes:
@@ -408,3 +414,33 @@ def test_lost_and_repeated_events_end_in_the_workers_own_state(
     bench.index._check()
     assert {block for block in range(10) if bench.depth(block)} == held
     assert "recovery_failed" not in bench.counts.seen
+
+
+async def test_a_query_of_a_lost_worker_is_freed_without_a_collection() -> None:
+    """Its error has the frame that waits for the answer; the frame must not have the error."""
+    sinks: list[weakref.ref[Any]] = []
+    removed_worker = asyncio.Event()
+
+    class LostWorker:
+        def open(self, worker_id: int, payload: bytes, sink: Any) -> Any:
+            sinks.append(weakref.ref(sink))
+            asyncio.get_running_loop().call_soon(sink.on_error, Disconnected("the worker died"))
+            return object()
+
+    class Removed:
+        def is_pending(self, recovery: Recovery) -> bool:
+            removed_worker.set()
+            return False
+
+    recoveries = RecoveryClient(
+        cast(Any, LostWorker()), cast(Any, Removed()), 16, lambda *foreign: None
+    )
+    gc.disable()
+    try:
+        recoveries.send(Recovery(1, 0))
+        await removed_worker.wait()
+        async with asyncio.timeout(30):
+            while sinks[0]() is not None:  # noqa: ASYNC110 - the loop drops the task
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
