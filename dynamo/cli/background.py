@@ -28,6 +28,8 @@ _FLAGS = ("-d", "--detach")
 _OWN = "dynamo: "
 _READY = (f"{_OWN}ready: ", f"{_OWN}started: ")
 _POLL_S = 0.05
+_LOG_BYTES = 1 << 20
+"""A log of earlier deployments that is larger becomes ``serve.log.1`` at a start."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +84,8 @@ def detach(verb: str, words: Sequence[str], namespace: str) -> int:
     directory = run_dir(from_env(RuntimeSettings, namespace=namespace)) / "logs"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / "serve.log"
+    if path.exists() and path.stat().st_size > _LOG_BYTES:
+        path.replace(path.with_suffix(".log.1"))
     with path.open("ab") as log:
         begin = log.tell()
         child = subprocess.Popen(

@@ -119,6 +119,10 @@ def dynamo(serving: Serving, *words: str) -> subprocess.CompletedProcess[str]:
 def test_in_the_background(serving: Serving) -> None:
     path = str(serving.graph(TWO))
     named = ("--namespace", serving.namespace)
+    logs = serving.state_dir / serving.namespace / "logs"
+    logs.mkdir(mode=0o700, parents=True)
+    earlier = b"earlier\n" * (1 << 18)
+    (logs / "serve.log").write_bytes(earlier)
     try:
         begun = dynamo(serving, "serve", "-d", path, *named)
         assert (begun.returncode, begun.stderr) == (0, ""), begun.stdout
@@ -126,6 +130,8 @@ def test_in_the_background(serving: Serving) -> None:
         assert ready.startswith(("dynamo: ready: ", "dynamo: started: "))
         assert f"stop: dynamo stop --namespace {serving.namespace}" in hint
         assert serving.pids("A") and serving.pids("B")
+        assert (logs / "serve.log.1").read_bytes() == earlier
+        assert (logs / "serve.log").read_bytes().startswith(b"dynamo: ")
         again = dynamo(serving, "serve", "-d", path, *named)  # it says why, and changes nothing
         assert again.returncode == 1 and "is already served by process" in again.stderr
         assert serving.pids("A") and serving.pids("B")
