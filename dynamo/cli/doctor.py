@@ -176,25 +176,21 @@ class Examination:
         except ConfigError as error:
             head, *lines = error.message.split("\n  ")
             for problem in lines or [head]:
-                yield Finding(
-                    check="graph",
-                    severity="error",
-                    summary=problem,
+                yield Finding.error(
+                    "graph",
+                    problem,
                     cause="dynamo serve refuses the graph",
                     remedy=f"dynamo serve {self.graph.source} --dry-run",
                 )
             return
         count = len(planned.specs)
-        yield Finding(
-            check="graph", severity="ok", summary=f"{self.graph.source}: {count} processes"
-        )
+        yield Finding.ok("graph", f"{self.graph.source}: {count} processes")
         if self.deployed.document is None:  # else its own engines hold the memory
             for warning in planned.warnings:
                 if not warning.startswith("GPU "):  # who holds it is a finding of its own
-                    yield Finding(
-                        check="vram",
-                        severity="warning",
-                        summary=warning,
+                    yield Finding.warning(
+                        "vram",
+                        warning,
                         cause="the engine may end when it starts",
                         remedy=f"dynamo serve {self.graph.source} --dry-run",
                     )

@@ -31,7 +31,7 @@ FLAG = "--router-policy-config"
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
 _Count = Annotated[int, Meta(ge=0)]
 _Limit = Annotated[int, Meta(ge=1)]
-_WEIGHTS = {
+WEIGHT_KEYS = {
     "overlap_score_credit": "overlap_score_credit",
     "overlap_score_credit_decay": "overlap_score_credit_decay",
     "prefill_load_scale": "prefill_load_scale",
@@ -42,7 +42,7 @@ _WEIGHTS = {
     "router_temperature": "temperature",
 }
 """Parameter of :data:`WEIGHTED` → field of the router's settings."""
-_SHARED = {
+ROUTER_KEYS = {
     "host_cache_hit_weight": "host_cache_hit_weight",
     "disk_cache_hit_weight": "disk_cache_hit_weight",
     "use_kv_events": "kv_events",
@@ -134,13 +134,13 @@ class PolicyInstance(_Strict, frozen=True, kw_only=True):
 
     def weights(self) -> dict[str, float]:
         """Return the settings that a policy of type :data:`WEIGHTED` replaces."""
-        unknown = sorted(self.parameters.keys() - _WEIGHTS.keys())
+        unknown = sorted(self.parameters.keys() - WEIGHT_KEYS.keys())
         if unknown:
             raise ConfigError(
                 f"policy {self.name}: unknown parameters {', '.join(unknown)}; {WEIGHTED} has "
-                f"{', '.join(_WEIGHTS)}"
+                f"{', '.join(WEIGHT_KEYS)}"
             )
-        return {_WEIGHTS[key]: value for key, value in self.parameters.items()}
+        return {WEIGHT_KEYS[key]: value for key, value in self.parameters.items()}
 
 
 class RequestClassifier(_Strict, frozen=True, kw_only=True):
@@ -274,14 +274,14 @@ def _root(file: _File) -> PolicyProfile | None:
 
 def _shared(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings under ``router`` by our names."""
-    unknown = sorted(given.keys() - _SHARED.keys())
+    unknown = sorted(given.keys() - ROUTER_KEYS.keys())
     if unknown:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
         raise ConfigError(
             f"router: unknown {', '.join(unknown)} (docs/dynamo-flags.md has {flags}); known are "
-            f"{', '.join(_SHARED)}"
+            f"{', '.join(ROUTER_KEYS)}"
         )
     for key, value in given.items():
         if isinstance(value, list | dict):
             raise ConfigError(f"router.{key} must be a number, text, true or false")
-    return {_SHARED[key]: value for key, value in given.items()}
+    return {ROUTER_KEYS[key]: value for key, value in given.items()}

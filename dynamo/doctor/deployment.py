@@ -27,11 +27,10 @@ def _check_estimates(service: str, error: float) -> Finding:
     """Check that workers compute prompts about as fast as the router expects."""
     if error <= MOST_ERROR:
         text = f"{service}: first tokens come within {error:.0%} of the time that routing expects"
-        return Finding(check="estimates", severity="ok", summary=text)
-    return Finding(
-        check="estimates",
-        severity="warning",
-        summary=f"{service}: first tokens are off by {error:.0%} of the time that routing expects",
+        return Finding.ok("estimates", text)
+    return Finding.warning(
+        "estimates",
+        f"{service}: first tokens are off by {error:.0%} of the time that routing expects",
         cause="the speed of the workers changes, or the engine keeps prompts waiting",
         remedy="dynamo explain  # expected and observed; router-cost: blocks needs no estimate",
     )
@@ -44,22 +43,20 @@ MOST_ERROR = 0.5
 def _check_port(facts: FrontendFacts) -> Finding:
     if facts.is_ours:
         if facts.answers:
-            return Finding(check="ports", severity="ok", summary=f"{facts.service}: {facts.url}")
-        return Finding(
-            check="ports",
-            severity="error",
-            summary=f"{facts.service} runs, but does not answer at {facts.url}",
+            return Finding.ok("ports", f"{facts.service}: {facts.url}")
+        return Finding.error(
+            "ports",
+            f"{facts.service} runs, but does not answer at {facts.url}",
             cause="it is starting, or hangs",
             remedy="dynamo ps",
         )
     if not facts.problem:
         free = f"{facts.service}: {facts.url} is free"
-        return Finding(check="ports", severity="ok", summary=free)
+        return Finding.ok("ports", free)
     holder = f"; {facts.holder} listens there" if facts.holder else ""
-    return Finding(
-        check="ports",
-        severity="error",
-        summary=f"{facts.service}: {facts.problem}{holder}",
+    return Finding.error(
+        "ports",
+        f"{facts.service}: {facts.problem}{holder}",
         cause="the frontend cannot start",
         remedy=f"dynamo serve … --{facts.service}.http-port={facts.free_port or facts.port + 1}",
     )
@@ -68,36 +65,33 @@ def _check_port(facts: FrontendFacts) -> Finding:
 def _check_exposure(facts: FrontendFacts) -> Finding:
     if facts.is_loopback:
         text = f"{facts.service}: only this machine can reach it"
-        return Finding(check="exposure", severity="ok", summary=text)
+        return Finding.ok("exposure", text)
     if not facts.has_keys:
-        return Finding(
-            check="exposure",
-            severity="warning",
-            summary=f"{facts.service}: everyone who reaches {facts.url} can use the models",
+        return Finding.warning(
+            "exposure",
+            f"{facts.service}: everyone who reaches {facts.url} can use the models",
             cause="it listens on the network and needs no API key",
             remedy="dynamo key add NAME --api-key-file keys.txt  # in the graph: api-key-file: "
             "keys.txt",
         )
     if not facts.has_tls:
-        return Finding(
-            check="exposure",
-            severity="warning",
-            summary=f"{facts.service}: API keys are sent in plain text to {facts.url}",
+        return Finding.warning(
+            "exposure",
+            f"{facts.service}: API keys are sent in plain text to {facts.url}",
             cause="it listens on the network without TLS",
             remedy="in the graph: tls-cert-path: cert.pem and tls-key-path: key.pem",
         )
     text = f"{facts.service}: open to the network, with keys and TLS"
-    return Finding(check="exposure", severity="ok", summary=text)
+    return Finding.ok("exposure", text)
 
 
 def check_listeners(listeners: Sequence[ListenerFacts]) -> Iterator[Finding]:
     """Report other sockets of the deployment that other machines can reach."""
     for one in listeners:
         if not one.is_frontend:
-            yield Finding(
-                check="exposure",
-                severity="warning",
-                summary=f"{one.component}: {one.program} (pid {one.pid}) listens on "
+            yield Finding.warning(
+                "exposure",
+                f"{one.component}: {one.program} (pid {one.pid}) listens on "
                 f"{one.address}:{one.port}",
                 cause="other machines reach it without a key",
                 remedy=f"sudo ufw deny {one.port}/tcp",
@@ -125,10 +119,9 @@ def check_events(workers: Sequence[WorkerFacts], router: RouterFacts) -> Iterato
         )
     silent = [(model, count) for model, count in router.silent if count]
     for model, count in silent:
-        yield Finding(
-            check="events",
-            severity="warning",
-            summary=f"{count} worker{'' if count == 1 else 's'} of {model} served prompts, but the "
+        yield Finding.warning(
+            "events",
+            f"{count} worker{'' if count == 1 else 's'} of {model} served prompts, but the "
             "KV events are missing or unusable",
             cause="the engine publishes none, or blocks of another size; requests are not routed "
             "by what is cached",
@@ -136,7 +129,7 @@ def check_events(workers: Sequence[WorkerFacts], router: RouterFacts) -> Iterato
         )
     if not before and not silent:
         text = f"KV events: {len(routed)} of {len(routed)} workers publish"
-        yield Finding(check="events", severity="ok", summary=text)
+        yield Finding.ok("events", text)
 
 
 _NO_EVENTS = "publishes no KV events"
@@ -153,10 +146,9 @@ def check_names(workers: Sequence[WorkerFacts]) -> Iterator[Finding]:
         if len(by_files) > 1:
             mixed += 1
             groups = " and ".join(", ".join(names) for names in by_files.values())
-            yield Finding(
-                check="names",
-                severity="error",
-                summary=f"{model}: {groups} have different models of this name",
+            yield Finding.error(
+                "names",
+                f"{model}: {groups} have different models of this name",
                 cause="tokenizer, template or config differ; only the first that registered gets "
                 "requests",
                 remedy="in the graph: served-model-name: ANOTHER, then: dynamo reload GRAPH  # or "
@@ -164,7 +156,7 @@ def check_names(workers: Sequence[WorkerFacts]) -> Iterator[Finding]:
             )
     if workers and not mixed:
         text = "workers of one name have the same model"
-        yield Finding(check="names", severity="ok", summary=text)
+        yield Finding.ok("names", text)
 
 
 def check_block_sizes(workers: Sequence[WorkerFacts], router: RouterFacts) -> Iterator[Finding]:
@@ -192,14 +184,13 @@ def check_block_sizes(workers: Sequence[WorkerFacts], router: RouterFacts) -> It
                 f"kv-cache-block-size: {tokens}",
             )
     if sizes and not found:
-        yield Finding(check="block-size", severity="ok", summary="KV block sizes agree")
+        yield Finding.ok("block-size", "KV block sizes agree")
 
 
 def _mismatch(summary: str, key: str) -> Finding:
-    return Finding(
-        check="block-size",
-        severity="error",
-        summary=summary,
+    return Finding.error(
+        "block-size",
+        summary,
         cause="the router compares prompts block by block; workers of another size get no requests",
         remedy=f"in the graph: {key}, then: dynamo reload",
     )

@@ -22,6 +22,21 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cause: str = ""
     remedy: str = ""
 
+    @classmethod
+    def ok(cls, check: str, summary: str) -> Finding:
+        """Return the finding of a check without a fault."""
+        return cls(check=check, severity="ok", summary=summary)
+
+    @classmethod
+    def warning(cls, check: str, summary: str, *, cause: str, remedy: str) -> Finding:
+        """Return the finding of a fault that disturbs."""
+        return cls(check=check, severity="warning", summary=summary, cause=cause, remedy=remedy)
+
+    @classmethod
+    def error(cls, check: str, summary: str, *, cause: str, remedy: str) -> Finding:
+        """Return the finding of a fault that stops a part."""
+        return cls(check=check, severity="error", summary=summary, cause=cause, remedy=remedy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:

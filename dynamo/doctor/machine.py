@@ -44,16 +44,13 @@ def check_gpus(facts: GpuFacts) -> Iterator[Finding]:
     count = len(facts.devices)
     cuda = f", CUDA {_version(facts.cuda)}" if facts.cuda else ""
     names = ", ".join(dict.fromkeys(gpu.name for gpu in facts.devices))
-    yield Finding(
-        check="gpu",
-        severity="ok",
-        summary=f"{count} GPU{'' if count == 1 else 's'} ({names}), driver {facts.driver}{cuda}",
+    yield Finding.ok(
+        "gpu", f"{count} GPU{'' if count == 1 else 's'} ({names}), driver {facts.driver}{cuda}"
     )
     if count < facts.boards:
-        yield Finding(
-            check="gpu",
-            severity="warning",
-            summary=f"the driver offers {count} of the {facts.boards} GPUs on the PCI bus",
+        yield Finding.warning(
+            "gpu",
+            f"the driver offers {count} of the {facts.boards} GPUs on the PCI bus",
             cause="a GPU has failed, or belongs to another driver or container",
             remedy="sudo dmesg | grep -i -e NVRM -e Xid",
         )
@@ -63,19 +60,17 @@ def check_gpus(facts: GpuFacts) -> Iterator[Finding]:
 
 def _without_driver(facts: GpuFacts) -> Finding:
     if not facts.boards:
-        return Finding(check="gpu", severity="ok", summary="no NVIDIA GPU: engines use the CPU")
+        return Finding.ok("gpu", "no NVIDIA GPU: engines use the CPU")
     if "mismatch" in facts.reason.lower():
-        return Finding(
-            check="gpu",
-            severity="error",
-            summary=f"the NVIDIA driver does not work: {facts.reason}",
+        return Finding.error(
+            "gpu",
+            f"the NVIDIA driver does not work: {facts.reason}",
             cause="its library was updated while the old kernel module is loaded",
             remedy="sudo reboot",
         )
-    return Finding(
-        check="gpu",
-        severity="error",
-        summary=f"{facts.boards} NVIDIA GPUs, but no working driver: {facts.reason}",
+    return Finding.error(
+        "gpu",
+        f"{facts.boards} NVIDIA GPUs, but no working driver: {facts.reason}",
         cause="the kernel module is not loaded, or this container has no access to the GPUs",
         remedy="sudo modprobe nvidia && nvidia-smi  # in a container: --gpus all",
     )
@@ -90,10 +85,9 @@ def _check_holders(gpu: Gpu, own_pids: frozenset[int]) -> Iterator[Finding]:
     known = sum(process.memory_bytes for process in gpu.processes)
     hidden = gpu.used_bytes - known
     if hidden >= _UNATTRIBUTED_BYTES and all(one.memory_bytes for one in gpu.processes):
-        yield Finding(
-            check="vram",
-            severity="warning",
-            summary=f"{where}: {_gib(hidden)} in use by processes that are not visible here",
+        yield Finding.warning(
+            "vram",
+            f"{where}: {_gib(hidden)} in use by processes that are not visible here",
             cause="another container or user holds memory, or a process died and left it",
             remedy="sudo fuser -v /dev/nvidia*",
         )
@@ -101,10 +95,9 @@ def _check_holders(gpu: Gpu, own_pids: frozenset[int]) -> Iterator[Finding]:
 
 def _held(where: str, process: GpuProcess) -> Finding:
     size = _gib(process.memory_bytes) if process.memory_bytes else "memory of unknown size"
-    return Finding(
-        check="vram",
-        severity="warning",
-        summary=f"{where}: {process.name} (pid {process.pid}) holds {size}",
+    return Finding.warning(
+        "vram",
+        f"{where}: {process.name} (pid {process.pid}) holds {size}",
         cause="an engine reserves 90 % of a GPU's memory when it starts, and ends if less is free",
         remedy=f"kill {process.pid}  # or lower gpu-memory-utilization in the graph",
     )
@@ -113,10 +106,9 @@ def _held(where: str, process: GpuProcess) -> Finding:
 def check_engines(engines: Sequence[EngineFacts], gpus: GpuFacts) -> Iterator[Finding]:
     """Check the versions of the installed engines against those tested, and against the driver."""
     if not engines:
-        yield Finding(
-            check="engines",
-            severity="warning",
-            summary="no engine is installed",
+        yield Finding.warning(
+            "engines",
+            "no engine is installed",
             cause="only mock engines can be served",
             remedy="pip install 'dynamo-appliance[vllm]'  # or put llama-server into the PATH",
         )
@@ -130,11 +122,10 @@ def _check_version(engine: EngineFacts) -> Finding:
     minor = ".".join(engine.version.split(".")[:2])
     if not engine.tested or minor in engine.tested:
         tested = ", a tested version" if engine.tested else ""
-        return Finding(check="engines", severity="ok", summary=shown + tested)
-    return Finding(
-        check="engines",
-        severity="warning",
-        summary=f"{shown} is not tested; tested: {', '.join(engine.tested)}",
+        return Finding.ok("engines", shown + tested)
+    return Finding.warning(
+        "engines",
+        f"{shown} is not tested; tested: {', '.join(engine.tested)}",
         cause="an untested version runs through its slower public interface, with fewer features",
         remedy=f"pip install '{engine.name}=={engine.tested[-1]}.*'",
     )
@@ -142,19 +133,17 @@ def _check_version(engine: EngineFacts) -> Finding:
 
 def _check_build(engine: EngineFacts, gpus: GpuFacts) -> Iterator[Finding]:
     if engine.is_cpu_build and gpus.devices:
-        yield Finding(
-            check="engines",
-            severity="warning",
-            summary=f"{engine.name} {engine.version} is built for the CPU, but there are GPUs",
+        yield Finding.warning(
+            "engines",
+            f"{engine.name} {engine.version} is built for the CPU, but there are GPUs",
             cause="the GPUs stay unused",
             remedy=f"pip install --force-reinstall {engine.name}",
         )
     if engine.cuda is None or gpus.cuda is None or engine.cuda[0] <= gpus.cuda[0]:
         return
-    yield Finding(
-        check="engines",
-        severity="error",
-        summary=f"{engine.name} is built for CUDA {_version(engine.cuda)}, the driver "
+    yield Finding.error(
+        "engines",
+        f"{engine.name} is built for CUDA {_version(engine.cuda)}, the driver "
         f"{gpus.driver} supports {_version(gpus.cuda)}",
         cause="the engine cannot use the GPUs",
         remedy="update the NVIDIA driver, then: sudo reboot",
@@ -177,7 +166,7 @@ def check_limits(facts: LimitFacts) -> Iterator[Finding]:
     left = _ABOVE_ANY_USE if facts.tasks < 0 else facts.tasks - facts.tasks_used
     shown = "no limit" if facts.tasks < 0 else f"{facts.tasks_used} of {facts.tasks} used"
     if left >= _FEW_TASKS:
-        yield Finding(check="nproc", severity="ok", summary=f"processes and threads: {shown}")
+        yield Finding.ok("nproc", f"processes and threads: {shown}")
         return
     yield Finding(
         check="nproc",
@@ -193,7 +182,7 @@ def _check_files(facts: LimitFacts) -> Finding:
     hard = facts.files_hard
     if hard < 0 or hard >= facts.files_needed:
         shown = "no limit" if hard < 0 else f"up to {hard}"
-        return Finding(check="nofile", severity="ok", summary=f"open files: {shown}")
+        return Finding.ok("nofile", f"open files: {shown}")
     return Finding(
         check="nofile",
         severity="error" if hard < _FEW_FILES else "warning",
@@ -213,12 +202,11 @@ def _check_inotify(facts: LimitFacts) -> Iterator[Finding]:
     ):  # fmt: skip
         shown = "no limit" if limit < 0 else f"{used} of {limit} used"
         if limit < 0 or limit - used >= needed:
-            yield Finding(check="inotify", severity="ok", summary=f"inotify {what}: {shown}")
+            yield Finding.ok("inotify", f"inotify {what}: {shown}")
             continue
-        yield Finding(
-            check="inotify",
-            severity="warning",
-            summary=f"inotify {what}: {shown}, the deployment needs {needed}",
+        yield Finding.warning(
+            "inotify",
+            f"inotify {what}: {shown}, the deployment needs {needed}",
             cause="a process without them looks once a second which workers are alive",
             remedy=f"sudo sysctl fs.inotify.max_user_{what}={max(raised, 2 * limit)}",
         )
@@ -228,11 +216,10 @@ def _check_locked(facts: LimitFacts) -> Finding:
     limit = facts.locked_bytes
     shown = "no limit" if limit < 0 else size_text(limit)
     if not facts.transfers_blocks or limit < 0 or limit >= _LOCKED_BYTES:
-        return Finding(check="memlock", severity="ok", summary=f"locked memory: {shown}")
-    return Finding(
-        check="memlock",
-        severity="warning",
-        summary=f"locked memory: at most {shown}",
+        return Finding.ok("memlock", f"locked memory: {shown}")
+    return Finding.warning(
+        "memlock",
+        f"locked memory: at most {shown}",
         cause="prefill and decode workers register memory to transfer KV blocks, which fails above "
         "the limit",
         remedy="sudo prlimit --pid $$ --memlock=unlimited  # dynamo install-service sets it",
@@ -244,31 +231,29 @@ def check_memory(facts: MemoryFacts) -> Iterator[Finding]:
     yield _check_shm(facts)
     unused = facts.huge_free_bytes
     if facts.ram_bytes and unused > facts.ram_bytes // 20:
-        yield Finding(
-            check="hugepages",
-            severity="warning",
-            summary=f"huge pages: {size_text(unused)} of RAM reserved and unused",
+        yield Finding.warning(
+            "hugepages",
+            f"huge pages: {size_text(unused)} of RAM reserved and unused",
             cause="engines cannot use that memory for weights or pinned buffers",
             remedy="sudo sysctl vm.nr_hugepages=0",
         )
     else:
         shown = f"{size_text(facts.huge_bytes)} reserved" if facts.huge_bytes else "none reserved"
-        yield Finding(check="hugepages", severity="ok", summary=f"huge pages: {shown}")
+        yield Finding.ok("hugepages", f"huge pages: {shown}")
 
 
 def _check_shm(facts: MemoryFacts) -> Finding:
     remedy = "sudo mount -o remount,size=16G /dev/shm  # in a container: --shm-size=16g"
     if facts.shm_bytes is None:
-        return Finding(
-            check="shm",
-            severity="error",
-            summary="/dev/shm is missing",
+        return Finding.error(
+            "shm",
+            "/dev/shm is missing",
             cause="engines exchange data between their processes there",
             remedy="sudo mkdir -p /dev/shm && sudo mount -t tmpfs -o size=16G tmpfs /dev/shm",
         )
     shown = f"/dev/shm: {size_text(facts.shm_free_bytes)} of {size_text(facts.shm_bytes)} free"
     if facts.shm_free_bytes >= _SHM_BYTES:
-        return Finding(check="shm", severity="ok", summary=shown)
+        return Finding.ok("shm", shown)
     if facts.shm_bytes >= _SHM_BYTES:
         remedy = "ls -lhS /dev/shm  # files of crashed programs may be removed"
     return Finding(
@@ -285,28 +270,25 @@ def check_disks(facts: DiskFacts) -> Iterator[Finding]:
     """Check the space for state, logs and models, and the file system of the state directory."""
     state = facts.state
     if state.read_only:
-        yield Finding(
-            check="state",
-            severity="error",
-            summary=f"cannot write {state.path}: the file system is mounted read-only",
+        yield Finding.error(
+            "state",
+            f"cannot write {state.path}: the file system is mounted read-only",
             cause="statefile, sockets and logs are written there",
             remedy="export DYN_LOCAL_STATE_DIR=/path/on/another/disk  # or: sudo mount -o "
             f'remount,rw "$(findmnt -n -o TARGET -T {quote(str(state.path))})"',
         )
     elif not state.writable:
-        yield Finding(
-            check="state",
-            severity="error",
-            summary=f"cannot write {state.path}",
+        yield Finding.error(
+            "state",
+            f"cannot write {state.path}",
             cause="statefile, sockets and logs are written there",
             remedy=f'sudo install -d -o "$USER" {quote(str(state.path))}'
             "  # or: export DYN_LOCAL_STATE_DIR=…",
         )
     if state.kind in _NETWORK:
-        yield Finding(
-            check="state",
-            severity="error",
-            summary=f"{state.path} is on a network file system ({state.kind})",
+        yield Finding.error(
+            "state",
+            f"{state.path} is on a network file system ({state.kind})",
             cause="discovery needs inotify, UNIX sockets and locks, which work on a local disk",
             remedy="export DYN_LOCAL_STATE_DIR=/var/lib/dynamo",
         )
@@ -321,7 +303,7 @@ def _check_space(
 ) -> Finding:
     shown = f"{what}: {size_text(found.free_bytes)} free in {found.path}"
     if found.free_bytes >= wanted_bytes and found.free_files != 0:
-        return Finding(check=check, severity="ok", summary=shown)
+        return Finding.ok(check, shown)
     move = "HF_HOME=/path/on/another/disk" if check == "models" else "DYN_LOCAL_STATE_DIR=…"
     if found.free_files == 0:
         shown += ", but no inodes"
@@ -338,40 +320,36 @@ def _check_space(
 def check_clock(facts: ClockFacts) -> Iterator[Finding]:
     """Check that wall time is synchronized, and that no clock jumps."""
     if facts.synchronized is False:
-        yield Finding(
-            check="clock",
-            severity="warning",
-            summary="the clock is not synchronized",
+        yield Finding.warning(
+            "clock",
+            "the clock is not synchronized",
             cause="TLS certificates, logs and traces of several machines disagree",
             remedy="sudo timedatectl set-ntp true",
         )
     if abs(facts.stepped_s) > _STEP_S:
-        yield Finding(
-            check="clock",
-            severity="warning",
-            summary=f"the wall clock jumped by {facts.stepped_s:+.2f} s while it was observed",
+        yield Finding.warning(
+            "clock",
+            f"the wall clock jumped by {facts.stepped_s:+.2f} s while it was observed",
             cause="a program sets the clock in steps: times in logs and records are wrong",
             remedy="timedatectl timesync-status  # or: chronyc tracking",
         )
     if facts.paused_s > _PAUSE_S:
-        yield Finding(
-            check="clock",
-            severity="warning",
-            summary=f"this process was paused for {facts.paused_s:.1f} s",
+        yield Finding.warning(
+            "clock",
+            f"this process was paused for {facts.paused_s:.1f} s",
             cause="a virtual machine without enough CPU time; leases expire after 10 s of silence",
             remedy="vmstat 1 5  # column st: time that the host took away",
         )
     if facts.suspended_s > _SUSPEND_S:
-        yield Finding(
-            check="clock",
-            severity="warning",
-            summary=f"the machine was suspended for {facts.suspended_s:.0f} s since it booted",
+        yield Finding.warning(
+            "clock",
+            f"the machine was suspended for {facts.suspended_s:.0f} s since it booted",
             cause="a suspend ends leases, streams and often the GPU's memory",
             remedy="sudo systemctl mask sleep.target suspend.target hibernate.target",
         )
     if facts.synchronized is not False:
         how = "synchronized" if facts.synchronized else "not known whether it is synchronized"
-        yield Finding(check="clock", severity="ok", summary=f"clock: {how}")
+        yield Finding.ok("clock", f"clock: {how}")
 
 
 def size_text(count: int) -> str:

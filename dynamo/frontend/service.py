@@ -26,7 +26,7 @@ from dynamo.frontend.access import (
     warn_if_exposed,
 )
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
-from dynamo.frontend.apis.embeddings.route import EmbeddingRoutes
+from dynamo.frontend.apis.embeddings import EmbeddingRoutes
 from dynamo.frontend.apis.extensions import ExtensionRoutes, load_routes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
 from dynamo.frontend.apis.operator.info import BusyThresholdRoutes, InfoRoutes

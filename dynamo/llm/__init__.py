@@ -11,11 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dynamo.llm.exceptions import HttpError, RouterQueueLimitExceeded
     from dynamo.llm.forward_pass import FpmDirectPublisher, FpmEventRelay, FpmEventSubscriber
-    from dynamo.llm.frontend_routes import (
-        FrontendExtensionContext,
-        FrontendResponse,
-        FrontendRoute,
-    )
     from dynamo.llm.kv_router import KvRouter
     from dynamo.llm.prefix_index import (
         OverlapScores,
@@ -44,6 +39,9 @@ if TYPE_CHECKING:
         RouterMode,
     )
     from dynamo.llm.types import (
+        FrontendExtensionContext,
+        FrontendResponse,
+        FrontendRoute,
         MediaDecoder,
         MediaFetcher,
         ModelInput,
@@ -97,9 +95,9 @@ _MODULES = {
     "FpmDirectPublisher": "llm.forward_pass",
     "FpmEventRelay": "llm.forward_pass",
     "FpmEventSubscriber": "llm.forward_pass",
-    "FrontendExtensionContext": "llm.frontend_routes",
-    "FrontendResponse": "llm.frontend_routes",
-    "FrontendRoute": "llm.frontend_routes",
+    "FrontendExtensionContext": "llm.types",
+    "FrontendResponse": "llm.types",
+    "FrontendRoute": "llm.types",
     "HttpError": "llm.exceptions",
     "KvEventPublisher": "llm.publishers",
     "KvRouter": "llm.kv_router",

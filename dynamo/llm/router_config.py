@@ -11,6 +11,7 @@ from typing import Any
 
 from dynamo.config import deprecations, environ, from_env
 from dynamo.config.router import RouterSettings
+from dynamo.config.router_policy import ROUTER_KEYS, WEIGHT_KEYS
 from dynamo.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
@@ -209,18 +210,9 @@ class RouterConfig:
 
 
 _SETTINGS = {
+    **WEIGHT_KEYS,
+    **ROUTER_KEYS,
     "overlap_score_weight": "overlap_score_weight",
-    "router_temperature": "temperature",
-    "use_kv_events": "kv_events",
-    "router_replica_sync": "replica_sync",
-    "router_track_active_blocks": "track_active_blocks",
-    "router_track_output_blocks": "track_output_blocks",
-    "router_assume_kv_reuse": "assume_kv_reuse",
-    "router_track_prefill_tokens": "track_prefill_tokens",
-    "router_event_threads": "event_threads",
-    "router_ttl_secs": "ttl_s",
-    "router_approximate_cache_policy": "approximate_cache_policy",
-    "router_predicted_ttl_secs": "predicted_ttl_s",
     "router_duplicate_cost": "duplicate_cost",
     "router_cost": "cost",
     "durable_kv_events": "durable_kv_events",
@@ -228,18 +220,11 @@ _SETTINGS = {
     "router_snapshot_threshold": "snapshot_threshold",
     "router_max_tree_size": "max_tree_size",
     "router_prune_target_ratio": "prune_target_ratio",
-    "overlap_score_credit": "overlap_score_credit",
-    "overlap_score_credit_decay": "overlap_score_credit_decay",
-    "prefill_load_scale": "prefill_load_scale",
     "conditional_disagg_enabled": "conditional_disagg",
     "router_queue_threshold": "queue_threshold",
     "router_queue_policy": "queue_policy",
-    "decode_active_request_weight": "decode_active_request_weight",
-    "host_cache_hit_weight": "host_cache_hit_weight",
-    "disk_cache_hit_weight": "disk_cache_hit_weight",
-    "shared_cache_multiplier": "shared_cache_multiplier",
-    "shared_cache_type": "shared_cache_type",
 }
+del _SETTINGS["router_prefill_load_model"]  # may be a function here
 """Field of :class:`KvRouterConfig` → field of ``RouterSettings``."""
 
 WITHOUT_EFFECT = tuple(

@@ -46,7 +46,7 @@ from dynamo.runtime.process.paths import private_dir, run_dir, state_path
 from dynamo.serve.state.events import BoxEventLog
 from dynamo.serve.state.rundir import PLANNER_CONTROL
 from dynamo.serve.state.statefile import FileLock, Statefile
-from dynamo.status.planner_file import PLANNER_FILE
+from dynamo.status.logs import PLANNER_FILE
 
 _REPAIR_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The logs and events of a deployment, which stay after its end; the last line of a process."""
+"""What a deployment wrote of itself: logs and events, which stay after its end; its planner."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ import msgspec
 from asyncinotify import Mask
 
 from dynamo.errors import InvalidArgument
-from dynamo.protocols.status import OPERATOR_EVENTS, BoxEvent
+from dynamo.protocols.status import OPERATOR_EVENTS, BoxEvent, PlannerReport, PlannerSummary
+from dynamo.runtime.discovery.layout import BadRecord, read_file
 from dynamo.runtime.process.inotify import Inotify
 from dynamo.serve.state.events import EVENTS_FILE
+from dynamo.serve.state.process_table import same_process
 from dynamo.serve.supervision.output import telling_line
 
 LogLine = tuple[str, bytes]
@@ -37,6 +39,13 @@ _TIME = re.compile(rb'(?:\{"time":\s*")?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]
 _TAIL_BYTES = 65536
 _PERCENT = re.compile(r"(?<![\d.])(100|\d{1,2})(?:\.\d+)? ?%")
 _LOADING = re.compile(r"download|load|fetch|shard|captur|compil|quantiz", re.IGNORECASE)
+PLANNER_FILE = "planner.json"
+"""Name of the file in the run directory of a deployment."""
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_decode = msgspec.json.Decoder(BoxEvent).decode
+_decode_report = msgspec.json.Decoder(PlannerReport).decode
 
 
 def last_line(path: Path, since_s: float = 0.0) -> str:
@@ -226,11 +235,6 @@ def _stamped(watcher: str, lines: list[bytes]) -> list[tuple[bytes, str, bytes]]
     return found
 
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-_decode = msgspec.json.Decoder(BoxEvent).decode
-
-
 @dataclass(frozen=True)
 class EventFilter:
     """Which events: since a time (Unix), of a model, of a worker or service of ``namespace``."""
@@ -302,3 +306,27 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[BoxEvent]:
             yield _decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue  # its writer crashed
+
+
+def read_planner(run_directory: Path) -> PlannerReport | None:
+    """Return the report of the planner that runs; None without one, or if it cannot be read."""
+    try:
+        report = _decode_report(read_file(run_directory / PLANNER_FILE) or b"")
+    except (BadRecord, OSError, msgspec.MsgspecError):
+        return None
+    return report if same_process(report.pid, report.start_ticks) else None
+
+
+def planner_summary(report: PlannerReport, now_s: float | None = None) -> PlannerSummary:
+    """Return the report as ``top`` shows it; ``now_s`` is Unix time."""
+    now_s = time.time() if now_s is None else now_s
+    due = [one.next_at_s for one in report.models if one.next_at_s is not None]
+    waits = report.state == "paused" or not due
+    # One that is past is being decided, or was missed: the next one that people can wait for.
+    coming = [at_s for at_s in due if at_s > now_s]
+    return PlannerSummary(
+        state=report.state,
+        mode=report.mode,
+        next_s=None if waits else min(coming, default=now_s) - now_s,
+        decisions=tuple(f"{one.model}: {one.text}" for one in report.models),
+    )

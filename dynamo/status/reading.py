@@ -32,9 +32,8 @@ from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import STATUS_SOCKET, ask
 from dynamo.status.gpus import devices_of, read_gpus
-from dynamo.status.logs import last_line
+from dynamo.status.logs import last_line, planner_summary, read_planner
 from dynamo.status.models import BoxSighting, FrontendSighting, largest, model_statuses
-from dynamo.status.planner_file import planner_summary, read_planner
 from dynamo.status.workers import OTHER_PROGRAMS, worker_statuses
 
 _REQUESTS = 50

@@ -34,8 +34,12 @@ from dynamo.vllm.arguments import VllmArguments, find_model, parse_loras
 from dynamo.vllm.embeddings import EmbeddingService
 from dynamo.vllm.engine import Engine
 from dynamo.vllm.service import VllmService
-from dynamo.worker.engine_control import EngineControl, health_check_payload
-from dynamo.worker.engine_watch import ProcessWatch, StallWatch
+from dynamo.worker.engine_control import (
+    EngineControl,
+    ProcessWatch,
+    StallWatch,
+    health_check_payload,
+)
 from dynamo.worker.publish import LoadSender, connect_load
 from dynamo.worker.tree_guard import TreeGuard
 

@@ -23,7 +23,7 @@ from serving import ROOT, Serving
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.operations.operate import BoxControl, Steps
-from dynamo.status.planner_file import planner_summary, read_planner
+from dynamo.status.logs import planner_summary, read_planner
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
 GRAPH = """

@@ -18,7 +18,7 @@ from dynamo.frontend.prompt.off_loop import in_daemon_thread
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
-from dynamo.llm.frontend_routes import FrontendExtensionContext, FrontendResponse, FrontendRoute
+from dynamo.llm.types import FrontendExtensionContext, FrontendResponse, FrontendRoute
 from dynamo.runtime.process.tasks import Tasks
 
 GROUP = "dynamo.frontend.routes"

@@ -23,7 +23,7 @@ from dynamo.protocols.status import PlannedModel, PlannerReport
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.paths import write_atomic
 from dynamo.serve.state.process_table import stat
-from dynamo.status.planner_file import read_planner
+from dynamo.status.logs import read_planner
 
 _DAY_S = 86_400.0
 EXPLAIN = (PLANNER, "explain")

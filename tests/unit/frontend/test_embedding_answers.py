@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_request import Site, turn
 
-from dynamo.frontend.apis.embeddings.route import EmbeddingRoutes
+from dynamo.frontend.apis.embeddings import EmbeddingRoutes
 from dynamo.protocols.codec import encode, tokens
 from dynamo.protocols.engine import PreprocessedRequest
 

@@ -13,8 +13,7 @@ from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.status import PlannedModel, PlannerReport
 from dynamo.status.deployment import ask
-from dynamo.status.logs import last_line, progress_in
-from dynamo.status.planner_file import planner_summary
+from dynamo.status.logs import last_line, planner_summary, progress_in
 from dynamo.status.status_socket import StatusSocket
 
 

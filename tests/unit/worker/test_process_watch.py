@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from dynamo.errors import EngineFailure
-from dynamo.worker.engine_watch import ProcessWatch
+from dynamo.worker.engine_control import ProcessWatch
 
 POLL_S = 0.02
 

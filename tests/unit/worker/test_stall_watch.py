@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from dynamo.worker.engine_watch import StallWatch
+from dynamo.worker.engine_control import StallWatch
 
 POLL_S = 0.1
 POLLS = 8

@@ -10,9 +10,9 @@ import time
 from typing import Protocol
 
 from dynamo.errors import DynamoError, EngineFailure, HttpFailure, shorten
+from dynamo.frontend.answer.embeddings import EmbeddingsAnswer
 from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
-from dynamo.frontend.apis.embeddings.answer import EmbeddingsAnswer
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest

@@ -12,8 +12,8 @@ from functools import partial
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, shorten
+from dynamo.frontend.answer.embeddings import EmbeddingsAnswer
 from dynamo.frontend.apis.chat.generation import reject_early, reject_large
-from dynamo.frontend.apis.embeddings.answer import EmbeddingsAnswer
 from dynamo.frontend.apis.relay.request import EmbeddingRequest, RelayedEngineRequest
 from dynamo.frontend.models.model import TokenModel
 from dynamo.frontend.models.registry import Models

@@ -1,3 +1,0 @@
-"""OpenAI's embeddings."""
-
-__all__: list[str] = []
