@@ -12,6 +12,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,7 @@ def connect() -> None:
         ZmqPublisher=planes.SimulatedPublisher,
         ZmqSubscriber=planes.simulated_subscriber(),
     )
+    importlib.import_module("dynamo.cli.state")  # here once, not in the operators of each run
     _connect_supervision()
     _connect_programs()
     _compute_once()
@@ -269,8 +271,12 @@ def _compute_once() -> None:
     from dynamo.config import option
     from dynamo.frontend.prompt import preprocessor
     from dynamo.frontend.ui import source
+    from dynamo.llm import model_source
+    from dynamo.llm.model_directory import ModelDirectory
 
+    _patch(ModelDirectory, require_worker_files=cache(ModelDirectory.require_worker_files))
     for owner, name in (
+        (model_source, "ModelDirectory"),
         (option, "_parser"),
         (preprocessor, "ModelDirectory"),
         (preprocessor, "load_template"),

@@ -8,7 +8,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path, PurePath
 from urllib.parse import parse_qs
@@ -76,6 +76,7 @@ def install_files(routes: Routes) -> None:
         routes.get(path, partial(_respond, body, content_type, etag))
 
 
+@cache
 def _files() -> dict[str, tuple[str, bytes]]:
     """Path → name and content."""
     static = resources.files("dynamo.frontend.ui").joinpath("static")

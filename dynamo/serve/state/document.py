@@ -33,14 +33,15 @@ ACTIVE, STOPPED, GIVEN_UP, ABSENT = "active", "stopped", "given up", "absent"
 """The ``status`` of a supervision."""
 
 
-class Record(msgspec.Struct, kw_only=True):
+class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A JSON object of the statefile; ``unknown`` are its other keys.
 
     ``always`` names the fields that are written with their default values, too.
     """
 
     always: ClassVar[frozenset[str]] = frozenset()
-    unknown: dict[str, Any] = msgspec.field(default_factory=dict)
+    # The name is that of no key, so msgspec's decoder refuses a key that is not a field.
+    unknown: dict[str, Any] = msgspec.field(default_factory=dict, name="\uffff")
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> Self:
@@ -57,10 +58,11 @@ class Record(msgspec.Struct, kw_only=True):
     def written(self) -> dict[str, Any]:
         """Return the JSON object."""
         found = {}
+        defaults = _defaults(type(self))
         for key, field in _fields(type(self)).items():
             value = getattr(self, field.name)
             always = field.name in self.always and key not in self.unknown
-            if always or value != _default(field):
+            if always or value != defaults[key]:
                 found[key] = _builtins(value)
         return {**self.unknown, **found}  # a value that is set replaces one of another type
 
@@ -71,9 +73,11 @@ def _fields(kind: type[Record]) -> dict[str, msgspec.structs.FieldInfo]:
     return {field.encode_name: field for field in fields if field.name != "unknown"}
 
 
-def _default(field: msgspec.structs.FieldInfo) -> object:
-    factory = field.default_factory
-    return field.default if factory is msgspec.NODEFAULT else factory()
+@functools.cache
+def _defaults(kind: type[Record]) -> dict[str, object]:
+    """Values to compare with, shared by all records."""
+    made = kind()
+    return {key: getattr(made, field.name) for key, field in _fields(kind).items()}
 
 
 def _read(kind: Any, value: object) -> object:
@@ -183,16 +187,20 @@ class Entry(Record):
     def of(cls, written: Mapping[str, Any]) -> Self:
         """Return the entry that is ``written``."""
         entry = super().of(written)
-        if entry.argv:
-            entry.cmd = ""
+        entry.settle_command()
+        return entry
+
+    def settle_command(self) -> None:
+        """Make ``argv`` the command, unless ``cmd`` cannot be split."""
+        if self.argv:
+            self.cmd = ""
         else:
             with contextlib.suppress(ValueError):  # an open quote
-                entry.argv = tuple(shlex.split(entry.cmd))
-        return entry
+                self.argv = tuple(shlex.split(self.cmd))
 
     def written(self) -> dict[str, Any]:
         """Return the JSON object."""
-        return {**super().written(), "cmd": self.cmd or shlex.join(self.argv)}
+        return {**super().written(), "cmd": self.cmd or _joined(self.argv)}
 
     def set_command(self, argv: Sequence[str]) -> None:
         """Set the command of the next process."""
@@ -227,6 +235,11 @@ class Entry(Record):
         """Leave the command of the next worker alone."""
         self.resources, self.state, self.processes, self.lease = Resources(), RUNNING, (), None
         self.reserved_by, self.holds_gpus = None, True
+
+
+@functools.lru_cache(maxsize=1024)
+def _joined(argv: tuple[str, ...]) -> str:
+    return shlex.join(argv)
 
 
 class Arbiter(Record):
@@ -269,6 +282,18 @@ class Document(Record):
     always = frozenset({"version", "namespace", "circus_endpoint", "components", "environment"})
 
     @classmethod
+    def decoded(cls, text: bytes) -> Document | None:
+        """Decode JSON ten times as fast as :meth:`of`; None unless each key and type is known."""
+        try:
+            document = _decoder().decode(text)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+        for name, entry in document.components.items():
+            entry.name = name
+            entry.settle_command()
+        return document
+
+    @classmethod
     def of(cls, written: Mapping[str, Any]) -> Self:
         """Return the document that is ``written``."""
         rest = {key: value for key, value in written.items() if key != "components"}
@@ -285,3 +310,8 @@ class Document(Record):
         components = {name: entry.written() for name, entry in self.components.items()}
         unknown = self.unknown.get("components", {})
         return {**super().written(), "components": unknown | components}
+
+
+@functools.cache
+def _decoder() -> msgspec.json.Decoder[Document]:
+    return msgspec.json.Decoder(Document)

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.errors import StatefileError
-from dynamo.serve.state.document import VERSION, Document
+from dynamo.serve.state.document import VERSION, Document, Environment
 
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.01
@@ -111,6 +111,17 @@ class Statefile:
             return None
         except OSError as error:
             raise StatefileError(f"cannot read {self.path}: {error.strerror}") from None
+        document = Document.decoded(text)
+        if document is None or not _is_complete(document):
+            document = self._parsed(text)
+        if document.version > VERSION:
+            raise self._bad(f"has version {document.version}; this dynamo reads {VERSION}")
+        if document.namespace != self.namespace:
+            raise self._bad(f"belongs to namespace {document.namespace!r}")
+        return document
+
+    def _parsed(self, text: bytes) -> Document:
+        """Parse a statefile with keys or values that this version does not know, or a bad one."""
         try:
             written = json.loads(text)
         except ValueError as error:
@@ -120,12 +131,7 @@ class Statefile:
         for key, kind in _PARTS.items():
             if not isinstance(written.get(key), kind):
                 raise self._bad(f"has no {key!r} of type {kind.__name__}")
-        document = Document.of(written)
-        if document.version > VERSION:
-            raise self._bad(f"has version {document.version}; this dynamo reads {VERSION}")
-        if document.namespace != self.namespace:
-            raise self._bad(f"belongs to namespace {document.namespace!r}")
-        return document
+        return Document.of(written)
 
     def create(self, document: Document) -> None:
         """Write ``document`` as the statefile and replace an old one. Raises StatefileError."""
@@ -189,6 +195,12 @@ class Statefile:
             f"{self.path} {problem}. If no deployment runs in namespace {self.namespace!r}, "
             "`dynamo serve` replaces it; else stop the deployment first"
         )
+
+
+def _is_complete(document: Document) -> bool:
+    """Whether each required part was surely written: a missing one has its default value."""
+    parts = (document.namespace, document.circus_endpoint, document.components)
+    return all(parts) and document.environment != Environment()
 
 
 def _open_private(path: str, flags: int) -> int:

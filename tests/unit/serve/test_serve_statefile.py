@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,56 @@ def test_unknown_keys_are_kept(statefile: Statefile) -> None:
     statefile.update(lambda doc: setattr(doc.components["ns_Worker"], "state", "draining"))
     entry["state"] = "draining"
     assert json.loads(statefile.path.read_text()) == document
+
+
+VALUES: list[Any] = [
+    None, True, 0, -1, 2.0, 1.5, 2**70, "", "x", "a 'b", [], [1], ["a"], [[1]], [{"pid": 1}],
+    [{"pid": 1, "theirs": 2}], {}, {"a": 1}, {"pid": 3}, {"unknown": 3}, {"0": "x"},
+]  # fmt: skip
+
+
+def edits(written: dict[str, Any]) -> Iterator[bytes]:
+    """The statefile with each value replaced by others or removed, and with a key more."""
+
+    def visit(part: Any) -> Iterator[bytes]:
+        keys = list(part) if isinstance(part, dict) else list(range(len(part)))
+        for key in keys:
+            kept = part[key]
+            for part[key] in VALUES:
+                yield json.dumps(written).encode()
+            part[key] = kept
+            if isinstance(part, dict):
+                del part[key]
+                yield json.dumps(written).encode()
+                part[key] = kept
+            if isinstance(kept, dict | list):
+                yield from visit(kept)
+        if isinstance(part, dict):
+            for key in ("theirs", "unknown", "argv", "pid"):
+                if key not in part:
+                    part[key] = 1
+                    yield json.dumps(written).encode()
+                    del part[key]
+
+    yield from visit(written)
+
+
+def test_a_statefile_decoded_at_once_is_the_same() -> None:
+    """Wherever a value is wrong, missing or not ours, both ways to read agree, or one declines."""
+    written = json.loads((DIRECTORY / "draining.json").read_text())
+    entry = next(iter(written["components"].values()))
+    entry["resources"] = {"allocated_gpus": [0, "GPU-abc"]}
+    entry["processes"] = [{"pid": 3, "start_ticks": 4, "gpus": {"0": 0.5}}]
+    entry["reserved_by"] = {"pid": 3, "start_ticks": 4, "host": "h", "operation": "drain"}
+    entry["replacing"] = {"since": 3.0, "gpus": {"0": 1}}
+    decoded = 0
+    for text in edits(written):
+        document = Document.decoded(text)
+        if document is not None:
+            decoded += 1
+            assert document == Document.of(json.loads(text)), text
+    assert decoded > 50
+    assert Document.decoded(json.dumps(written).encode()) is not None
 
 
 def test_a_statefile_without_version_has_version_1(statefile: Statefile) -> None:
