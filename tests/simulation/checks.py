@@ -16,6 +16,7 @@ from validator import Spans, validate
 
 if TYPE_CHECKING:
     from box import Box
+    from scenario import Step
 
     from dynamo.observability.metrics import Registry
     from dynamo.serve.state.document import Document, Entry
@@ -25,6 +26,8 @@ __all__ = ["check_always", "check_drained", "check_end", "check_quiet", "check_r
 _ACCOUNTED_S = 6.0
 _SHARE_ERROR = 1e-6
 _LEASED_S = 10.0
+_LONE_S = 10.0
+"""So long a request waits for the only worker of its model that does not answer."""
 _UNAVAILABLE = 503
 
 
@@ -54,7 +57,7 @@ def check_requests(box: Box) -> Iterator[str]:
         Fault(_FAULT_NAMES.get(step.what, step.what), "", step.at_s + box.ready_s)
         for step in box.done
         if step.kind == "fault"
-        for _ in range(2 if step.what == "stop worker" else 1)  # a lone one is asked twice
+        for _ in range(2 if _is_asked_twice(step) else 1)
     ]
     for port in sorted(set(box.ports.values())):
         requests = [one for one in box.requests if box.ports[one.id] == port]
@@ -72,6 +75,11 @@ def check_requests(box: Box) -> Iterator[str]:
                 f"{request.id}: failed without a cause: {request.ending} {request.status} "
                 + ("; ".join(event.text for event in request.events if event.kind == "error")[:300])
             )
+
+
+def _is_asked_twice(step: Step) -> bool:
+    """Whether requests may lose a stopped worker and ask it again: it is alone for too long."""
+    return step.what == "stop worker" and step.details["seconds"] >= _LONE_S
 
 
 _FAULT_NAMES = {"cut requests": "requests cut", "stop worker": "worker stopped"}

@@ -98,13 +98,6 @@ DEFECTS = (
         "A worker that wakes holds no GPU yet: another takes it in the same moment.",
     ),
     Defect(
-        "gpus-of-an-exiting-process",
-        "dynamo.serve.gpus.gpus",
-        "        for gpu, share in process.gpus.items():",
-        "        for gpu, share in ():",
-        "A process that still exits on a GPU holds it no longer once its entry has another.",
-    ),
-    Defect(
         "record-not-restored",
         "dynamo.runtime.discovery.file",
         "        for path, data in self.keys.items():\n            self._restore(path, data)\n",

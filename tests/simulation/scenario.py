@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 __all__ = ["POOL_SIZE", "PROFILES", "Profile", "Rates", "Scenario", "Step", "make_scenario"]
@@ -200,6 +200,10 @@ OPERATIONS: dict[str, float] = {
     "repair": 1,
 }
 """The operations and how often they are drawn."""
+_AIMED_SHARE = 0.1
+"""Of the runs of two models."""
+_SILENT_S = 6.5
+"""Less than a request waits for the only worker of its model."""
 _BURST = 25
 """So many requests arrive at once, on average, in a run with a given rate."""
 _RETURN_S = 10
@@ -279,12 +283,13 @@ def make_scenario(
     if rates.faults:  # what was unloaded or stopped comes back
         for at_s in range(_RETURN_S, int(length_s), _RETURN_S):
             steps += [happening.operation(at_s, "load", model=one) for one in chosen.models]
-    steps.sort(key=lambda step: step.at_s)
-    numbered = tuple(
-        Step(number, step.at_s, step.kind, step.what, step.dice, step.details)
-        for number, step in enumerate(steps)
-    )
-    return Scenario(seed, name, graph, numbered, length_s)
+    scenario = Scenario(seed, name, graph, _numbered(steps), length_s)
+    return scenario if rates.requests else _aimed(scenario)
+
+
+def _numbered(steps: list[Step]) -> tuple[Step, ...]:
+    ordered = sorted(steps, key=lambda step: step.at_s)
+    return tuple(replace(step, number=number) for number, step in enumerate(ordered))
 
 
 class Happenings:
@@ -346,6 +351,25 @@ class Happenings:
             else:
                 steps.append(self.fault(at_s))
         return steps
+
+
+def _aimed(scenario: Scenario) -> Scenario:
+    """Return a meeting that chance rarely makes instead of some scenarios with two models.
+
+    The only worker of a model is silent, while that of another model answers.
+    """
+    dice, profile = random.Random(f"aimed {scenario.seed}"), PROFILES[scenario.profile]
+    if not profile.cold or dice.random() >= _AIMED_SHARE:
+        return scenario
+    happening = Happenings(dice, profile)
+    load = happening.operation(0.0, "load", model=profile.cold[0])
+    stop_s = round(0.5 + dice.random(), 4)
+    stop = happening.fault(stop_s, "stop worker")
+    times = [round(dice.random() * 6, 4) for _ in range(16)]
+    asked = [_request(dice, profile, at_s) for at_s in (*times, stop_s + _SILENT_S)]
+    steps = [load, replace(stop, details={"seconds": _SILENT_S}), *asked]
+    graph = scenario.graph.replace("workers: 2", "workers: 1")
+    return replace(scenario, graph=graph, steps=_numbered(steps))
 
 
 def _some(dice: random.Random, weights: dict[str, float], kept: float) -> dict[str, float]:
