@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.bench.client import AnswerChunk, AnswerUsage, EventParser, error_message
-from dynamo.cli.frontend_client import call, connect
+from dynamo.cli.frontend_client import call, connect, remedy
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
 from dynamo.http.client import HttpClient, ResponseError, Target, cause
 from dynamo.protocols.openai import ModelList
@@ -168,7 +168,4 @@ async def list_models(target: Target) -> list[str]:
 
 
 def _unreachable(target: Target, error: Exception) -> CannotConnect:
-    return CannotConnect(
-        f"cannot connect to {target.authority} ({cause(error)}); start a deployment "
-        "with dynamo serve, or name an endpoint with --url"
-    )
+    return CannotConnect(f"cannot connect to {target.authority} ({cause(error)}); {remedy(error)}")

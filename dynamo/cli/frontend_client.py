@@ -85,10 +85,7 @@ def ask(settings: FrontendClientSettings, path: str, kind: type[_T], body: bytes
     try:
         answer = asyncio.run(call(target, method, path, body, settings.timeout_s))
     except (OSError, UnicodeError, ResponseError) as error:
-        raise Unavailable(
-            f"can't reach {url}: {cause(error)}; start a deployment with dynamo serve, or name a "
-            "frontend with --url"
-        ) from None
+        raise Unavailable(f"can't reach {url}: {cause(error)}; {remedy(error)}") from None
     if answer.status != 200:
         message = error_message(bytes(answer.body), _SHOWN)
         raise DynamoError(f"{url} answered {answer.status}: {message}")
@@ -96,6 +93,13 @@ def ask(settings: FrontendClientSettings, path: str, kind: type[_T], body: bytes
         return msgspec.json.decode(answer.body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise DynamoError(f"{target.url} is not a Dynamo frontend") from None
+
+
+def remedy(error: Exception) -> str:
+    """Return what to do about an endpoint that cannot be reached."""
+    if isinstance(error, TimeoutError):  # a process listens there
+        return "see why it does not answer with dynamo ps, or name another endpoint with --url"
+    return "start a deployment with dynamo serve, or name an endpoint with --url"
 
 
 async def call(

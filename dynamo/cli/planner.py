@@ -13,9 +13,9 @@ from dynamo.cli.options import DeploymentSettings
 from dynamo.config import load
 from dynamo.config.planner import ExplainSettings, SetSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, DynamoError, InvalidArgument
+from dynamo.errors import ConfigError, DynamoError, InvalidArgument, Unavailable
 from dynamo.operations.operate import BoxActions
-from dynamo.operations.outside import call_planner
+from dynamo.operations.outside import call_planner, no_planner
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog
 from dynamo.planner.reports.explain import EXPLAIN, ExplainReport, ModelReport, report_text
 from dynamo.protocols.control import PlannerChange, PlannerState
@@ -119,4 +119,6 @@ def _explain(words: Sequence[str]) -> int:
 async def _ask(settings: RuntimeSettings, timeout_s: float) -> list[ModelReport] | None:
     """Return what the running planner would decide; None if there is none."""
     found = await call_planner(settings, EXPLAIN[1], {}, timeout_s)
+    if found is None and isinstance(error := no_planner(settings), Unavailable):
+        raise error  # there is one, which does not answer
     return None if found is None else msgspec.convert(found, list[ModelReport])

@@ -31,7 +31,8 @@ from dynamo.runtime.process.paths import (
 from dynamo.serve.graph.graph import Graph, parse_graph, read_text
 from dynamo.serve.graph.overrides import Override, split_overrides
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan, WatcherSpec
-from dynamo.serve.readiness import check_free, free_port
+from dynamo.serve.readiness import check_port
+from dynamo.serve.state.events import BoxEventLog
 from dynamo.serve.state.frontends import frontend_address
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.state.statefile import Statefile
@@ -146,16 +147,7 @@ def _check_ports(specs: Sequence[WatcherSpec]) -> None:
     """Raise ConfigError if another program listens where a frontend should."""
     for spec in specs:
         if spec.is_frontend:
-            address = frontend_address(spec.options, {**environ(), **spec.env})
-            try:
-                check_free(address)
-            except ConfigError as error:
-                port = free_port(address)
-                raise ConfigError(
-                    f"{spec.name}: {error.message}; choose another address with "
-                    f"--{spec.service}.http-host or --{spec.service}.http-port"
-                    + (f", such as --{spec.service}.http-port={port}" if port else "")
-                ) from None
+            check_port(spec, frontend_address(spec.options, {**environ(), **spec.env}))
 
 
 def dry_run(
@@ -266,7 +258,8 @@ def _serve(
         release_sockets(runtime)
         run_directory.release()
 
-    return run_guarded(body, clean_up)
+    events = BoxEventLog(run_directory.path)
+    return run_guarded(body, clean_up, partial(events.add, "stop", planned.namespace))
 
 
 def _arbiter(

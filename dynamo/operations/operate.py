@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import DynamoError, InvalidArgument, Overloaded, StatefileError
+from dynamo.errors import DynamoError, Overloaded, StatefileError
 from dynamo.operations.loading import (
     ModelLoad,
     Worker,
@@ -29,7 +29,7 @@ from dynamo.operations.loading import (
     sleepers_and_others,
     wait_until_served,
 )
-from dynamo.operations.outside import ask_planner, find_outside
+from dynamo.operations.outside import ask_planner, find_outside, no_planner
 from dynamo.operations.reconcile import repair_loads
 from dynamo.operations.steps.access import LocalAccess, complete_all, open_access
 from dynamo.operations.steps.circus import CircusEndpoint, retried
@@ -230,13 +230,10 @@ class BoxActions:
         mark_draining(access, names)
 
     async def change_planner(self, change: PlannerChange) -> PlannerState:
-        """Change a running planner, return its state. Raises InvalidArgument without one."""
+        """Change a running planner, return its state. Raises DynamoError without one."""
         state = await ask_planner(self._runtime, change)
         if state is None:
-            raise InvalidArgument(
-                f"no planner runs in namespace {self._runtime.namespace!r}; add a service with "
-                "run: dynamo.planner to the graph, or start one with: dynamo planner"
-            )
+            raise no_planner(self._runtime)
         return state
 
     async def _scaling(self) -> PlannerState | None:

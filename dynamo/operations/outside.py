@@ -18,8 +18,16 @@ from typing import Any
 
 import msgspec
 
+from dynamo.config.programs import PLANNER as PLANNER_PROGRAM
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import DynamoError, StatefileError
+from dynamo.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    InvalidArgument,
+    StatefileError,
+    Unavailable,
+    WorkerUnavailable,
+)
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.protocols.control import (
@@ -35,6 +43,7 @@ from dynamo.runtime.discovery.leases import ProcessEnd
 from dynamo.runtime.process.os_process import host_id, is_running
 from dynamo.runtime.process.paths import state_path, store_path
 from dynamo.serve.state.document import Document
+from dynamo.serve.state.entries import program_of
 from dynamo.serve.state.statefile import Statefile
 
 _ID = re.compile(r"[0-9a-f]{1,16}")
@@ -74,9 +83,27 @@ async def call_planner_of(
                 return None
             async for item in await client.random(request):
                 return item.data()
-    except TimeoutError:
-        raise DynamoError(f"the planner did not answer in {timeout_s:g} s") from None
+    except (TimeoutError, DeadlineExceeded, WorkerUnavailable):
+        raise (await asyncio.to_thread(no_planner, runtime.settings)) from None
     return None
+
+
+def no_planner(settings: RuntimeSettings) -> DynamoError:
+    """Return the error that no planner answers in the namespace of ``settings``. Blocks.
+
+    One of the graph may be starting, or hang.
+    """
+    entries = _document(settings).components.values()
+    name = next((one.name for one in entries if program_of(one) == PLANNER_PROGRAM), "")
+    if name:
+        return Unavailable(
+            f"{name} does not answer: it is starting, hangs, or was stopped; "
+            f"see dynamo ps, or replace it with: dynamo restart {name}"
+        )
+    return InvalidArgument(
+        f"no planner runs in namespace {settings.namespace!r}; add a service with "
+        f"run: {PLANNER_PROGRAM} to the graph, or start one with: dynamo planner"
+    )
 
 
 async def ask_planner(
@@ -178,8 +205,12 @@ def _leases(store: Path) -> Iterator[LeaseRecord]:
 
 def _recorded(runtime: RuntimeSettings) -> set[int]:
     """Return the processes in the statefile; each leads a session."""
+    return {pid for entry in _document(runtime).components.values() for pid in entry.pids}
+
+
+def _document(runtime: RuntimeSettings) -> Document:
+    """Return the statefile; an empty one if there is none that can be read."""
     try:
-        document = Statefile(state_path(runtime), runtime.namespace).read()
+        return Statefile(state_path(runtime), runtime.namespace).read() or Document()
     except StatefileError:
-        return set()
-    return {pid for entry in (document or Document()).components.values() for pid in entry.pids}
+        return Document()

@@ -14,6 +14,7 @@ import msgspec
 from dynamo.errors import ConfigError
 from dynamo.http.client import ResponseError, get
 from dynamo.http.tls import unverified_context
+from dynamo.serve.graph.watchers import WatcherSpec
 from dynamo.serve.state.frontends import FrontendAddress
 
 _PORTS_TRIED = 50
@@ -50,6 +51,19 @@ def check_free(address: FrontendAddress) -> None:
             except OSError as error:
                 reason = os.strerror(error.errno) if error.errno else str(error)
                 raise ConfigError(f"cannot listen on {address.url}: {reason}") from None
+
+
+def check_port(spec: WatcherSpec, address: FrontendAddress) -> None:
+    """Raise ConfigError, which names a free port, if the frontend ``spec`` cannot listen there."""
+    try:
+        check_free(address)
+    except ConfigError as error:
+        port = free_port(address)
+        raise ConfigError(
+            f"{spec.name}: {error.message}; choose another address with "
+            f"--{spec.service}.http-host or --{spec.service}.http-port"
+            + (f", such as --{spec.service}.http-port={port}" if port else "")
+        ) from None
 
 
 def free_port(address: FrontendAddress) -> int:

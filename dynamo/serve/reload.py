@@ -19,6 +19,7 @@ from dynamo.serve.graph.changes import (
     GraphChanges,
     GraphEdit,
     added_workers,
+    changed_settings,
     compare,
     follow,
     without_awakening,
@@ -26,7 +27,7 @@ from dynamo.serve.graph.changes import (
 )
 from dynamo.serve.graph.graph import read_text
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan, WatcherSpec
-from dynamo.serve.readiness import check_free
+from dynamo.serve.readiness import check_port
 from dynamo.serve.state.document import DRAINING
 from dynamo.serve.state.record import StatefileWriter
 from dynamo.serve.supervision.arbiter import SupervisingArbiter, error_reply
@@ -83,7 +84,7 @@ class GraphReload:
         except (DynamoError, OSError) as error:
             return {**error_reply(str(error)), "graph_is_wrong": isinstance(error, ConfigError)}
         reply = {
-            "changes": changes.lines(),
+            "changes": [*changes.lines(), *self._settings(plan, changes)],
             "summary": changes.summary(),
             "file": str(source.file),
             "warnings": list(plan.warnings),
@@ -181,6 +182,13 @@ class GraphReload:
         found = compare(running, wanted, {*added, *(spec.name for spec in planned)})
         return without_awakening(found, self._record.states())
 
+    def _settings(self, plan: DeploymentPlan, changes: GraphChanges) -> list[str]:
+        """Return the lines of services that change without a process."""
+        specs = self._factory.specs
+        touched = {spec.service for spec in (*changes.added, *changes.changed)}
+        touched |= {specs[name].service for name in changes.removed if name in specs}
+        return changed_settings(self._factory.plan.config, plan.config, touched)
+
     def _running(self) -> dict[str, WatcherSpec]:
         present = {watcher.name for watcher in self._arbiter.watchers}
         specs = self._factory.specs
@@ -213,7 +221,7 @@ class GraphReload:
         for spec in (*changes.changed, *changes.added):
             address = address_of(spec)
             if address is not None and address not in ours:
-                check_free(address)
+                check_port(spec, address)
 
     async def _apply(self, plan: DeploymentPlan, changes: GraphChanges, wait: bool) -> str:
         stopped = [spec for spec in changes.changed if self._is_stopped(spec)]

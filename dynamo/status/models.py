@@ -49,7 +49,7 @@ class BoxSighting:
     ``uptimes`` has the recorded processes that live. ``reserved`` are the entries that a living
     process adds, removes or wakes. ``last_output`` returns the last line of a watcher. ``planner``
     is what a running one reports. ``loads`` has what a load would do, by service. ``uses_files``:
-    workers register in files, else ``registered`` has none.
+    workers register in files, else ``registered`` has none. ``stopping``: the deployment stops.
     """
 
     document: Document
@@ -63,6 +63,7 @@ class BoxSighting:
     gpus: tuple[GpuStatus, ...] = ()
     loads: Mapping[str, LoadEffect] = field(default_factory=dict)
     uses_files: bool = True
+    stopping: bool = False
 
     def rejected(self, worker: str) -> str:
         """Return why a frontend rejects the worker with this id; "" if none does."""
@@ -201,6 +202,7 @@ def _model(
     vram = [worker.vram_bytes for worker in workers if worker.vram_bytes is not None]
     progress = [one.progress for one in workers if one.progress is not None]
     cause, remedy = (first.cause, first.remedy) if first is not None and told else ("", "")
+    holds = any(one.state in ("ready", "loading") for one in workers)
     if not workers and wanted.get(name):
         cause, remedy = "no worker runs", f"dynamo load {name}"
     return ModelStatus(
@@ -213,7 +215,7 @@ def _model(
         remedy=remedy,
         gpus=tuple(dict.fromkeys(gpu for one in workers if _holds(one) for gpu in one.gpus)),
         vram_bytes=sum(vram) if vram else None,
-        idle_until_s=_idle_until_s(timeouts_s.get(name), found),
+        idle_until_s=_idle_until_s(timeouts_s.get(name), found) if holds else None,
         figures=found,
         workers=tuple(worker.name for worker in workers),
         load=() if state in ("ready", "loading") else tuple(loads.get(name, ())),

@@ -23,6 +23,7 @@ from dynamo.protocols.status import (
     WorkerStatus,
 )
 from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
+from dynamo.runtime.process.stop_order import STOP_STAGE
 from dynamo.serve.gpus.room import load_effects
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import program_of
@@ -260,6 +261,7 @@ class BoxReader:
             planner=planner,
             loads=load_effects(document, devices_of(gpus)),
             uses_files=self._runtime.discovery_backend == "file",
+            stopping=(self._run_dir / STOP_STAGE).exists(),
         )
         processes = worker_statuses(seen)
         others = {one.name for one in entries if program_of(one) in OTHER_PROGRAMS}
@@ -279,7 +281,7 @@ class BoxReader:
             gpus=seen.gpus,
             planner=None if planner is None else planner_summary(planner),
             requests=_requests(seen.frontends),
-            problems=_problems(processes, seen.frontends),
+            problems=problems_of(processes, seen.frontends, seen.stopping),
             records_content=any(one.records_content for one in answers),
         )
 
@@ -352,9 +354,12 @@ def _requests(frontends: tuple[FrontendSighting, ...]) -> tuple[RequestRecord, .
     return tuple(found[:_REQUESTS])
 
 
-def _problems(
-    processes: tuple[WorkerStatus, ...], frontends: tuple[FrontendSighting, ...]
+def problems_of(
+    processes: tuple[WorkerStatus, ...], frontends: tuple[FrontendSighting, ...], stopping: bool
 ) -> tuple[str, ...]:
+    """Return what is wrong, each with its remedy; of a deployment that stops, only that."""
+    if stopping:  # what has exited by now has no remedy
+        return ("the deployment stops: requests in flight finish, new ones are refused",)
     found = [
         f"{one.name} failed: {one.cause}. See: dynamo logs {one.name}; then: {one.remedy}"
         for one in processes

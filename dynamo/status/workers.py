@@ -67,6 +67,7 @@ class _Process:
         self.alive = tuple(pid for pid in entry.pids if pid in seen.uptimes)
         mine = [seen.registered[pid] for pid in self.alive if pid in seen.registered]
         self.leased = bool(mine)
+        self.silent = bool(mine) and all(one.silent for one in mine)
         self.registered = next((one for one in mine if one.model is not None), None)
         self.interrupted = "" if self.reserved else self._operation()
 
@@ -134,11 +135,12 @@ class _Process:
         if program_of(self.entry) == FRONTEND:
             return self._frontend_state()
         if self.service is None and program_of(self.entry) not in MODEL_PROGRAMS:
-            return "ready"  # of a program that registers no model nothing more is known
+            # Of a program that registers no model nothing more is known.
+            return "failed" if self.silent else "ready"
         if self.seen.uses_files:
             if self.registered is None:
                 return "loading"
-            return "failed" if self._rejected() else "ready"
+            return "failed" if self._rejected() or self.silent else "ready"
         known = any(frontend.status for frontend in self.seen.frontends)
         model = self.service.model if self.service is not None else ""
         return "ready" if self.seen.serves(model) or not known else "loading"
@@ -177,14 +179,18 @@ class _Process:
         if self.interrupted:
             return f"its {self.interrupted} was interrupted", "dynamo state repair"
         if state == "failed" and self.alive:
-            return "it listens but does not answer", f"dynamo restart {name}"
+            hangs = "it does not renew its lease: it is stopped, or hangs"
+            unanswered = "it listens but does not answer"
+            return hangs if self.silent else unanswered, f"dynamo restart {name}"
         if state == "failed":
             reason = self.watcher.reason or "given up"
             return _joined(reason, self.last_exit, output), f"dynamo restart {name}"
         if state == "draining":
             return "it finishes its requests, then exits", ""
         if state == "stopped":
-            return "stopped by a command", f"dynamo restart {name}"
+            stopping = ("the deployment stops", "")
+            by_command = ("stopped by a command", f"dynamo restart {name}")
+            return stopping if self.seen.stopping else by_command
         if state == "asleep":
             return "its engine sleeps and holds no GPU memory", f"dynamo wake {name}"
         if state == "loading" and self.entry.asleep:

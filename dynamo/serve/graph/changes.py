@@ -59,6 +59,25 @@ class GraphChanges:
         )
 
 
+def changed_settings(
+    before: Mapping[str, Any], after: Mapping[str, Any], touched: Collection[str]
+) -> list[str]:
+    """Return a line per service that changes though none of its watchers does.
+
+    What changes are settings of its model, or it has no workers. ``before`` and ``after`` are the
+    services as written; ``touched`` are those whose watchers change.
+    """
+    lines = []
+    for service in sorted({*before, *after} - {*touched}):
+        old, new = before.get(service, {}), after.get(service, {})
+        if old == new or not isinstance(old, dict) or not isinstance(new, dict):
+            continue
+        keys = sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
+        what = "removed" if not new else f"changed: {', '.join(keys)}" if old else "without workers"
+        lines.append(f"set      {service}   {what}")
+    return lines
+
+
 def compare(
     running: Mapping[str, WatcherSpec], wanted: Sequence[WatcherSpec], planned: Collection[str]
 ) -> GraphChanges:

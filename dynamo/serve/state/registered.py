@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from dynamo.runtime.discovery.layout import (
     decode_stored,
     ensure_directories,
     join_key,
+    lease_path,
     names,
     read_file,
 )
@@ -40,7 +42,8 @@ log = logging.getLogger(__name__)
 class RegisteredWorker:
     """What the process ``pid`` has registered: its leases, and its model once it can serve.
 
-    ``can_sleep``: its engine has a sleep mode.
+    ``can_sleep``: its engine has a sleep mode. ``silent``: it does not renew its leases, because it
+    is stopped or hangs.
     """
 
     pid: int
@@ -48,6 +51,7 @@ class RegisteredWorker:
     worker_id: int | None = None
     model: str | None = None
     can_sleep: bool = False
+    silent: bool = False
 
 
 def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
@@ -55,13 +59,17 @@ def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
 
     Each of those leads a session of its own, so the session of a lease's process names it.
     """
+    found = list(_leases(store))
+    silent = {
+        lease.lease_id for lease in found if _is_silent(lease_path(store, lease.lease_id), lease)
+    }
     leases: dict[int, list[int]] = {}
-    for lease, session in _sessions(_leases(store)):
-        leases.setdefault(session, []).append(lease)
+    for lease_id, session in _sessions(found):
+        leases.setdefault(session, []).append(lease_id)
     cards, sleepers = dict(_cards(store)), set(_sleepers(store))
     return {
-        session: _registered(session, tuple(sorted(found)), cards, sleepers)
-        for session, found in leases.items()
+        session: _registered(session, tuple(sorted(own)), cards, sleepers, silent)
+        for session, own in leases.items()
     }
 
 
@@ -196,7 +204,11 @@ class Leases:
 
 
 def _registered(
-    pid: int, leases: tuple[int, ...], cards: Mapping[int, ModelCard], sleepers: Container[int]
+    pid: int,
+    leases: tuple[int, ...],
+    cards: Mapping[int, ModelCard],
+    sleepers: Container[int],
+    silent: Container[int],
 ) -> RegisteredWorker:
     card = next((cards[lease] for lease in leases if lease in cards), None)
     return RegisteredWorker(
@@ -205,6 +217,7 @@ def _registered(
         worker_id=card.instance_id if card else None,
         model=card.display_name if card else None,
         can_sleep=any(lease in sleepers for lease in leases),
+        silent=all(lease in silent for lease in leases),
     )
 
 
@@ -219,6 +232,14 @@ def _leases(store: Path) -> Iterator[LeaseRecord]:
     for name, data in _files(store / "leases"):
         with contextlib.suppress(BadRecord):
             yield decode_lease(name, data)
+
+
+def _is_silent(file: Path, lease: LeaseRecord) -> bool:
+    """Whether a lease was not renewed for its TTL. A renewal touches its file."""
+    try:
+        return time.time() - file.stat().st_mtime > lease.ttl_s
+    except OSError:  # it has just ended
+        return False
 
 
 def _sessions(leases: Iterable[LeaseRecord]) -> Iterator[tuple[int, int]]:

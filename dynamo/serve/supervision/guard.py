@@ -41,13 +41,16 @@ def hold_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED | {KILL_NOW})
 
 
-def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
+def run_guarded(
+    body: Callable[[], int], clean_up: Callable[[], None], on_killed: Callable[[str], None]
+) -> int:
     """Run ``body`` in a child in a new session; return its exit status, or 128 + its signal.
 
     ``body`` starts with the stop signals and KILL_NOW blocked, so that none is lost during its
     set-up; it must unblock them. ``clean_up`` runs here after all descendants have exited, or in
-    the child if the guard is killed. The child gets the first stop request as it is and the second
-    as KILL_NOW; the third kills the child. StopSignals defines what counts as a request.
+    the child if the guard is killed. ``on_killed`` gets a text if a signal ended the child. The
+    child gets the first stop request as it is and the second as KILL_NOW; the third kills the
+    child. StopSignals defines what counts as a request.
     """
     hold_signals()
     become_subreaper()
@@ -60,8 +63,9 @@ def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
     if status > _SIGNALLED:  # else it has said itself why it exits
         number = status - _SIGNALLED
         name = next((one.name for one in signal.Signals if one == number), number)
-        log.error("dynamo serve: the arbiter (pid %d) was killed by %s; killing what it started",
-                  child, name)  # fmt: skip
+        text = f"the arbiter (pid {child}) was killed by {name}; killing what it started"
+        log.error("dynamo serve: %s", text)
+        on_killed(text)
     if left := end_descendants(_SWEEP_TIMEOUT_S):
         log.error("cannot kill processes %s: uninterruptible in the kernel", left)
     if status:

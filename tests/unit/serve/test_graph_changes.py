@@ -9,6 +9,7 @@ import pytest
 from dynamo.serve.graph.changes import (
     GraphChanges,
     added_workers,
+    changed_settings,
     compare,
     follow,
     without_awakening,
@@ -44,6 +45,27 @@ def test_nothing_changes() -> None:
     found = changes(TEXT, TEXT)
     assert found.lines() == [] and len(found.kept) == 3
     assert found.summary() == "0 added, 0 restarted, 0 removed, 3 unchanged"
+
+
+def test_settings_that_change_no_process_are_named() -> None:
+    before = {
+        "namespace": "d",
+        "A": {"run": "m", "model-name": "a", "ServiceArgs": {"workers": 0}},
+        "B": {"run": "m", "x": 1},
+        "Gone": {"run": "m", "ServiceArgs": {"workers": 0}},
+    }
+    after = {
+        "namespace": "d",
+        "A": {"run": "m", "model-name": "b", "ServiceArgs": {"workers": 0, "max": 1}},
+        "B": {"run": "m", "x": 2},
+        "New": {"run": "m", "ServiceArgs": {"workers": 0}},
+    }
+    assert changed_settings(before, before, ()) == []
+    assert changed_settings(before, after, ["B"]) == [
+        "set      A   changed: ServiceArgs, model-name",
+        "set      Gone   removed",
+        "set      New   without workers",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,8 @@ def test_idle_until() -> None:
     assert left_s(idle, planner=planner("paused")) is None
     assert left_s(idle, planner=planner(on_demand=())) is None
     assert left_s(idle) is None
+    found["components"]["d_W"]["state"] = "asleep"
+    assert left_s(idle, planner=planner()) is None  # it holds no GPU
 
 
 def test_a_model_that_was_drained_has_a_remedy() -> None:

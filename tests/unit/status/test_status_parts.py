@@ -11,9 +11,15 @@ import pytest
 
 from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.protocols.status import PlannedModel, PlannerReport
+from dynamo.protocols.control import LeaseRecord
+from dynamo.protocols.status import PlannedModel, PlannerReport, WorkerStatus
+from dynamo.runtime.discovery.layout import lease_path
+from dynamo.runtime.process.os_process import host_id, start_ticks
+from dynamo.serve.state.registered import registered_workers
 from dynamo.status.deployment import ask
 from dynamo.status.logs import last_line, planner_summary, progress_in
+from dynamo.status.models import FrontendSighting
+from dynamo.status.reading import problems_of
 from dynamo.status.status_socket import StatusSocket
 
 
@@ -80,3 +86,24 @@ def test_the_next_decision_is_not_in_the_past(due: tuple[float, ...], next_s: fl
     models = tuple(PlannedModel(model="m", at_s=0.0, text="", next_at_s=at) for at in due)
     report = PlannerReport(pid=1, start_ticks=1, state="running", mode="load", models=models)
     assert planner_summary(report, 100.0).next_s == next_s
+
+
+def test_a_lease_that_is_not_renewed_is_silent(tmp_path: Path) -> None:
+    pid, ticks = os.getpid(), start_ticks(os.getpid())
+    assert ticks is not None
+    record = LeaseRecord(lease_id=7, pid=pid, pid_start=ticks, ttl_s=10, host=host_id())
+    file = lease_path(tmp_path, 7)
+    file.parent.mkdir()
+    file.write_bytes(msgspec.json.encode(record))
+    session = os.getsid(0)
+    assert not registered_workers(tmp_path)[session].silent
+    os.utime(file, (0, 0))
+    assert registered_workers(tmp_path)[session].silent
+
+
+def test_a_deployment_that_stops_has_no_problems_to_mend() -> None:
+    failed = WorkerStatus(name="d_W", service="W", state="failed", cause="c", remedy="r")
+    down = FrontendSighting(name="d_F", url="", state="down", problem="its process does not run")
+    assert len(problems_of((failed,), (down,), stopping=False)) == 2
+    (text,) = problems_of((failed,), (down,), stopping=True)
+    assert "the deployment stops" in text

@@ -47,6 +47,18 @@ def test_a_lease_alone_is_not_enough() -> None:
     assert one(found).state == "loading"
 
 
+def test_a_process_that_does_not_renew_its_lease() -> None:
+    for program, model, state in ((MOCKER, "tiny", "failed"), (MOCKER, None, "loading")):
+        mine = RegisteredWorker(pid=11, leases=(11,), model=model, silent=True)
+        found = one(seen(document(entry("d_W", program, 11)), registered={11: mine}))
+        assert found.state == state
+    planner = document(entry("d_P", "dynamo.planner", 11))
+    mine = RegisteredWorker(pid=11, leases=(11,), silent=True)
+    found = one(seen(planner, registered={11: mine}))
+    assert (found.state, found.remedy) == ("failed", "dynamo restart d_P")
+    assert "stopped, or hangs" in found.cause
+
+
 @pytest.mark.parametrize(
     ("can_sleep", "pids", "shown"),
     [(False, [11], False), (True, [11], True), (True, [11, 12], False)],
@@ -104,6 +116,10 @@ def test_states_without_a_process() -> None:
     assert one(seen(document(entry("d_W", MOCKER, watcher={"status": "stopped"})))).state == (
         "stopped"
     )
+    found = document(entry("d_W", MOCKER, watcher={"status": "stopped"}))
+    assert one(seen(found)).remedy == "dynamo restart d_W"
+    ending = one(seen(found, stopping=True))
+    assert (ending.cause, ending.remedy) == ("the deployment stops", "")
     absent = document(entry("d_W", MOCKER, watcher={"status": "absent"}))
     assert worker_statuses(seen(absent)) == ()
     assert one(seen(absent, reserved=["d_W"])).state == "loading"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import msgspec
@@ -11,7 +12,7 @@ from dynamo.frontend.requests.errors import error_response
 from dynamo.http import Exchange
 from dynamo.http.access import operator_name
 from dynamo.http.routes import Routes, in_task
-from dynamo.operations.outside import call_planner_of
+from dynamo.operations.outside import call_planner_of, no_planner
 from dynamo.protocols.control import PLANNER_PAUSE, PlannerChange
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.paths import state_path
@@ -57,7 +58,8 @@ class PlannerRoutes:
             request = msgspec.to_builtins(change)
             state = await call_planner_of(self._runtime, PLANNER_PAUSE, request)
             if state is None:
-                raise Unavailable("no planner runs in this deployment; start one: dynamo planner")
+                error = await asyncio.to_thread(no_planner, self._runtime.settings)
+                raise Unavailable(error.message)
         except DynamoError as error:
             self._refuse(exchange, error)
             return
