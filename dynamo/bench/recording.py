@@ -20,7 +20,7 @@ import msgspec
 
 from dynamo.bench.client import error_message
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
-from dynamo.http.client import HttpClient, Target, cause
+from dynamo.http.client import HttpClient, Target, cause, remedy
 from dynamo.http.tls import client_context
 from dynamo.protocols.status import (
     RecordedContent,
@@ -82,9 +82,9 @@ class RecordClient(HttpClient):
             async with asyncio.timeout(_CONNECT_S):
                 await self.connect(target.host, target.port, context)
         except (OSError, UnicodeError) as error:  # TimeoutError is one
+            start = "start the deployment, or name its frontend with --url"
             raise CannotConnect(
-                f"cannot connect to {target.authority} ({cause(error)}); start the deployment, or "
-                "name its frontend with --url"
+                f"cannot connect to {target.authority} ({cause(error)}); {remedy(error, start)}"
             ) from None
         path = f"/v1/record?{urlencode(query)}" if query else "/v1/record"
         self.start(target.head("GET", path, 0), self._ended)

@@ -15,7 +15,7 @@ from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
 from dynamo.config.client import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
-from dynamo.http.client import ResponseError, Target, cause
+from dynamo.http.client import ResponseError, Target, cause, remedy
 from dynamo.protocols.openai import ModelList
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -220,7 +220,7 @@ async def _connect(target: Target) -> LoadConnection:
     except (OSError, UnicodeError) as error:  # TimeoutError is one
         raise CannotConnect(
             f"cannot connect to {target.authority} ({cause(error)}); "
-            "start the endpoint, or point --url at it"
+            + remedy(error, "start the endpoint, or point --url at it")
         ) from None
     return connection
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.bench.client import AnswerChunk, AnswerUsage, EventParser, error_message
-from dynamo.cli.frontend_client import call, connect, remedy
+from dynamo.cli.frontend_client import START, call, connect
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
-from dynamo.http.client import HttpClient, ResponseError, Target, cause
+from dynamo.http.client import HttpClient, ResponseError, Target, cause, remedy
 from dynamo.protocols.openai import ModelList
 
 _BODY_BYTES = 16 << 20
@@ -168,4 +168,6 @@ async def list_models(target: Target) -> list[str]:
 
 
 def _unreachable(target: Target, error: Exception) -> CannotConnect:
-    return CannotConnect(f"cannot connect to {target.authority} ({cause(error)}); {remedy(error)}")
+    return CannotConnect(
+        f"cannot connect to {target.authority} ({cause(error)}); {remedy(error, START)}"
+    )

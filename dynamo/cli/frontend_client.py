@@ -16,7 +16,7 @@ from dynamo.bench.client import error_message
 from dynamo.cli.text_table import printable
 from dynamo.config.client import ClientSettings, FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError, Unavailable
-from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_url
+from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_url, remedy
 from dynamo.http.tls import client_context
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import Document
@@ -31,6 +31,8 @@ _SHOWN = 500
 _BODY_BYTES = 64 << 20
 _T = TypeVar("_T")
 _DEFAULT_URL = "http://127.0.0.1:8000"
+START = "start a deployment with dynamo serve, or name an endpoint with --url"
+"""What to do where nothing listens."""
 
 
 def find_target(settings: ClientSettings) -> Target:
@@ -85,7 +87,7 @@ def ask(settings: FrontendClientSettings, path: str, kind: type[_T], body: bytes
     try:
         answer = asyncio.run(call(target, method, path, body, settings.timeout_s))
     except (OSError, UnicodeError, ResponseError) as error:
-        raise Unavailable(f"can't reach {url}: {cause(error)}; {remedy(error)}") from None
+        raise Unavailable(f"can't reach {url}: {cause(error)}; {remedy(error, START)}") from None
     if answer.status != 200:
         message = error_message(bytes(answer.body), _SHOWN)
         raise DynamoError(f"{url} answered {answer.status}: {message}")
@@ -93,13 +95,6 @@ def ask(settings: FrontendClientSettings, path: str, kind: type[_T], body: bytes
         return msgspec.json.decode(answer.body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise DynamoError(f"{target.url} is not a Dynamo frontend") from None
-
-
-def remedy(error: Exception) -> str:
-    """Return what to do about an endpoint that cannot be reached."""
-    if isinstance(error, TimeoutError):  # a process listens there
-        return "see why it does not answer with dynamo ps, or name another endpoint with --url"
-    return "start a deployment with dynamo serve, or name an endpoint with --url"
 
 
 async def call(

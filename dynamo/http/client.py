@@ -96,6 +96,15 @@ def cause(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or "timeout"
 
 
+def remedy(error: Exception, otherwise: str) -> str:
+    """Return what to do about ``error`` of a connection; ``otherwise`` if nothing listens there."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "name the file with its certificate, or its authority's, with --tls-ca-cert-path"
+    if isinstance(error, TimeoutError):  # a process listens there
+        return "see why it does not answer with dynamo ps, or name another endpoint with --url"
+    return otherwise
+
+
 def request_head(method: str, path: str, authority: str, headers: Iterable[str] = ()) -> bytes:
     """Return request line and headers. Every argument must be free of line ends."""
     lines = (f"{method} {path} HTTP/1.1", f"host: {authority}", *headers)

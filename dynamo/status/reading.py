@@ -48,6 +48,10 @@ _ANSWER_S = 3.0
 _decode_box = msgspec.json.Decoder(BoxStatus).decode
 
 
+class UnreadableCertificate(ValueError):
+    """The file with the certificate of a frontend was damaged or removed since it was loaded."""
+
+
 class BoxCollector:
     """Asks the arbiter of the namespace of ``runtime``, and reads the state here if it is silent.
 
@@ -95,7 +99,7 @@ def get(frontend: KnownFrontend, api_key: str | None, path: str) -> tuple[int, b
         raise ValueError(frontend.problem or "its process does not run")
     tls = None
     if address.tls:
-        tls = _trusting(Path(f"/proc/{frontend.pid}/cwd") / frontend.cert_path)
+        tls = trusting(Path(f"/proc/{frontend.pid}/cwd") / frontend.cert_path, frontend.cert_path)
     return _get(address, tls, api_key, path)
 
 
@@ -112,6 +116,8 @@ def _ask(
         return _seen(name, address.url, own)
     try:
         status, body = get(frontend, api_key, "/v1/status")
+    except UnreadableCertificate as error:  # it goes on with what it loaded
+        return _seen(name, address.url, None, f"figures are missing: {error}")
     except (OSError, ValueError) as error:
         text = f"{address.url} does not answer: {error}"
         return FrontendSighting(name=name, url=address.url, state="down", problem=text)
@@ -168,7 +174,7 @@ def _get(
     return int(words[1]), body
 
 
-def _trusting(cert: Path) -> Callable[[socket.socket], socket.socket]:
+def trusting(cert: Path, named: str) -> Callable[[socket.socket], socket.socket]:
     """Return what begins TLS with the owner of the certificate ``cert``, and no other server."""
 
     def begin(plain: socket.socket) -> socket.socket:
@@ -177,7 +183,12 @@ def _trusting(cert: Path) -> Callable[[socket.socket], socket.socket]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False  # it is for the name that clients use
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # no authority needs to be known
-        context.load_verify_locations(cert)
+        try:
+            context.load_verify_locations(cert)
+        except OSError as error:  # ssl.SSLError is one
+            damaged = isinstance(error, ssl.SSLError)
+            reason = "no PEM certificate in it" if damaged else error.strerror
+            raise UnreadableCertificate(f"its --tls-cert-path {named}: {reason}") from None
         return context.wrap_socket(plain)
 
     return begin

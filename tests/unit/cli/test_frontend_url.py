@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from dynamo.cli import bench
 from dynamo.cli.frontend_client import find_target
 from dynamo.config.client import ClientSettings
 from dynamo.errors import ConfigError
+from dynamo.http.client import remedy
 
 
 @pytest.fixture
@@ -70,3 +72,15 @@ def test_several_or_none_are_an_error_with_a_remedy(state_dir: Path) -> None:
     (state_dir / "box.json").write_text("{")
     with pytest.raises(ConfigError, match="name the frontend with --url"):
         find_target(ClientSettings())
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy_text"),
+    [
+        (ConnectionRefusedError(111, "x"), "start it"),
+        (TimeoutError(), "dynamo ps"),
+        (ssl.SSLCertVerificationError("x"), "--tls-ca-cert-path"),
+    ],
+)
+def test_the_remedy_fits_the_cause(error: Exception, remedy_text: str) -> None:
+    assert remedy_text in remedy(error, "start it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from dynamo.serve.state.registered import registered_workers
 from dynamo.status.deployment import ask
 from dynamo.status.logs import last_line, planner_summary, progress_in
 from dynamo.status.models import FrontendSighting
-from dynamo.status.reading import problems_of
+from dynamo.status.reading import UnreadableCertificate, problems_of, trusting
 from dynamo.status.status_socket import StatusSocket
 
 
@@ -107,3 +108,14 @@ def test_a_deployment_that_stops_has_no_problems_to_mend() -> None:
     assert len(problems_of((failed,), (down,), stopping=False)) == 2
     (text,) = problems_of((failed,), (down,), stopping=True)
     assert "the deployment stops" in text
+
+
+def test_a_certificate_that_cannot_be_read_does_not_make_its_frontend_fail(tmp_path: Path) -> None:
+    file = tmp_path / "c.pem"
+    begin = trusting(file, "c.pem")
+    with socket.socket() as plain:
+        with pytest.raises(UnreadableCertificate, match=r"c\.pem: No such file"):
+            begin(plain)
+        file.write_text("x")
+        with pytest.raises(UnreadableCertificate, match=r"c\.pem: no PEM certificate"):
+            begin(plain)

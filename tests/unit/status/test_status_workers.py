@@ -48,11 +48,11 @@ def test_a_lease_alone_is_not_enough() -> None:
 
 
 def test_a_process_that_does_not_renew_its_lease() -> None:
-    for program, model, state in ((MOCKER, "tiny", "failed"), (MOCKER, None, "loading")):
+    for model, state in (("tiny", "failed"), (None, "loading")):
         mine = RegisteredWorker(pid=11, leases=(11,), model=model, silent=True)
-        found = one(seen(document(entry("d_W", program, 11)), registered={11: mine}))
+        found = one(seen(document(entry("d_W", MOCKER, 11)), registered={11: mine}))
         assert found.state == state
-    planner = document(entry("d_P", "dynamo.planner", 11))
+    planner = document(entry("d_P", [*PYTHON, "dynamo.planner"], 11))
     mine = RegisteredWorker(pid=11, leases=(11,), silent=True)
     found = one(seen(planner, registered={11: mine}))
     assert (found.state, found.remedy) == ("failed", "dynamo restart d_P")
