@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import tokenizers
 
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.protocols.codec import Tokens
@@ -40,6 +39,8 @@ class ReplyScript:
     """
 
     def __init__(self, path: str, tokenizer_path: Path) -> None:
+        import tokenizers  # takes 20 ms: only for a script
+
         self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_path))
         self._lines = [(line.match, self._ids(line.reply)) for line in _read(path)]
 

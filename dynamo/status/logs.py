@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from asyncinotify import Mask
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.status import OPERATOR_EVENTS, BoxEvent, PlannerReport, PlannerSummary
 from dynamo.runtime.discovery.layout import BadRecord, read_file
-from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.serve.state.events import EVENTS_FILE
 from dynamo.serve.state.process_table import same_process
 from dynamo.serve.supervision.output import telling_line

@@ -104,9 +104,9 @@ def _connect_proc() -> None:
         one for pid in list(fake_os.machine().processes) if (one := stat(pid)) is not None
     ]
     process_table.environment = lambda pid: dict(p.env) if (p := _process(pid)) else {}
-    import asyncinotify
+    from dynamo.runtime.process import inotify
 
-    opened = asyncinotify.Inotify.__init__
+    opened = inotify.InotifyInstance.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         opened(self, *args, **kwargs)
@@ -127,9 +127,9 @@ def _connect_proc() -> None:
 
     holders: dict[int, Process] = {}
     left_open: list[Any] = []
-    closed = asyncinotify.Inotify.close
-    asyncinotify.Inotify.__init__ = init  # type: ignore[method-assign]
-    asyncinotify.Inotify.close = close  # type: ignore[method-assign]
+    closed = inotify.InotifyInstance.close
+    inotify.InotifyInstance.__init__ = init  # type: ignore[method-assign]
+    inotify.InotifyInstance.close = close  # type: ignore[method-assign]
 
 
 def _connect_figures() -> None:

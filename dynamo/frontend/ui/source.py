@@ -13,7 +13,6 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
-from asyncinotify import Mask
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.ui.history import History, figures_of
@@ -32,7 +31,7 @@ from dynamo.protocols.status import (
     WorkerStatus,
 )
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.paths import state_path, write_atomic
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.status.logs import EventReader

@@ -14,13 +14,12 @@ from pathlib import Path, PurePath
 from urllib.parse import parse_qs
 
 import msgspec
-from asyncinotify import Mask
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.http import Exchange
 from dynamo.http.exchange import NEVER
 from dynamo.http.routes import Routes
-from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.status.logs import LogLine, LogReader, select_watchers
 
 log = logging.getLogger(__name__)

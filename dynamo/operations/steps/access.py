@@ -22,8 +22,6 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncinotify import Mask
-
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.operations.steps.circus import (
@@ -35,7 +33,7 @@ from dynamo.operations.steps.circus import (
 )
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits, budget_held
 from dynamo.runtime.discovery.layout import ensure_directories, lease_path
-from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, store_dir
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.gpus.room import crowded_gpus

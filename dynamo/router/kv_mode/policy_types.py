@@ -19,7 +19,6 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -239,6 +238,8 @@ def _policy_class(kind: str, directory: Path, where: str) -> Callable[..., Any]:
             module = _from_file(directory / place) if is_file else importlib.import_module(place)
             found = getattr(module, name)
         else:
+            from importlib.metadata import entry_points  # takes 25 ms
+
             known = {entry.name: entry for entry in entry_points(group=GROUP)}
             if kind not in known:
                 raise ConfigError(

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from asyncinotify import Mask
 
 from dynamo.errors import InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
@@ -30,7 +29,7 @@ from dynamo.runtime.discovery.layout import (
     shown,
 )
 from dynamo.runtime.discovery.store_watcher import StoreWatcher
-from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.os_process import host_id, start_ticks
 from dynamo.runtime.process.paths import private_dir, write_atomic
 from dynamo.runtime.process.sockets import StaleSockets

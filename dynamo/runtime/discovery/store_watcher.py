@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncinotify import Mask
-
 from dynamo.errors import ConfigError
 from dynamo.runtime.discovery.base import KeyCache
 from dynamo.runtime.discovery.layout import (
@@ -32,7 +30,7 @@ from dynamo.runtime.discovery.layout import (
     sweep,
 )
 from dynamo.runtime.discovery.leases import SLICE_S, LeaseTable
-from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.paths import private_dir
 from dynamo.runtime.process.sockets import StaleSockets
 

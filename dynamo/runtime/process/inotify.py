@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import enum
 import errno
 import itertools
 import logging
@@ -17,12 +19,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import asyncinotify
-from asyncinotify import Mask
-
 OnFileEvent = Callable[[str, int], None]
 """(name, mask): the name in the watched directory, "" for the watched path itself."""
 
+
+class Mask(enum.IntFlag):
+    """What happens at a path, and how it is watched, as inotify(7) names them."""
+
+    MODIFY = 0x2
+    ATTRIB = 0x4
+    CLOSE_WRITE = 0x8
+    MOVED_FROM = 0x40
+    MOVED_TO = 0x80
+    CREATE = 0x100
+    DELETE = 0x200
+    DELETE_SELF = 0x400
+    MOVE_SELF = 0x800
+    Q_OVERFLOW = 0x4000
+    IGNORED = 0x8000
+    ONLYDIR = 0x100_0000
+    MASK_ADD = 0x2000_0000
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _EVENT = struct.Struct("iIII")
 _OVERFLOW = int(Mask.Q_OVERFLOW)
 _IGNORED = int(Mask.IGNORED)
@@ -40,6 +59,33 @@ _sources: dict[asyncio.AbstractEventLoop, _Source] = {}
 _reported: set[int] = set()
 _descriptors = itertools.count(1)
 log = logging.getLogger(__name__)
+
+
+class InotifyInstance:
+    """An inotify instance of the kernel. Its calls raise OSError."""
+
+    def __init__(self) -> None:
+        self.fd = _checked(_LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+
+    def add_watch(self, path: Path, mask: int) -> int:
+        """Watch ``path``; return the number of the watch."""
+        name = ctypes.c_char_p(os.fsencode(path))
+        return _checked(_LIBC.inotify_add_watch(self.fd, name, ctypes.c_uint32(mask)))
+
+    def rm_watch(self, number: int) -> None:
+        """End the watch."""
+        _checked(_LIBC.inotify_rm_watch(self.fd, number))
+
+    def close(self) -> None:
+        """End all watches."""
+        os.close(self.fd)
+
+
+def _checked(result: int) -> int:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
 
 
 class Inotify:
@@ -126,8 +172,8 @@ class _Source:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.groups: list[Inotify] = []
         self._loop = loop
-        self._instance: asyncinotify.Inotify | None = None
-        self._kernel: dict[int, tuple[asyncinotify.Watch, list[_Watch]]] = {}
+        self._instance: InotifyInstance | None = None
+        self._kernel: dict[int, list[_Watch]] = {}
         self._polled: list[_Watch] = []
         self._timer: asyncio.TimerHandle | None = None
         _sources[loop] = self
@@ -135,30 +181,27 @@ class _Source:
     def add(self, watch: _Watch, mask: Mask) -> None:
         """Begin ``watch``. Raises OSError if its path does not exist."""
         try:
-            found = self._open().add_watch(watch.path, mask | Mask.MASK_ADD)
+            watch.number = self._open().add_watch(watch.path, mask | Mask.MASK_ADD)
         except OSError as error:
             if error.errno not in _LIMITS:
                 raise
             self._poll_instead(watch, error)
             return
-        watch.number = found.wd
-        watches = self._kernel.get(found.wd, (found, []))[1]
-        watches.append(watch)
-        self._kernel[found.wd] = (found, watches)
+        self._kernel.setdefault(watch.number, []).append(watch)
 
     def remove(self, watch: _Watch) -> None:
         """End ``watch``; the last one of a path ends that of the kernel."""
         watch.ended = True
         if watch in self._polled:
             self._polled.remove(watch)
-        found, watches = self._kernel.get(watch.number, (None, []))
-        if found is None or watch not in watches:
+        watches = self._kernel.get(watch.number, [])
+        if watch not in watches:
             return  # the path was removed, and the watch with it
         watches.remove(watch)
         if not watches:
             del self._kernel[watch.number]
             with contextlib.suppress(OSError):  # the path has just been removed
-                self._open().rm_watch(found)
+                self._open().rm_watch(watch.number)
 
     def leave(self, group: Inotify) -> None:
         """Forget ``group``; close the instance after the last one."""
@@ -179,10 +222,9 @@ class _Source:
             pass
         self._poll()
 
-    def _open(self) -> asyncinotify.Inotify:
+    def _open(self) -> InotifyInstance:
         if self._instance is None:
-            instance = asyncinotify.Inotify()
-            os.set_blocking(instance.fd, False)
+            instance = InotifyInstance()
             self._loop.add_reader(instance.fd, self._on_readable)
             self._instance = instance
         return self._instance
@@ -210,7 +252,7 @@ class _Source:
                 for group in tuple(self.groups):
                     group.overflowed()
                 continue
-            watches = self._kernel.get(number, (None, []))[1]
+            watches = self._kernel.get(number, [])
             if mask & _IGNORED:  # the kernel removed the watch; it may reuse the number
                 self._kernel.pop(number, None)
             name = os.fsdecode(data[offset - size : offset].rstrip(b"\0"))

@@ -11,12 +11,10 @@ import asyncio
 import logging
 from pathlib import Path
 
-from asyncinotify import Mask
-
 from dynamo.config import environ, from_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.paths import run_dir, write_atomic
 
 STOP_STAGE = "stop-stage"

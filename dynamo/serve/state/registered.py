@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from asyncinotify import Mask
-
 from dynamo.errors import ConfigError
 from dynamo.protocols.control import ENGINE_CONTROL, LeaseRecord, ModelCard, decode_card
 from dynamo.runtime.discovery.layout import (
@@ -29,7 +27,7 @@ from dynamo.runtime.discovery.layout import (
     names,
     read_file,
 )
-from dynamo.runtime.process.inotify import Inotify
+from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.os_process import host_id, is_running
 
 # A renewal only touches the file, which causes none of these events.

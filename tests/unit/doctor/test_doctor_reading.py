@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
@@ -10,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import asyncinotify
 import pynvml
 import pytest
 
@@ -27,6 +27,7 @@ from dynamo.doctor.read_deployment import (
     read_router,
 )
 from dynamo.doctor.read_machine import file_system, read_clock, read_limits, read_memory
+from dynamo.runtime.process import inotify
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.graph import parse_graph
 
@@ -39,8 +40,8 @@ def test_limits_and_memory_are_those_of_this_process() -> None:
     assert facts.locked_bytes == resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     assert facts.files_needed == 5000 and facts.transfers_blocks
     assert facts.tasks == -1 or facts.tasks_used > 0
-    with asyncinotify.Inotify() as one:
-        one.add_watch(Path("/"), asyncinotify.Mask.DELETE_SELF)
+    with contextlib.closing(inotify.InotifyInstance()) as one:
+        one.add_watch(Path("/"), inotify.Mask.DELETE_SELF)
         more = read_limits(5000, True, 7)
     assert more.inotify_instances_used > 0 and more.inotify_watches_used > 0
     assert more.inotify_instances == int(

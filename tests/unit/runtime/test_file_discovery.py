@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import asyncinotify
 import msgspec
 import pytest
 
@@ -613,7 +612,7 @@ async def test_without_inotify_the_store_is_read_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Exhausted(asyncinotify.Inotify):
+    class Exhausted(inotify.InotifyInstance):
         def __init__(self) -> None:
             if number == errno.EMFILE:
                 raise OSError(number, "Too many open files")
@@ -622,7 +621,7 @@ async def test_without_inotify_the_store_is_read_again_and_again(
         def add_watch(self, path: Any, mask: Any) -> Any:
             raise OSError(number, "No space left on device")
 
-    monkeypatch.setattr(asyncinotify, "Inotify", Exhausted)
+    monkeypatch.setattr(inotify, "InotifyInstance", Exhausted)
     monkeypatch.setattr(inotify, "_POLL_S", 0.02)
     monkeypatch.setattr(inotify, "_reported", set())
     log = Log()
@@ -653,7 +652,7 @@ async def test_reading_the_store_again_survives_errors(
     def exhausted(*_: object) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(asyncinotify, "Inotify", exhausted)
+    monkeypatch.setattr(inotify, "InotifyInstance", exhausted)
     monkeypatch.setattr(inotify, "_POLL_S", 0.01)
     looks, log = asyncio.Queue[Path](), Log()
     await store.watch("v1/", log).ready()
