@@ -103,7 +103,7 @@ def test_tools_round_trip(client: anthropic.Anthropic) -> None:
 def test_the_tool_runner(client: anthropic.Anthropic) -> None:
     asked = []
 
-    @anthropic.beta_tool
+    @anthropic.beta_tool  # type: ignore[untyped-decorator]
     def get_weather(city: str) -> str:
         """The weather of a city."""
         asked.append(city)

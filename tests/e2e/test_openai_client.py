@@ -73,7 +73,7 @@ def test_n_choices(client: openai.OpenAI) -> None:
     "prompt", ["Once upon a time", ["One", "Two"], [1001, 1002, 1003], [[1001], [1002, 1003]]]
 )
 def test_completions(client: openai.OpenAI, prompt: object) -> None:
-    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=5)  # type: ignore[call-overload]
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=5)
     several = isinstance(prompt, list) and not isinstance(prompt[0], int)
     assert len(answer.choices) == (2 if several else 1)
     assert all(choice.finish_reason == "length" for choice in answer.choices)

@@ -129,7 +129,7 @@ def test_the_anthropic_client_with_a_key_over_tls(secured: Secured) -> None:
 
     def client(**key: str) -> anthropic.Anthropic:
         http_client = anthropic.DefaultHttpxClient(verify=secured.authority.trust())
-        return anthropic.Anthropic(base_url=url, http_client=http_client, max_retries=0, **key)  # type: ignore[arg-type]
+        return anthropic.Anthropic(base_url=url, http_client=http_client, max_retries=0, **key)
 
     for key in ({"api_key": secured.user}, {"auth_token": secured.user}):
         with client(**key) as one:
