@@ -9,7 +9,7 @@ class SecondsCost:
 
     A prompt with ``t`` tokens to compute behind ``c`` cached ones takes ``fixed_s + t * token_s +
     t * (c + t / 2) * attention_s``, times the slot's slowness. Methods of a slot raise IndexError
-    for one that was not added. 112 bytes a slot, 1 MiB for blocks that were sent before.
+    for one that was not added. 128 bytes a slot, 1 MiB for blocks that were sent before.
     """
 
     def __init__(self) -> None: ...
@@ -20,11 +20,15 @@ class SecondsCost:
         unknown. Raises IndexError beyond slot 65,535."""
     def drop_slot(self, slot: int) -> None:
         """Forget what was learned of a slot whose worker is gone."""
-    def set_slowness(self, slot: int, slowness: float) -> None:
-        """Say how many times as long as the coefficients a slot takes. Raises ValueError unless it
-        is finite and positive."""
+    def measured(self, slot: int, tokens: float, attention: float, took_s: float) -> None:
+        """Learn the slowness of a slot from a prompt that took ``took_s`` there, at most 8 times
+        as long as it was expected to. Raises ValueError for a time that is negative or not finite.
+        """
     def slowness(self, slot: int) -> float:
-        """Return the slot's slowness."""
+        """Return how many times as long as the coefficients a slot takes, 1/16 to 16."""
+    def middle_slowness(self) -> float:
+        """Return the median of the slots that were measured, of two the lower; 1 without one.
+        O(slots)."""
     def set_queue(
         self,
         slot: int,

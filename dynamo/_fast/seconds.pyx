@@ -5,6 +5,7 @@ cimport cython
 from cpython cimport array
 from libc.math cimport exp, isfinite
 from libc.stdint cimport UINT32_MAX, int64_t, uint32_t, uint64_t
+from libcpp.algorithm cimport nth_element
 from libcpp.vector cimport vector
 
 from dynamo._fast.columns cimport check_items
@@ -30,6 +31,8 @@ cdef struct Slot:
     Work running
     double since_s
     double slowness
+    double took_s
+    double expected_s
     double capacity
     int64_t decoding
     double stored
@@ -76,11 +79,40 @@ cdef class SecondsCost:
         """Forget what was learned of a slot whose worker is gone."""
         self._slot(slot)[0] = _idle(0)
 
-    def set_slowness(self, Py_ssize_t slot, double slowness):
-        """Say how many times as long as the coefficients ``slot`` takes."""
-        if not (isfinite(slowness) and slowness > 0):
-            raise ValueError(f"slowness must be finite and positive, got {slowness}")
-        self._slot(slot).slowness = slowness
+    def measured(self, Py_ssize_t slot, double tokens, double attention, double took_s):
+        """Learn the slowness of ``slot`` from a prompt that took ``took_s`` there.
+
+        It is the ratio of two sums: engines compute prompts together, so that one took all of the
+        time and the next one none. The belief before the first prompt counts as much as two.
+        """
+        cdef Slot *state = self._slot(slot)
+        cdef Work prompt = Work(1.0, tokens, attention)
+        cdef double expected = self._work_s(&prompt)
+        if not (isfinite(took_s) and took_s >= 0):
+            raise ValueError(f"took_s must be finite and not negative, got {took_s}")
+        if not expected > 0:
+            return
+        if state.expected_s == 0:
+            state.took_s, state.expected_s = 2 * expected * state.slowness, 2 * expected
+        # Something else has stopped a prompt that took much longer.
+        took_s = min(took_s, MOST_LONGER * expected * state.slowness)
+        state.took_s += took_s - LEARNED * state.took_s
+        state.expected_s += expected - LEARNED * state.expected_s
+        state.slowness = min(max(state.took_s / state.expected_s, 1 / SLOWEST), SLOWEST)
+
+    def middle_slowness(self):
+        """Return the median of the slots that were measured, of two the lower; 1 without one.
+        O(slots)."""
+        cdef vector[double] found
+        cdef size_t i
+        for i in range(self._slots.size()):
+            if self._slots[i].expected_s > 0:
+                found.push_back(self._slots[i].slowness)
+        if found.empty():
+            return 1.0
+        i = (found.size() - 1) // 2
+        nth_element(found.begin(), found.begin() + i, found.end())
+        return found[i]
 
     def set_queue(self, Py_ssize_t slot, double prefills, double tokens, double attention,
                   double running_tokens, double running_attention, double since_s):
@@ -152,7 +184,10 @@ cdef class SecondsCost:
     cdef double _wait_s(self, const Slot *slot, double now_s) noexcept:
         # Clocks of two callers may differ a little: before `since_s` nothing has been computed.
         cdef double done = now_s - slot.since_s
-        cdef double running = self._work_s(&slot.running) * slot.slowness
+        cdef double running
+        if slot.queued.prefills <= 0:
+            return 0.0
+        running = self._work_s(&slot.running) * slot.slowness
         done = min(done, running) if done > 0 else 0.0
         return max(self._work_s(&slot.queued) * slot.slowness - done, 0.0)
 
@@ -259,6 +294,10 @@ cdef double TIE_S = 1e-4
 
 
 cdef double DEFAULT_CAPACITY = 4096
+cdef double SLOWEST = 16.0
+cdef double MOST_LONGER = 8.0
+# Each prompt counts a twentieth: 50 of them find a worker that has become twice as slow.
+cdef double LEARNED = 0.05
 # The load of a slot, and so of the pool, is that of about this time.
 cdef double DEMAND_S = 15.0
 cdef double MOST_POOL_USE = 30.0 / 31.0
@@ -286,7 +325,7 @@ cdef inline double _pressure(const Slot *slot) noexcept nogil:
 
 
 cdef inline Slot _idle(double capacity) noexcept nogil:
-    return Slot(Work(0, 0, 0), Work(0, 0, 0), 0, 1, capacity, 0, 0, 0, 0, 0)
+    return Slot(Work(0, 0, 0), Work(0, 0, 0), 0, 1, 0, 0, capacity, 0, 0, 0, 0, 0)
 
 
 cdef const uint32_t *_blocks(array.array column, str name, Py_ssize_t *width) except? NULL:

@@ -230,10 +230,7 @@ class ActiveLoad:
             cached = reservation.isl_tokens - prefill_tokens
             now_s = reservation.booked_at_s
             self._prefills.begin(reservation.slot, request_id, prefill_tokens, cached, now_s)
-            if self._seconds is not None:
-                slot = reservation.slot
-                if self._seconds.is_full(slot, self._sequences.load(slot)[1]):
-                    self._prefills.mark_waiting(slot)
+            self._mark_waiting(self._prefills, reservation.slot)
 
     def mark_prefill_complete(self, request_id: str, now_s: float) -> Reservation | None:
         """Release the prefill tokens; return the reservation the first time, else None."""
@@ -244,9 +241,15 @@ class ActiveLoad:
         self._sequences.end_prefill(reservation.handle)
         if self._prefills is not None:
             self._prefills.first_token(reservation.slot, request_id, now_s)
+            self._mark_waiting(self._prefills, reservation.slot)
         if self._seconds is not None:
             self._seconds.add_decoding(reservation.slot, 1)
         return reservation
+
+    def _mark_waiting(self, prefills: PrefillLoad, slot: int) -> None:
+        """Say that prompts of a slot wait for memory if it has no room for all."""
+        if self._seconds is not None and self._seconds.is_full(slot, self._sequences.load(slot)[1]):
+            prefills.mark_waiting(slot)
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
         """Count generated tokens, and the blocks they fill when output is tracked."""

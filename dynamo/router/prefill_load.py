@@ -56,6 +56,7 @@ class PrefillLoad:
         if active is None or prefill is None:
             return
         active.count(prefill)
+        self._learn(slot, active, prefill, now_s)
         oldest = active.oldest
         if prefill is oldest:
             self._advance_anchor(slot, active, now_s)
@@ -74,7 +75,7 @@ class PrefillLoad:
         """Note that prompts of ``slot`` wait for memory: the interval measures no speed."""
         active = self._slots.get(slot)
         if active is not None:
-            active.abandoned = True
+            active.abandoned, active.began_s = True, None
 
     def abandon(self, slot: int, request_id: str, now_s: float) -> None:
         """Remove a request that ended before its first token: it was dropped, not computed."""
@@ -83,7 +84,7 @@ class PrefillLoad:
         if active is None or prefill is None:
             return
         # How much of it was computed is unknown: the interval measures nothing.
-        active.abandoned = True
+        active.abandoned, active.began_s = True, None
         if prefill is active.oldest:
             self._advance_anchor(slot, active, now_s)
         self._show(slot, active)
@@ -149,13 +150,19 @@ class PrefillLoad:
                 active.since_s,
             )
 
+    def _learn(self, slot: int, active: _SlotPrefills, prefill: _Prefill, now_s: float) -> None:
+        """Learn how slow a worker is from the time since its first token before this one."""
+        began_s, active.began_s = active.began_s, now_s
+        if began_s is not None and self._seconds is not None and not self._model.hurries:
+            took_s = max(now_s - began_s, 0.0)
+            self._seconds.measured(slot, prefill.tokens, prefill.attention, took_s)
+
     def _observe(self, slot: int, interval: BusyInterval, now_s: float) -> None:
-        """Learn from an interval: first how slow this worker is, then, without that, the model."""
+        """Fit the model to an interval as a worker of the middle of the pool would take it."""
         seconds = self._seconds
-        if seconds is not None and isinstance(self._model, PrefillFit):
-            slowness = self._model.slowness(interval, seconds.slowness(slot))
-            seconds.set_slowness(slot, slowness)
-            interval = interval._replace(seconds=interval.seconds / slowness)
+        if seconds is not None:
+            slower = seconds.slowness(slot) / seconds.middle_slowness()
+            interval = interval._replace(seconds=interval.seconds / slower)
         self._model.observe(interval, now_s)
         if seconds is not None and isinstance(self._model, PrefillFit):
             seconds.set_fit(*self._model.estimate)
@@ -174,6 +181,7 @@ class _SlotPrefills:
     """The active prefills of one slot, and the totals of the current interval.
 
     ``tokens`` and ``attention`` are the sums of all active ones; the oldest began at ``since_s``.
+    Nothing but the next one to end was computed since ``began_s``; None: not known.
     """
 
     __slots__ = (
@@ -183,6 +191,7 @@ class _SlotPrefills:
         "_tokens",
         "abandoned",
         "attention",
+        "began_s",
         "oldest",
         "prefills",
         "since_s",
@@ -193,6 +202,7 @@ class _SlotPrefills:
         self.prefills: dict[str, _Prefill] = {}
         self.oldest = oldest
         self.since_s = now_s
+        self.began_s: float | None = now_s
         self.tokens, self.attention = 0, 0.0
         self._restart(now_s)
 

@@ -37,8 +37,6 @@ _ROUNDS = 6
 _DESCENT = 60
 _LEAST_SPREAD = 0.02
 _LEAST_S = 1e-6
-_SLOWNESS_SHARE = 0.05
-_SLOWEST = 16.0
 _PRIOR = (0.02, 1e-4, 0.0)
 """Of the cost in seconds until prefills are measured: 10,000 tokens a second."""
 log = logging.getLogger(__name__)
@@ -130,19 +128,6 @@ class PrefillFit:
     def hurries(self) -> bool:
         """Whether the first measurements are wanted, however rough: the prior knows no GPU."""
         return self._prior is not None and self.terms is None
-
-    def slowness(self, interval: BusyInterval, before: float) -> float:
-        """Return how many times as long as expected a worker takes, ``before`` and now.
-
-        Each prefill counts a twentieth: 50 of them find a worker that has become twice as slow.
-        """
-        a, b, c = self.estimate
-        expected_s = interval.prefills * a + interval.tokens * b + interval.attention * c
-        if self.terms is None or expected_s <= 0:
-            return before
-        kept = (1 - _SLOWNESS_SHARE) ** interval.prefills
-        found = math.pow(before, kept) * math.pow(interval.seconds / expected_s, 1 - kept)
-        return min(max(found, 1 / _SLOWEST), _SLOWEST)
 
     def observe(self, interval: BusyInterval, now_s: float) -> None:
         """Add a sample, and fit again when due."""

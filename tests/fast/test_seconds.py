@@ -17,7 +17,7 @@ slots = st.builds(
     oracle.Slot,
     queue=st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 50_000)), max_size=4),
     since_s=st.floats(0, 20),
-    slowness=st.floats(0.1, 10),
+    measured=st.lists(st.tuples(st.integers(1, 50_000), st.floats(0, 20)), max_size=6),
     capacity=st.sampled_from([0, 10, 1000]),
     decoding=few,
     decode_blocks=st.integers(0, 2000),
@@ -52,14 +52,16 @@ def test_costs_equal_the_reference(
     made.set_fit(fit.fixed_s, fit.token_s, fit.attention_s)
     for number, slot in enumerate(given_slots):
         made.add_slot(number, slot.capacity)
-        made.set_slowness(number, slot.slowness)
+        for tokens, ratio in slot.measured:
+            attention = tokens * tokens / 2
+            made.measured(number, tokens, attention, ratio * fit.work_s(1, tokens, attention))
         made.add_decoding(number, slot.decoding)
         for at_s, work_s in slot.spent:
             made.spend(number, work_s, at_s)
-        attention = [t * (c + t / 2) for t, c in slot.queue]
+        each = [t * (c + t / 2) for t, c in slot.queue]
         if slot.queue:
-            sums = len(slot.queue), sum(t for t, _ in slot.queue), sum(attention)
-            made.set_queue(number, *sums, slot.queue[0][0], attention[0], slot.since_s)
+            sums = len(slot.queue), sum(t for t, _ in slot.queue), sum(each)
+            made.set_queue(number, *sums, slot.queue[0][0], each[0], slot.since_s)
     count = len(given_slots)
     out, terms = array("d", bytes(8 * count)), array("d", bytes(32 * count))
     best, least_wait, least_work, price = made.costs(
@@ -105,6 +107,19 @@ def test_blocks_wanted_again_that_no_slot_holds_are_pressure_on_their_last_slot(
     assert made.pressure(0) < 1e-6  # and forgotten
 
 
+def test_the_middle_of_those_that_were_measured() -> None:
+    made = SecondsCost()
+    made.set_fit(1.0, 0.0, 0.0)
+    for slot in range(5):
+        made.add_slot(slot, 0)
+    assert made.middle_slowness() == 1.0
+    for slot, took_s in ((0, 3.0), (1, 1.0), (3, 2.0), (4, 5.0)):
+        made.measured(slot, 1.0, 0.0, took_s)
+    assert made.middle_slowness() == made.slowness(3) == pytest.approx(3.9 / 2.9)
+    made.drop_slot(3)
+    assert made.middle_slowness() == made.slowness(0)
+
+
 def test_what_is_remembered_is_bounded() -> None:
     made = SecondsCost()
     made.add_slot(0, 0)
@@ -119,13 +134,13 @@ def test_what_is_remembered_is_bounded() -> None:
 def test_bad_arguments_are_refused() -> None:
     made = SecondsCost()
     with pytest.raises(IndexError):
-        made.set_slowness(0, 1.0)
+        made.measured(0, 1.0, 0.0, 1.0)
     with pytest.raises(IndexError):
         made.add_slot(65_536, 1.0)
     made.add_slot(3, 0)
-    for slowness in (0.0, -1.0, float("nan"), float("inf")):
+    for took_s in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError):
-            made.set_slowness(3, slowness)
+            made.measured(3, 1.0, 0.0, took_s)
     with pytest.raises(ValueError):
         made.set_fit(0.0, float("nan"), 0.0)
     columns = array("q", bytes(32)), array("d", bytes(32))

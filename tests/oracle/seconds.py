@@ -25,11 +25,12 @@ class Fit:
 @dataclass(frozen=True)
 class Slot:
     """One candidate: its queue as (tokens, cached tokens) of each prompt, the prompt's blocks
-    there, and what it was sent before as (when, seconds of work)."""
+    there, and what it was sent before as (when, seconds of work). ``measured`` are prompts that it
+    has computed, as (tokens, times as long as the fit says)."""
 
     queue: Sequence[tuple[int, int]]
     since_s: float
-    slowness: float
+    measured: Sequence[tuple[int, float]]
     capacity: int
     decoding: int
     decode_blocks: int
@@ -39,9 +40,23 @@ class Slot:
     shared: int
     spent: Sequence[tuple[float, float]]
 
+    def slowness(self, fit: Fit) -> float:
+        """How many times as long as the fit says it takes."""
+        took = expected = 0.0
+        found = 1.0
+        for tokens, ratio in self.measured:
+            work = fit.work_s(1, tokens, tokens * tokens / 2)
+            if work:
+                took, expected = took or 2 * work, expected or 2 * work
+                took = 0.95 * took + min(ratio, 8 * found) * work
+                expected = 0.95 * expected + work
+                found = min(max(took / expected, 1 / 16), 16)
+        return found
+
     def wait_s(self, fit: Fit, now_s: float, held_s: float) -> float:
         """Seconds until it begins with the prompt."""
-        each = [self.slowness * fit.work_s(1, t, t * (c + t / 2)) for t, c in self.queue]
+        slowness = self.slowness(fit)
+        each = [slowness * fit.work_s(1, t, t * (c + t / 2)) for t, c in self.queue]
         done = min(max(now_s - self.since_s, 0), each[0]) if each else 0
         excess = self.decode_blocks - self.capacity
         full_s = held_s * excess / self.decode_blocks if self.capacity and excess > 0 else 0
@@ -97,8 +112,9 @@ def costs(
     price = others(prompt, slots, now_s)
     found = []
     for slot in slots:
-        work = slot.slowness * prompt.work_s(fit, slot)
-        added = work - slot.slowness * least
+        slowness = slot.slowness(fit)
+        work = slowness * prompt.work_s(fit, slot)
+        added = work - slowness * least
         rebate = min(prompt.rent, (1 + price) * added)
         own = least * delay(prompt.assumed + slot.use(now_s), 0.8)
         running = slot.decoding * (prompt.stall * work + 1e-4)

@@ -137,6 +137,22 @@ def test_workers_of_two_speeds_share_the_work_by_their_speed() -> None:
     assert sum(pool.ttft_s[-1000:]) < sum(even.ttft_s[-1000:])
 
 
+def test_a_few_prompts_find_a_worker_that_is_slow_from_the_start() -> None:
+    pool = Pool(4)
+    pool.slowness[1] = 3.0
+    sent = pool.load(20, 0.5)
+    while sent[1] < 10:
+        sent += pool.load(1, 0.5)
+    pool.run_until(pool.now_s + 60)
+    assert relative(pool) > 2.2
+
+
+def test_noise_does_not_shift_how_slow_all_workers_seem() -> None:
+    pool = Pool(4, 0.5)
+    pool.load(3000, 0.6)
+    assert all(0.7 < pool.found(worker_id) < 1.8 for worker_id in pool.slowness)
+
+
 def test_one_prompt_is_enough_to_correct_a_prior_that_is_wrong_by_ten() -> None:
     pool = Pool(1)
     pool.slowness[1] = 10.0
