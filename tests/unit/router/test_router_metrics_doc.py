@@ -1,4 +1,4 @@
-"""docs/router-metrics.md explains every metric of the router."""
+"""docs/router-metrics.md and, for its queue, docs/routing/queue.md explain the router's metrics."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from dynamo.router.caches import indexer
 from dynamo.router.discovery import kv_router
 from dynamo.router.eligibility import eligibility_filter as eligibility
 
-PAGE = Path(__file__).parents[3] / "docs/router-metrics.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE, QUEUE = DOCS / "router-metrics.md", DOCS / "routing/queue.md"
 SPECS = declared_in(metrics, active, indexer, kv_router, eligibility, sync)
 PREFIXES = (
     "dynamo_component_router",
     "dynamo_component",
     "dynamo_router_overhead",
     "dynamo_frontend_worker",
+    "dynamo_frontend_router_queue",
+    "dynamo_frontend_router_admission",
 )
 GROUPS = ("_predicted_", "_approximate_")
 """Families that the page explains together, as ``dynamo_component_router_predicted_…``."""
@@ -29,6 +32,7 @@ GROUPS = ("_predicted_", "_approximate_")
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_every_family_is_explained(spec: AnySpec) -> None:
     present = PAGE.read_text().partition("## Dynamo's names that are not here")[0]
+    present += QUEUE.read_text()
     tails = {spec.name.removeprefix(prefix) for prefix in PREFIXES}
     if not any(f"`{name}`" in present for name in (spec.name, *tails)):
         assert any(group in spec.name and f"{group}…`" in present for group in GROUPS)
