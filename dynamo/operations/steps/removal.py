@@ -116,12 +116,21 @@ async def _finish(access: LocalAccess, entry: Entry, is_prefill: bool) -> None:
     graceful_s = await access.graceful_timeout_s(entry.name)
     await _drain(access, entry, is_prefill)
 
+    async def ended() -> bool:
+        found = access.document().components.get(entry.name)
+        return found is None or not found.processes
+
     async def exited() -> bool:
         return await has_exited(access, entry.name)
 
-    # The arbiter removes the watcher of a draining worker that has exited.
-    if entry.pids and not await wait_until(exited, access.registrations, loop.time() + graceful_s):
-        log.warning("%s: has not finished within %g s; stopping it", entry.name, graceful_s)
+    if entry.pids:
+        if await wait_until(ended, access.registrations, loop.time() + graceful_s):
+            # The arbiter removes the watcher at the exit of a draining worker, not of one that had
+            # exited before it was marked.
+            until_s = loop.time() + _ARBITER_WRITES_WITHIN_S
+            await wait_until(exited, access.registrations, until_s)
+        else:
+            log.warning("%s: has not finished within %g s; stopping it", entry.name, graceful_s)
     await access.remove_watcher(entry.name, loop.time() + graceful_s + COMMAND_TIMEOUT_S)
     await wait_until_gone(access, entry.name, graceful_s)
 

@@ -237,6 +237,20 @@ async def test_a_worker_that_dies_while_it_drains_is_not_restarted(given: Fixtur
 
 
 @simulated()
+async def test_a_worker_whose_watcher_is_stopped_does_not_wait_for_its_drain_timeout(
+    given: Fixture,
+) -> None:
+    """Its process exits, and the arbiter keeps the watcher: it was stopped before the drain."""
+    given.world.faults = Faults(drain_s=(1, 1))
+    stopping = asyncio.get_running_loop().create_task(given.world.stop("dynamo_W"))
+    began_s = now_s()
+    assert await given.connector.remove("W") == "dynamo_W"
+    await stopping
+    assert 1 <= now_s() - began_s < 8
+    assert given.entry("W").gpus == () and "dynamo_W" not in given.world.watchers
+
+
+@simulated()
 async def test_the_newest_goes_first(given: Fixture) -> None:
     for _ in range(2):
         await given.connector.add("W")
