@@ -1,4 +1,4 @@
-"""Find the frontend that a verb means, and send it requests, with errors that name the remedy.
+"""Find the frontend that a verb means, send it requests, open its web page (``dynamo web``).
 
 They connect to the frontend itself: ``http_proxy`` and its like have no effect.
 """
@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+import sys
+import webbrowser
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from dynamo.bench.client import error_message
+from dynamo.cli.options import WebSettings
 from dynamo.cli.text_table import printable
+from dynamo.config import environ, load
 from dynamo.config.client import ClientSettings, FrontendClientSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError, Unavailable
 from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_url, remedy
-from dynamo.http.tls import client_context
+from dynamo.http.tls import client_context, unverified_context
+from dynamo.protocols.status import BoxStatus
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import chosen_runtime
-from dynamo.status.reading import worker_names
+from dynamo.status.reading import BoxCollector, worker_names
 
 Names = Mapping[str, str]
 """The names of workers by their ids; one that has ended since is shown by its id."""
@@ -33,6 +38,9 @@ _T = TypeVar("_T")
 _DEFAULT_URL = "http://127.0.0.1:8000"
 START = "start a deployment with dynamo serve, or name an endpoint with --url"
 """What to do where nothing listens."""
+_WEB = "Print the address of the web page of a running deployment, and open it."
+_WEB_END = """Exit status: 0 the page is served, 1 it is not, and why, 2 a bad flag."""
+_PAGE_S = 5.0
 
 
 def find_target(settings: ClientSettings) -> Target:
@@ -124,3 +132,55 @@ async def connect(client: HttpClient, target: Target, tls: ssl.SSLContext | None
     """Connect ``client`` to ``target`` itself. Raises OSError, UnicodeError."""
     context = (tls or client_context(target.ca_path)) if target.tls else None
     await client.connect(target.host, target.port, context)
+
+
+def web(argv: Sequence[str] | None = None) -> int:
+    """Run ``dynamo web``; return the exit status."""
+    (settings,) = load("dynamo web", _WEB, [WebSettings], argv, epilog=_WEB_END)
+    try:
+        url = page_url(BoxCollector(chosen_runtime(settings.namespace)).collect())
+    except DynamoError as error:
+        print(f"dynamo web: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    print(url)
+    if settings.open and _has_display():
+        webbrowser.open(url)
+    return 0
+
+
+def page_url(box: BoxStatus) -> str:
+    """Return the address of the page, after a look whether it is served. Raises Unavailable."""
+    if box.state != "running":
+        raise Unavailable(
+            f"no deployment runs in namespace {box.namespace!r}; start one: dynamo serve GRAPH"
+        )
+    if box.frontend == "none":
+        raise Unavailable("the deployment has no frontend; add one to its graph: dynamo reload")
+    if box.frontend in ("down", "loading"):
+        suspect = min(box.others, key=lambda one: one.state == "ready", default=None)
+        remedy = f"dynamo logs {suspect.name}" if suspect else "dynamo ps"
+        where = box.url or "its address"
+        raise Unavailable(f"the frontend does not answer at {where}; see why: {remedy}")
+    _check_served(box.url)
+    return f"{box.url}/ui"
+
+
+def _check_served(base: str) -> None:
+    target = parse_url(base)
+    url = f"{base}/ui"
+    try:
+        status = asyncio.run(call(target, "GET", "/ui", b"", _PAGE_S, unverified_context())).status
+    except (OSError, UnicodeError, ResponseError) as error:
+        raise Unavailable(f"can't reach {url}: {cause(error)}; see: dynamo ps") from None
+    if status == 404:
+        raise Unavailable(
+            f"{url} is off: give the frontend --ui (DYN_HTTP_UI=1); by default it is served on "
+            "a loopback address alone, and never with DYN_DISABLE_FRONTEND_ADMIN_API"
+        )
+    if status != 200:
+        raise Unavailable(f"{url} answered {status}; see: dynamo ps")
+
+
+def _has_display() -> bool:
+    variables = environ()
+    return bool(variables.get("DISPLAY") or variables.get("WAYLAND_DISPLAY"))

@@ -24,7 +24,7 @@ VERBS = {
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
     "doctor": ("dynamo.cli.doctor", "find what disturbs a deployment on this machine"),
     "ps": ("dynamo.cli.ps", "show the models, their workers, and what is wrong"),
-    "web": ("dynamo.cli.web", "print and open the web page of a deployment"),
+    "web": ("dynamo.cli.frontend_client:web", "print and open the web page of a deployment"),
     "state": ("dynamo.cli.state", "show or repair the statefile of a deployment"),
     "top": ("dynamo.cli.top", "show GPUs, models, workers and requests live, with keys to act"),
     "logs": ("dynamo.cli.logs", "show the output of processes"),

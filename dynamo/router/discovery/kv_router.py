@@ -18,8 +18,13 @@ from dynamo.router.caches.predicted import (
     PredictionCounts,
 )
 from dynamo.router.discovery.event_feed import EventFeed
-from dynamo.router.discovery.router import ConnectedRouter, InstanceSource, RoutedWorkers
-from dynamo.router.discovery.saved_speed import SpeedFile, speed_file
+from dynamo.router.discovery.router import (
+    ConnectedRouter,
+    InstanceSource,
+    RoutedWorkers,
+    SpeedFile,
+    speed_file,
+)
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.kv_mode.policy import make_kv_picker

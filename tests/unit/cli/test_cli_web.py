@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynamo.cli import web
+from dynamo.cli import frontend_client as client
 from dynamo.errors import Unavailable
 from dynamo.protocols.status import BoxStatus, WorkerStatus
 
@@ -60,17 +60,17 @@ def box(url: str = "", state: str = "running", frontend: str = "ready") -> BoxSt
 )
 def test_why_there_is_no_page(seen: BoxStatus, words: str) -> None:
     with pytest.raises(Unavailable, match=words):
-        web.page_url(seen)
+        client.page_url(seen)
 
 
 def test_a_page_that_is_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert web.page_url(box(url)) == f"{url}/ui"
+    assert client.page_url(box(url)) == f"{url}/ui"
     monkeypatch.setattr(Frontend, "status", 404)
     with pytest.raises(Unavailable, match="is off: give the frontend --ui"):
-        web.page_url(box(url))
+        client.page_url(box(url))
     monkeypatch.setattr(Frontend, "status", 503)
     with pytest.raises(Unavailable, match="answered 503"):
-        web.page_url(box(url))
+        client.page_url(box(url))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_a_browser_is_opened_where_there_is_a_display(
     monkeypatch.setattr(webbrowser, "open", opened.append)
     monkeypatch.setenv("DISPLAY", display)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    monkeypatch.setattr(web, "BoxCollector", lambda runtime: SimpleNamespace(collect=seen.pop))
-    assert web.main(flags) == 0
+    monkeypatch.setattr(client, "BoxCollector", lambda runtime: SimpleNamespace(collect=seen.pop))
+    assert client.web(flags) == 0
     assert capsys.readouterr().out == f"{url}/ui\n"
     assert opened == ([f"{url}/ui"] if opens else [])
 
@@ -100,5 +100,5 @@ def test_without_a_deployment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DYN_LOCAL_STATE_DIR", str(tmp_path))
-    assert web.main(["--namespace", "nowhere"]) == 1
+    assert client.web(["--namespace", "nowhere"]) == 1
     assert "no deployment runs in namespace 'nowhere'" in capsys.readouterr().err

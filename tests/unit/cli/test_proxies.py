@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli import bench, chat, explain, record, route, web
+from dynamo.cli import bench, chat, explain, frontend_client, record, route
 from dynamo.errors import Unavailable
 from dynamo.protocols.status import BoxStatus
 
@@ -87,7 +87,7 @@ def test_the_web_page_is_looked_for_without_a_key(
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     box = BoxStatus(namespace="n", state="running", at_s=0.0, frontend="ready", url=frontend)
     with pytest.raises(Unavailable, match="is off"):
-        web.page_url(box)
+        frontend_client.page_url(box)
     assert Frontend.keys == [""]
 
 

@@ -12,7 +12,7 @@ from live_kit import WORKERS, Box, until
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.router.discovery import kv_router
-from dynamo.router.discovery.saved_speed import DIRECTORY, SavedSpeed, speed_file
+from dynamo.router.discovery.router import DIRECTORY, SavedSpeed, speed_file
 from dynamo.router.prefill_model import BusyInterval, PrefillFit, PrefillSpeed
 
 SPEED = PrefillSpeed(fixed_s=0.5, token_s=1e-3, attention_s=1e-9, samples=64)
