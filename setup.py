@@ -22,12 +22,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 MODES: dict[str, dict[str, list[str]]] = {
-    "release": {"compile": ["-O3", "-DNDEBUG"], "link": []},
+    "release": {"compile": ["-O3", "-g0", "-DNDEBUG"], "link": []},
     "debug": {"compile": ["-O0", "-g", "-UNDEBUG"], "link": []},
     "sanitize": {
         "compile": [
             "-O1",
-            "-g",
+            "-g1",  # lines of stack traces
             "-UNDEBUG",
             "-fno-omit-frame-pointer",
             "-fsanitize=address,undefined",
@@ -81,7 +81,7 @@ def compile_strictly() -> list[Extension]:
         modules = cythonize(
             extensions,
             build_dir=f"build/{mode}",
-            annotate=checked,
+            annotate=mode == "debug",
             compiler_directives={
                 "language_level": 3,
                 "binding": True,

@@ -17,7 +17,7 @@ venv_ready() {
             ! { [ -z "$extra" ] && [ "$(cat "$root/.venv/.installed-test" 2>/dev/null)" = "$now" ]; }; then
             _venv_create "$root" || exit 1
             spec="$root${extra:+[$extra]}"
-            echo "scripts: installing into .venv; compiling costs 90 s of CPU time, once" >&2
+            echo "scripts: installing into .venv; compiling costs 75 s of CPU time, once" >&2
             # pip shows no output of a build: setup.py writes its progress to our terminal.
             export DYNAMO_PROGRESS="/proc/$BASHPID/fd/2"
             if [ -z "$extra" ] && _venv_locked "$root" >&2; then

@@ -90,7 +90,7 @@ def _files(tree: Path) -> dict[str, bytes]:
 def _reuse_build(tree: Path) -> None:
     """Put what was translated and compiled for the checkout, from the same sources, into ``tree``.
 
-    A build takes it as its own, because it is newer than the sources; else it takes 90 s of CPU.
+    A build takes it as its own, because it is newer than the sources; else it takes 75 s of CPU.
     """
     for pattern, folder in (
         (f"build/{MODE}/dynamo/_fast/*.cpp", ""),
