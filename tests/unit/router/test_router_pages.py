@@ -37,8 +37,12 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
 
 ROUTER = "dynamo_component_router"
 OVERHEAD = "dynamo_router_overhead"
+QUEUE = ("dynamo_frontend_router_queue_", "dynamo_frontend_router_admission_")
+"""Metrics of the queue before a router, which these have not."""
 SPECS = {
-    spec.name: spec for spec in declared_in(metrics, active, indexer, kv_router, eligibility_filter)
+    spec.name: spec
+    for spec in declared_in(metrics, active, indexer, kv_router, eligibility_filter)
+    if not spec.name.startswith(QUEUE)
 }
 PREDICTED = [name for name in SPECS if re.search("_predicted_|_approximate_", name)]
 
