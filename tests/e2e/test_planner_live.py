@@ -107,7 +107,7 @@ def test_an_engine_of_ones_own_is_scaled(serving: Serving) -> None:
     with under_load(port, clients=1, tokens=TOKENS) as load:
         with under_load(port, clients=9, tokens=TOKENS) as more:
             serving.until(lambda: len(workers(serving)) == 2)
-        assert [worker["gpus"] for worker in shown(serving)["workers"]] == [["0"], ["1"]]
+            serving.until(lambda: gpus_shown(serving) == [["0"], ["1"]])
         serving.until(lambda: len(workers(serving)) == 1)
     assert not load.failures and not more.failures
     assert workers(serving) == {f"{serving.namespace}_Worker": [0]}
@@ -122,6 +122,11 @@ def shown(serving: Serving) -> Any:
     env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=True)
     return json.loads(done.stdout)
+
+
+def gpus_shown(serving: Serving) -> list[list[str]]:
+    """The GPUs of each worker that is listed: one whose GPU is reserved may not be yet."""
+    return [worker["gpus"] for worker in shown(serving)["workers"]]
 
 
 def changes(serving: Serving) -> list[DecisionRecord]:

@@ -61,6 +61,15 @@ class World:
             while not condition():  # noqa: ASYNC110 - the server is in another thread
                 await asyncio.sleep(0.01)
 
+    async def held(self) -> ScaledService:
+        """Wait until the connector sees a change that the operator has not applied."""
+        async with asyncio.timeout(30):
+            while True:
+                found = await self.service()
+                if found and found.held:
+                    return found
+                await asyncio.sleep(0.01)
+
     async def ready(self, count: int, name: str = "Worker") -> ScaledService:
         """Wait until so many workers serve and no others are listed; return the service."""
         async with asyncio.timeout(30):
@@ -387,8 +396,7 @@ async def test_an_operator_that_is_down_is_waited_for(world: World) -> None:
     world.operator.paused = True
     adding = asyncio.get_running_loop().create_task(world.connector.add("Worker"))
     await world.until(lambda: world.replicas() == 2)
-    service = await world.service()
-    assert service is not None
+    service = await world.held()
     assert [one.state for one in service.workers] == [READY, STARTING]
     assert service.held == "the operator has not applied generation 2 yet"
     world.operator.paused = False
