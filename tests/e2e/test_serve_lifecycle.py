@@ -190,9 +190,9 @@ def test_a_killed_worker_is_restarted_at_once(serving: Serving) -> None:
 
 
 def test_a_draining_sibling_does_not_delay_a_restart(serving: Serving) -> None:
-    serving.start("Slow: {run: SLEEPER, drain: 4}\nB: {run: SLEEPER}\n")
+    serving.start("Slow: {run: SLEEPER, drain: 12}\nB: {run: SLEEPER}\n")
     (old,) = serving.wait_for_pids("B")
-    words = ("stop", f"{serving.namespace}_Slow", "--waiting")
+    words = ("--timeout", "40", "stop", f"{serving.namespace}_Slow", "--waiting")
     control = subprocess.Popen([CIRCUSCTL, "--endpoint", serving.endpoint, *words])
     with control:
         (slow,) = serving.pids("Slow")
@@ -201,7 +201,7 @@ def test_a_draining_sibling_does_not_delay_a_restart(serving: Serving) -> None:
         os.kill(old, signal.SIGKILL)
         serving.wait_for_pids("B", unlike=old)
         assert psutil.pid_exists(slow), "it still drains"
-        assert control.wait(15) == 0
+        assert control.wait(40) == 0
     assert serving.stop() == 0
     assert "Traceback" not in serving.text()
 
