@@ -33,7 +33,7 @@ DESCRIPTION = "Show the output of the processes of a deployment, also after its 
 EPILOG = """NAME is a worker (dynamo_Worker_1) or a service. Lines of several processes have their
 names before them, and are sorted by the times in them. Ctrl-C ends -f.
 Exit status: 0 shown, 2 there is no such name, or no log."""
-_EVENTS = "Show what happened to a deployment and who asked for it, also after its end."
+_EVENTS = "List the events of a deployment and the users that caused them, also after its end."
 _EVENTS_END = """Each line has the time, the kind of event, the worker, service or model, and the
 operator or program that asked for it, if any. Ctrl-C ends -f.
 Exit status: 0 shown, 2 wrong --since, or several deployments and none is chosen."""

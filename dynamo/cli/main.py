@@ -30,7 +30,7 @@ VERBS = {
     "logs": ("dynamo.cli.logs", "show the output of processes"),
     "events": (
         "dynamo.cli.logs:events",
-        "show what happened: deaths, starts, decisions, who did what",
+        "list deaths, starts, decisions and operations with their users",
     ),
     "stop": ("dynamo.cli.background", "end the running deployment; requests in flight finish"),
     "restart": ("dynamo.cli.operate:restart", "replace the processes of a worker or a service"),
