@@ -25,6 +25,7 @@ def adapters(lora: Path) -> tuple[str, str]:
     return "--lora-modules", f"pirate={lora}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before the distribution reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip without vLLM; allow for the start of an engine in any test. Tests that share the
     engines of the session share a process, too."""

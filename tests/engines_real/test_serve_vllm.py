@@ -115,6 +115,8 @@ def test_the_first_request_starts_an_engine_which_leaves_when_idle(
     tree = [psutil.Process(worker), *psutil.Process(worker).children(recursive=True)]
     serving.wait_for("removed vllm_Worker_1 from Worker", 60)
     assert not psutil.wait_procs(tree, timeout=5)[1]
+    # The wait for the start is no cost of a request, for which more engines would be started.
+    assert not re.search(r"decode \d+ -> [2-9]", serving.text())
     assert serving.document()["components"]["vllm_Worker"]["resources"] == {}
     assert serving.stop(timeout_s=60) == 0
     serving.assert_clean()

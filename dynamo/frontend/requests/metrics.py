@@ -72,6 +72,16 @@ _DURATION = histogram(
 _TTFT = histogram(
     "dynamo_frontend_time_to_first_token_seconds", "Time to first token", TTFT_BUCKETS, "model"
 )
+_TTFT_WORKER_WAIT = counter(
+    "dynamo_frontend_time_to_first_token_worker_wait_seconds_total",
+    "The part of the times to first token in which the model had no worker",
+    "model",
+)
+_DURATION_WORKER_WAIT = counter(
+    "dynamo_frontend_request_worker_wait_seconds_total",
+    "The part of the durations of requests in which the model had no worker",
+    "model",
+)
 _ITL = histogram(
     "dynamo_frontend_inter_token_latency_seconds", "Inter-token latency", _ITL_BUCKETS, "model"
 )
@@ -389,7 +399,9 @@ class ModelMetrics(Outcomes):
         self.isl = metrics.child(_ISL, name)
         self.osl = metrics.child(_OSL, name)
         self.cached = metrics.child(_CACHED, name)
-        # Families: a model without images or embeddings has no series of them.
+        # Families: a model has no series of what it never had: a cold start, images, embeddings.
+        self.ttft_worker_wait = metrics.family(_TTFT_WORKER_WAIT)
+        self.duration_worker_wait = metrics.family(_DURATION_WORKER_WAIT)
         self.images = metrics.family(_IMAGES)
         self.image_tokens = metrics.family(_IMAGE_TOKENS)
         self.embedding = metrics.family(_EMBEDDING)

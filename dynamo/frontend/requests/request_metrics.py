@@ -113,7 +113,10 @@ class RequestMetrics(RequestFigures, kw_only=True):
             return
         self.first_token_s = now_s
         self.stage = None
-        self.of_model.ttft.observe(now_s - self.received_s)
+        model = self.of_model
+        model.ttft.observe(now_s - self.received_s)
+        if self.resumed_s or self.rerouted_s:
+            model.ttft_worker_wait[model.name,].value += self.worker_wait_s()
         roundtrip_s = now_s - self.sent_s
         self.shared.roundtrip_stage.observe(roundtrip_s)
         self.shared.plane_roundtrip.observe(roundtrip_s)
@@ -214,7 +217,9 @@ class RequestMetrics(RequestFigures, kw_only=True):
         model.active.value -= 1
         self.ended_s = time.monotonic()
         if self.resumed_s or self.rerouted_s:
-            shared.worker_wait_stage.observe(self.worker_wait_s())
+            waited_s = self.worker_wait_s()
+            shared.worker_wait_stage.observe(waited_s)
+            model.duration_worker_wait[model.name,].value += waited_s
         model.duration.observe(self.ended_s - self.received_s)
         if self.info.endpoint == EMBEDDINGS:
             model.embedding[model.name,].observe(self.ended_s - self.received_s)

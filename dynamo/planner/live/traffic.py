@@ -17,8 +17,11 @@ _QUEUED, _ACTIVE = "queued_requests", "active_requests"
 _TTFT, _ITL = "time_to_first_token_seconds", "inter_token_latency_seconds"
 _ISL, _OSL = "input_sequence_tokens", "output_sequence_tokens"
 _DURATION = "request_duration_seconds"
+_TTFT_WORKER_WAIT = "time_to_first_token_worker_wait_seconds_total"
+_DURATION_WORKER_WAIT = "request_worker_wait_seconds_total"
+"""What a start of the first worker took is no cost of a request."""
 _NAMES = (
-    *(_STARTED, _FINISHED, _QUEUED, _ACTIVE),
+    *(_STARTED, _FINISHED, _QUEUED, _ACTIVE, _TTFT_WORKER_WAIT, _DURATION_WORKER_WAIT),
     *(
         f"{name}_{part}"
         for name in (_TTFT, _ITL, _ISL, _OSL, _DURATION)
@@ -129,9 +132,9 @@ class TrafficCounter:
             finished=round(counts.get(_FINISHED, 0)),
             isl=_mean(counts, _ISL),
             osl=_mean(counts, _OSL),
-            ttft_ms=_mean(counts, _TTFT, 1000),
+            ttft_ms=_mean(counts, _TTFT, 1000, _TTFT_WORKER_WAIT),
             itl_ms=_mean(counts, _ITL, 1000),
-            request_s=_mean(counts, _DURATION),
+            request_s=_mean(counts, _DURATION, 1, _DURATION_WORKER_WAIT),
             queued=round(gauges.get(_QUEUED, 0)),
             inflight=round(gauges.get(_ACTIVE, 0)),
             known=self._missed == mark.missed and mark.missing <= self.ignored,
@@ -181,6 +184,9 @@ def _add(to: Counts, values: Counts) -> None:
         to[name] = to.get(name, 0) + value
 
 
-def _mean(counts: Counts, metric: str, factor: float = 1) -> float | None:
+def _mean(counts: Counts, metric: str, factor: float = 1, without: str = "") -> float | None:
+    """Return the mean of ``metric`` times ``factor``, without what the counter ``without`` has."""
     number = counts.get(f"{metric}_count", 0)
-    return factor * counts[f"{metric}_sum"] / number if number > 0 else None
+    if number <= 0:
+        return None
+    return factor * max(counts[f"{metric}_sum"] - counts.get(without, 0.0), 0.0) / number

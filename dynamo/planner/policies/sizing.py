@@ -51,6 +51,8 @@ _UNLOADED = 0.1
 _INTERVALS = 120
 _PRIOR_PROMPTS = 20.0
 """Prompts for which the profile counts."""
+_FEW_PROMPTS = 5
+"""Prompts that tell what one costs: the first ones on a new engine take longer than the rest."""
 _FEW_SEQUENCES = 8.0
 _PRIOR_SHARE, _SHARES = 0.5, (0.2, 0.9)
 """Share of a decode step that grows with the sequences: first guess, and what is plausible."""
@@ -71,6 +73,7 @@ class LoadMeter:
         self._aggregated = aggregated
         self._profile = profile
         self._is_reported = False
+        self._prompts = 0
         self._sums: dict[str, float] = {}
         self._steps: deque[tuple[float, float]] = deque(maxlen=_INTERVALS)
         self._ttft_s_per_token: deque[float] = deque(maxlen=_INTERVALS)
@@ -82,6 +85,7 @@ class LoadMeter:
             memory_s = _MEMORIES_S.get(name, _MEMORY_S)
             self._sums[name] *= math.exp(-traffic.duration_s / memory_s)
         started = max(traffic.arrived + queued_before - traffic.queued, 0)
+        self._prompts += started
         if traffic.isl is not None:
             self._add("prompts", started)
             self._add("isl", started * traffic.isl)
@@ -103,11 +107,14 @@ class LoadMeter:
         return self._ratio("isl", "prompts"), self._ratio("osl", "finished")
 
     def model(self, pool: str) -> WorkerLoadModel | None:
-        """Return the cost of a request in ``pool``; None before the first one was measured."""
+        """Return the cost of a request in ``pool``; None before enough of them were measured."""
         prefill = self._aggregated or pool == PREFILL
         decode = self._aggregated or pool == DECODE
         service_s = self._service_s()
-        if (prefill and service_s <= 0.0) or (decode and not self._sum("finished")):
+        known = self._profile is not None or self._prompts >= _FEW_PROMPTS
+        if prefill and not (known and service_s > 0.0):
+            return None
+        if decode and not self._sum("finished"):
             return None
         waited_s = self._sum("waited_s") + _PRIOR_BURST * _PRIOR_S
         burst = waited_s / (self._sum("mm_wait_s") + _PRIOR_S)

@@ -38,6 +38,8 @@ _STATE = codec.decoder(OnDemandState).decode
 
 _NOW_WAITING = 'dynamo_frontend_stage_requests{phase="",stage="worker_wait"}'
 _WAITED = 'dynamo_frontend_stage_duration_seconds_sum{stage="worker_wait"}'
+_WAITED_TTFT = 'dynamo_frontend_time_to_first_token_worker_wait_seconds_total{model="tiny"}'
+_WAITED_DURATION = 'dynamo_frontend_request_worker_wait_seconds_total{model="tiny"}'
 _PREPARED = 'dynamo_frontend_stage_duration_seconds_sum{stage="preprocess"}'
 
 
@@ -204,7 +206,8 @@ async def test_a_request_waits_for_the_first_worker(site: Site) -> None:
     # Each figure of a record is rounded to microseconds.
     assert record.worker_wait_s + rest_s <= record.duration_s + 5e-6
     assert site.metric(_NOW_WAITING) == 0
-    assert site.metric(_WAITED) == pytest.approx(record.worker_wait_s, abs=1e-6)
+    for name in (_WAITED, _WAITED_TTFT, _WAITED_DURATION):
+        assert site.metric(name) == pytest.approx(record.worker_wait_s, abs=1e-6)
     assert site.metric(_PREPARED) == pytest.approx(record.prepare_s, abs=1e-6)
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 3

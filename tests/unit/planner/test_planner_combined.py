@@ -267,6 +267,19 @@ def test_workers_that_report_no_prompts_are_measured_by_their_latency() -> None:
     assert model.service_s == pytest.approx(ttft_ms / 1000)
 
 
+def test_one_slow_request_does_not_tell_what_a_request_costs() -> None:
+    """The first one on a new engine waits for its start, or warms it up."""
+    policy = CombinedPolicy(SETTINGS, False)
+    pool = Pool(ready=1, minimum=0)
+    for number in range(1, 40):
+        given_ = seen(number, 0.2 if number == 1 else 0.0, 1, decode=pool)
+        slow = replace(given_.traffic, ttft_ms=30_000.0 if number == 1 else None, itl_ms=None)
+        silent = [Pull(at_s=pull.at_s, decode=loads(1, 0)) for pull in given_.pulls]
+        made = policy.decide(replace(given_, traffic=slow, pulls=silent)).pools
+        assert [one.wanted for one in made] == [1]
+        assert "not learned yet" in made[0].rule
+
+
 def test_workers_are_removed_late_and_added_at_once() -> None:
     policy = CombinedPolicy(SETTINGS, False)
     wanted = []

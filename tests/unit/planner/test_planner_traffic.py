@@ -38,6 +38,23 @@ def test_a_page_has_the_counts_of_each_model() -> None:
     assert found.models["other"]["queued_requests"] == 7
 
 
+def test_the_start_of_the_first_worker_is_no_latency_of_requests() -> None:
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
+    counter.add({"a": page(1.0, 100)}, (), 0.0)
+    counter.take("tiny", 0.0)
+    waited = {
+        "time_to_first_token_seconds_sum": 31.0,
+        "time_to_first_token_seconds_count": 2,
+        "time_to_first_token_worker_wait_seconds_total": 30.0,
+        "request_duration_seconds_sum": 34.0,
+        "request_duration_seconds_count": 2,
+        "request_worker_wait_seconds_total": 30.0,
+    }
+    counter.add({"a": page(1.0, 102, **waited)}, (), 5.0)
+    seen = counter.take("tiny", 5.0)
+    assert (seen.ttft_ms, seen.request_s) == (500, 2)
+
+
 def test_a_page_may_have_another_prefix() -> None:
     metrics = FrontendMetrics(Registry(), "my_frontend")
     metrics.model("tiny").active.value = 2
