@@ -49,7 +49,7 @@ class Disk:
         """fsync(2) of a file or a directory."""
         self._unsynced.pop(path, None)
         for other, change in list(self._unsynced.items()):
-            if str(Path(other).parent) == path and not change.torn:
+            if not change.torn and other.rpartition("/")[0] == path:
                 del self._unsynced[other]
 
     def lose_power(self) -> list[str]:
