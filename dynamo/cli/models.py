@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from dynamo.cli.options import DeploymentSettings, LoadModelSettings
@@ -73,29 +74,20 @@ def add(
     collector = BoxCollector(runtime)
     _check_new(graphs, collector.collect())
     keys = {f"Worker{number or ''}": graph.worker() for number, graph in enumerate(graphs)}
-    request = {"add": keys, "dry_run": dry_run}
-    # Interrupted between the request and its reply, we would not know what to remove.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        reply = call(document, request)
-        services = dict(zip(reply["added"], graphs, strict=True))
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    for name, graph in services.items():
-        print(f"{name}:\n{_indented(graph.worker())}")
-    for line in reply["warnings"]:
-        print(f"dynamo run: warning: {line}", file=sys.stderr)
-    where = f"namespace {document.namespace!r} ({reply['file']})"
-    if dry_run:
-        print(f"would be added to the deployment in {where}", file=sys.stderr)
-        return 0
-    print(f"dynamo run: added to the running deployment in {where}", file=sys.stderr)
+    reply, interrupted = _call_to_its_end(document, {"add": keys, "dry_run": dry_run})
+    services = dict(zip(reply["added"], graphs, strict=True))
     models = {name: graph.served_name for name, graph in services.items()}
     try:
-        problem = _follow(collector, document, models)
+        if interrupted:
+            raise KeyboardInterrupt
+        _show(reply, services, document.namespace, dry_run)
+        problem = "" if dry_run else _follow(collector, document, models)
     except KeyboardInterrupt:
-        _take_back(document, services)
+        if not dry_run:
+            _take_back(document, services)
         return 130
+    if dry_run:
+        return 0
     if problem:
         print(f"dynamo run: {problem}", file=sys.stderr)
         _take_back(document, services)
@@ -104,6 +96,38 @@ def add(
     last = shlex.quote([*models.values()][-1])
     print(f"  remove: dynamo remove {last} --namespace {document.namespace}", file=sys.stderr)
     return 0
+
+
+def _call_to_its_end(document: Document, request: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return the reply to ``request``, and whether Ctrl-C came before it.
+
+    Interrupted without the reply, we would not know what to remove.
+    """
+    interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(number, before)  # a second one leaves the model to the deployment
+        text = "waiting until the deployment has added it, to remove it again"
+        print(f"dynamo run: {text}", file=sys.stderr, flush=True)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        return call(document, request), interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _show(
+    reply: Mapping[str, Any], services: Mapping[str, NewGraph], namespace: str, dry_run: bool
+) -> None:
+    for name, graph in services.items():
+        print(f"{name}:\n{_indented(graph.worker())}")
+    for line in reply["warnings"]:
+        print(f"dynamo run: warning: {line}", file=sys.stderr)
+    done = "would be added to the deployment" if dry_run else "added to the running deployment"
+    print(f"dynamo run: {done} in namespace {namespace!r} ({reply['file']})", file=sys.stderr)
 
 
 def _indented(keys: str) -> str:
