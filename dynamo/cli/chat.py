@@ -12,6 +12,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 
@@ -60,6 +61,7 @@ class ChatSession:
         self._messages: list[dict[str, str]] = []
         self._answers: list[ChatAnswer] = []
         self._interrupted = False
+        self._ended_by = 0
         self._commands: dict[str, Callable[[str], None]] = {
             "/reset": self._reset,
             "/model": self._choose,
@@ -71,6 +73,8 @@ class ChatSession:
 
     def run(self) -> int:
         """Talk until the end; return the exit status."""
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._end)
         self._open_history()
         before = readline.get_current_history_length()
         print(f"{_DIM}{one_line(self._target.model)} at {self._url}; /help, /quit{_PLAIN}")
@@ -84,6 +88,17 @@ class ChatSession:
             self._keep_history(readline.get_current_history_length() - before)
         return 0
 
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal as Ctrl-C, which restores the terminal, and end."""
+        self._ended_by = number
+        handler = signal.getsignal(signal.SIGINT)  # asyncio's own during an answer
+        if callable(handler):
+            handler(signal.SIGINT, frame)
+
+    def _check_ended(self) -> None:
+        if self._ended_by:
+            raise SystemExit(128 + self._ended_by)
+
     def _read(self) -> str | None:
         """Return the next message, "" for none, None at the end: Ctrl-D, or Ctrl-C twice."""
         try:
@@ -94,6 +109,7 @@ class ChatSession:
             print()
             return None
         except KeyboardInterrupt:
+            self._check_ended()
             again, self._interrupted = self._interrupted, True
             print("" if again else f"\n{_DIM}Ctrl-C again or /quit leaves{_PLAIN}")
             return None if again else ""
@@ -123,6 +139,7 @@ class ChatSession:
             with _keys_not_shown():
                 asyncio.run(request_answer(self._target, messages, answer, screen.show))
         except KeyboardInterrupt:
+            self._check_ended()
             self._interrupted, problem = True, "stopped; Ctrl-C again leaves"
         except DynamoError as error:
             problem = one_line(error.message)
@@ -206,20 +223,12 @@ def _keys_not_shown() -> Iterator[None]:
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-
-    def end(number: int, _: object) -> None:
-        # An exception could be lost in a callback of the parser.
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGTERM, end)
     try:
         termios.tcsetattr(terminal, termios.TCSANOW, silent)
         yield
     finally:
-        termios.tcsetattr(terminal, termios.TCSANOW, before)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with contextlib.suppress(termios.error):  # the terminal may be gone
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 class _Screen:

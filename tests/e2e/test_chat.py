@@ -66,15 +66,19 @@ class Terminal:
         os.write(self._main, keys.encode())
 
     def interrupt(self, line: str) -> None:
-        """Press Ctrl-C behind ``line``, once the program sleeps: CPython's ``input`` sees a signal
-        that comes between its last key and its ``select`` only at the next key."""
+        """Press Ctrl-C behind ``line``."""
+        self.begin(line)
+        self.type("\x03")
+
+    def begin(self, line: str) -> None:
+        """Type ``line`` and wait until the program sleeps: CPython's ``input`` sees a signal that
+        comes between its last key and its ``select`` only at the next key."""
         self.type(line)
         self.wait_for(line)
         deadline = time.monotonic() + TIMEOUT_S
         while psutil.Process(self.process.pid).status() != psutil.STATUS_SLEEPING:
             assert time.monotonic() < deadline, "it does not wait for a key"
             time.sleep(0.01)
-        self.type("\x03")
 
     def echoes(self) -> bool:
         """Whether the terminal shows keys, as it did before."""
@@ -181,10 +185,28 @@ def test_keys_during_an_answer_are_the_begin_of_the_next_line(slow: Deployment) 
         terminal.type("again\r")
         terminal.wait_for("again" + ANSWER)
         terminal.process.terminate()
-        terminal.process.wait(TIMEOUT_S)
-        assert terminal.echoes()
+        assert terminal.process.wait(TIMEOUT_S) == 143 and terminal.echoes()
     finally:
         terminal.kill()
+    assert "again" in history(slow.env).read_text().splitlines()
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_at_the_prompt_restores_the_terminal_and_keeps_the_history(
+    shared_deployment: Deployment, signum: int, status: int
+) -> None:
+    words = ("--url", shared_deployment.url, "--max-tokens", "2")
+    terminal = Terminal(shared_deployment.env, *words)
+    try:
+        terminal.prompt()
+        terminal.type(f"before {status}\r")
+        terminal.prompt()
+        terminal.begin("half a line")
+        terminal.process.send_signal(signum)
+        assert terminal.process.wait(TIMEOUT_S) == status and terminal.echoes()
+    finally:
+        terminal.kill()
+    assert f"before {status}" in history(shared_deployment.env).read_text().splitlines()
 
 
 def test_ctrl_c_at_the_prompt_asks_once(shared_deployment: Deployment) -> None:
@@ -198,6 +220,10 @@ def test_ctrl_c_at_the_prompt_asks_once(shared_deployment: Deployment) -> None:
         assert terminal.exit_status() == 0
     finally:
         terminal.kill()
+
+
+def history(env: dict[str, str]) -> Path:
+    return Path(env["DYN_LOCAL_STATE_DIR"]) / "chat_history"
 
 
 def ask(env: dict[str, str], text: str, *words: str) -> subprocess.CompletedProcess[str]:
