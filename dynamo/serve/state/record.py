@@ -38,6 +38,8 @@ from dynamo.serve.state.process_table import ledger_of, reclaim, runs_here, stat
 from dynamo.serve.state.statefile import Statefile
 
 _AGAIN_S = 1.0
+_CHECK_S = 2.0
+"""How long a statefile that was removed or damaged from outside stays so."""
 log = logging.getLogger(__name__)
 
 
@@ -204,9 +206,12 @@ class StatefileWriter:
     async def _write_changes(self) -> None:
         while True:
             # After a while, too: a write has failed, or the end of an operation is no event here.
+            again = self._failed or self._taken
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_AGAIN_S if self._failed or self._taken else None):
+                async with asyncio.timeout(_AGAIN_S if again else _CHECK_S):
                     await self._dirty.wait()
+            if not again and not self._dirty.is_set() and self._is_intact():
+                continue
             # Cleared before the components are read: a change during the write causes another one.
             self._dirty.clear()
             await self._write_change()

@@ -19,6 +19,7 @@ from dynamo.serve.gpus.gpus import Inventory
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, WatcherSpec, place, plan
 from dynamo.serve.reload import GraphReload
+from dynamo.serve.state import record
 from dynamo.serve.state.document import Document, Entry, RecordedProcess
 from dynamo.serve.state.events import BoxEventLog, ProcessEvents
 from dynamo.serve.state.process_table import ledger_of, reservation
@@ -156,6 +157,37 @@ def test_a_restart_leaves_out_what_other_operations_change(world: World) -> None
     drains, wakes = problem.split("; ", 1)
     assert drains == "dynamo_A_1: not replaced: it is being drained and is not started again"
     assert wakes.startswith("dynamo_A_2: not replaced: process ") and "changes it (wake)" in wakes
+
+
+@pytest.mark.parametrize("text", [None, "{"])
+def test_a_statefile_that_is_removed_or_damaged_is_written_again(
+    world: World, text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while nothing changes: else each verb says that no deployment runs."""
+    monkeypatch.setattr(record, "_CHECK_S", 0.01)
+
+    def damage() -> None:
+        if text is None:
+            world.statefile.path.unlink()
+        else:
+            world.statefile.path.write_text(text)
+
+    async def restored() -> None:
+        tasks = Tasks("statefile")
+        world.writer.start(tasks)
+        damage()
+        async with asyncio.timeout(30):
+            while text == _read(world.statefile.path):  # noqa: ASYNC110 - a file has no event
+                await asyncio.sleep(0.01)
+        await tasks.close()
+
+    before = world.document().components
+    asyncio.run(restored())
+    assert world.document().components == before
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
 
 
 def test_an_interrupted_sleep_ends_with_the_processes_it_was_for(world: World) -> None:
