@@ -1,7 +1,7 @@
 from array import array
 from typing import final
 
-__all__ = ["Weights", "choose", "costs"]
+__all__ = ["Weights", "choose", "costs", "highest"]
 
 @final
 class Weights:
@@ -55,6 +55,9 @@ def costs(
     Raises IndexError for a slot that a column does not have, ValueError when ``out`` is too
     short. O(candidates).
     """
+
+def highest(column: array[int]) -> int:
+    """The highest value of a column of u32; 0 of an empty one. O(slots)."""
 
 def choose(costs: array[float], count: int, temperature: float, uniform: float) -> int:
     """The index of the chosen one of the first ``count`` costs (f64).

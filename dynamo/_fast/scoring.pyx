@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t, uint32_t
 
 from dynamo._fast.columns cimport check_items
 
-__all__ = ["Weights", "choose", "costs"]
+__all__ = ["Weights", "choose", "costs", "highest"]
 
 
 @cython.final
@@ -105,6 +105,16 @@ def costs(Weights weights not None, int64_t isl_tokens, array.array candidates n
         blocks = max(<double>(prefill[slot] + isl_tokens) / size - overlap, 0.0)
         out.data.as_doubles[i] = weights.prefill_scale * blocks + <double>decode[slot]
     return best
+
+
+def highest(array.array column not None):
+    """The highest value of a column; 0 of an empty one."""
+    cdef Py_ssize_t i
+    cdef uint32_t found = 0
+    check_items(column, "column", c"I")
+    for i in range(len(column)):
+        found = max(found, column.data.as_uints[i])
+    return found
 
 
 def choose(array.array costs not None, Py_ssize_t count, double temperature, double uniform):

@@ -50,15 +50,22 @@ class SecondsCost:
         """Return what a second of work on a slot costs in blocks evicted too early."""
     def wait_s(self, slot: int, now_s: float) -> float:
         """Return the seconds until a slot begins with a new prompt, by its queue alone."""
-    def spend(self, slot: int, work_s: float, now_s: float) -> None:
-        """Count the seconds that a prompt takes on the slot to which it is sent. A second counts
-        the less, the longer ago it is: by a factor of e every 15 s."""
-    def store(self, slot: int, chained: array[int], held: int, cached: int) -> None:
-        """Say that a slot, which has ``cached`` blocks of a prompt, gets all (u64 hashes).
+    def send(
+        self,
+        slot: int,
+        chained: array[int],
+        held: int,
+        cached: int,
+        work_s: float,
+        now_s: float,
+    ) -> float:
+        """Count a prompt (u64 hashes) that is sent to a slot, which has ``cached`` blocks of it and
+        gets all, and the seconds that it takes there. Returns the slot's slowness.
 
         ``held``: the most that a slot has. A block beyond, of a prompt that was sent before, was
         evicted too early: its last slot has too little room, and work there costs more. Of 16
-        blocks one is looked at; some 65,536 of these are remembered. O(blocks).
+        blocks one is looked at; some 65,536 of these are remembered. A second of work counts the
+        less, the longer ago it is: by a factor of e every 15 s. O(blocks).
         """
     def costs(
         self,

@@ -17,30 +17,6 @@ cdef enum:
     SAMPLED = 16
     REMEMBERED = 65536
 
-cdef struct Work:
-    double prefills
-    double tokens
-    double attention
-
-cdef struct Sent:
-    uint64_t block
-    uint32_t slot
-
-cdef struct Slot:
-    Work queued
-    Work running
-    double since_s
-    double slowness
-    double took_s
-    double expected_s
-    double capacity
-    int64_t decoding
-    double stored
-    double missed
-    double spent_s
-    double spent_at_s
-
-
 @cython.final
 @cython.auto_pickle(False)
 cdef class SecondsCost:
@@ -49,12 +25,6 @@ cdef class SecondsCost:
     A prompt with ``t`` tokens to compute behind ``c`` cached ones takes ``fixed_s + t * token_s +
     t * (c + t / 2) * attention_s``, times the slot's slowness.
     """
-
-    cdef vector[Slot] _slots
-    cdef vector[Sent] _sent
-    cdef double _fixed_s
-    cdef double _token_s
-    cdef double _attention_s
 
     def __cinit__(self):
         self._sent.resize(REMEMBERED, Sent(0, UINT32_MAX))
@@ -79,7 +49,7 @@ cdef class SecondsCost:
         """Forget what was learned of a slot whose worker is gone."""
         self._slot(slot)[0] = _idle(0)
 
-    def measured(self, Py_ssize_t slot, double tokens, double attention, double took_s):
+    cpdef measured(self, Py_ssize_t slot, double tokens, double attention, double took_s):
         """Learn the slowness of ``slot`` from a prompt that took ``took_s`` there.
 
         It is the ratio of two sums: engines compute prompts together, so that one took all of the
@@ -114,8 +84,8 @@ cdef class SecondsCost:
         nth_element(found.begin(), found.begin() + i, found.end())
         return found[i]
 
-    def set_queue(self, Py_ssize_t slot, double prefills, double tokens, double attention,
-                  double running_tokens, double running_attention, double since_s):
+    cpdef set_queue(self, Py_ssize_t slot, double prefills, double tokens, double attention,
+                    double running_tokens, double running_attention, double since_s):
         """Say what waits on ``slot``: the sums of all prefills, of which one has run since
         ``since_s``. ``attention`` sums, over them, tokens * (cached tokens + half of the tokens).
         """
@@ -128,17 +98,12 @@ cdef class SecondsCost:
         """Add to the requests of ``slot`` that generate tokens."""
         self._slot(slot).decoding += count
 
-    def spend(self, Py_ssize_t slot, double work_s, double now_s):
-        """Count the seconds that a prompt which is sent to ``slot`` takes there."""
-        cdef Slot *state = self._slot(slot)
-        state.spent_s = _spent_s(state, now_s) + work_s
-        state.spent_at_s = now_s
-
-    def store(self, Py_ssize_t slot, array.array chained not None, Py_ssize_t held,
-              Py_ssize_t cached):
-        """Say that ``slot``, which has ``cached`` blocks of a prompt, gets all. ``held``: the most
-        that a slot has. A block beyond, of a prompt that was sent before, was evicted too early:
-        its last slot has too little room, and more work there costs more. O(blocks).
+    def send(self, Py_ssize_t slot, array.array chained not None, Py_ssize_t held,
+             Py_ssize_t cached, double work_s, double now_s):
+        """Count a prompt that is sent to ``slot``, which has ``cached`` blocks of it and gets all,
+        and the ``work_s`` that it takes there. ``held``: the most that a slot has. A block beyond,
+        of a prompt that was sent before, was evicted too early: its last slot has too little room,
+        and more work there costs more. O(blocks).
         """
         cdef Py_ssize_t count = len(chained)
         cdef Py_ssize_t i
@@ -159,6 +124,9 @@ cdef class SecondsCost:
         if state.stored > turnover:
             state.missed *= turnover / state.stored
             state.stored = turnover
+        state.spent_s = _spent_s(state, now_s) + work_s
+        state.spent_at_s = now_s
+        return state.slowness
 
     def is_full(self, Py_ssize_t slot, double blocks):
         """Return whether ``blocks`` are more than ``slot`` has room for."""

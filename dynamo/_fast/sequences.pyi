@@ -38,15 +38,12 @@ class ActiveSequences:
         unique_blocks: int,
         prefill_tokens: array[int],
         decode_blocks: array[int],
+        depths: array[int] | None = None,
     ) -> None:
         """For every slot: active prefill tokens, and active blocks with this request's added once.
 
-        Writes two i64 columns of equal length, indexed by slot. O(slots × log blocks).
-        """
-    def raise_into(self, sequence_hashes: array[int] | None, depths: array[int]) -> None:
-        """Raise ``depths[slot]`` (u32) to the leading blocks that requests of the slot hold.
-
-        O(slots * log blocks).
+        Writes two i64 columns of equal length, indexed by slot. Raises ``depths`` (u32), if given,
+        to the leading blocks of the prompt that requests of the slot hold. O(slots × log blocks).
         """
     def load(self, slot: int) -> tuple[int, int, int]:
         """(active prefill tokens, active blocks, active requests) of ``slot``. O(1)."""

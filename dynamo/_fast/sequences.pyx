@@ -71,11 +71,14 @@ cdef class ActiveSequences:
         return self._sequences.clear(slot)
 
     def project_into(self, array.array sequence_hashes, int64_t unique_blocks,
-                     array.array prefill_tokens not None, array.array decode_blocks not None):
-        """Write active prefill tokens and the blocks as they would be with this request."""
+                     array.array prefill_tokens not None, array.array decode_blocks not None,
+                     array.array depths=None):
+        """Write active prefill tokens and the blocks as they would be with this request; raise
+        ``depths`` to the leading blocks that running requests hold."""
         check_items(sequence_hashes, "sequence_hashes", c"Q")
         check_items(prefill_tokens, "prefill_tokens", c"q")
         check_items(decode_blocks, "decode_blocks", c"q")
+        check_items(depths, "depths", c"I")
         cdef size_t count = 0 if sequence_hashes is None else <size_t>len(sequence_hashes)
         cdef const uint64_t *first = _hashes(sequence_hashes)
         cdef Py_ssize_t width = len(prefill_tokens)
@@ -83,33 +86,21 @@ cdef class ActiveSequences:
         cdef int64_t wanted = <int64_t>count + unique_blocks
         cdef int64_t *prefill = <int64_t *>prefill_tokens.data.as_longlongs
         cdef int64_t *decode = <int64_t *>decode_blocks.data.as_longlongs
+        cdef uint32_t *raised = <uint32_t *>NULL if depths is None else depths.data.as_uints
         cdef Py_ssize_t slot
-        if len(decode_blocks) != width:
-            raise ValueError("prefill_tokens and decode_blocks must have the same length")
+        cdef uint32_t depth
+        if len(decode_blocks) != width or (depths is not None and len(depths) < width):
+            raise ValueError("the columns must have the same length")
         for slot in range(width):
             prefill[slot] = 0
             decode[slot] = wanted
             if slot < known:
                 prefill[slot] = self._sequences.prefill(slot)
                 # Leading blocks that running requests of the slot hold already count once.
-                decode[slot] += self._sequences.blocks(slot)
-                decode[slot] -= <int64_t>self._sequences.depth(slot, first, count)
-
-    def raise_into(self, array.array sequence_hashes, array.array depths not None):
-        """Raise ``depths[slot]`` to the leading blocks that running requests of the slot hold."""
-        check_items(sequence_hashes, "sequence_hashes", c"Q")
-        check_items(depths, "depths", c"I")
-        cdef size_t count = 0 if sequence_hashes is None else <size_t>len(sequence_hashes)
-        cdef const uint64_t *first = _hashes(sequence_hashes)
-        cdef Py_ssize_t width = min(len(depths), <Py_ssize_t>self._sequences.slots())
-        cdef Py_ssize_t slot
-        cdef uint32_t depth
-        if count == 0:
-            return
-        for slot in range(width):
-            depth = <uint32_t>self._sequences.depth(slot, first, count)
-            if depth > depths.data.as_uints[slot]:
-                depths.data.as_uints[slot] = depth
+                depth = <uint32_t>self._sequences.depth(slot, first, count)
+                decode[slot] += self._sequences.blocks(slot) - <int64_t>depth
+                if raised != NULL and depth > raised[slot]:
+                    raised[slot] = depth
 
     def load(self, Py_ssize_t slot):
         """(active prefill tokens, active blocks, active requests) of ``slot``."""

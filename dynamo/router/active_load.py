@@ -176,11 +176,8 @@ class ActiveLoad:
         self._clock = clock
         self._seconds = seconds
         self._sequences = ActiveSequences()
-        if track_blocks and prefill_model is None:  # called for each request: no layer
-            self.project_into = self._sequences.project_into  # type: ignore[method-assign]
-        self.raise_into = self._sequences.raise_into
-        """Raise the depths (u32, by slot) to the leading blocks of a prompt that running requests
-        hold: a worker that computes them, or will, has no need to compute them again."""
+        if track_blocks and (prefill_model is None or seconds is not None):
+            self.project_into = self._sequences.project_into  # type: ignore[method-assign] # no layer
         self._reservations: dict[str, Reservation] = {}
 
     def __len__(self) -> int:
@@ -195,14 +192,24 @@ class ActiveLoad:
         unique_blocks: int,
         prefill_tokens: array[int],
         decode_blocks: array[int],
+        depths: array[int] | None = None,
     ) -> None:
         """Write, by slot, active prefill tokens and active blocks with this request's added.
 
-        Columns of i64. Decode is 0 everywhere when blocks are not tracked.
+        Columns of i64. Decode is 0 everywhere when blocks are not tracked. Raises ``depths`` (u32),
+        if given, to the leading blocks that running requests hold: a worker that computes them, or
+        will, has no need to compute them again. With ``seconds``, prompts that are being computed
+        count in full: :meth:`subtract_done` is for the few decisions that need to know.
         """
         if not self.track_blocks:
             sequence_hashes, unique_blocks = None, 0
-        self._sequences.project_into(sequence_hashes, unique_blocks, prefill_tokens, decode_blocks)
+        load = self._sequences
+        load.project_into(sequence_hashes, unique_blocks, prefill_tokens, decode_blocks, depths)
+        if self._seconds is None:
+            self.subtract_done(prefill_tokens)
+
+    def subtract_done(self, prefill_tokens: array[int]) -> None:
+        """Subtract from a column of i64, by slot, the tokens that are probably computed."""
         if self._prefills is not None:
             self._prefills.subtract_done(prefill_tokens, self._clock())
 
@@ -297,6 +304,10 @@ class ActiveLoad:
         if prefill and self._prefills is not None:
             prefill -= self._prefills.done_tokens(slot, self._clock())
         return prefill, blocks, requests
+
+    def prefill_tokens(self, slot: int) -> int:
+        """Return the first of :meth:`load`."""
+        return self.load(slot)[0]
 
     def backlog(self, slot: int) -> tuple[int, float | None]:
         """Return the prompt tokens that wait on a slot, and the seconds until it begins with

@@ -57,7 +57,7 @@ def test_costs_equal_the_reference(
             made.measured(number, tokens, attention, ratio * fit.work_s(1, tokens, attention))
         made.add_decoding(number, slot.decoding)
         for at_s, work_s in slot.spent:
-            made.spend(number, work_s, at_s)
+            made.send(number, array("Q"), 0, 0, work_s, at_s)
         each = [t * (c + t / 2) for t, c in slot.queue]
         if slot.queue:
             sums = len(slot.queue), sum(t for t, _ in slot.queue), sum(each)
@@ -97,13 +97,13 @@ def test_blocks_wanted_again_that_no_slot_holds_are_pressure_on_their_last_slot(
     for slot in range(2):
         made.add_slot(slot, 400)
     blocks = array("Q", range(16, 416))  # of 16 one is looked at
-    made.store(0, blocks, 0, 0)
+    made.send(0, blocks, 0, 0, 0.0, 0.0)
     assert made.pressure(0) == 0.0  # they are new
-    made.store(1, blocks, 300, 0)
+    made.send(1, blocks, 300, 0, 0.0, 0.0)
     assert made.pressure(0) == pytest.approx(oracle.pressure(400, 96, 400))
     assert made.pressure(1) == 0.0
     for turn in range(1, 100):
-        made.store(0, array("Q", range(1000 * turn, 1000 * turn + 400)), 0, 0)
+        made.send(0, array("Q", range(1000 * turn, 1000 * turn + 400)), 0, 0, 0.0, 0.0)
     assert made.pressure(0) < 1e-6  # and forgotten
 
 
@@ -124,10 +124,10 @@ def test_what_is_remembered_is_bounded() -> None:
     made = SecondsCost()
     made.add_slot(0, 0)
     first = array("Q", range(16, 416))
-    made.store(0, first, 0, 0)
+    made.send(0, first, 0, 0, 0.0, 0.0)
     for turn in range(1, 14):
-        made.store(0, array("Q", range(10**6 * turn, 10**6 * turn + 100_000)), 0, 0)
-    made.store(0, first, 0, 0)
+        made.send(0, array("Q", range(10**6 * turn, 10**6 * turn + 100_000)), 0, 0, 0.0, 0.0)
+    made.send(0, first, 0, 0, 0.0, 0.0)
     assert made.pressure(0) == 0.0
 
 

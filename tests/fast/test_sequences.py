@@ -28,6 +28,12 @@ def project(
     """Rows of (prefill tokens, blocks) by slot."""
     prefill, blocks = array("q", [9] * SLOTS), array("q", [9] * SLOTS)
     active.project_into(hashes, unique, prefill, blocks)
+    again, depths = array("q", [9] * SLOTS), array("I", [2] * SLOTS)
+    active.project_into(hashes, unique, prefill, again, depths)
+    assert again == blocks
+    # Whatever is there already counts in the blocks once.
+    held = [unique + len(hashes or ()) + active.load(one)[1] - blocks[one] for one in range(SLOTS)]
+    assert depths.tolist() == [max(2, one) for one in held]
     return list(zip(prefill, blocks, strict=True))
 
 
@@ -178,6 +184,8 @@ def test_bad_arguments_are_refused() -> None:
         active.grow(0, 1, 1.5)
     with pytest.raises(ValueError, match="length"):
         active.project_into(None, 0, array("q", [0]), array("q"))
+    with pytest.raises(ValueError, match="length"):
+        active.project_into(None, 0, array("q", [0]), array("q", [0]), array("I"))
     with pytest.raises(TypeError, match="type code"):
         active.book(0, array("I", [1]), 0, 0)
     assert active.memory_bytes() >= 0

@@ -92,7 +92,7 @@ class KvPicker:
             None if self._seconds is None else self._seconds.slots,
         )
         self.add_output_tokens = self.active.add_output_tokens  # called for each token: no layer
-        self.eligibility = EligibilityFilter(self.worker_pool, settings, self._booked_prefill)
+        self.eligibility = EligibilityFilter(self.worker_pool, settings, self.active.prefill_tokens)
         self.index = index
         self.weighs_overlap = index is not None
         self.tracks_output = settings.track_output_blocks
@@ -103,7 +103,7 @@ class KvPicker:
         self.optimistic = make_optimistic_cache(settings)
         self.predicts = self._predicts_all or self.optimistic is not None
         self.served: dict[int, int] = {}
-        self.on_first_served: Callable[[int], None] = _ignore
+        self.on_first_served: Callable[[int], None] | None = None
         self.local_requests: LocalRequests | None = None
         prices_copies = settings.duplicate_cost and self._seconds is None
         self._copies = CopyPolicy() if prices_copies else None
@@ -234,8 +234,7 @@ class KvPicker:
             return
         now_s = self._clock()
         prompt = self._hasher.hash(tokens, None, True, now_s)
-        slot = member.slots[dp_rank]
-        self.predicted.routed(None, slot, prompt.chained, prompt.hashes, now_s)
+        self.predicted.routed(None, member.slots[dp_rank], prompt.chained, prompt.hashes, now_s)
 
     def predict_blocks(
         self,
@@ -271,7 +270,7 @@ class KvPicker:
         if reservation.isl_tokens >= self.block_size:
             served = self.served.get(worker_id, 0)
             self.served[worker_id] = served + 1
-            if not served:
+            if not served and self.on_first_served is not None:
                 self.on_first_served(worker_id)
         if self._metrics is not None:
             self._metrics.first_token(reservation, now_s)
@@ -363,14 +362,20 @@ class KvPicker:
         copies = () if self._copies is None else self._copies.in_progress(prompt.chained)
         cached, prefill, decode = self._cached_blocks, self._prefill, self._decode
         in_seconds = self._seconds is not None and params.in_seconds
+        project = partial(
+            self.active.project_into, prompt.shared, prompt.unique_blocks, prefill, decode
+        )
         # Without the prompts that wait, a burst of one new document would be spread over all.
-        running = partial(self.active.raise_into, prompt.shared) if in_seconds else None
-        cached.match(prompt.hashes, now_s, copies, running)
+        raises = in_seconds and self.index is not None
+        cached.match(prompt.hashes, now_s, copies, project if raises else None)
+        if not raises:
+            project()
         prompt.matched_s = self._clock()
-        self.active.project_into(prompt.shared, prompt.unique_blocks, prefill, decode)
         if self._seconds is not None and in_seconds:
             self._seconds.weigh(slots, cached, prompt, decode, self._costs)
             return prompt, None
+        if self._seconds is not None:
+            self.active.subtract_done(prefill)
         prompt.best_overlap = costs(
             params.weights,
             prompt.isl_tokens,
@@ -442,9 +447,6 @@ class KvPicker:
             if cached.shares:
                 self._metrics.shared(cached.shared_blocks, cached.of(slot).shared, prompt.blocks)
 
-    def _booked_prefill(self, slot: int) -> int:
-        return self.active.load(slot)[0]
-
     def _capture(
         self,
         params: CostParams,
@@ -455,10 +457,12 @@ class KvPicker:
         constraints: Constraints | None = None,
     ) -> KvInputs:
         """Copy the columns of the decision that :meth:`_weigh` has prepared."""
-        pool, cached = self.worker_pool, self._cached_blocks
-        index = self._index_state
+        pool, cached, index = self.worker_pool, self._cached_blocks, self._index_state
         if self.recovering and not set(self.recovering).isdisjoint(slots):
             index = "recovering"
+        prefill = array("q", self._prefill)
+        if self._seconds is not None and params.in_seconds:
+            self.active.subtract_done(prefill)
         requests: tuple[int, ...] = ()
         if params.request_weight:
             requests = tuple(self.active.load(one)[2] for one in slots)
@@ -473,7 +477,7 @@ class KvPicker:
             prompt.isl_tokens,
             prompt.best_overlap,
             cached.device.tobytes(),
-            self._prefill.tobytes(),
+            prefill.tobytes(),
             self._decode.tobytes(),
             self._costs.tobytes(),
             cached.lower_columns() if cached.tiered or cached.shared else None,
@@ -494,7 +498,3 @@ class KvPicker:
         self._costs = array("d", bytes(8 * width))
         if self._seconds is not None:
             self._seconds.resize(width)
-
-
-def _ignore(worker_id: int) -> None:
-    """Do nothing on the first prompt of a worker."""

@@ -21,6 +21,7 @@ from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from dynamo._fast.scoring import highest
 from dynamo._fast.seconds import SecondsCost
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Seconds:
         """Write the cost of each slot to ``costs``, by place, and set the prompt's best overlap."""
         now_s = prompt.matched_s
         self._rent = 0.0
-        self._held = min(max(cached.device), len(prompt.chained))
+        self._held = min(highest(cached.device), len(prompt.chained))
         if self._held and self._rents:
             paid = self._rents.get(prompt.chained[self._held - 1])
             if paid is not None:
@@ -108,11 +109,12 @@ class Seconds:
         Returns the expected time to the first token.
         """
         now_s, slot = prompt.matched_s, slots[place]
-        self.slots.store(slot, prompt.chained, self._held, cached.device[slot])
         wait_s, work_s = self.terms[TERMS * place], self.terms[TERMS * place + 1]
-        self.slots.spend(slot, work_s, now_s)
+        slowness = self.slots.send(
+            slot, prompt.chained, self._held, cached.device[slot], work_s, now_s
+        )
         if self._held:
-            added_s = work_s - self._least_work_s * self.slots.slowness(slot)
+            added_s = work_s - self._least_work_s * slowness
             paid = wait_s - self._least_wait_s - (1.0 + self._others) * added_s
             self._pay(prompt.chained[self._held - 1], paid, now_s)
         return wait_s + work_s

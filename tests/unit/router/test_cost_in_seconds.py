@@ -120,6 +120,24 @@ def test_a_worker_that_becomes_twice_as_slow_gets_half_the_share(noise: float) -
     assert sent[1] < 0.75 * sent[2]
 
 
+@pytest.mark.parametrize("indexed", [True, False])
+def test_running_requests_and_full_caches_count_with_and_without_an_index(indexed: bool) -> None:
+    """Decode workers after a prefill are chosen without an index."""
+    chosen = RouterSettings(mode="kv", cost="seconds")
+    picker = KvPicker(chosen, BLOCK, make_index(chosen) if indexed else None, random=Random(1))
+    for worker_id in range(4):
+        picker.add_worker(worker_id, RuntimeConfig(total_kv_blocks=100))
+    source, found = Random(2), Counter[int]()
+    for number in range(40):
+        tokens = array("I", [source.randrange(9999) for _ in range(10 * BLOCK)])
+        found[picker.pick(str(number), tokens).worker_id] += 1
+        picker.mark_prefill_complete(str(number))
+    assert sorted(found.values()) == [10] * 4
+    inputs = picker.weigh(array("I", range(10 * BLOCK))).inputs
+    assert array("q", inputs.decode)[:4].tolist() == [110] * 4
+    assert array("q", inputs.prefill)[:4].tolist() == [0] * 4
+
+
 def test_workers_of_two_speeds_share_the_work_by_their_speed() -> None:
     pool = Pool(4)
     pool.slowness |= {1: 2.0, 2: 2.0}
