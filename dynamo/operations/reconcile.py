@@ -137,7 +137,7 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
     if entry.reserved_by is not None and status == STOPPED and not entry.pids:
         if not dry_run:
             await _remove_unstarted(access, entry.name)
-        return [f"{entry.name}: removed its watcher, which a planner added and never started"]
+        return [f"{entry.name}: removed its watcher, which was added and never started"]
     found: list[str] = []
     operation = (entry.reserved_by and entry.reserved_by.operation) or LOAD
     if operation in (SLEEP, WAKE) and entry.pids:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -259,14 +259,14 @@ class BoxReader:
     ) -> BoxStatus:
         entries = document.components.values()
         planner = read_planner(self._run_dir)
-        gpus = _gpus(document, entries)
+        gpus, uptimes = _gpus(document, entries), process_uptimes(document)
         seen = BoxSighting(
             document=document,
             at_s=time.time(),
-            uptimes=process_uptimes(document),
+            uptimes=uptimes,
             registered=registered_workers(store_path(self._runtime)),
             reserved=[one.name for one in entries if _is_changed(one)],
-            last_output=partial(self._last_output, _started_at_s(document)),
+            last_output=partial(self._last_output, document, uptimes),
             frontends=tuple(ask_frontends(document, self._runtime, api_key, own)),
             gpus=gpus,
             planner=planner,
@@ -306,8 +306,10 @@ class BoxReader:
             problems=(problem,) if problem else (),
         )
 
-    def _last_output(self, since_s: float, name: str) -> str:
-        """Return the last line of a watcher, "" if it is of an earlier deployment."""
+    def _last_output(self, document: Document, uptimes: Mapping[int, float], name: str) -> str:
+        """Return the last line of a watcher; "" if it is of an earlier process than lives now."""
+        ages = [uptimes[pid] for pid in document.components[name].pids if pid in uptimes]
+        since_s = time.time() - max(ages) if ages else _started_at_s(document)
         return last_line(self._run_dir / "logs" / f"{name}.log", since_s)
 
 

@@ -110,7 +110,8 @@ class _Process:
         """Return the operation of a process that has exited; "" if it goes on without it."""
         owner = self.entry.reserved_by
         begun = "" if owner is None else owner.operation or LOAD
-        goes_on = (begun == LOAD and self.kept) or (begun == DRAIN and self.registered is None)
+        started = self.kept not in ("", STOPPED)  # its watcher is added before it is started
+        goes_on = (begun == LOAD and started) or (begun == DRAIN and self.registered is None)
         return "" if goes_on else begun
 
     def _can_sleep(self) -> bool:

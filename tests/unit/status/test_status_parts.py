@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
+from status_documents import MOCKER, document, entry
 
 from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
@@ -16,11 +18,12 @@ from dynamo.protocols.control import LeaseRecord
 from dynamo.protocols.status import PlannedModel, PlannerReport, WorkerStatus
 from dynamo.runtime.discovery.layout import lease_path
 from dynamo.runtime.process.os_process import host_id, start_ticks
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.registered import registered_workers
 from dynamo.status.deployment import ask
 from dynamo.status.logs import last_line, planner_summary, progress_in
 from dynamo.status.models import FrontendSighting
-from dynamo.status.reading import UnreadableCertificate, problems_of, trusting
+from dynamo.status.reading import BoxReader, UnreadableCertificate, problems_of, trusting
 from dynamo.status.status_socket import StatusSocket
 
 
@@ -33,6 +36,19 @@ def test_the_last_line_is_what_the_terminal_shows(tmp_path: Path) -> None:
     assert last_line(log, since_s=101) == "" and last_line(log, since_s=99)
     log.write_bytes(b"x" * 20_000)
     assert 0 < len(last_line(log)) <= 200
+
+
+def test_the_last_output_is_that_of_the_process_that_lives(tmp_path: Path) -> None:
+    """A process that loads has not yet failed as the one before, nor loaded as much."""
+    log = tmp_path / "d/logs/d_W.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("loading weights: 43 %\n")
+    os.utime(log, (0, time.time() - 100))
+    reader = BoxReader(RuntimeSettings(namespace="d", state_dir=str(tmp_path)))
+    found = Document.of(document(entry("d_W", MOCKER, 7)))
+    assert reader._last_output(found, {7: 50.0}, "d_W") == ""
+    assert reader._last_output(found, {7: 200.0}, "d_W") == "loading weights: 43 %"
+    assert reader._last_output(found, {}, "d_W") == "loading weights: 43 %"
 
 
 @pytest.mark.parametrize(

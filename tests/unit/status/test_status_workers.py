@@ -220,6 +220,11 @@ def test_a_program_without_a_model_is_ready_while_it_runs() -> None:
         ({"operation": "wake", "state": "asleep"}, "asleep", "its wake was interrupted"),
         ({"operation": "load"}, "ready", ""),  # the arbiter goes on
         ({"operation": "load", "watcher": None, "processes": []}, "failed", "its load was"),
+        (
+            {"operation": "load", "watcher": {"status": "stopped"}, "processes": []},
+            "failed",
+            "its load was",
+        ),
     ],
 )
 def test_an_operation_whose_process_has_exited(
