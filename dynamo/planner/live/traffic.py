@@ -14,6 +14,8 @@ Counts = dict[str, float]
 """Values by the name of the metric without its prefix."""
 _STARTED, _FINISHED = "requests_started_total", "requests_total"
 _QUEUED, _ACTIVE = "queued_requests", "active_requests"
+_HELD = "cold_start_queue_requests"
+"""Requests that wait for the first worker of their model are started once there is one."""
 _TTFT, _ITL = "time_to_first_token_seconds", "inter_token_latency_seconds"
 _ISL, _OSL = "input_sequence_tokens", "output_sequence_tokens"
 _DURATION = "request_duration_seconds"
@@ -21,14 +23,14 @@ _TTFT_WORKER_WAIT = "time_to_first_token_worker_wait_seconds_total"
 _DURATION_WORKER_WAIT = "request_worker_wait_seconds_total"
 """What a start of the first worker took is no cost of a request."""
 _NAMES = (
-    *(_STARTED, _FINISHED, _QUEUED, _ACTIVE, _TTFT_WORKER_WAIT, _DURATION_WORKER_WAIT),
+    *(_STARTED, _FINISHED, _QUEUED, _ACTIVE, _HELD, _TTFT_WORKER_WAIT, _DURATION_WORKER_WAIT),
     *(
         f"{name}_{part}"
         for name in (_TTFT, _ITL, _ISL, _OSL, _DURATION)
         for part in ("sum", "count")
     ),
 )
-_GAUGES = (_QUEUED, _ACTIVE)
+_GAUGES = (_QUEUED, _ACTIVE, _HELD)
 _START_TIME = "process_start_time_seconds"
 _PROCESSES = 64
 _ALL = ""
@@ -115,7 +117,8 @@ class TrafficCounter:
         """Return the traffic of ``model`` since the last call, and begin its next interval."""
         traffic = self.peek(model, now_s)
         totals = dict(self._totals.get(model, {}))
-        self._marks[model] = _Mark(now_s, totals, self._missed, self._missing)
+        held = self._gauges.get(model, {}).get(_HELD, 0.0)
+        self._marks[model] = _Mark(now_s, totals, self._missed, self._missing, held)
         return traffic
 
     def peek(self, model: str, now_s: float) -> Traffic:
@@ -126,17 +129,18 @@ class TrafficCounter:
             for name, value in self._totals.get(model, {}).items()
         }
         gauges = self._gauges.get(model, {})
+        held = gauges.get(_HELD, 0.0)
         return Traffic(
             duration_s=now_s - mark.at_s,
-            arrived=round(counts.get(_STARTED, 0)),
+            arrived=max(round(counts.get(_STARTED, 0) + held - mark.held), 0),
             finished=round(counts.get(_FINISHED, 0)),
             isl=_mean(counts, _ISL),
             osl=_mean(counts, _OSL),
             ttft_ms=_mean(counts, _TTFT, 1000, _TTFT_WORKER_WAIT),
             itl_ms=_mean(counts, _ITL, 1000),
             request_s=_mean(counts, _DURATION, 1, _DURATION_WORKER_WAIT),
-            queued=round(gauges.get(_QUEUED, 0)),
-            inflight=round(gauges.get(_ACTIVE, 0)),
+            queued=round(gauges.get(_QUEUED, 0) + held),
+            inflight=round(gauges.get(_ACTIVE, 0) + held),
             known=self._missed == mark.missed and mark.missing <= self.ignored,
         )
 
@@ -162,13 +166,15 @@ class TrafficCounter:
 class _Mark:
     """The start of an interval: its time, the counts, and the rounds with a missing frontend.
 
-    Requests of the frontends ``missing`` then arrive in this interval's counts.
+    Requests of the frontends ``missing`` then arrive in this interval's counts. ``held`` had
+    arrived and were not started.
     """
 
     at_s: float
     totals: Counts = field(default_factory=dict)
     missed: int = 0
     missing: frozenset[str] = frozenset()
+    held: float = 0.0
 
 
 def _metric(line: str) -> str:
