@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dynamo.config.frontend import FrontendSettings
@@ -29,6 +30,7 @@ from dynamo.router.discovery.kv_router import make_router
 from dynamo.router.discovery.router import AdmittedWorkers, ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.router.picker import Picker
+from dynamo.router.worker_pool import WorkerPool
 from dynamo.runtime import Client, DistributedRuntime
 
 TEXT_INPUT = "Text"
@@ -169,7 +171,7 @@ class ModelEntry:
     prefill workers. ``served``: a request can be answered now, according to the cards. ``types``
     are the APIs of a model that takes tokens, ``paths`` those of a relayed one, and ``patterns``
     its routes whose requests do not name the model in the body. ``on_worker`` is called when
-    requests can be sent to a new worker. ``problem`` says why it could not be loaded.
+    requests can be sent to a worker again. ``problem`` says why it could not be loaded.
     """
 
     def __init__(
@@ -318,7 +320,7 @@ class ModelEntry:
             raise
         admitted.on_change(self._workers_changed)  # after the picker's own
         pool = router.picker.worker_pool
-        client.on_inhibited(pool.avoid)
+        client.on_inhibited(partial(self._avoid, pool))
         pool.is_silent = client.is_silent
         client.can_move = pool.has_answering  # the endpoint may have other models' workers
         dispatch = Dispatch(router.picker, client, router.queue, self._migrations)
@@ -350,6 +352,11 @@ class ModelEntry:
         block_size = settings.kv_cache_block_size or self.card.kv_cache_block_size
         router = PrefillRouter(self.name, block_size, settings, metrics, dispatch)
         self.prefill.open(runtime, settings, router)
+
+    def _avoid(self, pool: WorkerPool, worker_id: int, avoided: bool) -> None:
+        pool.avoid(worker_id, avoided)
+        if not avoided and worker_id in pool.members and self.on_worker is not None:
+            self.on_worker()  # the connection was lost, not the worker
 
     def _workers_changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for worker_id in removed:

@@ -70,7 +70,7 @@ class Dispatch:
 
     With a ``queue``, requests may wait for a worker. With a ``prefill`` step, other workers may
     compute their prompts first. ``migrations`` says how often a request may go on elsewhere.
-    ``hold`` may let an engine request wait while there is no worker at all, and sends it later.
+    ``hold`` may let an engine request wait while no worker answers, and sends it later.
     """
 
     def __init__(
@@ -288,10 +288,11 @@ class Dispatch:
         engine_request.pending = loop.call_later(_FULL_RETRY_S, self._resend, engine_request)
 
     def _held(self, engine_request: EngineRequest, error: DynamoError) -> bool:
-        """Let the request wait for a worker if there is none and the model is started on demand."""
+        """Let the request wait for a worker if none answers and the model is started on demand."""
         if self.hold is None or not isinstance(error, NoInstances):
             return False
-        if self.picker.worker_pool.members or engine_request.request.closed:
+        # One that was killed is registered until its end is noticed.
+        if self.picker.worker_pool.has_answering() or engine_request.request.closed:
             return False
         try:
             return self.hold(engine_request, self._restart)

@@ -73,12 +73,16 @@ class Planner:
 
 
 class Worker:
-    """Answers each request with three tokens; ``order`` has the prompts as they arrived."""
+    """Answers each request with three tokens; ``order`` has the prompts as they arrived.
+
+    Unless it ``answers``, requests get nothing.
+    """
 
     def __init__(self, settings: RuntimeSettings) -> None:
         self.runtime = DistributedRuntime(None, settings)
         self.order: list[Any] = []
         self.limits: list[Any] = []
+        self.answers = True
 
     async def start(self, **changes: Any) -> None:
         relays = changes.get("model_input") == HTTP_INPUT
@@ -104,6 +108,8 @@ class Worker:
         request = codec.plain_decode(payload)
         self.order.append(request["token_ids"])
         self.limits.append(request["stop_conditions"].get("max_tokens"))
+        if not self.answers:
+            return
         stream.send(codec.encode({"token_ids": [5, 6, 7], "finish_reason": "stop"}))
         stream.end()
 
@@ -463,6 +469,37 @@ async def test_a_request_for_the_worker_that_just_left_waits(site: Site) -> None
     record = site.last()  # it was prepared before it waited
     assert record.worker_wait_s and record.prepare_s and record.queue_s is not None
     assert site.metric(_WAITED) == pytest.approx(record.worker_wait_s, abs=1e-6)
+
+
+async def test_requests_of_the_only_worker_wait_when_it_is_killed(tmp_path: Path) -> None:
+    async with running(tmp_path, migration_limit=3) as site:
+        first = await site.worker()
+        first.answers = False
+        asked = asyncio.ensure_future(site.complete())
+        await until(lambda: len(first.order) == 1)
+        await first.runtime.server.close()
+        await site.planner.until(1)
+        assert site.frontend.models.instances()  # its lease is still there
+        later = asyncio.ensure_future(site.complete())
+        await site.planner.until(2)
+        second = await site.worker()
+        assert [(await one).status_code for one in (asked, later)] == [200, 200]
+        assert len(second.order) == 2
+
+
+async def test_requests_wait_for_the_only_worker_that_was_cut_off(site: Site) -> None:
+    worker = await site.worker()
+    assert (await site.complete()).status_code == 200
+    server = worker.runtime.server
+    assert server._socket_path is not None
+    path, _ = server._socket_path
+    await server.close()
+    asked = asyncio.ensure_future(site.complete())
+    await site.planner.until(1)
+    server.draining = False  # it was cut off, it does not stop
+    await server.start(f"uds:{path}")
+    assert (await asked).status_code == 200
+    assert len(worker.order) == 2
 
 
 async def test_the_planner_sees_how_long_a_model_is_idle(
