@@ -101,13 +101,22 @@ def _run(
     try:
         runtime = chosen_runtime(deployment.namespace)
         found = recorded(runtime, action, name, actor(), steps(BoxActions(runtime)))
-        asyncio.run(_print_steps(found))
+        asyncio.run(print_steps(found))
+    except BrokenPipeError:
+        raise
     except (DynamoError, OSError) as error:
         print(f"dynamo {verb or action}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
     return 0
 
 
-async def _print_steps(steps: Steps) -> None:
+async def print_steps(steps: Steps) -> None:
+    """Print each step. Output that cannot be written does not interrupt them: it is raised last."""
+    problem: OSError | None = None
     async for text in steps:
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except OSError as error:
+            problem = error
+    if problem is not None:
+        raise problem
