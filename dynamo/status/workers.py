@@ -198,7 +198,8 @@ class _Process:
             return "its engine wakes up", ""
         if state == "loading" and self.last_exit:
             again = "started again" if self.alive else "restarting"
-            return _joined(f"{self.last_exit}, {again}", output), f"dynamo logs {name}"
+            why = f" ({self.watcher.last_words})" if self.watcher.last_words else ""
+            return _joined(f"{self.last_exit}{why}, {again}", output), f"dynamo logs {name}"
         return output, ""
 
 

@@ -106,11 +106,15 @@ def test_an_extra_process_that_fails_stops_no_other(serving: Serving) -> None:
 
 def test_the_exit_status_follows_the_end_state(serving: Serving) -> None:
     """A service that is given up, repaired and started by hand does not fail the deployment."""
-    (serving.tmp_path / "service.sh").write_text("test -e repaired && exec sleep 1000; exit 3\n")
+    (serving.tmp_path / "service.sh").write_text(
+        "test -e repaired && exec sleep 1000; echo not repaired; exit 3\n"
+    )
     graph = "A: {run: SLEEPER}\nB: {run: [sh, service.sh]}\n"
     name = f"{serving.namespace}_B"
     serving.start(graph, wait=f"gave up {name}: 2 deaths", DYN_SERVE_RESTART_BURST="2")
     serving.wait_for("the other services continue")
+    watcher = serving.document()["components"][name]["watcher"]
+    assert (watcher["last_exit"], watcher["last_words"]) == ("exited with status 3", "not repaired")
     (serving.tmp_path / "repaired").touch()
     serving.until(lambda: serving.circusctl("status", name) == "stopped")
     assert serving.circusctl("start", name, "--waiting").endswith("ok")

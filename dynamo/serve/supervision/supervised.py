@@ -154,7 +154,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._check_number(self.numprocesses)
         self.given_up: str | None = None
         self.restarts = 0
-        self.last_exit = ""
+        self.last_exit = self.last_words = ""
         self.rolling = False
         self.listener = listener or FrontendListener(None)
         self._restarts = Restarts(policy)
@@ -333,6 +333,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         lived_s = time.time() - process.started
         served = self.arbiter.events.has_served(self, process.pid)
         self.last_exit = describe_exit(status)
+        self.last_words = self.arbiter.events.last_line(self.name) if status > 0 else ""
         self.restarts += 1
         verdict = self._restarts.died(
             loop.time(), lived_s, status, served=served, is_ours=self._is_ours
@@ -367,7 +368,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             status = GIVEN_UP
         elif self.is_stopped() or self.is_stopping():
             status = STOPPED
-        return Supervision(status, self.given_up or "", self.restarts, self.last_exit)
+        given_up = self.given_up or ""
+        return Supervision(status, given_up, self.restarts, self.last_exit, self.last_words)
 
     @property
     def deaths(self) -> int:

@@ -80,6 +80,11 @@ def test_a_worker_that_is_restarted() -> None:
     assert status.remedy == "dynamo logs d_W"
     again = one(seen(document(entry("d_W", MOCKER, 11, watcher=watcher)), last_output=last("x")))
     assert again.cause == "was killed by SIGKILL, started again; last output: x"
+    watcher |= {"last_exit": "exited with status 1", "last_words": "ValueError: no memory"}
+    failed = one(seen(document(entry("d_W", MOCKER, 11, watcher=watcher)), last_output=last("x")))
+    assert failed.cause == (
+        "exited with status 1 (ValueError: no memory), started again; last output: x"
+    )
 
 
 def test_a_worker_that_was_given_up() -> None:
