@@ -124,7 +124,7 @@ class Supervision(Record):
 
     ``status`` is active, stopped (by a command), given up (then ``reason`` says why) or absent (an
     entry that only has the command of the next worker). ``restarts`` counts unintended exits,
-    ``last_exit`` describes the latest, ``last_words`` is what a process that failed wrote before it.
+    ``last_exit`` describes the latest, ``last_words`` is what a failed process wrote before it.
     """
 
     status: str = ""
