@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,10 +30,16 @@ EPILOG = """examples:
   dynamo replay bodies.jsonl --request 9a76bf84 --json"""
 
 _SHOWN = 100
+_DELTAS = (
+    "response.output_text.delta",
+    "response.function_call_arguments.delta",
+    "response.custom_tool_call_input.delta",
+)
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that was sent again: a line of ``--json``."""
+    """One request that was sent again: a line of ``--json``. ``error`` says why its stream ended
+    early."""
 
     request_id: str
     path: str
@@ -41,6 +47,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     duration_s: float
     answer: str
+    error: str
     recorded_model: str
     recorded_outcome: str
     recorded_duration_s: float
@@ -65,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             found = _send(target, record, body, client.timeout_s)
             sent += 1
-            failed += found.status != 200
+            failed += found.status != 200 or found.error != ""
             if settings.json:
                 print(msgspec.json.encode(found).decode(), flush=True)
             else:
@@ -91,15 +98,45 @@ def with_model(body: str, model: str | None) -> bytes | None:
     return msgspec.json.encode(fields if model is None else {**fields, "model": model})
 
 
-def answer_text(response: str) -> str:
-    """Return the text of a response of any of the APIs, complete or a stream of events."""
+class ReplayedAnswer(NamedTuple):
+    """The text of an answer, and the error that ended it early, if any."""
+
+    text: str
+    error: str = ""
+
+
+def read_answer(response: str) -> ReplayedAnswer:
+    """Read a response of any of the APIs, complete or a stream of events.
+
+    The texts of its choices and its tool calls are separated by bars.
+    """
+    texts: dict[_Place, list[str]] = {}
+    for found in _objects(list(_parts(response))):
+        failed = found.get("response") if found.get("type") == "response.failed" else found
+        if isinstance(failed, dict) and (failed.get("error") or found.get("type") == "error"):
+            return ReplayedAnswer(_joined(texts), error_message(msgspec.json.encode(failed)))
+        for place, text in _texts(found):
+            texts.setdefault(place, []).append(text)
+    return ReplayedAnswer(_joined(texts))
+
+
+_Place = tuple[int, int]
+"""The number of a choice, and that of a part of it."""
+
+
+def _joined(texts: Mapping[_Place, Sequence[str]]) -> str:
+    found = ("".join(texts[place]) for place in sorted(texts))
+    return " | ".join(text for text in found if text)
+
+
+def _parts(response: str) -> Iterator[Any]:
+    """Yield the JSON of a response, or of each of its events."""
     if not response.lstrip().startswith(("data:", "event:", ":")):
-        return "".join(_texts(_decoded(response)))
-    pieces: list[str] = []
+        yield _decoded(response)
+        return
     for line in response.splitlines():
         if line.startswith("data:"):
-            pieces += _texts(_decoded(line[5:].strip()))
-    return "".join(pieces)
+            yield _decoded(line[5:].strip())
 
 
 def _decoded(text: str) -> Any:
@@ -109,25 +146,45 @@ def _decoded(text: str) -> Any:
         return None
 
 
-def _texts(found: Any) -> Iterator[str]:
+def _texts(found: dict[str, Any]) -> Iterator[tuple[_Place, str]]:
     """Yield the texts of a chunk or an answer: chat, completions, messages, responses."""
-    if not isinstance(found, dict):
-        return
     kind = str(found.get("type"))
-    if kind == "response.output_text.delta":
-        yield _text(found.get("delta"))
-        return
+    if kind in _DELTAS:
+        yield (0, _number(found, "output_index")), _text(found.get("delta"))
+    elif kind == "response.output_item.added":
+        yield (0, _number(found, "output_index")), _call(found.get("item"))
     if kind.startswith("response."):  # what has come in deltas already
         return
     for choice in _objects(found.get("choices")):
+        number = _number(choice, "index")
         message = choice.get("delta") or choice.get("message") or choice
         if isinstance(message, dict):
-            yield _text(message.get("content")) or _text(message.get("text"))
+            yield (number, 0), _text(message.get("content")) or _text(message.get("text"))
+            for place, call in enumerate(_objects(message.get("tool_calls")), 1):
+                yield (number, _number(call, "index", place - 1) + 1), _call(call.get("function"))
+    block = 0, _number(found, "index")
+    yield block, _call(found.get("content_block"))
     for delta in _objects([found.get("delta")]):
-        yield _text(delta.get("text"))
-    for item in (*_objects(found.get("output")), found):
+        yield block, _text(delta.get("text")) or _text(delta.get("partial_json"))
+    for place, item in enumerate((*_objects(found.get("output")), *_objects(found.get("content")))):
+        yield (0, place), _text(item.get("text")) or _call(item)
         for part in _objects(item.get("content")):
-            yield _text(part.get("text"))
+            yield (0, place), _text(part.get("text"))
+
+
+def _call(value: Any) -> str:
+    """Return the name of a tool call and its arguments, as far as they are there."""
+    if not isinstance(value, dict):
+        return ""
+    given = value.get("arguments") or value.get("input") or ""
+    name = _text(value.get("name"))
+    text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+    return f"{name} {text}" if name else text
+
+
+def _number(value: dict[str, Any], key: str, default: int = 0) -> int:
+    found = value.get(key)
+    return found if isinstance(found, int) else default
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
@@ -148,17 +205,19 @@ def _send(target: Target, record: RecordedContent, body: bytes, timeout_s: float
     content = bytes(answer.body)
     text = content.decode("utf-8", "replace")
     fields = msgspec.json.decode(body)
+    again = read_answer(text) if answer.status == 200 else ReplayedAnswer(error_message(content))
     return Replayed(
         request_id=record.request_id,
         path=record.path,
         model=str(fields.get("model", "")),
         status=answer.status,
         duration_s=time.monotonic() - begun_s,
-        answer=answer_text(text) if answer.status == 200 else error_message(content),
+        answer=again.text,
+        error=again.error,
         recorded_model=record.model,
         recorded_outcome=record.outcome,
         recorded_duration_s=record.duration_s,
-        recorded_answer=answer_text(record.response),
+        recorded_answer=read_answer(record.response).text,
     )
 
 
@@ -166,11 +225,11 @@ def _lines(found: Replayed) -> Iterator[str]:
     yield f"{found.request_id}  {found.path}"
     rows = (
         (found.recorded_model, found.recorded_outcome, found.recorded_duration_s),
-        (found.model, str(found.status), found.duration_s),
+        (found.model, "failed" if found.error else str(found.status), found.duration_s),
     )
     width = max(len(model) for model, *_ in rows)
     for (model, outcome, duration_s), text in zip(
-        rows, (found.recorded_answer, found.answer), strict=True
+        rows, (found.recorded_answer, found.error or found.answer), strict=True
     ):
         shown = cut(printable(text), _SHOWN, "…")
         yield f"  {model:<{width}}  {outcome:<6} {duration_s:8.2f} s  {shown}"
