@@ -26,7 +26,8 @@ class PrefillQueues:
         expected_s: float | None,
         now_s: float,
     ) -> None:
-        """Add a prompt with ``tokens`` to compute, which takes ``expected_s``, None if unknown.
+        """Add a prompt with ``tokens`` to compute, which takes ``expected_s``; None: as ``seconds``
+        says, unknown without it.
 
         Raises IndexError beyond slot 65,535, or for one that ``seconds`` does not have; ValueError
         without tokens.

@@ -80,7 +80,7 @@ cdef class PrefillQueues:
     def begin(self, Py_ssize_t slot, str request_id not None, int64_t tokens,
               int64_t cached_tokens, object expected_s, double now_s):
         """Add a prompt behind those of ``slot``."""
-        cdef double expected = NAN if expected_s is None else expected_s
+        cdef double expected = NAN
         cdef _Queue queue
         cdef _Prefill prefill = _Prefill.__new__(_Prefill)
         if not 0 <= slot < 65536:
@@ -91,6 +91,10 @@ cdef class PrefillQueues:
             self._seconds._slot(slot)  # or raise before anything is changed
         prefill.tokens = tokens
         prefill.attention = <double>tokens * (<double>cached_tokens + <double>tokens / 2)
+        if expected_s is not None:
+            expected = expected_s
+        elif self._seconds is not None:
+            expected = self._seconds.expected_s(1.0, <double>tokens, prefill.attention)
         prefill.rate = <double>tokens / expected if expected > 0 else 0.0
         if not isfinite(prefill.rate):
             prefill.rate = 0.0

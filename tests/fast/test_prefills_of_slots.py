@@ -81,7 +81,7 @@ class Pair:
             each.set_fit(*FIT)
             for number in range(SLOTS):
                 each.add_slot(number, 0)
-        self.fast, self.plain = PrefillQueues(self.cost), Reference()
+        self.fast, self.plain = PrefillQueues(self.cost), Reference(FIT)
         self.now_s = 0.0
         self._names = [0] * SLOTS
 
@@ -112,8 +112,7 @@ class Pair:
             assert self.fast.done_tokens(slot, now_s) == self.plain.done_tokens(slot, now_s)
             slower = self.cost.slowness(slot)
             assert slower == pytest.approx(self.expected.slowness(slot))
-            fit = FIT[0] * slower, FIT[1] * slower, FIT[2] * slower
-            wait_s = self.plain.wait_s(slot, now_s, fit)
+            wait_s = self.plain.wait_s(slot, now_s, slower)
             assert self.cost.wait_s(slot, now_s) == pytest.approx(wait_s, 1e-6, 1e-6)
 
 

@@ -49,11 +49,12 @@ class Queue:
 class PrefillQueues:
     """The reference implementation of :class:`dynamo._fast.prefill_queue.PrefillQueues`.
 
-    ``measured`` has the calls that a cost in seconds gets.
+    ``measured`` has the calls that a cost in seconds with the coefficients ``fit`` gets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fit: tuple[float, float, float]) -> None:
         self.queues: dict[int, Queue] = {}
+        self.fit = fit
         self.measured: list[tuple[int, int, float, float]] = []
 
     def begin(
@@ -66,8 +67,10 @@ class PrefillQueues:
         now_s: float,
     ) -> None:
         """Add a prompt."""
-        rate = tokens / expected_s if expected_s else 0.0
-        prefill = Prefill(tokens, tokens * (cached_tokens + tokens / 2), rate)
+        attention = tokens * (cached_tokens + tokens / 2)
+        if expected_s is None:
+            expected_s = self.fit[0] + tokens * self.fit[1] + attention * self.fit[2]
+        prefill = Prefill(tokens, attention, tokens / expected_s)
         queue = self.queues.setdefault(slot, Queue())
         if not queue.prefills:
             queue.began_s = queue.interval_since_s = now_s
@@ -131,13 +134,14 @@ class PrefillQueues:
         for slot in range(len(column)):
             column[slot] -= self.done_tokens(slot, now_s)
 
-    def wait_s(self, slot: int, now_s: float, fit: tuple[float, float, float]) -> float:
-        """The seconds until a slot of slowness 1 begins with a new prompt."""
+    def wait_s(self, slot: int, now_s: float, slowness: float) -> float:
+        """The seconds until a slot begins with a new prompt."""
         if slot not in self.queues:
             return 0.0
         queue = self.queues[slot]
-        each = [fit[0] + one.tokens * fit[1] + one.attention * fit[2]
-                for one in queue.prefills.values()]  # fmt: skip
+        fixed_s, token_s, attention_s = (slowness * one for one in self.fit)
+        prefills = queue.prefills.values()
+        each = [fixed_s + one.tokens * token_s + one.attention * attention_s for one in prefills]
         return sum(each) - min(max(now_s - queue.oldest_since_s, 0.0), each[0])
 
     def _disturb(self, queue: Queue) -> None:

@@ -124,9 +124,10 @@ class Seconds:
         self._held_s += _HELD_SHARE * (held_s - self._held_s)
 
     def _pay(self, prefix: int, paid: float, now_s: float) -> None:
-        rent = max(self._rent + paid, 0.0)
-        if not rent:
-            self._rents.pop(prefix, None)
+        rent = self._rent + paid
+        if rent <= 0.0:
+            if self._rent:
+                del self._rents[prefix]
             return
         self._rents[prefix] = rent, now_s
         self._rents.move_to_end(prefix)
