@@ -88,13 +88,13 @@ cdef class PrefillQueues:
         if not (tokens > 0 and cached_tokens >= 0):
             raise ValueError(f"a prefill has at least one token, got {tokens} after {cached_tokens}")
         if self._seconds is not None:
-            self._seconds._slot(slot)  # or raise before anything is changed
+            self._seconds._slot(slot)  # raises before anything is changed
         prefill.tokens = tokens
         prefill.attention = <double>tokens * (<double>cached_tokens + <double>tokens / 2)
         if expected_s is not None:
             expected = expected_s
         elif self._seconds is not None:
-            expected = self._seconds.expected_s(1.0, <double>tokens, prefill.attention)
+            expected = self._seconds.expected_s(slot, <double>tokens, prefill.attention)
         prefill.rate = <double>tokens / expected if expected > 0 else 0.0
         if not isfinite(prefill.rate):
             prefill.rate = 0.0

@@ -36,7 +36,7 @@ cdef class SecondsCost:
     cpdef measured(self, Py_ssize_t slot, double tokens, double attention, double took_s)
     cpdef set_queue(self, Py_ssize_t slot, double prefills, double tokens, double attention,
                     double running_tokens, double running_attention, double since_s)
-    cdef double expected_s(self, double prefills, double tokens, double attention) noexcept
+    cdef double expected_s(self, Py_ssize_t slot, double tokens, double attention) except -1
     cdef double _work_s(self, const Work *work) noexcept
     cdef double _wait_s(self, const Slot *slot, double now_s) noexcept
     cdef Slot *_slot(self, Py_ssize_t slot) except NULL

@@ -145,9 +145,10 @@ cdef class SecondsCost:
         """Return the seconds until ``slot`` begins with a new prompt, by its queue alone."""
         return self._wait_s(self._slot(slot), now_s)
 
-    cdef double expected_s(self, double prefills, double tokens, double attention) noexcept:
-        cdef Work work = Work(prefills, tokens, attention)
-        return self._work_s(&work)
+    cdef double expected_s(self, Py_ssize_t slot, double tokens, double attention) except -1:
+        # What a prompt takes on this slot, from its begin on.
+        cdef Work work = Work(1.0, tokens, attention)
+        return self._work_s(&work) * self._slot(slot).slowness
 
     cdef double _work_s(self, const Work *work) noexcept:
         return (work.prefills * self._fixed_s + work.tokens * self._token_s

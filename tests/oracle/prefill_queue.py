@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = ["PrefillQueues"]
@@ -49,12 +50,14 @@ class Queue:
 class PrefillQueues:
     """The reference implementation of :class:`dynamo._fast.prefill_queue.PrefillQueues`.
 
-    ``measured`` has the calls that a cost in seconds with the coefficients ``fit`` gets.
+    ``measured`` has the calls that a cost in seconds with the coefficients ``fit`` gets;
+    ``slowness`` is what it says of a slot.
     """
 
-    def __init__(self, fit: tuple[float, float, float]) -> None:
+    def __init__(self, fit: tuple[float, float, float], slowness: Callable[[int], float]) -> None:
         self.queues: dict[int, Queue] = {}
         self.fit = fit
+        self.slowness = slowness
         self.measured: list[tuple[int, int, float, float]] = []
 
     def begin(
@@ -70,6 +73,7 @@ class PrefillQueues:
         attention = tokens * (cached_tokens + tokens / 2)
         if expected_s is None:
             expected_s = self.fit[0] + tokens * self.fit[1] + attention * self.fit[2]
+            expected_s *= self.slowness(slot)
         prefill = Prefill(tokens, attention, tokens / expected_s)
         queue = self.queues.setdefault(slot, Queue())
         if not queue.prefills:
@@ -134,12 +138,12 @@ class PrefillQueues:
         for slot in range(len(column)):
             column[slot] -= self.done_tokens(slot, now_s)
 
-    def wait_s(self, slot: int, now_s: float, slowness: float) -> float:
+    def wait_s(self, slot: int, now_s: float) -> float:
         """The seconds until a slot begins with a new prompt."""
         if slot not in self.queues:
             return 0.0
         queue = self.queues[slot]
-        fixed_s, token_s, attention_s = (slowness * one for one in self.fit)
+        fixed_s, token_s, attention_s = (self.slowness(slot) * one for one in self.fit)
         prefills = queue.prefills.values()
         each = [fixed_s + one.tokens * token_s + one.attention * attention_s for one in prefills]
         return sum(each) - min(max(now_s - queue.oldest_since_s, 0.0), each[0])
