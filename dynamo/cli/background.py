@@ -14,7 +14,7 @@ from pathlib import Path
 from dynamo.cli.options import DeploymentSettings
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import DynamoError
 from dynamo.runtime.process.paths import run_dir, state_path
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.events import BoxEventLog, actor
@@ -35,16 +35,12 @@ _LOG_BYTES = 1 << 20
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     (settings,) = load("dynamo stop", DESCRIPTION, [DeploymentSettings], argv, epilog=EPILOG)
-    try:
-        runtime = chosen_runtime(settings.namespace)
-        document = running_deployment(runtime)
-        if document is None:
-            raise DynamoError(f"no deployment runs in namespace {runtime.namespace!r}")
-        _stop(document, runtime)
-        print("stopped")
-    except (DynamoError, OSError) as error:
-        print(f"dynamo stop: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    runtime = chosen_runtime(settings.namespace)
+    document = running_deployment(runtime)
+    if document is None:
+        raise DynamoError(f"no deployment runs in namespace {runtime.namespace!r}")
+    _stop(document, runtime)
+    print("stopped")
     return 0
 
 

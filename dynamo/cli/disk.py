@@ -15,7 +15,7 @@ from dynamo.cli.options import DeleteSettings, ListSettings, PullSettings
 from dynamo.cli.text_table import aligned
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError
 from dynamo.llm.model_source import OnProgress, named_model
 from dynamo.operations.pull import pull as pull_model
 from dynamo.operations.stored_models import StoredModel, deletable, delete, stored_models
@@ -59,9 +59,6 @@ def pull(argv: Sequence[str] | None = None) -> int:
             return 0
         on_progress = _on_lines(model.name) if model.kind == "ollama" else None
         print(pull_model(model, settings.verify, on_progress))
-    except (DynamoError, OSError) as error:
-        print(f"dynamo pull: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print(f"\nstopped; to go on: dynamo pull {settings.model}", file=sys.stderr)
         return 130
@@ -72,17 +69,13 @@ def remove(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo rm``; return the exit status."""
     text = "Delete a model from disk. One that a deployment or another process uses is refused."
     (settings,) = load("dynamo rm", text, [DeleteSettings], argv)
-    try:
-        model = deletable(settings.model, _documents())
-        size = _size(model.size_bytes)
-        if not settings.yes and not _agrees(f"delete {model.name}, {size}, from {model.path}?"):
-            print("nothing was deleted")
-            return 1
-        delete(model)
-        print(f"deleted {model.name}; {size} are free")
-    except (DynamoError, OSError) as error:
-        print(f"dynamo rm: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    model = deletable(settings.model, _documents())
+    size = _size(model.size_bytes)
+    if not settings.yes and not _agrees(f"delete {model.name}, {size}, from {model.path}?"):
+        print("nothing was deleted")
+        return 1
+    delete(model)
+    print(f"deleted {model.name}; {size} are free")
     return 0
 
 

@@ -59,7 +59,7 @@ from dynamo.doctor.read_machine import (
     read_limits,
     read_memory,
 )
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError
 from dynamo.runtime.process.paths import state_path, store_path
 from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.serve.state.entries import service_config
@@ -199,13 +199,9 @@ class Examination:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     (settings,) = load("dynamo doctor", DESCRIPTION, [DoctorSettings], argv, epilog=EPILOG)
-    try:
-        examination = Examination.of(settings)
-        # Not beside the others: it changes the working directory for a moment.
-        findings = [*examination.graph_findings(), *_run(examination.parts())]
-    except (DynamoError, OSError) as error:
-        print(f"dynamo doctor: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    examination = Examination.of(settings)
+    # Not beside the others: it changes the working directory for a moment.
+    findings = [*examination.graph_findings(), *_run(examination.parts())]
     if settings.json:
         document = {"findings": findings, "errors": _count(findings, "error")}
         print(msgspec.json.format(msgspec.json.encode(document)).decode())

@@ -15,7 +15,6 @@ from dynamo.cli.options import RequestExplainSettings
 from dynamo.cli.text_table import cell_len, figures, printable, wrap
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
-from dynamo.errors import ConfigError, DynamoError
 from dynamo.protocols.openai import ModelList
 from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt
 from dynamo.router.explanation import Explanation
@@ -43,14 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status: 1 without such a request."""
     groups = [RequestExplainSettings, FrontendClientSettings]
     settings, frontend = load("dynamo explain", DESCRIPTION, groups, argv, epilog=EPILOG)
-    try:
-        if settings.model_fit:
-            return _show_fits(frontend, settings.json)
-        path = f"/v1/requests/{quote(settings.request, safe='')}"
-        record = ask(frontend, path, RequestRecord)
-    except DynamoError as error:
-        print(f"dynamo explain: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    if settings.model_fit:
+        return _show_fits(frontend, settings.json)
+    path = f"/v1/requests/{quote(settings.request, safe='')}"
+    record = ask(frontend, path, RequestRecord)
     if settings.json:
         print(msgspec.json.format(msgspec.json.encode(record)).decode())
     else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -137,11 +136,7 @@ async def connect(client: HttpClient, target: Target, tls: ssl.SSLContext | None
 def web(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo web``; return the exit status."""
     (settings,) = load("dynamo web", _WEB, [WebSettings], argv, epilog=_WEB_END)
-    try:
-        url = page_url(BoxCollector(chosen_runtime(settings.namespace)).collect())
-    except DynamoError as error:
-        print(f"dynamo web: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    url = page_url(BoxCollector(chosen_runtime(settings.namespace)).collect())
     print(url)
     if settings.open and _has_display():
         webbrowser.open(url)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,11 +57,7 @@ T = TypeVar("T")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     (settings,) = load("dynamo init", DESCRIPTION, [InitSettings], argv, epilog=EPILOG)
-    try:
-        _write(settings, _Questions(settings))
-    except (DynamoError, OSError) as error:
-        print(f"dynamo init: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    _write(settings, _Questions(settings))
     return 0
 
 

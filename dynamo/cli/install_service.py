@@ -156,17 +156,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     (settings,) = load(
         "dynamo install-service", DESCRIPTION, [InstallServiceSettings], argv, epilog=EPILOG
     )
-    try:
-        unit = _unit(settings)
-        if settings.print_only:
-            print(unit.text(), end="")
-            return 0
-        _check_access(unit)
-        path = _directory(settings) / f"{unit.name}.service"
-        print(f"{_write(path, unit.text())} {path}")
-    except (DynamoError, OSError) as error:
-        print(f"dynamo install-service: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    unit = _unit(settings)
+    if settings.print_only:
+        print(unit.text(), end="")
+        return 0
+    _check_access(unit)
+    path = _directory(settings) / f"{unit.name}.service"
+    print(f"{_write(path, unit.text())} {path}")
     print(_next_steps(settings, unit))
     return 0
 

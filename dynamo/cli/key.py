@@ -23,11 +23,7 @@ EPILOG = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     (settings,) = load("dynamo key", DESCRIPTION, [KeySettings], argv, epilog=EPILOG)
-    try:
-        key = _add(settings)
-    except ConfigError as error:
-        print(f"dynamo key: {error.message}", file=sys.stderr)
-        return 2
+    key = _add(settings)
     print(key)
     print(
         f"dynamo key: added {settings.name} ({settings.role}) to {settings.api_key_file}; "

@@ -15,7 +15,6 @@ from dynamo.cli.console import WatcherPrefix, shows_colour
 from dynamo.cli.options import DeploymentSettings, EventsSettings, LogsSettings
 from dynamo.cli.text_table import cell_len, printable, wrap
 from dynamo.config import load
-from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.protocols.status import BAD_EVENTS, BoxEvent
 from dynamo.runtime.process.paths import state_path
 from dynamo.status.deployment import chosen_runtime
@@ -47,14 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo logs``; return the exit status."""
     groups: list[type[Any]] = [LogsSettings, DeploymentSettings]
     settings, deployment = load("dynamo logs", DESCRIPTION, groups, argv, epilog=EPILOG)
-    try:
-        runtime = chosen_runtime(deployment.namespace)
-        namespace = runtime.namespace
-        directory = state_path(runtime) / namespace / "logs"
-        watchers = select_watchers(directory, namespace, settings.name)
-    except (ConfigError, InvalidArgument) as error:
-        print(f"dynamo logs: {error.message}", file=sys.stderr)
-        return 2
+    runtime = chosen_runtime(deployment.namespace)
+    namespace = runtime.namespace
+    directory = state_path(runtime) / namespace / "logs"
+    watchers = select_watchers(directory, namespace, settings.name)
     # One watcher named in full needs no prefix; a service may get more workers later.
     prefix = (
         None if watchers == [settings.name] else WatcherPrefix(namespace, shows_colour(sys.stdout))
@@ -85,12 +80,8 @@ def events(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo events``; return the exit status."""
     groups: list[type[Any]] = [EventsSettings, DeploymentSettings]
     settings, deployment = load("dynamo events", _EVENTS, groups, argv, epilog=_EVENTS_END)
-    try:
-        runtime = chosen_runtime(deployment.namespace)
-        since_s = parse_since(settings.since)
-    except (ConfigError, InvalidArgument) as error:
-        print(f"dynamo events: {error.message}", file=sys.stderr)
-        return 2
+    runtime = chosen_runtime(deployment.namespace)
+    since_s = parse_since(settings.since)
     namespace = runtime.namespace
     chosen = EventFilter(namespace, since_s, settings.model, settings.name)
     reader = EventReader(state_path(runtime) / namespace)

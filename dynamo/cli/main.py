@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from dynamo import __version__
+from dynamo.errors import ConfigError, DynamoError, InvalidArgument
 
 VERBS = {
     "run": (
@@ -55,7 +56,10 @@ VERBS = {
     "completion": ("dynamo.cli.completion", "print a script that completes commands by Tab"),
     "version": ("dynamo.cli.main:version", "print versions"),
 }
-"""Verb → (module with ``main(argv) -> exit status``, or ``module:function``; one line of help)."""
+"""Verb → (module with ``main(argv) -> exit status``, or ``module:function``; one line of help).
+
+Each raises DynamoError and OSError, which are printed here.
+"""
 
 _PARTS = ("uvloop", "httptools", "pyzmq", "circus", "tokenizers", "fastokens")
 _RIVALS = ("ai-dynamo", "ai-dynamo-runtime")
@@ -99,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `… | head`: the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except (DynamoError, OSError) as error:
+        print(f"dynamo {verb}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
     return int(status)
 
 

@@ -18,7 +18,7 @@ from dynamo.cli.options import DeploymentSettings, LoadModelSettings
 from dynamo.cli.reload import call, running
 from dynamo.config import load
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, DynamoError, InvalidArgument
+from dynamo.errors import ConfigError, DynamoError
 from dynamo.operations.steps.access import open_access
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.operations.targets import find_model
@@ -44,15 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo remove``; return the exit status."""
     groups: list[type[Any]] = [LoadModelSettings, DeploymentSettings]
     target, deployment = load("dynamo remove", DESCRIPTION, groups, argv, epilog=EPILOG)
-    try:
-        runtime = chosen_runtime(deployment.namespace)
-        document = running(Statefile(state_dir(runtime), runtime.namespace))
-        services = asyncio.run(_services(runtime, target.model))
-        print(f"removing {target.model}: requests in flight finish", flush=True)
-        reply = call(document, {"remove": services})
-    except (DynamoError, OSError) as error:
-        print(f"dynamo remove: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
+    runtime = chosen_runtime(deployment.namespace)
+    document = running(Statefile(state_dir(runtime), runtime.namespace))
+    services = asyncio.run(_services(runtime, target.model))
+    print(f"removing {target.model}: requests in flight finish", flush=True)
+    reply = call(document, {"remove": services})
     print(f"removed {', '.join(services)} from {reply['file']}")
     return 0
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynamo.cli.options import DeploymentSettings, LoadModelSettings, OperateSettings
 from dynamo.config import load as load_options
-from dynamo.errors import ConfigError, DynamoError, InvalidArgument
 from dynamo.operations.operate import BoxActions, Steps, recorded
 from dynamo.serve.state.events import actor
 from dynamo.status.deployment import chosen_runtime
@@ -65,14 +63,14 @@ def pause_planner(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo planner pause``; return the exit status."""
     text = "Let the planner observe only, until it is resumed."
     (deployment,) = load_options("dynamo planner pause", text, [DeploymentSettings], argv)
-    return _run("pause", deployment, BoxActions.pause_planner, "planner", "planner pause")
+    return _run("pause", deployment, BoxActions.pause_planner, "planner")
 
 
 def resume_planner(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo planner resume``; return the exit status."""
     text = "Let a paused planner add and remove workers again."
     (deployment,) = load_options("dynamo planner resume", text, [DeploymentSettings], argv)
-    return _run("resume", deployment, BoxActions.resume_planner, "planner", "planner resume")
+    return _run("resume", deployment, BoxActions.resume_planner, "planner")
 
 
 def _on_workers(
@@ -95,18 +93,11 @@ def _run(
     deployment: DeploymentSettings,
     steps: Callable[[BoxActions], Steps],
     name: str,
-    verb: str = "",
 ) -> int:
     """Run an action on ``name``, print what it reports."""
-    try:
-        runtime = chosen_runtime(deployment.namespace)
-        found = recorded(runtime, action, name, actor(), steps(BoxActions(runtime)))
-        asyncio.run(print_steps(found))
-    except BrokenPipeError:
-        raise
-    except (DynamoError, OSError) as error:
-        print(f"dynamo {verb or action}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
+    runtime = chosen_runtime(deployment.namespace)
+    found = recorded(runtime, action, name, actor(), steps(BoxActions(runtime)))
+    asyncio.run(print_steps(found))
     return 0
 
 

@@ -13,7 +13,7 @@ from dynamo.cli.options import DeploymentSettings
 from dynamo.config import load
 from dynamo.config.planner import ExplainSettings, SetSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, DynamoError, InvalidArgument, Unavailable
+from dynamo.errors import InvalidArgument, Unavailable
 from dynamo.operations.operate import BoxActions
 from dynamo.operations.outside import call_planner, no_planner
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog
@@ -55,22 +55,18 @@ def _set(words: Sequence[str]) -> int:
     settings, deployment = load(
         "dynamo planner set", _SET_DESCRIPTION, [SetSettings, DeploymentSettings], words
     )
-    try:
-        change = PlannerChange(
-            ttft_ms=settings.ttft_ms,
-            itl_ms=settings.itl_ms,
-            max_gpu_budget=settings.max_gpu_budget,
-            min_gpu_budget=settings.min_gpu_budget,
-            minima=_minima(settings.minima) or None,
-        )
-        runtime = chosen_runtime(deployment.namespace)
-        state = asyncio.run(BoxActions(runtime).change_planner(change))
-        if change != PlannerChange():
-            events = BoxEventLog(state_path(runtime) / runtime.namespace)
-            events.add("planner", "planner", msgspec.json.encode(change).decode(), by=actor())
-    except (DynamoError, OSError) as error:
-        print(f"dynamo planner set: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
+    change = PlannerChange(
+        ttft_ms=settings.ttft_ms,
+        itl_ms=settings.itl_ms,
+        max_gpu_budget=settings.max_gpu_budget,
+        min_gpu_budget=settings.min_gpu_budget,
+        minima=_minima(settings.minima) or None,
+    )
+    runtime = chosen_runtime(deployment.namespace)
+    state = asyncio.run(BoxActions(runtime).change_planner(change))
+    if change != PlannerChange():
+        events = BoxEventLog(state_path(runtime) / runtime.namespace)
+        events.add("planner", "planner", msgspec.json.encode(change).decode(), by=actor())
     print(msgspec.json.encode(state).decode() if settings.json else "\n".join(_state_lines(state)))
     return 0
 
@@ -98,13 +94,9 @@ def _state_lines(state: PlannerState) -> Iterator[str]:
 def _explain(words: Sequence[str]) -> int:
     groups = [ExplainSettings, DeploymentSettings]
     settings, deployment = load("dynamo planner explain", _DESCRIPTION, groups, words)
-    try:
-        runtime = chosen_runtime(deployment.namespace)
-        decisions = DecisionLog(state_path(runtime) / runtime.namespace / DECISIONS_FILE).read()
-        models = asyncio.run(_ask(runtime, settings.timeout_s))
-    except (DynamoError, OSError) as error:
-        print(f"dynamo planner explain: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    runtime = chosen_runtime(deployment.namespace)
+    decisions = DecisionLog(state_path(runtime) / runtime.namespace / DECISIONS_FILE).read()
+    models = asyncio.run(_ask(runtime, settings.timeout_s))
     shown = decisions[-settings.number :] if settings.number else []
     found = ExplainReport(
         namespace=runtime.namespace,

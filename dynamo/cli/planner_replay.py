@@ -11,7 +11,7 @@ from dynamo.bench.trace import read_trace
 from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError
 from dynamo.planner.capacity.interpolation import read_capacity
 from dynamo.planner.policies.factory import resolve_mode
 from dynamo.simulation.compare import Comparison, compare, comparison_figure, draw_comparison
@@ -52,25 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, planner = load(
         "dynamo planner replay", DESCRIPTION, [ReplaySettings, PlannerSettings], argv, epilog=EPILOG
     )
-    try:
-        if not settings.policy or "auto" in settings.policy:
-            planner, reason = resolve_mode(planner)
-            if reason:
-                print(f"--mode auto: {reason}", file=sys.stderr)
-        if settings.plot is not None:
-            comparison_figure()
-        found = compare(
-            settings.policy or (planner.mode,),
-            traffic(settings),
-            _setup(settings, planner),
-            planner,
-            settings.attainment if settings.score else None,
-        )
-        if settings.plot is not None:
-            draw_comparison(found, Path(settings.plot))
-    except DynamoError as error:
-        print(f"dynamo planner replay: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    if not settings.policy or "auto" in settings.policy:
+        planner, reason = resolve_mode(planner)
+        if reason:
+            print(f"--mode auto: {reason}", file=sys.stderr)
+    if settings.plot is not None:
+        comparison_figure()
+    found = compare(
+        settings.policy or (planner.mode,),
+        traffic(settings),
+        _setup(settings, planner),
+        planner,
+        settings.attainment if settings.score else None,
+    )
+    if settings.plot is not None:
+        draw_comparison(found, Path(settings.plot))
     if settings.json:
         print(json.dumps(_document(found)))
     else:

@@ -15,7 +15,6 @@ from typing import Any
 from dynamo.cli.text_table import aligned, cell_len, model_state
 from dynamo.config import load
 from dynamo.config.option import option
-from dynamo.errors import ConfigError
 from dynamo.runtime.process.paths import planned_socket_path
 from dynamo.status.deployment import STATUS_SOCKET, ask, chosen_runtime
 
@@ -54,12 +53,8 @@ class PsSettings:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     (settings,) = load("dynamo ps", DESCRIPTION, [PsSettings], argv, epilog=EPILOG)
-    try:
-        runtime = chosen_runtime(settings.namespace)
-        answer = _ask(planned_socket_path(runtime, STATUS_SOCKET), settings.api_key)
-    except ConfigError as error:
-        print(f"dynamo ps: {error.message}", file=sys.stderr)
-        return 2
+    runtime = chosen_runtime(settings.namespace)
+    answer = _ask(planned_socket_path(runtime, STATUS_SOCKET), settings.api_key)
     if not answer:  # collect the state here; imported here, because it takes 0.1 s
         from dynamo.status.reading import report
 

@@ -40,16 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = [RecordSettings, ClientSettings]
     settings, client = load("dynamo record", DESCRIPTION, groups, argv, epilog=EPILOG)
     errors = Console(stderr=True, highlight=False)
-    try:
-        if settings.file is None:
-            raise ConfigError("name the file to write: dynamo record FILE")
-        query = _query(settings)
-        target, path = find_target(client), Path(settings.file)
-        with RecordFile(path) if settings.content else TraceFile(path) as file:
-            return asyncio.run(_record(settings, query, target, file, errors))
-    except DynamoError as error:
-        errors.print(f"dynamo record: {error.message}", markup=False)
-        return 2 if isinstance(error, ConfigError) else 1
+    if settings.file is None:
+        raise ConfigError("name the file to write: dynamo record FILE")
+    query = _query(settings)
+    target, path = find_target(client), Path(settings.file)
+    with RecordFile(path) if settings.content else TraceFile(path) as file:
+        return asyncio.run(_record(settings, query, target, file, errors))
 
 
 def _query(settings: RecordSettings) -> dict[str, str]:

@@ -39,30 +39,24 @@ _RETRY_S = 0.3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
-    try:
-        rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-        (settings,) = load("dynamo reload", DESCRIPTION, [ReloadSettings], rest, epilog=EPILOG)
-        runtime = (
-            from_env(RuntimeSettings) if settings.graph else chosen_runtime(settings.namespace)
-        )
-        namespace = settings.namespace or runtime.namespace
-        request: dict[str, Any] = {"overrides": [override.text for override in overrides]}
-        if settings.graph:
-            path = Path(settings.graph).absolute()
-            namespace = parse_graph(
-                read_text(path), str(path), overrides, settings.namespace, namespace
-            ).namespace
-            request["graph"] = str(path)
-        document = running(Statefile(state_dir(runtime), namespace))
-        planned = call(document, {**request, "dry_run": True})
-        print("\n".join(planned["changes"]) or "nothing to change", flush=True)
-        if settings.dry_run:
-            print(planned["summary"])
-            return 0
-        print(f"reloaded: {call(document, request)['summary']}")
-    except (DynamoError, OSError) as error:
-        print(f"dynamo reload: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    (settings,) = load("dynamo reload", DESCRIPTION, [ReloadSettings], rest, epilog=EPILOG)
+    runtime = from_env(RuntimeSettings) if settings.graph else chosen_runtime(settings.namespace)
+    namespace = settings.namespace or runtime.namespace
+    request: dict[str, Any] = {"overrides": [override.text for override in overrides]}
+    if settings.graph:
+        path = Path(settings.graph).absolute()
+        namespace = parse_graph(
+            read_text(path), str(path), overrides, settings.namespace, namespace
+        ).namespace
+        request["graph"] = str(path)
+    document = running(Statefile(state_dir(runtime), namespace))
+    planned = call(document, {**request, "dry_run": True})
+    print("\n".join(planned["changes"]) or "nothing to change", flush=True)
+    if settings.dry_run:
+        print(planned["summary"])
+        return 0
+    print(f"reloaded: {call(document, request)['summary']}")
     return 0
 
 

@@ -18,7 +18,7 @@ from dynamo.cli.options import ReplayRequestSettings
 from dynamo.cli.text_table import cut, printable
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
-from dynamo.errors import ConfigError, DynamoError, Unavailable
+from dynamo.errors import ConfigError, Unavailable
 from dynamo.http.client import ResponseError, Target, cause
 from dynamo.protocols.status import RecordedContent
 
@@ -59,29 +59,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = [ReplayRequestSettings, FrontendClientSettings]
     settings, client = load("dynamo replay", DESCRIPTION, groups, argv, epilog=EPILOG)
     sent = failed = 0
-    try:
-        if not settings.file:
-            raise ConfigError("name the recording: dynamo replay FILE")
-        target = find_target(client)
-        for record in ContentReader(Path(settings.file)):
-            if settings.request and settings.request not in record.request_id:
-                continue
-            body = with_model(record.body, settings.model)
-            if body is None:
-                print(f"{record.request_id}: left out, its body is no JSON object", file=sys.stderr)
-                continue
-            found = _send(target, record, body, client.timeout_s)
-            sent += 1
-            failed += found.status != 200 or found.error != ""
-            if settings.json:
-                print(msgspec.json.encode(found).decode(), flush=True)
-            else:
-                print("\n".join(_lines(found)), flush=True)
-        if not sent:
-            raise ConfigError(f"{settings.file} has no such request to send")
-    except DynamoError as error:
-        print(f"dynamo replay: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    if not settings.file:
+        raise ConfigError("name the recording: dynamo replay FILE")
+    target = find_target(client)
+    for record in ContentReader(Path(settings.file)):
+        if settings.request and settings.request not in record.request_id:
+            continue
+        body = with_model(record.body, settings.model)
+        if body is None:
+            print(f"{record.request_id}: left out, its body is no JSON object", file=sys.stderr)
+            continue
+        found = _send(target, record, body, client.timeout_s)
+        sent += 1
+        failed += found.status != 200 or found.error != ""
+        if settings.json:
+            print(msgspec.json.encode(found).decode(), flush=True)
+        else:
+            print("\n".join(_lines(found)), flush=True)
+    if not sent:
+        raise ConfigError(f"{settings.file} has no such request to send")
     if not settings.json:
         print(f"{sent:,} requests sent again" + (f", {failed:,} failed" if failed else ""))
     return 1 if failed else 0

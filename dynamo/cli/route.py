@@ -16,7 +16,7 @@ from dynamo.cli.options import RouteSettings
 from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
-from dynamo.errors import ConfigError, DynamoError, Unavailable
+from dynamo.errors import ConfigError, Unavailable
 from dynamo.protocols.openai import ModelList
 from dynamo.router.explanation import Candidate, Explanation
 
@@ -32,12 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status: 1 when no worker can be chosen."""
     groups = [RouteSettings, FrontendClientSettings]
     settings, frontend = load("dynamo route", DESCRIPTION, groups, argv, epilog=EPILOG)
-    try:
-        body = _body(settings, frontend)
-        found = ask(frontend, "/v1/route", Explanation, json.dumps(body).encode())
-    except DynamoError as error:
-        print(f"dynamo route: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    body = _body(settings, frontend)
+    found = ask(frontend, "/v1/route", Explanation, json.dumps(body).encode())
     if settings.json:
         print(msgspec.json.encode(found).decode())
     else:

@@ -15,7 +15,7 @@ from dynamo.cli.serve import dry_run, start
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError
 from dynamo.llm.model_source import named_model
 from dynamo.operations.stored_models import running_ollama
 from dynamo.serve.graph.changes import with_service
@@ -45,29 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     own, flags = words[:cut], tuple(words[cut + 1 :])
-    try:
-        rest, overrides = split_overrides(own)
-        (settings,) = load("dynamo run", DESCRIPTION, [RunSettings], rest, epilog=EPILOG)
-        graphs = _graphs(settings, flags)
-        text = _text(_loaded_first(graphs))
-        if settings.write is not None:
-            return _write(text, settings.write, overrides)
-        runtime = from_env(RuntimeSettings, namespace=settings.namespace)
-        if (document := running_deployment(runtime)) is not None:
-            _check_beside(document, settings, words, overrides)
-            return add(document, runtime, graphs, settings.dry_run)
-        if settings.dry_run:
-            return _dry_run(text, overrides)
-        print(text)
-        _announce(graphs)
-        if settings.detach:
-            return detach("run", words, settings.namespace)
-        return start(_serve_settings(text, settings), overrides)
-    except BrokenPipeError:
-        raise
-    except (DynamoError, OSError) as error:
-        print(f"dynamo run: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    rest, overrides = split_overrides(own)
+    (settings,) = load("dynamo run", DESCRIPTION, [RunSettings], rest, epilog=EPILOG)
+    graphs = _graphs(settings, flags)
+    text = _text(_loaded_first(graphs))
+    if settings.write is not None:
+        return _write(text, settings.write, overrides)
+    runtime = from_env(RuntimeSettings, namespace=settings.namespace)
+    if (document := running_deployment(runtime)) is not None:
+        _check_beside(document, settings, words, overrides)
+        return add(document, runtime, graphs, settings.dry_run)
+    if settings.dry_run:
+        return _dry_run(text, overrides)
+    print(text)
+    _announce(graphs)
+    if settings.detach:
+        return detach("run", words, settings.namespace)
+    return start(_serve_settings(text, settings), overrides)
 
 
 def _graphs(settings: RunSettings, flags: tuple[str, ...]) -> list[NewGraph]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ import msgspec
 from dynamo.cli.options import StateSettings
 from dynamo.config import load
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, DynamoError, StatefileError
+from dynamo.errors import ConfigError, StatefileError
 from dynamo.operations.reconcile import reconcile
 from dynamo.operations.steps.access import open_access
 from dynamo.operations.steps.limits import ActionLimits
@@ -38,18 +37,14 @@ _COLUMNS = ("COMPONENT", "STATE", "PIDS", "GPUS", "LEASE", "MODEL")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     (settings,) = load("dynamo state", DESCRIPTION, [StateSettings], argv, epilog=EPILOG)
-    try:
-        runtime = chosen_runtime(settings.namespace)
-        statefile = Statefile(state_path(runtime), runtime.namespace)
-        if settings.action == "show":
-            print(_show(statefile, runtime, settings.json))
-        elif settings.action == "repair":
-            print("\n".join(_repair(statefile, runtime, settings.dry_run)))
-        else:
-            raise ConfigError("nothing to do; try: dynamo state show")
-    except (DynamoError, OSError) as error:
-        print(f"dynamo state: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    runtime = chosen_runtime(settings.namespace)
+    statefile = Statefile(state_path(runtime), runtime.namespace)
+    if settings.action == "show":
+        print(_show(statefile, runtime, settings.json))
+    elif settings.action == "repair":
+        print("\n".join(_repair(statefile, runtime, settings.dry_run)))
+    else:
+        raise ConfigError("nothing to do; try: dynamo state show")
     return 0
 
 

@@ -22,7 +22,7 @@ from dynamo.cli.options import DeploymentSettings, TopSettings
 from dynamo.cli.top_view import BAD, PLAIN, SORT_ORDERS, WARN, TopView, frame, sorted_workers
 from dynamo.config import environ, load
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import DynamoError
 from dynamo.operations.operate import ActionOutcome, BoxControl, Steps, recorded
 from dynamo.protocols.status import WorkerStatus
 from dynamo.runtime.process.paths import state_path
@@ -191,15 +191,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     groups: list[type[Any]] = [TopSettings, DeploymentSettings]
     settings, deployment = load("dynamo top", DESCRIPTION, groups, argv, epilog=EPILOG)
-    try:
-        runtime = chosen_runtime(deployment.namespace)
-        collector = BoxCollector(runtime, settings.api_key)
-        if settings.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-            return _print_once(collector)
-        return Top(runtime, collector, settings.interval_s).run()
-    except ConfigError as error:
-        print(f"dynamo top: {error.message}", file=sys.stderr)
-        return 2
+    runtime = chosen_runtime(deployment.namespace)
+    collector = BoxCollector(runtime, settings.api_key)
+    if settings.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return _print_once(collector)
+    return Top(runtime, collector, settings.interval_s).run()
 
 
 def _print_once(collector: BoxCollector) -> int:

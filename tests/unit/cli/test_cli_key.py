@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli import key
+from dynamo.cli import main as cli
 from dynamo.http.api_keys import ApiKeys
 
 
@@ -19,9 +19,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_keys_are_added(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert key.main(["add", "alice"]) == 0
+    assert cli.main(["key", "add", "alice"]) == 0
     first, note = capsys.readouterr()
-    assert key.main(["add", "bob", "--role", "operator"]) == 0
+    assert cli.main(["key", "add", "bob", "--role", "operator"]) == 0
     second, _ = capsys.readouterr()
     assert first.startswith("dyn-") and len(first.strip()) > 40 and first != second
     assert f"added alice (user) to {file}" in note and first.strip() not in note
@@ -37,7 +37,7 @@ def test_keys_are_added(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_last_line_without_its_end(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("# keys")
     file.chmod(0o600)
-    assert key.main(["add", "alice"]) == 0
+    assert cli.main(["key", "add", "alice"]) == 0
     assert len(ApiKeys(str(file)).entries) == 1
 
 
@@ -55,9 +55,9 @@ def test_a_last_line_without_its_end(file: Path, capsys: pytest.CaptureFixture[s
 def test_what_is_wrong_is_named(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert key.main(["add", "taken"]) == 0
+    assert cli.main(["key", "add", "taken"]) == 0
     capsys.readouterr()
-    assert key.main(words) == 2
+    assert cli.main(["key", *words]) == 2
     out, shown = capsys.readouterr()
     assert message in shown and not out
 
@@ -65,12 +65,12 @@ def test_what_is_wrong_is_named(
 def test_a_file_that_others_may_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("")
     file.chmod(0o644)
-    assert key.main(["add", "a"]) == 2
+    assert cli.main(["key", "add", "a"]) == 2
     assert "run: chmod 600" in capsys.readouterr().err and not file.read_text()
 
 
 def test_other_actions_and_roles(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["drop", "a"], ["add", "a", "--role", "admin"]):
         with pytest.raises(SystemExit):
-            key.main(words)
+            cli.main(["key", *words])
         assert "must be one of" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -15,7 +16,9 @@ import pytest
 from deployment import free_port
 
 from dynamo import __version__
+from dynamo.cli import disk
 from dynamo.cli import main as cli
+from dynamo.errors import ConfigError, InvalidArgument, Unavailable
 
 
 def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +40,31 @@ def test_every_verb_exists_and_has_help(verb: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as stop:
         cli.main([verb, "--help"])
     assert stop.value.code == 0 and f"usage: dynamo {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "shown"),
+    [
+        (ConfigError("bad flag"), 2, "dynamo list: bad flag"),
+        (InvalidArgument("no such worker"), 2, "dynamo list: no such worker"),
+        (Unavailable("it hangs"), 1, "dynamo list: it hangs"),
+        (OSError(errno.ENOSPC, "No space left"), 1, "dynamo list: [Errno 28] No space left"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_ends_a_verb_is_a_line_and_its_exit_status(
+    error: BaseException,
+    status: int,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(disk, "list_models", fail)
+    assert cli.main(["list"]) == status
+    assert capsys.readouterr().err.strip() == shown
 
 
 def test_a_locale_of_ascii_alone_shows_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from dynamo.cli import frontend_client as client
+from dynamo.cli import main as cli
 from dynamo.errors import Unavailable
 from dynamo.protocols.status import BoxStatus, WorkerStatus
 
@@ -100,5 +101,5 @@ def test_without_a_deployment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DYN_LOCAL_STATE_DIR", str(tmp_path))
-    assert client.web(["--namespace", "nowhere"]) == 1
+    assert cli.main(["web", "--namespace", "nowhere"]) == 1
     assert "no deployment runs in namespace 'nowhere'" in capsys.readouterr().err

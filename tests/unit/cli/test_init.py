@@ -12,7 +12,7 @@ import yaml
 from deployment import MODEL
 
 from dynamo.cli import init
-from dynamo.cli.init import main
+from dynamo.cli import main as cli
 from dynamo.cli.serve import main as serve
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.setup.new_graph import cached_model, uninstalled
@@ -56,6 +56,10 @@ def graph(name: str = "graph.yaml") -> Any:
 
 def gpus(count: int) -> tuple[Gpu, ...]:
     return tuple(Gpu(index=n, name="H100", memory_bytes=80 * GIB) for n in range(count))
+
+
+def main(words: list[str]) -> int:
+    return cli.main(["init", *words])
 
 
 def test_four_questions_make_a_graph(

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from deployment import MODEL
 
-from dynamo.cli.install_service import SystemdUnit, main
+from dynamo.cli import main as cli
+from dynamo.cli.install_service import SystemdUnit
 
 GRAPH = f"""
 namespace: installed
@@ -38,6 +39,10 @@ def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "my graph%.yaml"
     path.write_text(GRAPH)
     return path
+
+
+def main(words: list[str]) -> int:
+    return cli.main(["install-service", *words])
 
 
 def settings_of(text: str) -> dict[str, str]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli import bench, chat, explain, frontend_client, record, route
+from dynamo.cli import frontend_client
+from dynamo.cli import main as cli
 from dynamo.errors import Unavailable
 from dynamo.protocols.status import BoxStatus
 
@@ -63,11 +64,9 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
             listener.accept()
 
 
-@pytest.mark.parametrize(
-    "verb", [explain, route, chat, bench, record], ids=lambda one: one.__name__
-)
+@pytest.mark.parametrize("verb", ["explain", "route", "chat", "bench", "record"])
 def test_a_verb_calls_the_frontend_itself(
-    verb: object,
+    verb: str,
     frontend: str,
     proxy: socket.socket,
     tmp_path: Path,
@@ -76,8 +75,8 @@ def test_a_verb_calls_the_frontend_itself(
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
-    words = {route: ["--prompt-file", "-"], record: ["trace.jsonl"]}
-    assert verb.main(["--url", frontend, *words.get(verb, ())])  # type: ignore[attr-defined, call-overload]
+    words = {"route": ["--prompt-file", "-"], "record": ["trace.jsonl"]}
+    assert cli.main([verb, "--url", frontend, *words.get(verb, ())])
     assert set(Frontend.keys) == {f"Bearer {KEY}"}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dynamo.cli import init
+from dynamo.cli import main as cli
 from dynamo.errors import ConfigError
 from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.serve.graph.service import Service
@@ -170,16 +170,16 @@ def test_the_command(
     monkeypatch.chdir(tmp_path)
     values = {"models": ONE, "apiKeys": ["sk-secret"]}
     Path("swap.yaml").write_text(yaml.safe_dump(values))
-    assert init.main(["--from", "swap.yaml"]) == 0
+    assert cli.main(["init", "--from", "swap.yaml"]) == 0
     shown = capsys.readouterr().out
     assert "left out: apiKeys: keys are in a file" in shown
     assert "wrote graph.yaml: 1 models" in shown and "dynamo serve graph.yaml" in shown
     text = Path("graph.yaml").read_text()
     assert "# left out: apiKeys: keys" in text and "sk-secret" not in text + shown
     assert parse_graph(text, "graph.yaml").services[2].name == "A"
-    assert init.main(["--from", "nowhere.yaml", "--write", "b.yaml"]) == 2
-    assert init.main(["--from", "swap.yaml", "--write", "b.yaml", "--engine", "vllm"]) == 2
-    assert init.main(["--from", "swap.yaml", "--yes"]) == 2  # it is kept
+    assert cli.main(["init", "--from", "nowhere.yaml", "--write", "b.yaml"]) == 2
+    assert cli.main(["init", "--from", "swap.yaml", "--write", "b.yaml", "--engine", "vllm"]) == 2
+    assert cli.main(["init", "--from", "swap.yaml", "--yes"]) == 2  # it is kept
     assert "graph.yaml is kept" in capsys.readouterr().err
 
 
@@ -209,9 +209,9 @@ def test_names_of_several_lines_stay_in_comments(
 ) -> None:
     source, made = tmp_path / "swap.yaml", tmp_path / "graph.yaml"
     source.write_text(yaml.safe_dump({"models": ONE, "x\nrun: y": 1}))
-    assert init.main(["--from", str(source), "--write", str(made)]) == 0
+    assert cli.main(["init", "--from", str(source), "--write", str(made)]) == 0
     assert "left out: x run: y: not known" in capsys.readouterr().out
     assert set(yaml.safe_load(made.read_text())) == {"namespace", "Frontend", "Planner", "A"}
     assert [path.name for path in tmp_path.glob(".*")] == []
-    assert init.main(["--from", str(source), "--write", str(tmp_path / "none/g.yaml")]) == 1
+    assert cli.main(["init", "--from", str(source), "--write", str(tmp_path / "none/g.yaml")]) == 1
     assert f"cannot write {tmp_path}/none/g.yaml: No such file" in capsys.readouterr().err

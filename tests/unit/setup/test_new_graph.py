@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynamo.cli import run
+from dynamo.cli import main as cli
 from dynamo.errors import ConfigError
 from dynamo.llm.model_source import NamedModel, named_model
 from dynamo.serve.graph.graph import Graph, parse_graph
@@ -227,7 +227,7 @@ def run_graph(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         if not (tmp_path / name).exists():
             shutil.copytree(MODEL, tmp_path / name)
     made = words.replace("A", str(tmp_path / "A")).replace("B", str(tmp_path / "B"))
-    assert run.main([*made.split(), "--engine", "mocker", "--dry-run"]) == 0
+    assert cli.main(["run", *made.split(), "--engine", "mocker", "--dry-run"]) == 0
     return parse_graph(capsys.readouterr().out, "run")
 
 
@@ -252,7 +252,7 @@ def test_models_on_request_by_relative_paths(
         shutil.copytree(MODEL, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     words = ["./A", "./B", "--idle-timeout", "1h", "--keep", "./B", "--workers", "2"]
-    assert run.main([*words, "--engine", "mocker", "--dry-run"]) == 0
+    assert cli.main(["run", *words, "--engine", "mocker", "--dry-run"]) == 0
     graph = parse_graph(capsys.readouterr().out, "run")
     workers = [one for one in graph.services if one.name.startswith("Worker")]
     assert [(one.workers, one.scaling.minimum) for one in workers] == [(0, 0), (2, 2)]
@@ -269,5 +269,5 @@ def test_models_on_request_by_relative_paths(
     ],
 )
 def test_wrong_times_and_names(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main([str(MODEL), *words.split(), "--engine", "mocker", "--dry-run"]) == 2
+    assert cli.main(["run", str(MODEL), *words.split(), "--engine", "mocker", "--dry-run"]) == 2
     assert text in capsys.readouterr().err
