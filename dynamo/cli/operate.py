@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dynamo import operations
 from dynamo.cli.options import DeploymentSettings, LoadModelSettings, OperateSettings
 from dynamo.config import load as load_options
 from dynamo.operations.operate import BoxActions, Steps, recorded
@@ -95,6 +97,11 @@ def _run(
     name: str,
 ) -> int:
     """Run an action on ``name``, print what it reports."""
+    # Of its warnings: those of the connections to engines are no news for an operator.
+    notes = logging.StreamHandler()
+    notes.setFormatter(logging.Formatter(f"dynamo {action}: %(message)s"))
+    notes.addFilter(logging.Filter(operations.__name__))
+    logging.getLogger().addHandler(notes)
     runtime = chosen_runtime(deployment.namespace)
     found = recorded(runtime, action, name, actor(), steps(BoxActions(runtime)))
     asyncio.run(print_steps(found))
