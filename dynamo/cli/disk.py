@@ -155,4 +155,8 @@ class _JsonLines:
 def _agrees(question: str) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("give --yes to delete without a question")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        print()
+        return False

@@ -67,6 +67,15 @@ def test_what_ends_a_verb_is_a_line_and_its_exit_status(
     assert capsys.readouterr().err.strip() == shown
 
 
+def test_ctrl_d_at_the_question_of_rm_deletes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(question: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert not disk._agrees("delete it?")
+
+
 def test_a_locale_of_ascii_alone_shows_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     out = io.TextIOWrapper(written, encoding="ascii")
