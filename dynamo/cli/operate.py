@@ -14,15 +14,15 @@ from dynamo.operations.operate import BoxActions, Steps, recorded
 from dynamo.serve.state.events import actor
 from dynamo.status.deployment import chosen_runtime
 
-_EPILOG = """NAME is a worker (dynamo_Worker_1), or a service for all of its workers. The command
-returns when the action is complete; Ctrl-C ends {what}.
+_NAME = "NAME is a worker (dynamo_Worker_1), or a service for all of its workers.\n"
+_EPILOG = """The command returns when the action is complete; Ctrl-C ends {what}.
 Exit status: 0 done, 1 it failed, or no deployment runs, 2 there is no such name."""
 
 Action = Callable[[BoxActions, str], Steps]
 """What a verb does with a worker, a service or a model of this name."""
 
 _GOES_ON = "only the command, the action goes on"
-_ENDS = "the action where it is"
+_ENDS = "the action where it is:\nthe same command again completes it"
 
 
 def restart(argv: Sequence[str] | None = None) -> int:
@@ -79,14 +79,15 @@ def _on_workers(
     verb: str, action: Action, text: str, interrupt: str, argv: Sequence[str] | None
 ) -> int:
     groups: list[type[Any]] = [OperateSettings, DeploymentSettings]
-    epilog = _EPILOG.format(what=interrupt)
+    epilog = _NAME + _EPILOG.format(what=interrupt)
     target, deployment = load_options(f"dynamo {verb}", text, groups, argv, epilog=epilog)
     return _run(verb, deployment, lambda actions: action(actions, target.name), target.name)
 
 
 def _on_model(verb: str, action: Action, text: str, argv: Sequence[str] | None) -> int:
     groups: list[type[Any]] = [LoadModelSettings, DeploymentSettings]
-    target, deployment = load_options(f"dynamo {verb}", text, groups, argv)
+    epilog = _EPILOG.format(what=_ENDS)
+    target, deployment = load_options(f"dynamo {verb}", text, groups, argv, epilog=epilog)
     return _run(verb, deployment, lambda actions: action(actions, target.model), target.model)
 
 
