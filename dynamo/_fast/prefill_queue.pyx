@@ -73,7 +73,7 @@ cdef class PrefillQueues:
     cdef vector[Progress] _progress
     cdef SecondsCost _seconds
 
-    def __cinit__(self, SecondsCost seconds=None):
+    def __init__(self, SecondsCost seconds=None):
         self._queues = {}
         self._seconds = seconds
 
