@@ -31,6 +31,7 @@ _T = TypeVar("_T")
 _SUFFIX = ".log"
 _OLDER = ".log.1"
 _BATCH_S = 0.05
+_AGAIN_S = 1.0
 _STEP_BYTES = 1 << 16
 _READ_BYTES = 1 << 20
 _MASK = Mask.MODIFY | Mask.CREATE | Mask.MOVED_TO | Mask.ONLYDIR
@@ -145,7 +146,9 @@ async def follow(directory: Path, read: Callable[[], Iterable[_T]]) -> AsyncGene
             changed.clear()  # before the files are read: a write during that counts
             for found in read():
                 yield found
-            await changed.wait()
+            with contextlib.suppress(TimeoutError):  # no event comes from a directory made again
+                async with asyncio.timeout(_AGAIN_S):
+                    await changed.wait()
             await asyncio.sleep(_BATCH_S)  # one read for many lines
     finally:
         inotify.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from dynamo.errors import InvalidArgument
 from dynamo.serve.supervision.output import LogFile
+from dynamo.status import logs
 from dynamo.status.logs import LogReader, follow, select_watchers
 
 
@@ -99,3 +101,26 @@ async def test_follow(tmp_path: Path, reader: LogReader) -> None:
         write(tmp_path, "ns_A", "next")
         assert await anext(lines) == ("ns_A", b"next")
     await lines.aclose()
+
+
+async def test_follow_goes_on_in_a_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_AGAIN_S", 0.01)
+    directory = tmp_path / "logs"
+    directory.mkdir()
+    write(directory, "ns_A", "old")
+    reader = LogReader(directory, "ns", "")
+    reader.last(0)
+    lines = follow(directory, reader.read)
+    async with asyncio.timeout(30):
+        waiting = asyncio.ensure_future(anext(lines))
+        await asyncio.sleep(0)
+        shutil.rmtree(directory)
+        directory.mkdir()
+        write(directory, "ns_A", "new")
+        assert await waiting == ("ns_A", b"new")
+        write(directory, "ns_A", "next")
+        assert await anext(lines) == ("ns_A", b"next")
+    await lines.aclose()
+    reader.close()
