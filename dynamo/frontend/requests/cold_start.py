@@ -412,6 +412,7 @@ class HeldDispatch:
         self._engine_request = engine_request
         self._queue = queue
         self._send = send
+        self._since_s = time.monotonic()
 
     def wait(self) -> None:
         """Wait in the queue. Raises Unavailable if it is full."""
@@ -422,9 +423,11 @@ class HeldDispatch:
     def cancel(self) -> None:
         """Leave the queue: the request has ended. Idempotent."""
         self._queue.remove(self)
+        self._waited()
 
     def resume(self) -> None:
         """Send the request to the new worker."""
+        self._waited()
         self._engine_request.pending = None
         self._engine_request.request.metrics.has_worker()
         self._engine_request.tried = frozenset()
@@ -432,6 +435,7 @@ class HeldDispatch:
 
     def fail(self, error: DynamoError) -> None:
         """End the request with ``error``."""
+        self._waited()
         self._engine_request.pending = None
         self._engine_request.request.fail(error)
 
@@ -442,6 +446,12 @@ class HeldDispatch:
     def show_progress(self) -> bool:
         """Send none: its answer may have begun."""
         return False
+
+    def _waited(self) -> None:
+        now_s = time.monotonic()
+        self._engine_request.request.metrics.waited_for_worker(self._since_s, now_s)
+        if self._engine_request.tokens:
+            self._engine_request.last_token_s = now_s  # the wait is no gap between tokens
 
 
 def _asks_for_stream(body: bytes) -> bool:

@@ -71,9 +71,10 @@ class RequestFigures(msgspec.Struct):
 
     ``model`` is its name, ``key`` that of the client's API key. ``resumed_s`` is when its model got
     a worker, ``rerouted_s`` the same if the workers left while it was prepared; infinite while it
-    waits. ``sent_s`` is when its (decode) worker was chosen, ``prefilled`` the step of a prefill
-    worker before that; ``inputs`` and ``prefill_inputs`` explain the choices. ``outcome`` and what
-    follows from the engines' output are set when it ends.
+    waits. ``lost_prefill_s`` and ``lost_decode_s`` are the seconds of these stages in which the
+    model had no worker. ``sent_s`` is when its (decode) worker was chosen, ``prefilled`` the step
+    of a prefill worker before that; ``inputs`` and ``prefill_inputs`` explain the choices.
+    ``outcome`` and what follows from the engines' output are set when it ends.
     """
 
     info: RequestInfo
@@ -84,6 +85,8 @@ class RequestFigures(msgspec.Struct):
     resumed_s: float = 0.0
     prepared_s: float = 0.0
     rerouted_s: float = 0.0
+    lost_prefill_s: float = 0.0
+    lost_decode_s: float = 0.0
     sent_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
@@ -106,7 +109,8 @@ class RequestFigures(msgspec.Struct):
     def worker_wait_s(self) -> float:
         """Seconds without any worker of its model."""
         spans = self.stages()
-        return sum(ended_s - begun_s for name, begun_s, ended_s in spans if name == WORKER_WAIT)
+        first_s = sum(ended_s - begun_s for name, begun_s, ended_s in spans if name == WORKER_WAIT)
+        return first_s + self.lost_prefill_s + self.lost_decode_s
 
     def explained(self) -> RequestRecord:
         """As :meth:`record`, with the receipts of its routes."""
@@ -120,6 +124,10 @@ class RequestFigures(msgspec.Struct):
         spent: dict[str, float] = {}
         for name, begun_s, ended_s in self.stages():
             spent[name] = round(spent.get(name, 0.0) + ended_s - begun_s, _DIGITS)
+        for name, lost_s in (("prefill", self.lost_prefill_s), ("decode", self.lost_decode_s)):
+            if lost_s:
+                spent[name] = round(max(spent.get(name, 0.0) - lost_s, 0.0), _DIGITS)
+                spent[WORKER_WAIT] = round(spent.get(WORKER_WAIT, 0.0) + lost_s, _DIGITS)
         cached = self if prefilled is None else prefilled
         return RequestRecord(
             request_id=self.info.request_id,

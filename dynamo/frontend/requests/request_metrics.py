@@ -34,7 +34,8 @@ class RequestMetrics(RequestFigures, kw_only=True):
     ``prepared_s`` is set when the engine requests are ready; ``accepted`` once each of them is sent
     or queued; ``prefilled`` if a prefill worker computed the prompt; ``engine_requests`` is those
     that a worker has received. ``stage`` is a key of the ``stages`` of the frontend's metrics, None
-    from the first token on. ``images`` are those of the prompt.
+    from the first token on. ``images`` are those of the prompt. Up to ``lost_until_s`` (monotonic
+    seconds) waits for a worker, after one had received it, are counted.
     """
 
     shared: FrontendMetrics
@@ -45,6 +46,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
     queue_depth: int = 0
     phase: str = "aggregated"
     stage: tuple[str, str] | None = PREPROCESS
+    lost_until_s: float = 0.0
     images: PromptImages | None = None
 
     def __post_init__(self) -> None:
@@ -60,10 +62,23 @@ class RequestMetrics(RequestFigures, kw_only=True):
             self.stage = phase, "route"
 
     def waits_for_worker(self) -> None:
-        """All workers of its model have left before one received it."""
+        """All workers of its model have left."""
         if not self.engine_requests:
             self.rerouted_s = NEVER
+        if not self.first_token_s:
             self.stage = WORKER_WAIT_STAGE
+
+    def waited_for_worker(self, since_s: float, now_s: float) -> None:
+        """It has waited since ``since_s``; several of its choices may have at once."""
+        if not self.engine_requests:
+            return
+        lost_s = max(now_s - max(since_s, self.lost_until_s), 0.0)
+        self.lost_until_s = now_s
+        if self.first_token_s:
+            self.lost_decode_s += lost_s
+        else:
+            self.lost_prefill_s += lost_s
+            self.stage = self.phase, "dispatch"
 
     def has_worker(self) -> None:
         """Its model has a worker again."""
@@ -115,7 +130,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
         self.stage = None
         model = self.of_model
         model.ttft.observe(now_s - self.received_s)
-        if self.resumed_s or self.rerouted_s:
+        if self.resumed_s or self.rerouted_s or self.lost_prefill_s:
             model.ttft_worker_wait[model.name,].value += self.worker_wait_s()
         roundtrip_s = now_s - self.sent_s
         self.shared.roundtrip_stage.observe(roundtrip_s)
@@ -186,6 +201,8 @@ class RequestMetrics(RequestFigures, kw_only=True):
             resumed_s=self.resumed_s,
             prepared_s=self.prepared_s,
             rerouted_s=self.rerouted_s,
+            lost_prefill_s=self.lost_prefill_s,
+            lost_decode_s=self.lost_decode_s,
             sent_s=self.sent_s,
             first_token_s=self.first_token_s,
             prompt_tokens=self.prompt_tokens,
@@ -216,7 +233,7 @@ class RequestMetrics(RequestFigures, kw_only=True):
             model.failed(self.info.endpoint, self.kind, failure.error_type)
         model.active.value -= 1
         self.ended_s = time.monotonic()
-        if self.resumed_s or self.rerouted_s:
+        if self.resumed_s or self.rerouted_s or self.lost_until_s:
             waited_s = self.worker_wait_s()
             shared.worker_wait_stage.observe(waited_s)
             model.duration_worker_wait[model.name,].value += waited_s
@@ -249,7 +266,8 @@ def show_in_progress(shared: FrontendMetrics, requests: Iterable[RequestMetrics]
         stages[one.stage] += 1
         streams += one.engine_requests
         inflight[one.model] += one.engine_requests > 0
-        queued[one.model] += one.accepted and not one.first_token_s
+        waits = one.accepted and not one.first_token_s
+        queued[one.model] += waits and one.stage != WORKER_WAIT_STAGE
     for stage, gauge in shared.stages.items():
         gauge.value = stages[stage]
     # Those that wait before their body is parsed are no requests yet.

@@ -62,7 +62,7 @@ class Planner:
 
     async def until(self, waiting: int) -> None:
         """Wait until the last state has ``waiting`` requests."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not self.states or self.states[-1].waiting != waiting:
                 self._changed.clear()
                 await self._changed.wait()
@@ -75,7 +75,7 @@ class Planner:
 class Worker:
     """Answers each request with three tokens; ``order`` has the prompts as they arrived.
 
-    Unless it ``answers``, requests get nothing.
+    Unless it ``answers``, requests get the tokens ``begun``, if any, and nothing more.
     """
 
     def __init__(self, settings: RuntimeSettings) -> None:
@@ -83,6 +83,7 @@ class Worker:
         self.order: list[Any] = []
         self.limits: list[Any] = []
         self.answers = True
+        self.begun: list[int] = []
 
     async def start(self, **changes: Any) -> None:
         relays = changes.get("model_input") == HTTP_INPUT
@@ -109,6 +110,8 @@ class Worker:
         self.order.append(request["token_ids"])
         self.limits.append(request["stop_conditions"].get("max_tokens"))
         if not self.answers:
+            if self.begun:
+                stream.send(codec.encode({"token_ids": self.begun}))
             return
         stream.send(codec.encode({"token_ids": [5, 6, 7], "finish_reason": "stop"}))
         stream.end()
@@ -162,7 +165,7 @@ async def running(tmp_path: Path, planner: bool = True, **settings: Any) -> Asyn
         await site.planner.start()
     try:
         host, port = await site.frontend.start()
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=20) as client:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as client:
             site.client = client
             yield site
     finally:
@@ -173,7 +176,7 @@ async def running(tmp_path: Path, planner: bool = True, **settings: Any) -> Asyn
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait, in loop turns, for what has no event."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -471,20 +474,39 @@ async def test_a_request_for_the_worker_that_just_left_waits(site: Site) -> None
     assert site.metric(_WAITED) == pytest.approx(record.worker_wait_s, abs=1e-6)
 
 
-async def test_requests_of_the_only_worker_wait_when_it_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [[], [5]])
+async def test_requests_of_the_only_worker_wait_when_it_is_killed(
+    tmp_path: Path, begun: list[int]
+) -> None:
     async with running(tmp_path, migration_limit=3) as site:
         first = await site.worker()
-        first.answers = False
+        first.answers, first.begun = False, begun
         asked = asyncio.ensure_future(site.complete())
-        await until(lambda: len(first.order) == 1)
+        tokens = site.frontend._requests.open_tokens
+        await until(lambda: len(first.order) == 1 and tokens()["tiny"] == len(begun))
         await first.runtime.server.close()
         await site.planner.until(1)
         assert site.frontend.models.instances()  # its lease is still there
-        later = asyncio.ensure_future(site.complete())
-        await site.planner.until(2)
+        assert site.metric(_NOW_WAITING) == 1
+        assert site.metric("dynamo_frontend_queued_requests") == 0  # no load for the planner
+        seen_s = time.monotonic()
         second = await site.worker()
-        assert [(await one).status_code for one in (asked, later)] == [200, 200]
-        assert len(second.order) == 2
+        waited_s = time.monotonic() - seen_s
+        answer = await asked
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == len(begun) + 3
+        assert [len(one) for one in second.order] == [len(first.order[0]) + len(begun)]
+        record = site.last()
+        assert record.worker_wait_s is not None and record.worker_wait_s >= waited_s - 1e-6
+        stages = (record.prepare_s, record.queue_s, record.prefill_s, record.decode_s)
+        rest_s = sum(one for one in stages if one is not None)
+        assert record.worker_wait_s + rest_s <= record.duration_s + 5e-6
+        # The wait is no cost of the request: neither of its first token nor of the next ones.
+        wait_s = pytest.approx(record.worker_wait_s, abs=5e-6)
+        assert site.metric(_WAITED) == site.metric(_WAITED_DURATION) == wait_s
+        assert site.metric(_WAITED_TTFT) == (0 if begun else wait_s)
+        gaps_s = site.metric("dynamo_frontend_inter_token_latency_seconds_sum")
+        assert gaps_s + record.worker_wait_s <= record.duration_s + 5e-6
 
 
 async def test_requests_wait_for_the_only_worker_that_was_cut_off(site: Site) -> None:
@@ -494,6 +516,10 @@ async def test_requests_wait_for_the_only_worker_that_was_cut_off(site: Site) ->
     assert server._socket_path is not None
     path, _ = server._socket_path
     await server.close()
+    entry = site.frontend.models.named("tiny")
+    assert entry is not None and entry.loaded is not None
+    pool = entry.loaded.picker.worker_pool
+    await until(lambda: bool(pool.avoided))
     asked = asyncio.ensure_future(site.complete())
     await site.planner.until(1)
     server.draining = False  # it was cut off, it does not stop

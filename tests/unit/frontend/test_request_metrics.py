@@ -96,6 +96,19 @@ def test_requests_in_progress_are_counted_when_they_are_shown() -> None:
     assert shown() == (0, 0, 0)
 
 
+def test_choices_that_wait_for_a_worker_at_once_wait_once() -> None:
+    page = Page()
+    metrics = page.metrics
+    metrics.sent(DECISION, 0, 1.0, 0.0)
+    metrics.dispatched(8)
+    for since_s, now_s in ((2.0, 5.0), (2.5, 5.5), (3.0, 5.5)):
+        metrics.waited_for_worker(since_s, now_s)
+    assert page.stages == at("dispatch", "aggregated")
+    metrics.first_token(6.0)
+    metrics.waited_for_worker(7.0, 9.0)
+    assert (metrics.lost_prefill_s, metrics.lost_decode_s) == (3.5, 2.0)
+
+
 async def test_the_loop_turns_while_the_metrics_of_many_models_are_rendered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
