@@ -364,6 +364,7 @@ class Frontend:
         if not await self._requests.drain(max(0.0, deadline_s - time.monotonic())):
             log.warning("%d requests did not end in time", self._requests.admitted)
             self._requests.fail_all(Unavailable("Service is shutting down"))
+        await self._server.catch_up()
 
     async def _part_with_clients(self) -> None:
         """Serve until each client has a response that announces the end, or sends nothing more."""

@@ -23,6 +23,8 @@ _DECODES_PER_TURN = 8
 _REPLIED_OVER_LIMIT = 256  # connections over the limit that get a 503; more are just closed
 _RESERVED = 64  # connections over the limit that may call reserved paths
 _OTHERS_SHARE = 8  # one of so many connections is for clients at other addresses
+_CATCH_UP_S = 0.1
+_IDLE_TURNS = 16  # of the loop without a new connection: enough to read and answer the last one
 _EXAMINED = 32  # connections examined to find one that can be closed
 
 
@@ -76,6 +78,7 @@ class HttpServer:
         self._connections: set[HttpConnection] = set()
         self._server: asyncio.Server | None = None
         self._inherited: socket.socket | None = None
+        self._admitted = 0
         self._timer: asyncio.TimerHandle | None = None
         self._all_gone: asyncio.Event | None = None
 
@@ -146,6 +149,15 @@ class HttpServer:
         for connection in self._connections:
             connection.closing = True
 
+    async def catch_up(self) -> None:
+        """Serve what has come already, also while the process was stopped; at most 0.1 s."""
+        loop, turns = asyncio.get_running_loop(), 0
+        until_s = loop.time() + _CATCH_UP_S
+        while turns < _IDLE_TURNS and loop.time() < until_s:
+            known = self._admitted
+            await asyncio.sleep(0)
+            turns = turns + 1 if self._admitted == known else 0
+
     async def gone(self, timeout_s: float) -> bool:
         """Wait until no connection is left; False after the timeout."""
         if self._connections:
@@ -189,6 +201,7 @@ class HttpServer:
         once.
         """
         self._connections.add(connection)
+        self._admitted += 1
         shares = self._shares
         if shares.add(connection, self.limits.connections):
             return True

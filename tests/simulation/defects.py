@@ -79,8 +79,8 @@ DEFECTS = (
     Defect(
         "statefile-on-a-full-disk",
         "dynamo.serve.state.record",
-        "_AGAIN_S if self._failed or self._taken else None",
-        "None",
+        "again = self._failed or self._taken",
+        "again = False",
         "A change of processes on a full disk: the statefile is wrong until the next change.",
     ),
     Defect(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -108,6 +109,21 @@ async def test_an_open_page_does_not_delay_a_stop(tmp_path: Path) -> None:
         await one.run_until_stopped()
         assert b"event: end\n" in await reader.read()  # to the end of the connection
         writer.close()
+
+
+async def test_what_has_come_before_the_end_gets_a_response(tmp_path: Path) -> None:
+    """Also what came while the process was stopped, and was not read."""
+    async with frontend(tmp_path) as one:
+        host, port = await one.start()
+        clients = [socket.create_connection((host, port)) for _ in range(20)]
+        for client in clients:
+            client.send(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        one.stop()
+        await one.run_until_stopped()
+        await one.close()
+        for client in clients:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 ")
+            client.close()
 
 
 async def test_without_the_page_there_is_no_page(tmp_path: Path) -> None:
