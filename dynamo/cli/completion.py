@@ -8,6 +8,7 @@ A test compares the table with what the verbs load.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import shlex
@@ -24,7 +25,7 @@ from dynamo.config.parser import Option
 from dynamo.config.programs import settings_groups
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, StatefileError
-from dynamo.runtime.process.paths import expanded
+from dynamo.runtime.process.paths import expanded, state_path
 from dynamo.serve.state.document import Entry
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import chosen_runtime
@@ -344,7 +345,9 @@ class _Values:
             self.are_files = True
             yield from _paths(text, (".yaml", ".yml") if kind == "graphs" else ())
         elif kind == "namespaces":
-            yield from sorted(path.stem for path in _state_dir().glob("[!.]*.json"))
+            with contextlib.suppress(ConfigError):  # there is no home directory
+                directory = state_path(from_env(RuntimeSettings))
+                yield from sorted(path.stem for path in directory.glob("[!.]*.json"))
         elif kind == "services":
             entries = self._entries()
             yield from sorted({entry.service for entry in entries} | {one.name for one in entries})
@@ -353,15 +356,11 @@ class _Values:
 
     def _entries(self) -> list[Entry]:
         try:
-            document = Statefile(_state_dir(), chosen_runtime(self._namespace).namespace).read()
+            runtime = chosen_runtime(self._namespace)
+            document = Statefile(state_path(runtime), runtime.namespace).read()
         except (ConfigError, StatefileError):
             return []  # several deployments, or a damaged statefile
         return [] if document is None else list(document.components.values())
-
-
-def _state_dir() -> Path:
-    given = from_env(RuntimeSettings).state_dir
-    return Path(given or "~/.dynamo/state").expanduser()
 
 
 def _model(entry: Entry) -> str:
@@ -397,7 +396,7 @@ def _overrides(graph: str, text: str) -> Iterator[str]:
     import yaml  # takes 20 ms
 
     try:
-        document = yaml.safe_load(Path(graph).expanduser().read_text(encoding="utf-8"))
+        document = yaml.safe_load(expanded(graph).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return
     for name, service in document.items() if isinstance(document, dict) else ():

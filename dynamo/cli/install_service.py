@@ -18,6 +18,7 @@ from dynamo.config import environ, from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.runtime.process.paths import expanded
 from dynamo.serve.graph.watchers import WatcherSpec
 from dynamo.setup.graph_plan import prepare, read_graph
 
@@ -263,7 +264,7 @@ def _directory(settings: InstallServiceSettings) -> Path:
     if not settings.user:
         return Path("/etc/systemd/system")
     base = environ().get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(base).expanduser() / "systemd/user"
+    return expanded(base) / "systemd/user"
 
 
 def _write(path: Path, text: str) -> str:

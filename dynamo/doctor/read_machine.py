@@ -26,6 +26,7 @@ from dynamo.doctor.facts import (
     LimitFacts,
     MemoryFacts,
 )
+from dynamo.runtime.process.paths import expanded
 from dynamo.serve.gpus.nvml import probe
 
 _SHM = Path("/dev/shm")
@@ -233,7 +234,7 @@ def models_path() -> Path:
     """Return where models are downloaded to."""
     env = environ()
     home = env.get("HF_HUB_CACHE") or env.get("HF_HOME") or "~/.cache/huggingface"
-    return Path(home).expanduser().absolute()
+    return expanded(home).absolute()
 
 
 def file_system(path: Path) -> FileSystemFacts:

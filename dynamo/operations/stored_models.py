@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from dynamo.config import environ
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.runtime.process.paths import expanded
 from dynamo.serve.state.document import Document
 
 HUB, LLAMA, OLLAMA, LOCAL = "Hugging Face", "llama.cpp", "Ollama", "path"
@@ -73,7 +74,7 @@ def _hub_models() -> Iterator[StoredModel]:
     root = Path(constants.HF_HUB_CACHE)
     try:
         scanned = {repo.repo_path: repo for repo in scan_cache_dir(root).repos}
-    except (CacheNotFound, OSError):
+    except (CacheNotFound, OSError, RuntimeError):  # RuntimeError: there is no home directory
         return
     for path in sorted(root.glob("models--*--*")):
         partial = sum(_size(file) for file in (path / "blobs").glob("*.incomplete"))
@@ -93,7 +94,7 @@ def _hub_models() -> Iterator[StoredModel]:
 
 def _llama_models() -> Iterator[StoredModel]:
     given = environ().get("LLAMA_CACHE")
-    root = Path(given) if given else Path("~/.cache/llama.cpp").expanduser()
+    root = Path(given) if given else expanded("~/.cache/llama.cpp")
     for path in sorted(root.glob("*.gguf")):
         yield StoredModel(
             name=str(path),
@@ -107,7 +108,7 @@ def _llama_models() -> Iterator[StoredModel]:
 
 def _ollama_models() -> Iterator[StoredModel]:
     given = environ().get("OLLAMA_MODELS")
-    root = Path(given) if given else Path("~/.ollama/models").expanduser()
+    root = Path(given) if given else expanded("~/.ollama/models")
     manifests = root / "manifests"
     for path in sorted(manifests.glob("*/*/*/*")):
         host, owner, name, tag = path.relative_to(manifests).parts

@@ -21,6 +21,7 @@ from dynamo.config import environ
 from dynamo.config.programs import ATTACH, ENGINES, FRONTEND, PLANNER, EngineChoice, engines_for
 from dynamo.errors import ConfigError
 from dynamo.llm.model_source import NamedModel
+from dynamo.runtime.process.paths import expanded
 from dynamo.serve.gpus.gpus import Gpu
 
 _KINDS = {
@@ -73,7 +74,7 @@ def probe_gpus() -> Sequence[Gpu]:
 def cached_model() -> str | None:
     """Return the id of the model that was downloaded last, from the cache of Hugging Face."""
     env = environ()
-    home = Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    home = expanded(env.get("HF_HOME") or "~/.cache/huggingface")
     cache = Path(env["HF_HUB_CACHE"]) if env.get("HF_HUB_CACHE") else home / "hub"
     complete = list(cache.glob("models--*--*/snapshots/*/config.json"))
     newest = max(complete, key=lambda path: path.stat().st_mtime, default=None)

@@ -134,9 +134,18 @@ def state_dir(settings: RuntimeSettings) -> Path:
 
 def state_path(settings: RuntimeSettings) -> Path:
     """Return ``DYN_LOCAL_STATE_DIR``, else ~/.dynamo/state; create nothing."""
-    given = settings.state_dir
-    root = Path(given).expanduser() if given else Path.home() / ".dynamo" / "state"
-    return root.absolute()
+    return _absolute(settings.state_dir or "~/.dynamo/state")
+
+
+def _absolute(path: str) -> Path:
+    """Return ``path`` with the home directory for ``~``. Raises ConfigError if there is none."""
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(
+            f"{path}: there is no such home directory; set HOME, or DYN_LOCAL_STATE_DIR to a "
+            "directory of this user"
+        ) from None
 
 
 def run_dir(settings: RuntimeSettings, namespace: str | None = None) -> Path:
@@ -156,7 +165,7 @@ def store_dir(settings: RuntimeSettings) -> Path:
 def store_path(settings: RuntimeSettings) -> Path:
     """Return the path of :func:`store_dir`; create nothing."""
     if settings.file_kv:
-        return Path(settings.file_kv).expanduser().absolute()
+        return _absolute(settings.file_kv)
     return _run_path(settings) / "store"
 
 

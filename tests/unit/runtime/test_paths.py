@@ -70,6 +70,17 @@ def test_default_is_under_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert paths.state_dir(RuntimeSettings()) == tmp_path / ".dynamo" / "state"
 
 
+def test_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user without an entry in /etc/passwd, and without HOME."""
+
+    def none(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", none)
+    with pytest.raises(ConfigError, match="set HOME, or DYN_LOCAL_STATE_DIR"):
+        paths.state_path(RuntimeSettings())
+
+
 @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "a\0b", "a b", "-x", "x" * 129])
 def test_a_namespace_cannot_leave_its_directory(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="namespace"):
