@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import re
@@ -28,6 +29,7 @@ _LINES = 500  # at first, and at once; a service that writes faster has lines le
 _LINE_CHARACTERS = 4000
 _DELAY_S = 0.1
 _MASK = Mask.MODIFY | Mask.CREATE | Mask.MOVED_TO | Mask.ONLYDIR
+_MADE = Mask.CREATE | Mask.MOVED_TO | Mask.ONLYDIR
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PAGE = "/ui"
 _TYPES = {
@@ -141,7 +143,15 @@ class LogStreams:
         if self._inotify is None:
             inotify = Inotify(partial(self._on_file, "", 0))
             inotify.add(self._directory, _MASK, self._on_file)
+            inotify.add(self._directory.parent, _MADE, self._on_directory)
             self._inotify = inotify
+
+    def _on_directory(self, name: str, mask: int) -> None:
+        """Watch the directory again if it was removed and made again."""
+        if name == self._directory.name and self._inotify is not None:
+            with contextlib.suppress(OSError):
+                self._inotify.add(self._directory, _MASK, self._on_file)
+            self._on_file("", 0)
 
     def _on_file(self, name: str, mask: int) -> None:
         """Read a moment later: a burst of lines becomes one event. "" stands for any file."""

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import re
+import shutil
 import threading
 import time
 import tomllib
@@ -508,6 +509,19 @@ async def test_a_log_is_followed_across_its_rotation(page: Page) -> None:
     log.rename(log.with_name("ns_Worker.log.1"))
     log.write_text("new file\n")
     assert await events.next() == ("lines", ["new file"])
+    await close(events.writer)
+
+
+async def test_a_log_is_followed_in_a_directory_that_was_made_again(page: Page) -> None:
+    page.logs.mkdir()
+    log = page.logs / "ns_Worker.log"
+    log.write_text("one\n")
+    events = await page.stream("/ui/logs?name=ns_Worker")
+    assert await events.next() == ("first", ["one"])
+    shutil.rmtree(page.logs)
+    page.logs.mkdir()
+    log.write_text("two\n")
+    assert await events.next() == ("lines", ["two"])
     await close(events.writer)
 
 
