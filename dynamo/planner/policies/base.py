@@ -48,8 +48,9 @@ class Traffic:
     """The requests of an interval, as the frontends count them.
 
     ``arrived`` requests arrived in ``duration_s``. The means are those of requests that finished or
-    got tokens in the interval; None without any. ``queued`` wait for their first token at its end,
-    ``inflight`` are not finished then (the queued ones included). Not ``known``: the metrics of a
+    got tokens in the interval; None without any. TTFT and ``request_s`` are without the wait for a
+    first worker of the model. ``queued`` wait for their first token at its end, ``inflight`` are
+    not finished then (the queued ones included). Not ``known``: the metrics of a
     frontend could not be read, so more requests may have arrived than are counted here.
     """
 
