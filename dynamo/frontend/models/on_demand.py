@@ -159,6 +159,7 @@ class OnDemandModels:
         self._tasks = tasks
         self._records: dict[str, OnDemandModel] = {}
         self._names: dict[str, OnDemandModel] = {}
+        self._together: dict[str, set[str]] = {}
         self._created_s: dict[str, int] = {}
         self._activity: dict[str, _Activity] = {}
         self._queues: dict[str, ColdStartQueue] = {}
@@ -180,6 +181,15 @@ class OnDemandModels:
         """Take what the graph says about its models, by name."""
         self._args = args
         self._update_names()
+
+    def joined(self, worker_id: int, workers: Mapping[str, Collection[int]]) -> None:
+        """Note that a worker may serve several models, such as one and its adapters, by the
+        ``workers`` of each: a request of any of them starts it, and keeps it from being idle."""
+        names = {name for name, ids in workers.items() if worker_id in ids}
+        if len(names) > 1:
+            for name in names:
+                self._together.setdefault(name, set()).update(names)
+            self._update_names()
 
     def stop(self, error: DynamoError) -> None:
         """End every waiting request with ``error``, and let none wait from now on."""
@@ -228,6 +238,7 @@ class OnDemandModels:
         if queue is not None:
             queue.fail_all(ModelNotFound(f"Model not found: {model}"))
         self._activity.pop(model, None)
+        self._together.pop(model, None)
         self._created_s.pop(model, None)
         return True
 
@@ -308,7 +319,7 @@ class OnDemandModels:
             expiry.cancel()
         self._records[key] = record
         self._created_s.setdefault(record.model, int(time.time()))
-        self._activity.setdefault(record.model, _Activity(self._metrics.model(record.model)))
+        self._activity.setdefault(record.model, _Activity())
         self._update_names()
         if self._timer is None:  # the first record, or the first one since the planner was away
             self._ticked_s = time.monotonic()
@@ -333,6 +344,8 @@ class OnDemandModels:
         for record in self._records.values():
             for alias in (*record.aliases, *self._args.get(record.model, _NO_ARGS).aliases):
                 self._names.setdefault(alias, record)
+            for name in self._together.get(record.model, ()):
+                self._names.setdefault(name, record)
 
     # -- the planner's view
 
@@ -380,7 +393,9 @@ class OnDemandModels:
                 made.add_done_callback(lambda _: self._advertising.discard(namespace))
             return
         queue = self._queue(record.model)
-        idle_s = self._activity[record.model].idle_s(len(queue))
+        names = self._together.get(record.model, (record.model,))
+        models = [self._metrics.model(name) for name in names]
+        idle_s = self._activity[record.model].idle_s(len(queue), models)
         state = OnDemandState(
             record.model, len(queue), round(queue.oldest_s(), 3), round(idle_s, 3)
         )
@@ -390,15 +405,15 @@ class OnDemandModels:
 class _Activity:
     """When the last request of a model was in progress, according to its metrics."""
 
-    def __init__(self, metrics: ModelMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self) -> None:
         self._ended = 0
         self._last_s = time.monotonic()
 
-    def idle_s(self, waiting: int) -> float:
-        """How long no request is in progress; 0 while one is, or ``waiting`` ones are."""
+    def idle_s(self, waiting: int, models: Collection[ModelMetrics]) -> float:
+        """How long no request of ``models``, which share their workers, is in progress; 0 while
+        one is, or ``waiting`` ones are."""
         now_s = time.monotonic()
-        ended = sum(self._metrics.duration.counts)
-        if waiting or self._metrics.active.value or ended != self._ended:
+        ended = sum(sum(one.duration.counts) for one in models)
+        if waiting or any(one.active.value for one in models) or ended != self._ended:
             self._ended, self._last_s = ended, now_s
         return now_s - self._last_s

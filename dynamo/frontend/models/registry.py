@@ -236,9 +236,9 @@ class Models:
         loaded = {
             name: (name, entry.created_s, entry.card.context_length)
             for name, entry in self._names.items()
-            if entry.served or self.on_demand.record(entry.name) is not None
+            if entry.served or self._is_started(entry.name)
         }
-        others = [one for one in self.on_demand.listed() if one[0] not in loaded]
+        others = [one for one in self.on_demand.listed() if one[0] not in self._names]
         return [*loaded.values(), *others]
 
     def public(self) -> list[tuple[str, int, int | None]]:
@@ -271,7 +271,18 @@ class Models:
         if entry is not None and (entry.served or isinstance(error, ModelNotFound)):
             return False  # the model has no such API
         model = name if entry is None else entry.name
+        if not self._is_started(model):
+            return False
         return self.on_demand.hold(exchange, endpoint, model, registry)
+
+    def _is_started(self, model: str) -> bool:
+        """Whether a request starts a worker for ``model``, which has none."""
+        record = self.on_demand.record(model)
+        if record is None or record.model == model:
+            return record is not None
+        # Its workers serve the model of the record, too: one that serves that alone is not enough.
+        main = self._entries.get(record.model)
+        return main is None or not main.served
 
     def rejections(self) -> dict[str, str]:
         """Why registered workers get no requests, by their ids in hexadecimal."""
@@ -382,6 +393,8 @@ class Models:
             self._prefill.assign(entry)
         entry.add_worker(key, card)
         self._owners[key] = entry
+        if len(self._entries) > 1:
+            self.on_demand.joined(card.instance_id, self._worker_ids())
         log.info("model %s: worker %x joined (%d)", name, card.instance_id, len(entry.workers))
         if entry.loaded is None and not entry.loading:
             entry.loading = True

@@ -86,8 +86,14 @@ class Worker:
         self.begun: list[int] = []
 
     async def start(self, **changes: Any) -> None:
+        await self.card(**changes)
         relays = changes.get("model_input") == HTTP_INPUT
+        answer = self._relay if relays else self._answer
         endpoint = self.runtime.endpoint("ns.backend.generate")
+        self.runtime.tasks.spawn(endpoint.serve_push(answer), name="serve")
+
+    async def card(self, tail: str = "", **changes: Any) -> None:
+        """Write the card of the model, or one with another ``tail`` of its key."""
         card = ModelCard(
             display_name="tiny",
             slug="tiny",
@@ -100,10 +106,8 @@ class Worker:
         )
         card = msgspec.structs.replace(card, **changes)
         lease = await self.runtime.granted()
-        key = f"v1/mdc/ns/backend/generate/{self.runtime.instance_id:x}"
+        key = f"v1/mdc/ns/backend/generate/{self.runtime.instance_id:x}{tail}"
         await self.runtime.discovery.put(key, msgspec.json.encode(card), lease.id)
-        answer = self._relay if relays else self._answer
-        self.runtime.tasks.spawn(endpoint.serve_push(answer), name="serve")
 
     def _answer(self, stream: ServerStream, payload: bytes) -> None:
         request = codec.plain_decode(payload)
@@ -556,6 +560,48 @@ async def test_a_model_that_was_loaded_keeps_its_aliases(site: Site) -> None:
     await site.planner.until(1)
     await site.worker(model_aliases=["other"], context_length=1024)
     assert (await asked).status_code == 200
+
+
+async def test_requests_of_an_adapter_use_and_start_the_model(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "_TICK_S", 0.05)
+    models = site.frontend.models
+    worker = await site.worker()
+    assert (await site.complete(model="pirate")).status_code == 404
+    await worker.card("/pirate", display_name="pirate", lora_name="pirate")
+    await until(lambda: (entry := models.named("pirate")) is not None and entry.served)
+    worker.answers = False
+    asked = asyncio.ensure_future(site.complete(model="pirate"))
+    await until(lambda: len(worker.order) == 1)
+    before = len(site.planner.states)
+    await until(lambda: len(site.planner.states) > before + 2)
+    assert {one.idle_s for one in site.planner.states[before + 1 :]} == {0}
+    asked.cancel()
+    await worker.runtime.close()
+    await until(lambda: not models.instances())
+    assert {"tiny", "pirate"} <= {one[0] for one in models.listed()}
+    asked = asyncio.ensure_future(site.complete(model="pirate"))
+    await site.planner.until(1)
+    second = Worker(site.settings)
+    site.workers.append(second)
+    await second.card("/pirate", display_name="pirate", lora_name="pirate")
+    await second.start()
+    assert (await asked).status_code == 200
+
+
+async def test_an_adapter_that_a_model_has_no_longer_is_not_waited_for(site: Site) -> None:
+    worker = await site.worker()
+    await worker.card("/pirate", display_name="pirate", lora_name="pirate")
+    assert (await site.complete()).status_code == 200
+    await until(lambda: site.frontend.models.named("pirate") is not None)
+    await worker.runtime.close()
+    await until(lambda: not site.frontend.models.instances())
+    asked = asyncio.ensure_future(site.complete(model="pirate"))
+    await site.planner.until(1)
+    await site.worker()  # after a reload without the adapter
+    assert (await asked).status_code == 503
+    assert "pirate" not in {one[0] for one in site.frontend.models.listed()}
 
 
 async def test_a_model_returns_after_zero_workers(site: Site) -> None:
