@@ -143,8 +143,8 @@ def _try_output(path: str) -> None:
 def _write_output(path: str, text: str) -> None:
     try:
         Path(path).write_text(text)
-    except OSError as error:
-        reason = _os_reason(error)
+    except OSError as error:  # without a name if the disk is full
+        reason = f"cannot write {path}: {error.strerror}"
         raise DynamoError(f"--output: {reason}; the result is above") from None
 
 

@@ -25,7 +25,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.http.client import Target
 from dynamo.observability.logs import one_line
-from dynamo.runtime.process.paths import expanded, state_dir
+from dynamo.runtime.process.paths import expanded, state_dir, write_new
 
 DESCRIPTION = """Chat with a model. With a message, or without a terminal and one on stdin: print
 the answer alone."""
@@ -179,8 +179,7 @@ class ChatSession:
         text = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
         path = expanded(name)
         try:
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-                out.write(text)
+            write_new(path, text, 0o600)
         except FileExistsError:
             print(f"{path} exists: name another file")
         except OSError as error:

@@ -18,7 +18,7 @@ from dynamo.config import environ, from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.runtime.process.paths import expanded
+from dynamo.runtime.process.paths import expanded, write_atomic
 from dynamo.serve.graph.watchers import WatcherSpec
 from dynamo.setup.graph_plan import prepare, read_graph
 
@@ -278,10 +278,8 @@ def _write(path: Path, text: str) -> str:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        write_atomic(path, text.encode())
+        path.chmod(0o644)
     except OSError as error:
         words = shlex.join([*_dynamo(), *sys.argv[1:]])
         raise DynamoError(

@@ -18,6 +18,7 @@ from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.model_source import named_model
 from dynamo.operations.stored_models import running_ollama
+from dynamo.runtime.process.paths import write_new
 from dynamo.serve.graph.changes import with_service
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.serve.graph.overrides import Override, split_overrides
@@ -146,8 +147,7 @@ def _write(text: str, path: str, overrides: Sequence[Override]) -> int:
     if overrides:
         raise ConfigError(f"{overrides[0].text} has no effect with --write: change the file")
     try:
-        with Path(path).open("x", encoding="utf-8") as file:
-            file.write(text)
+        write_new(Path(path), text.encode())
     except FileExistsError:
         raise ConfigError(f"{path} exists; choose another file, or remove it") from None
     except OSError as error:

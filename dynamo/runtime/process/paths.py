@@ -11,6 +11,7 @@ between the check and the bind of another user.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -283,6 +284,17 @@ def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_new(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file that is not there yet, whole or not at all. Raises FileExistsError, OSError."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", 0) as file:
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            path.unlink()
+            raise
 
 
 def temporary_beside(path: Path) -> Path:

@@ -1,6 +1,8 @@
 """Paths: private directories, socket paths that fit, namespaces that cannot escape."""
 
 import os
+import resource
+import signal
 import stat
 import subprocess
 import sys
@@ -247,3 +249,22 @@ async def test_a_runtime_leaves_no_directory(
         assert len(list(Path(short).iterdir())) == 1
         await second.close()
         assert list(Path(short).iterdir()) == []
+
+
+def test_a_new_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))  # as a disk with 4 bytes left
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            paths.write_new(path, b"namespace: x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not path.exists()
+    paths.write_new(path, b"namespace: x", 0o600)
+    assert path.read_bytes() == b"namespace: x" and _mode(path) == 0o600
+    with pytest.raises(FileExistsError):
+        paths.write_new(path, b"another")
+    assert path.read_bytes() == b"namespace: x"
