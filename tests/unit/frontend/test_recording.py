@@ -34,8 +34,12 @@ class Site:
         self.routes = Routes()
         RecordRoutes(self.registry, self, self.tasks).install(self.routes)  # type: ignore[arg-type]
 
-    def listed(self) -> list[tuple[str, int, int | None]]:
-        return [("tiny", 0, None)]
+    @property
+    def on_demand(self) -> Any:
+        return SimpleNamespace(record={"later": SimpleNamespace(model="tiny")}.get)
+
+    def named(self, name: str) -> Any:
+        return SimpleNamespace(name="tiny") if name in ("tiny", "small") else None
 
     async def connect(self, query: str = "", method: str = "GET") -> Bench:
         bench = Bench(self.routes)
@@ -155,8 +159,9 @@ async def test_sessions_have_numbers(site: Site) -> None:
     assert a["session"] == again["session"] != b["session"] and "session" not in none
 
 
-async def test_one_model_and_only_requests_that_arrive_later(site: Site) -> None:
-    bench = await site.connect("?model=tiny")
+@pytest.mark.parametrize("name", ["tiny", "small", "later"])
+async def test_one_model_and_only_requests_that_arrive_later(site: Site, name: str) -> None:
+    bench = await site.connect(f"?model={name}")
     site.end(prompt([1]), model="other")
     site.end(prompt([2]), age_s=5.0)
     site.end(prompt([3], output=3), prompt([3], output=4))  # two choices of one request

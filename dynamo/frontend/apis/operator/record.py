@@ -157,7 +157,7 @@ class RecordRoutes:
         registry = self._registry
         try:
             asked = _parse(exchange.query)
-            model = self._known(asked.model)
+            asked = asked._replace(model=self._known(asked.model))
             if asked.content and registry.content is not None:
                 raise Unavailable("one client records content already; end that recording")
             if len(registry.recordings) >= _RECORDINGS:
@@ -173,7 +173,7 @@ class RecordRoutes:
         if asked.content:
             await self._record_content(exchange, asked)
         else:
-            await self._record_figures(exchange, model)
+            await self._record_figures(exchange, asked.model)
 
     async def _record_figures(self, exchange: Exchange, model: str | None) -> None:
         registry = self._registry
@@ -213,11 +213,16 @@ class RecordRoutes:
                 exchange.write(msgspec.json.encode(count) + b"\n")
             await asyncio.sleep(_COUNT_S)
 
-    def _known(self, model: str | None) -> str | None:
-        """Return ``model``, None for all. Raises ModelNotFound."""
-        if model is not None and model not in [name for name, *_ in self._models.listed()]:
-            raise ModelNotFound(f"Model not found: {shorten(model)}")
-        return model
+    def _known(self, name: str | None) -> str | None:
+        """Return the model of a name or an alias, None for all. Raises ModelNotFound."""
+        if name is None:
+            return None
+        entry, record = self._models.named(name), self._models.on_demand.record(name)
+        if entry is not None:
+            return entry.name
+        if record is not None:
+            return record.model
+        raise ModelNotFound(f"Model not found: {shorten(name)}")
 
 
 class _Asked(NamedTuple):
