@@ -191,6 +191,10 @@ class OnDemandModels:
                 self._together.setdefault(name, set()).update(names)
             self._update_names()
 
+    def together(self, model: str) -> Collection[str]:
+        """Return the names of the models that the workers of ``model`` serve, its own included."""
+        return self._together.get(model, (model,))
+
     def stop(self, error: DynamoError) -> None:
         """End every waiting request with ``error``, and let none wait from now on."""
         self._stopped = True
@@ -393,8 +397,7 @@ class OnDemandModels:
                 made.add_done_callback(lambda _: self._advertising.discard(namespace))
             return
         queue = self._queue(record.model)
-        names = self._together.get(record.model, (record.model,))
-        models = [self._metrics.model(name) for name in names]
+        models = [self._metrics.model(name) for name in self.together(record.model)]
         idle_s = self._activity[record.model].idle_s(len(queue), models)
         state = OnDemandState(
             record.model, len(queue), round(queue.oldest_s(), 3), round(idle_s, 3)

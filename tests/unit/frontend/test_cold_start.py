@@ -577,6 +577,8 @@ async def test_requests_of_an_adapter_use_and_start_the_model(
     before = len(site.planner.states)
     await until(lambda: len(site.planner.states) > before + 2)
     assert {one.idle_s for one in site.planner.states[before + 1 :]} == {0}
+    shown = {one.model: one.idle_s for one in site.frontend._status.status().models}
+    assert shown["tiny"] == shown["pirate"] == 0
     asked.cancel()
     await worker.runtime.close()
     await until(lambda: not models.instances())

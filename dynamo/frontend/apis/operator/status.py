@@ -275,7 +275,9 @@ class StatusRoutes:
             ttft_p99_s=_quantile(ttfts_s, 0.99),
             models=(
                 *(
-                    _model(entry, traffic[name], running[name], in_flight)
+                    _model(
+                        entry, traffic[name], running[name], self._idle_s(name, traffic), in_flight
+                    )
                     for name, entry in entries.items()
                 ),
                 *(
@@ -288,9 +290,19 @@ class StatusRoutes:
             records_content=self._requests.content is not None,
         )
 
+    def _idle_s(self, model: str, traffic: Mapping[str, ModelTraffic]) -> float | None:
+        """Return how long the workers of a model are not used, by its adapters neither."""
+        names = self._models.on_demand.together(model)
+        found = (traffic[name].idle_s for name in names if name in traffic)
+        return min((idle_s for idle_s in found if idle_s is not None), default=None)
+
 
 def _model(
-    entry: ModelEntry, traffic: ModelTraffic, running: int, in_flight: Mapping[int, int]
+    entry: ModelEntry,
+    traffic: ModelTraffic,
+    running: int,
+    idle_s: float | None,
+    in_flight: Mapping[int, int],
 ) -> ModelFigures:
     return ModelFigures(
         model=entry.name,
@@ -302,7 +314,7 @@ def _model(
         ttft_p50_s=traffic.ttft_p50_s,
         ttft_p99_s=traffic.ttft_p99_s,
         hit_rate=traffic.hit_rate,
-        idle_s=traffic.idle_s,
+        idle_s=idle_s,
         workers=() if entry.loaded is None else _workers(entry.loaded, in_flight),
     )
 
