@@ -321,6 +321,9 @@ class HeldExchange:
         """Wait in the queue. Raises Unavailable if it is full."""
         self._queue.add(self)
         self._registry.enter()
+        if not self._exchange.resumed_at:  # once, however often it waits
+            started = self._registry.metrics.model(self._queue.model).started
+            started[self._endpoint, self._queue.model, self._kind].value += 1
         self._exchange.resumed_at = NEVER
         self._exchange.deadline = NEVER  # that of the queue applies
         self._exchange.on_disconnect = self._disconnected
@@ -341,8 +344,7 @@ class HeldExchange:
         """Respond with ``error``."""
         self._exchange.on_disconnect = None
         self._registry.leave()
-        kind = "stream" if self._streams else "unary"
-        request = (self._queue.model, kind)
+        request = (self._queue.model, self._kind)
         self._registry.refuse(self._exchange, self._endpoint, error, request)
 
     def comment(self, text: bytes) -> None:
@@ -391,6 +393,10 @@ class HeldExchange:
             own = () if echoed is None else (("x-request-id", echoed),)
             exchange.start(200, "text/event-stream", [_NO_CACHE, *own])
         exchange.write(text)
+
+    @property
+    def _kind(self) -> str:
+        return "stream" if self._streams else "unary"
 
     def _disconnected(self) -> None:
         self._queue.remove(self)

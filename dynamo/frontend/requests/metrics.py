@@ -118,7 +118,7 @@ _EMBEDDING = histogram(
 # How requests begin and end.
 _STARTED = counter(
     "dynamo_frontend_requests_started_total",
-    "Requests accepted for processing",
+    "Requests accepted for processing, those that wait for the first worker of their model too",
     "endpoint model request_type",
 )
 _REQUESTS = counter(

@@ -50,10 +50,11 @@ class RequestMetrics(RequestFigures, kw_only=True):
     images: PromptImages | None = None
 
     def __post_init__(self) -> None:
-        """Count its begin."""
+        """Count its begin, unless that was counted when it began to wait for a worker."""
         model = self.of_model
         model.active.value += 1
-        model.started[self.info.endpoint, self.model, self.kind].value += 1
+        if not self.resumed_s:
+            model.started[self.info.endpoint, self.model, self.kind].value += 1
 
     def routed(self, phase: str) -> None:
         """The request is being routed for ``phase``, one of ``PHASES``."""

@@ -15,7 +15,7 @@ Counts = dict[str, float]
 _STARTED, _FINISHED = "requests_started_total", "requests_total"
 _QUEUED, _ACTIVE = "queued_requests", "active_requests"
 _HELD = "cold_start_queue_requests"
-"""Requests that wait for the first worker of their model are started once there is one."""
+"""Requests that wait for the first worker of their model."""
 _TTFT, _ITL = "time_to_first_token_seconds", "inter_token_latency_seconds"
 _ISL, _OSL = "input_sequence_tokens", "output_sequence_tokens"
 _DURATION = "request_duration_seconds"
@@ -117,8 +117,7 @@ class TrafficCounter:
         """Return the traffic of ``model`` since the last call, and begin its next interval."""
         traffic = self.peek(model, now_s)
         totals = dict(self._totals.get(model, {}))
-        held = self._gauges.get(model, {}).get(_HELD, 0.0)
-        self._marks[model] = _Mark(now_s, totals, self._missed, self._missing, held)
+        self._marks[model] = _Mark(now_s, totals, self._missed, self._missing)
         return traffic
 
     def peek(self, model: str, now_s: float) -> Traffic:
@@ -129,10 +128,10 @@ class TrafficCounter:
             for name, value in self._totals.get(model, {}).items()
         }
         gauges = self._gauges.get(model, {})
-        held = gauges.get(_HELD, 0.0)
+        held = gauges.get(_HELD, 0)
         return Traffic(
             duration_s=now_s - mark.at_s,
-            arrived=max(round(counts.get(_STARTED, 0) + held - mark.held), 0),
+            arrived=round(counts.get(_STARTED, 0)),
             finished=round(counts.get(_FINISHED, 0)),
             isl=_mean(counts, _ISL),
             osl=_mean(counts, _OSL),
@@ -166,15 +165,13 @@ class TrafficCounter:
 class _Mark:
     """The start of an interval: its time, the counts, and the rounds with a missing frontend.
 
-    Requests of the frontends ``missing`` then arrive in this interval's counts. ``held`` had
-    arrived and were not started.
+    Requests of the frontends ``missing`` then arrive in this interval's counts.
     """
 
     at_s: float
     totals: Counts = field(default_factory=dict)
     missed: int = 0
     missing: frozenset[str] = frozenset()
-    held: float = 0.0
 
 
 def _metric(line: str) -> str:

@@ -38,6 +38,7 @@ _STATE = codec.decoder(OnDemandState).decode
 
 _NOW_WAITING = 'dynamo_frontend_stage_requests{phase="",stage="worker_wait"}'
 _WAITED = 'dynamo_frontend_stage_duration_seconds_sum{stage="worker_wait"}'
+_STARTED = "dynamo_frontend_requests_started_total"
 _WAITED_TTFT = 'dynamo_frontend_time_to_first_token_worker_wait_seconds_total{model="tiny"}'
 _WAITED_DURATION = 'dynamo_frontend_request_worker_wait_seconds_total{model="tiny"}'
 _PREPARED = 'dynamo_frontend_stage_duration_seconds_sum{stage="preprocess"}'
@@ -207,6 +208,7 @@ async def test_a_request_waits_for_the_first_worker(site: Site) -> None:
     await site.planner.until(1)
     assert site.metric("dynamo_frontend_cold_start_queue_requests") == 1
     assert site.metric(_NOW_WAITING) == 1
+    assert site.metric(_STARTED) == 1
     seen_s = time.monotonic()
     await site.worker()
     waited_s = time.monotonic() - seen_s
@@ -222,6 +224,7 @@ async def test_a_request_waits_for_the_first_worker(site: Site) -> None:
     for name in (_WAITED, _WAITED_TTFT, _WAITED_DURATION):
         assert site.metric(name) == pytest.approx(record.worker_wait_s, abs=1e-6)
     assert site.metric(_PREPARED) == pytest.approx(record.prepare_s, abs=1e-6)
+    assert site.metric(_STARTED) == 1  # counted when it came, and once
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 3
     await site.planner.until(0)
@@ -303,9 +306,7 @@ async def test_a_client_that_leaves_is_forgotten(site: Site) -> None:
 async def test_the_queue_is_bounded(tmp_path: Path) -> None:
     async with running(tmp_path, cold_start_queue_limit=2) as site:
         asked = [asyncio.ensure_future(site.complete()) for _ in range(2)]
-        await asyncio.sleep(0)
-        await site.planner.until(1)
-        await until(lambda: site.metric("dynamo_frontend_cold_start_queue_requests") == 2)
+        await site.planner.until(2)
         full = await site.complete()
         assert full.status_code == 503
         assert full.headers["retry-after"] == "1"

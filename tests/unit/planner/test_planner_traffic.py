@@ -55,12 +55,12 @@ def test_the_start_of_the_first_worker_is_no_latency_of_requests() -> None:
     assert (seen.ttft_ms, seen.request_s) == (500, 2)
 
 
-def test_requests_that_wait_for_the_first_worker_arrive_when_they_come() -> None:
+def test_requests_that_wait_for_the_first_worker_are_queued() -> None:
     counter = TrafficCounter(SINCE, 0.0, 60.0)
     seen = []
-    # They come, wait, are started at once, and others come.
+    # They come and wait, a worker comes, and others come.
     for number, (started, held, active) in enumerate(
-        [(100, 0, 0), (100, 6, 0), (100, 9, 0), (112, 0, 4), (113, 0, 0)]
+        [(100, 0, 0), (106, 6, 0), (109, 9, 0), (112, 0, 4), (113, 0, 0)]
     ):
         figures = {"cold_start_queue_requests": held, "active_requests": active}
         counter.add({"a": page(1.0, started, **figures)}, (), 5.0 * number)
