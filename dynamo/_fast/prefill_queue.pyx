@@ -86,7 +86,7 @@ cdef class PrefillQueues:
         if not 0 <= slot < 65536:
             raise IndexError("slot is beyond 65535")
         if not (tokens > 0 and cached_tokens >= 0):
-            raise ValueError(f"a prefill has at least one token, got {tokens} after {cached_tokens}")
+            raise ValueError(f"a prefill has a token or more, got {tokens} after {cached_tokens}")
         if self._seconds is not None:
             self._seconds._slot(slot)  # raises before anything is changed
         prefill.tokens = tokens

@@ -17,6 +17,7 @@ cdef enum:
     SAMPLED = 16
     REMEMBERED = 65536
 
+
 @cython.final
 @cython.auto_pickle(False)
 cdef class SecondsCost:

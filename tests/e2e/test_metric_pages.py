@@ -25,6 +25,8 @@ from dynamo.worker import publish
 
 TESTED_ELSEWHERE = {
     "dynamo_frontend_cold_start_queue_requests": "needs a planner: test_cold_start",
+    "dynamo_frontend_time_to_first_token_worker_wait_seconds_total": "the same",
+    "dynamo_frontend_request_worker_wait_seconds_total": "the same",
     "dynamo_frontend_event_loop_stall_total": "a stall cannot be ordered: test_loop_delay",
     "dynamo_frontend_model_cards_rejected_total": "needs a worker that disagrees: test_models",
     "dynamo_frontend_model_migration_limit": "the limit is 0",

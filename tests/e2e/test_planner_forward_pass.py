@@ -85,7 +85,13 @@ Planner:
 
 def test_workers_follow_the_load_of_the_engine(serving: Serving) -> None:
     load = serving.tmp_path / "load"
-    load.write_text("4 0 1520")
+
+    def report(text: str) -> None:
+        whole = load.with_suffix(".new")  # engines never read a half of it
+        whole.write_text(text)
+        whole.rename(load)
+
+    report("4 0 1520")
     source = ENGINE.replace("MODEL", str(MODEL)).replace("LOAD", str(load))
     package = serving.tmp_path / "workers/dynamo/mocker"  # as docs/dynamo-workers.md has it
     package.mkdir(parents=True)
@@ -102,10 +108,10 @@ def test_workers_follow_the_load_of_the_engine(serving: Serving) -> None:
         return sum(one["endpoint"] == "generate" for one in found)
 
     serving.until(lambda: workers() == 2, 60)  # 1520 of 1600 tokens
-    load.write_text("0 0 -1")  # a full engine that reports nothing any more changes nothing
+    report("0 0 -1")  # a full engine that reports nothing any more changes nothing
     serving.wait_for("no forward-pass metrics for")
     assert workers() == 2
-    load.write_text("1 0 16")
+    report("1 0 16")
     serving.until(lambda: workers() == 1, 60)
     assert serving.stop() == 0
     serving.assert_clean()

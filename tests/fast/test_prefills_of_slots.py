@@ -35,7 +35,7 @@ def test_invalid_arguments() -> None:
         with pytest.raises(IndexError):
             queues.begin(slot, "a", 1, 0, None, 0.0)
     for tokens, cached_tokens in ((0, 0), (-1, 0), (1, -1)):
-        with pytest.raises(ValueError, match="at least one token"):
+        with pytest.raises(ValueError, match="a token or more"):
             queues.begin(0, "a", tokens, cached_tokens, None, 0.0)
     with pytest.raises(IndexError, match="was not added"):
         PrefillQueues(SecondsCost()).begin(0, "a", 1, 0, None, 0.0)

@@ -26,6 +26,7 @@ OWN = {
     "dynamo_frontend_prefill_fallbacks_total",
     "dynamo_frontend_prefill_local_total",
     "dynamo_frontend_prefill_queue_depth",
+    "dynamo_frontend_request_worker_wait_seconds_total",
     "dynamo_frontend_router_policy_active",
     "dynamo_frontend_router_policy_failures_total",
     "dynamo_frontend_router_policy_seconds",
@@ -39,6 +40,7 @@ OWN = {
     "dynamo_frontend_router_queue_wait_seconds",
     "dynamo_frontend_stored_response_bytes",
     "dynamo_frontend_stored_responses",
+    "dynamo_frontend_time_to_first_token_worker_wait_seconds_total",
     "dynamo_log_lines_dropped_total",
     "dynamo_planner_load_scaling_decision",  # enumerations, which Dynamo has, too
     "dynamo_planner_throughput_scaling_decision",
