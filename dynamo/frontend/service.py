@@ -15,7 +15,7 @@ from pathlib import Path
 from dynamo._fast.histogram import Histogram
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings, with_policies
-from dynamo.errors import ConfigError, Unavailable
+from dynamo.errors import ConfigError, EngineShutdown, Unavailable
 from dynamo.frontend.access import (
     frontend_access,
     guard_operator_routes,
@@ -288,11 +288,13 @@ class Frontend:
         while True:
             try:
                 lease = await self._runtime.granted()
+                await lease.lost.wait()
+                break
+            except EngineShutdown:  # granted to another part, and lost, since the last try
                 break
             except Unavailable as error:
                 log.warning("%s; trying again in %g s", error.message, _LEASE_AGAIN_S)
                 await asyncio.sleep(_LEASE_AGAIN_S)
-        await lease.lost.wait()
         if not self._stop.is_set():
             self.stop()
 

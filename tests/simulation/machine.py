@@ -34,6 +34,8 @@ _TURNS = 1.03
 """Of so many turns of the processes one goes to the files and the clock."""
 _LIVELOCK = 400_000
 """So many callbacks within one second of virtual time mean that they wait for nothing."""
+_BEGIN_AGAIN_S = 0.05
+"""How often a process that was stopped before its first instruction is looked at."""
 
 
 class Livelock(Exception):
@@ -225,6 +227,8 @@ class Machine:
         self.note(f"starts {process}")
 
         def begin() -> None:
+            if process.state == "T":  # stopped before its first instruction
+                self.after(_BEGIN_AGAIN_S, begin)
             if process.state != "R":
                 return
             before = self.current

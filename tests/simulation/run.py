@@ -15,6 +15,8 @@ from history import Answer
 from machine import START_S, Livelock, Machine
 from scenario import Scenario, Step
 
+from dynamo.frontend.requests import headers
+
 __all__ = ["Outcome", "learn_answers", "run_scenario"]
 
 START_LIMIT_S = 60.0
@@ -48,6 +50,7 @@ def run_scenario(scenario: Scenario, pool: list[PoolEntry]) -> Outcome:
     machine = Machine(scenario.seed)
     directory = _directory(scenario.seed)
     fake_os.use(machine)
+    headers._RANDOM.seed(scenario.seed)  # made before there was a machine
     box = Box(machine, scenario, pool, directory)
     outcome = Outcome(scenario.seed, scenario.profile)
     try:

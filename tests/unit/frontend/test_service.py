@@ -13,10 +13,11 @@ import pytest
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, EngineShutdown, Unavailable
 from dynamo.frontend import service
 from dynamo.frontend.service import Frontend
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.discovery.base import Lease
 
 
 @contextlib.asynccontextmanager
@@ -96,6 +97,23 @@ async def test_a_lost_lease_ends_it(tmp_path: Path) -> None:
             while not (found := [*leases.glob("[!.]*")]):  # noqa: ASYNC110 - a file appears
                 await asyncio.sleep(0.01)
             found[0].unlink()
+            await one.run_until_stopped()
+
+
+async def test_a_lease_that_was_lost_before_it_was_seen_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full; another part of the process had the lease granted, and it was removed."""
+    monkeypatch.setattr(service, "_LEASE_AGAIN_S", 0.05)
+    async with frontend(tmp_path) as one:
+        full = iter([Unavailable("No space left on device"), EngineShutdown("shutting down")])
+
+        async def granted() -> Lease:
+            raise next(full)
+
+        monkeypatch.setattr(one._runtime, "granted", granted)
+        await one.start()
+        async with asyncio.timeout(30):
             await one.run_until_stopped()
 
 
