@@ -306,7 +306,7 @@ class ActiveLoad:
         return prefill, blocks, requests
 
     def prefill_tokens(self, slot: int) -> int:
-        """Return the first of :meth:`load`."""
+        """Return the active prefill tokens of ``slot``."""
         return self.load(slot)[0]
 
     def backlog(self, slot: int) -> tuple[int, float | None]:

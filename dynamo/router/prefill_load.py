@@ -27,9 +27,9 @@ class PrefillLoad:
         self.mark_waiting = self._queues.mark_waiting
         self.done_tokens = self._queues.done_tokens
         self.subtract_done = self._queues.subtract_done
-        self._fits = False  # whether ``seconds`` has what the model expects
+        self._seconds_expect = False  # what the model does: it is their fit
         if seconds is not None and isinstance(model, PrefillFit):
-            self._fits = True
+            self._seconds_expect = True
             seconds.set_fit(*model.estimate)
 
     def begin(
@@ -37,7 +37,9 @@ class PrefillLoad:
     ) -> None:
         """Add a booked prompt with ``tokens`` to compute; one without is no load."""
         if tokens > 0:
-            expected_s = None if self._fits else self._model.predict(tokens, cached_tokens)
+            expected_s = (
+                None if self._seconds_expect else self._model.predict(tokens, cached_tokens)
+            )
             self._queues.begin(slot, request_id, tokens, cached_tokens, expected_s, now_s)
 
     def first_token(self, slot: int, request_id: str, now_s: float) -> None:
