@@ -70,13 +70,23 @@ class Site:
         page.set_default_timeout(WAIT_MS)
         collect_errors(page, self.errors)
         page.goto(f"{self.deployment.url}/ui#chat")
-        page.wait_for_selector("#chat-model option >> nth=2", state="attached")
+        wait_for_models(page)
         return page
 
     def _mocker(self, name: str, *flags: str, speed: str = "10") -> None:
         endpoint = f"{self.deployment.namespace}.{name}.generate"
         names = ("--model-name", name, "--endpoint", endpoint)
         self.deployment.mocker("--speedup-ratio", speed, *flags, *names)
+
+
+def wait_for_models(page: Page) -> None:
+    page.wait_for_selector("#chat-model option >> nth=2", state="attached")
+
+
+def reload(page: Page) -> None:
+    """Load the page again, up to where a question can be asked: the models come last."""
+    page.reload()
+    wait_for_models(page)
 
 
 def send(page: Page, text: str, model: str = "") -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from chat_kit import RICH, TOOLS, Site, answer_with, ask, bodies, part, send
+from chat_kit import RICH, TOOLS, Site, answer_with, ask, bodies, part, reload, send
 from image_kit import data_url, png
 from playwright.sync_api import Browser, FilePayload
 from web_kit import WAIT_MS, needs_chromium
@@ -149,7 +149,7 @@ def test_settings_are_sent_and_kept_with_the_conversation(site: Site) -> None:
     fields = (body["temperature"], body["top_p"], body["seed"], body["max_tokens"], body["stop"])
     assert fields == (0.5, 0.9, 7, 3, ["END", "STOP"]) and body["tools"] == TOOLS
     page.wait_for_selector(".message >> text=ended at the limit of tokens")
-    page.reload()
+    reload(page)
     page.wait_for_selector(".turn")
     assert page.input_value("#chat-system") == "Be brief."
     assert page.input_value("#chat-model") == "echo" and not site.errors
@@ -247,7 +247,7 @@ def test_images_go_to_models_that_take_them(site: Site) -> None:
         {"type": "image_url", "image_url": {"url": data_url(image)}},
         {"type": "text", "text": "what is it?"},
     ]
-    page.reload()
+    reload(page)
     page.wait_for_selector(".message.user canvas[aria-label='a.png']")
     assert not site.errors
     page.context.close()

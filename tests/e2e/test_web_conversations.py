@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from chat_kit import Site, ask, send, titles
+from chat_kit import Site, ask, reload, send, titles
 from deployment import Deployment
 from playwright.sync_api import Browser, Page
 from web_kit import WAIT_MS, ScriptedPage, needs_chromium
@@ -35,7 +35,7 @@ def test_conversations_are_kept_and_deleted(site: Site) -> None:
     page.click("#chat-clear")
     ask(page, "second")
     assert titles(page) == ["second", "first"]
-    page.reload()
+    reload(page)
     page.wait_for_selector(".words:text-is('second')")
     page.click("#chat-list >> text=first")
     page.wait_for_selector(".words:text-is('first')")
@@ -55,8 +55,7 @@ def test_conversations_are_kept_and_deleted(site: Site) -> None:
     page.click("#chat-forget")
     page.click("#confirm-yes")
     page.wait_for_selector("#chat-list .link", state="detached")
-    page.reload()
-    page.wait_for_selector("#chat-model option >> nth=2", state="attached")
+    reload(page)
     assert titles(page) == [] and not site.errors
     page.context.close()
 
@@ -66,7 +65,7 @@ def test_a_reload_during_an_answer_keeps_the_question(site: Site) -> None:
     send(page, "word " * 3000, "slow")
     page.wait_for_selector(".message.assistant .body:has-text('word')")
     page.wait_for_selector("#chat-list .link")  # it is kept
-    page.reload()
+    reload(page)
     page.wait_for_selector(".message.assistant >> text=not complete: its page was closed")
     assert page.locator(".turn").count() == 1 and page.is_enabled("#chat-send")
     ask(page, "next")
