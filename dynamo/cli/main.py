@@ -72,32 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = words.pop(0) if words else "--help"
     if verb in ("-V", "--version"):
         verb = "version"
-    if verb in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if verb == "__complete":  # asked by the shell at each Tab: before anything that takes time
-        return int(importlib.import_module("dynamo.cli.completion").answer(VERBS, words))
-    if verb not in VERBS:
-        close = difflib.get_close_matches(verb, VERBS, 3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        print(f"dynamo: unknown verb {verb!r}{hint}\n\n{_help()}", file=sys.stderr)
-        return 2
-    module, _, function = VERBS[verb][0].partition(":")
-    run = getattr(importlib.import_module(module), function or "main")
-    rival = rival_distribution()
-    if rival:
-        print(
-            f"dynamo: {rival} is also installed in this environment, and both provide the Python "
-            "package 'dynamo', so neither works reliably.\n"
-            "Install dynamo-appliance in a separate environment, or: "
-            f"pip uninstall {rival} && pip install --force-reinstall dynamo-appliance",
-            file=sys.stderr,
-        )
-        return 2
     try:
-        with _interruptible():
-            status = run(words)
+        try:
+            status = _run(verb, words)
+        except SystemExit:  # of argparse, after --help
             sys.stdout.flush()
+            raise
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `… | head`: the reader closed the pipe
@@ -106,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DynamoError, OSError) as error:
         print(f"dynamo {verb}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
-    return int(status)
+    return status
 
 
 def version(argv: Sequence[str] | None = None) -> int:
@@ -141,6 +122,33 @@ def rival_distribution() -> str | None:
             if found in _RIVALS and name.endswith((".dist-info", ".egg-info")):
                 return found
     return None
+
+
+def _run(verb: str, words: list[str]) -> int:
+    if verb in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if verb == "__complete":  # asked by the shell at each Tab: before anything that takes time
+        return int(importlib.import_module("dynamo.cli.completion").answer(VERBS, words))
+    if verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, 3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        print(f"dynamo: unknown verb {verb!r}{hint}\n\n{_help()}", file=sys.stderr)
+        return 2
+    module, _, function = VERBS[verb][0].partition(":")
+    run = getattr(importlib.import_module(module), function or "main")
+    rival = rival_distribution()
+    if rival:
+        print(
+            f"dynamo: {rival} is also installed in this environment, and both provide the Python "
+            "package 'dynamo', so neither works reliably.\n"
+            "Install dynamo-appliance in a separate environment, or: "
+            f"pip uninstall {rival} && pip install --force-reinstall dynamo-appliance",
+            file=sys.stderr,
+        )
+        return 2
+    with _interruptible():
+        return int(run(words))
 
 
 @contextlib.contextmanager

@@ -141,15 +141,21 @@ def test_ps_imports_little() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_reader_that_closes_early_is_not_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    ["serve graph.yaml --dry-run", "--help", "--version", "ps --help", "__complete zsh ''"],
+)
+def test_a_reader_that_closes_early_is_not_an_error(words: str, tmp_path: Path) -> None:
     """``dynamo serve graph.yaml --dry-run | head -0``."""
-    graph = tmp_path / "graph.yaml"
-    graph.write_text("W: {run: [sleep, 1]}\n")
-    command = [sys.executable, "-m", "dynamo", "serve", str(graph), "--dry-run"]
+    (tmp_path / "graph.yaml").write_text("W: {run: [sleep, 1]}\n")
+    command = [sys.executable, "-m", "dynamo", *shlex.split(words)]
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as pipe:
-        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=30)
+        done = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, env=buffered, cwd=tmp_path, timeout=30
+        )
     assert (done.returncode, done.stderr) == (141, b"")
 
 
