@@ -280,9 +280,11 @@ def make_scenario(
     meetings = rates.faults / 2 or (0.8 if storm else 0.2)
     for at_s in (first_s, *_times(dice, meetings, length_s)):
         steps += happening.meeting(at_s, 0.45 if storm else 0.15)
-    if rates.faults:  # what was unloaded or stopped comes back
+    if rates.faults:  # what was unloaded, stopped or paused comes back
         for at_s in range(_RETURN_S, int(length_s), _RETURN_S):
             steps += [happening.operation(at_s, "load", model=one) for one in chosen.models]
+            if chosen.planner:
+                steps.append(happening.operation(at_s, "resume planner"))
     scenario = Scenario(seed, name, graph, _numbered(steps), length_s)
     return scenario if rates.requests else _aimed(scenario)
 

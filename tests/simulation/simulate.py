@@ -27,6 +27,8 @@ _SHRINK_RUNS = 120
 _PROGRESS_S = 30.0
 _COUNTED = ("requests", "complete", "faults", "operations", "steps", "virtual_s")
 _SHOWN_LINES = 250
+_SCENARIO = ("profile", "seconds", "requests", "faults", "defect")
+"""The options that decide what happens in the run of a seed."""
 _TESTS = Path(__file__).resolve().parents[1]
 _NUMBERS = re.compile(r"\d+(\.\d+)?|\b[0-9a-f]{12,16}\b")
 
@@ -238,8 +240,11 @@ class Simulation:
         for line in outcome.history[-_SHOWN_LINES:]:
             if "Selected worker" not in line:
                 print(f"  {line}")
-        steps = ",".join(str(step.number) for step in scenario.steps)
-        print(f"again: scripts/simulate --seed {outcome.seed} --keep {steps}")
+        given = {name: getattr(options, name) for name in _SCENARIO}
+        if scenario.steps != self._scenario(outcome.seed).steps or options.keep is not None:
+            given["keep"] = ",".join(str(step.number) for step in scenario.steps)
+        again = " ".join(f"--{name} {value}" for name, value in given.items() if value)
+        print(f"again: scripts/simulate --seed {outcome.seed} {again}".rstrip())
 
     def _shrink(self, scenario: Scenario, outcome: Outcome) -> tuple[Scenario, Outcome]:
         """Leave out steps as long as the same promise is broken."""
