@@ -43,12 +43,12 @@ class Runner:
         self._idle: list[LoadConnection] = []
         self._slots: asyncio.Semaphore | None = None
         self._answers: dict[int, asyncio.Event] = {}
-        self._started_s = 0.0
+        self._started_s = self.duration_s = 0.0
         self.outcomes: list[Outcome] = []
         self.in_flight = 0
 
-    async def run(self, planned: Sequence[PlannedRequest], concurrency: int | None) -> float:
-        """Send all; return the seconds from the first request to the last answer.
+    async def run(self, planned: Sequence[PlannedRequest], concurrency: int | None) -> None:
+        """Send all; set ``duration_s``, from the first request to the last answer or Ctrl-C.
 
         A scheduled request is measured from its time, even if ``concurrency`` delays it. A turn of
         a session is measured from when its user would send it.
@@ -74,7 +74,7 @@ class Runner:
         finally:
             for connection in self._idle:
                 connection.close()
-        return time.perf_counter() - started_s
+            self.duration_s = time.perf_counter() - started_s
 
     async def _turn(self, number: int, request: PlannedRequest, answered: asyncio.Event) -> None:
         """Send a turn after the answer to the one before it, however that ended."""

@@ -74,9 +74,10 @@ class Summary(msgspec.Struct, omit_defaults=True):
     """The figures of one run. Times in milliseconds, rates per second of wall clock.
 
     ``ttft_ms`` and ``latency_ms`` start at ``measured_from``. ``schedule_lag_ms`` is the part of
-    them before a request of an open loop was started; it includes failed requests. ``counted`` says
-    that an answer without usage was among them: each piece of its stream counts as an output token,
-    and sums that remain unknown are null.
+    them before a request of an open loop was started; it includes failed requests. ``interrupted``
+    by Ctrl-C, the requests in flight and later ones are left out. ``counted`` says that an answer
+    without usage was among them: each piece of its stream counts as an output token, and sums that
+    remain unknown are null.
     """
 
     requests: int
@@ -87,6 +88,7 @@ class Summary(msgspec.Struct, omit_defaults=True):
     total_tokens_per_s: float | None
     prompt_tokens: int | None
     output_tokens: int | None
+    interrupted: bool = False
     counted: bool = False
     measured_from: str = ""
     schedule_lag_ms: Spread | None = None

@@ -36,18 +36,22 @@ _REASONS_SHOWN = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; return the exit status: 1 when no request succeeded."""
+    """Run the verb; return the exit status: 1 when no request succeeded, 130 after Ctrl-C."""
     (settings,) = load("dynamo bench", DESCRIPTION, [BenchSettings], argv, epilog=EPILOG)
     errors = Console(stderr=True)
     try:
         if settings.compare_routing:
-            return _compare(settings, errors)
-        return asyncio.run(_bench(settings, errors))
+            status = _compare(settings, errors)
+        else:
+            status = asyncio.run(_bench(settings, errors))
     except DynamoError as error:
         errors.print(f"[red]dynamo bench:[/] {_plain(error.message)}", highlight=False)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        return 130
+        status = 130
+    if status == 130:
+        errors.print("[red]dynamo bench:[/] interrupted", highlight=False)
+    return status
 
 
 def _compare(settings: BenchSettings, errors: Console) -> int:
@@ -61,7 +65,10 @@ def _compare(settings: BenchSettings, errors: Console) -> int:
         settings.output_scale,
     )
     rows: list[RoutingResult] = []
-    with _progress(errors, len(POLICIES), "routing modes") as advance:
+    with (
+        _progress(errors, len(POLICIES), "routing modes") as advance,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         for name in POLICIES:
             rows.append(
                 compare(
@@ -73,13 +80,14 @@ def _compare(settings: BenchSettings, errors: Console) -> int:
                 )
             )
             advance()
+    status = 0 if len(rows) == len(POLICIES) else 130
     rows.sort(key=lambda row: row.ttft_mean_s)
     console = Console()
     if settings.json:
         console.print_json(msgspec.json.encode(rows).decode())
-        return 0
+        return status
     cells = [("routing", "TTFT mean", "p99", "of the best", "hits", "busiest worker")]
-    best = rows[0].ttft_mean_s or 1.0
+    best = (rows[0].ttft_mean_s if rows else 0) or 1.0
     cells += [
         (
             row.name,
@@ -92,9 +100,11 @@ def _compare(settings: BenchSettings, errors: Console) -> int:
         for row in rows
     ]
     title = f"{len(arrivals)} requests, {settings.workers} workers, in virtual time"
-    for line in (title, *figures(cells)):
+    if status:
+        title += f", interrupted: {len(rows)} of {len(POLICIES)} modes"
+    for line in (title, *(figures(cells) if rows else ())):
         console.print(line, highlight=False, soft_wrap=True)
-    return 0
+    return status
 
 
 async def _bench(settings: BenchSettings, errors: Console) -> int:
@@ -113,8 +123,13 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
             prompts.tokens_per_word = await calibrate(runner, prompts)
         scheduled = any(request.at_s is not None for request in planned)
         concurrency = settings.concurrency or (None if scheduled else 8)
-        duration_s = await runner.run(planned, concurrency)
-    summary = summarize(runner.outcomes, duration_s, goodput)
+        interrupted = False
+        try:
+            await runner.run(planned, concurrency)
+        except asyncio.CancelledError:  # Ctrl-C: asyncio lets a second one end the process
+            interrupted = True
+    summary = summarize(runner.outcomes, runner.duration_s, goodput)
+    summary.interrupted = interrupted
     text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
     console = Console()
     if settings.json:
@@ -123,6 +138,8 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
         show(console, summary, model)
     if settings.output is not None:
         _write_output(settings.output, text + "\n")
+    if interrupted:
+        return 130
     return 0 if summary.completed else 1
 
 
@@ -185,6 +202,8 @@ def show(console: Console, summary: Summary, model: str) -> None:
         if spread is not None:
             rows.append((label, *map(_rounded, msgspec.structs.astuple(spread))))
     title = f"{_plain(model)}: {summary.completed} of {summary.requests} requests"
+    if summary.interrupted:
+        title += ", interrupted; without those in flight"
     for line in (title, *(figures(rows) if rows[1:] else ()), *_lines(summary)):
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -192,13 +192,13 @@ async def test_an_open_loop_counts_from_the_scheduled_time() -> None:
     planned = [PlannedRequest(0.0, ((1, 4),), 3), PlannedRequest(0.0, ((2, 4),), 3)]
     async with server([stream, stream]) as target:
         runner = Runner(target, from_env(BenchSettings, {}), "m", Prompts())
-        duration_s = await runner.run(planned, concurrency=1)
+        await runner.run(planned, concurrency=1)
     first, second = runner.outcomes
     assert first.error is None and second.error is None
     assert first.started_s == second.started_s and second.schedule_lag_s is not None
     assert second.schedule_lag_s >= first.latency_s - 0.001
     assert second.ttft_s is not None and second.ttft_s > second.schedule_lag_s
-    summary = summarize(runner.outcomes, duration_s)
+    summary = summarize(runner.outcomes, runner.duration_s)
     assert summary.measured_from == "the scheduled time" and summary.schedule_lag_ms is not None
     assert summary.schedule_lag_ms.max == pytest.approx(second.schedule_lag_s * 1000)
 

@@ -4,29 +4,50 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dynamo.bench.routing_replay import POLICIES, arrivals_of, compare
+from dynamo.bench.routing_replay import POLICIES, RoutingResult, arrivals_of, compare
 from dynamo.bench.trace_formats import TraceRequest
-from dynamo.cli.bench import main
+from dynamo.cli import bench
 
 SAMPLE = str(Path(__file__).parents[3] / "benchmarks/traces/sample.jsonl")
 COMMAND = ["--compare-routing", "--trace", SAMPLE, "--workers", "4"]
 
 
 def test_the_table_begins_with_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--requests", "60", "--json"]) == 0
+    assert bench.main([*COMMAND, "--requests", "60", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["name"] for row in rows} == set(POLICIES)
     means = [row["ttft_mean_s"] for row in rows]
     assert means == sorted(means) and means[0] > 0
     hits = {row["name"]: row["hit_rate"] for row in rows}
     assert hits["kv, cache first"] > hits["round-robin"]
-    assert main([*COMMAND, "--requests", "60"]) == 0
+    assert bench.main([*COMMAND, "--requests", "60"]) == 0
     title, head, first, *_ = capsys.readouterr().out.splitlines()
     assert title == "60 requests, 4 workers, in virtual time"
     assert head.split()[:3] == ["routing", "TTFT", "mean"] and rows[0]["name"] in first
+
+
+@pytest.mark.parametrize("complete", [0, 2])
+def test_ctrl_c_shows_the_modes_so_far(
+    complete: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str, *trace: Any) -> RoutingResult:
+        if name == [*POLICIES][complete]:
+            raise KeyboardInterrupt
+        return compare(name, *trace)
+
+    monkeypatch.setattr(bench, "compare", interrupted)
+    assert bench.main([*COMMAND, "--requests", "60", "--json"]) == 130
+    shown = capsys.readouterr()
+    assert {row["name"] for row in json.loads(shown.out)} == {*[*POLICIES][:complete]}
+    assert shown.err == "dynamo bench: interrupted\n"
+    assert bench.main([*COMMAND, "--requests", "60"]) == 130
+    title, *rows = capsys.readouterr().out.splitlines()
+    assert title.endswith(f"interrupted: {complete} of {len(POLICIES)} modes")
+    assert len(rows) == (complete + 1 if complete else 0)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +61,7 @@ def test_the_table_begins_with_the_fastest(capsys: pytest.CaptureFixture[str]) -
 def test_errors_say_what_to_do(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 2
+    assert bench.main(words) == 2
     assert text in " ".join(capsys.readouterr().err.split())
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -154,6 +158,44 @@ def test_an_invalid_answer_is_a_named_failure(
     assert bench.main(["--url", url, *FEW]) == 1
     shown = capsys.readouterr()
     assert reason in shown.out and shown.err == ""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_ctrl_c_prints_the_figures_so_far(
+    url: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, fourth, end = itertools.count(1), threading.Event(), threading.Event()
+    answer = Endpoint.do_POST
+
+    def do_POST(self: Endpoint) -> None:
+        if next(requests) < 4:
+            answer(self)
+        else:
+            fourth.set()
+            end.wait(60)
+
+    monkeypatch.setattr(Endpoint, "do_POST", do_POST)
+    output = tmp_path / "out.json"
+    words = ["--url", url, *WORDS, "--concurrency", "1", "--output", str(output)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dynamo", "bench", *words, *(["--json"] if form == "json" else [])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert fourth.wait(60)
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate(timeout=60)
+    finally:
+        end.set()
+        process.kill()
+    assert (process.returncode, errors) == (130, "dynamo bench: interrupted\n")
+    if form == "text":
+        assert shown.startswith("m: 3 of 3 requests, interrupted") and "TTFT" in shown
+    for text in (output.read_text(), *([shown] if form == "json" else [])):
+        figures = json.loads(text)
+        assert (figures["interrupted"], figures["completed"]) == (True, 3)
 
 
 @pytest.mark.parametrize("url", ["http://h:99999", "http://[::1", "h"])
