@@ -321,8 +321,12 @@ class Frontend:
         """Drain, then end; a second call ends running requests at once."""
         if self._stop.is_set():
             log.warning("second stop signal: ending %d requests at once", self._requests.admitted)
-            self._requests.fail_all(Unavailable("Service is shutting down"))
+            self._end_requests()
         self._stop.set()
+
+    def _end_requests(self) -> None:
+        self.models.on_demand.stop()
+        self._requests.fail_all(Unavailable("Service is shutting down"))
 
     def stop_on_signals(self) -> Callable[[], None]:
         """Stop at SIGTERM or SIGINT, at once at a second SIGINT. The result undoes this."""
@@ -353,7 +357,7 @@ class Frontend:
         self._server.drain()
         if self._ui is not None:
             self._ui.stop()
-        self.models.on_demand.stop(Unavailable("Service is shutting down, please retry elsewhere"))
+        self.models.on_demand.drain()
         timeout_s = self._settings.graceful_shutdown_timeout_s
         deadline_s = time.monotonic() + timeout_s
         log.info("draining %d requests, at most %g s", self._requests.admitted, timeout_s)
@@ -365,7 +369,7 @@ class Frontend:
                     await self._part_with_clients()
         if not await self._requests.drain(max(0.0, deadline_s - time.monotonic())):
             log.warning("%d requests did not end in time", self._requests.admitted)
-            self._requests.fail_all(Unavailable("Service is shutting down"))
+            self._end_requests()
         await self._server.catch_up()
 
     async def _part_with_clients(self) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Zero(Serving):
     def overrides(self) -> list[str]:
         return [
             f"--Frontend.http-port={self.port}",
+            "--Frontend.ServiceArgs.graceful_timeout=65",
             f"--Planner.idle-timeout={IDLE_S}",
             "--Planner.min-residency=2",
             "--Chat.ServiceArgs.priority=0",
@@ -172,6 +174,28 @@ def test_a_killed_planner_continues_at_zero(site: Zero) -> None:
     os.kill(before, signal.SIGKILL)
     assert site.complete("batch").status_code == 200  # it waits for the next planner
     assert site.wait_for_pids("Planner", unlike=before)
+
+
+def test_a_request_waits_on_while_its_frontend_is_replaced(site: Zero) -> None:
+    # A worker that sleeps is woken without the arbiter, which is busy with the restart.
+    assert site.complete("batch").status_code == 200
+    site.until_zero()
+    (old,) = site.pids("Frontend")
+    planner = site.planner()
+    os.kill(planner, signal.SIGSTOP)  # no worker comes
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(site.complete, "batch", 75)
+            waiting = 'cold_start_queue_requests{model="batch"} 1'
+            metrics = site.url.replace("/v1", "/metrics")
+            site.until(lambda: waiting in httpx.get(metrics).text)
+            site.circusctl("restart", "two-models_Frontend")
+            site.wait_for("draining 1 requests")
+            os.kill(planner, signal.SIGCONT)
+            assert asked.result().status_code == 200
+    finally:
+        os.kill(planner, signal.SIGCONT)
+    site.until(lambda: old not in site.pids("Frontend"))
 
 
 def test_two_busy_models_take_turns_on_one_gpu(site: Zero) -> None:

@@ -60,7 +60,7 @@ class PromptCountRoutes:
         lenient = registry.settings.ignore_unsupported_fields
         model = "unknown"
         try:
-            registry.check()
+            registry.check(exchange)
             with threads.hold(len(exchange.body)):
                 parsed = await threads.run(api.parse, exchange.body, ignore_unsupported=lenient)
                 model = parsed.model
@@ -250,7 +250,7 @@ class TokenizeRoutes:
         registry, model = self._registry, "unknown"
         registry.enter()
         try:
-            registry.check()
+            registry.check(exchange)
             with registry.off_loop.hold(len(exchange.body)):
                 asked = await self._run(exchange, conversion.parse, exchange.body)
                 loaded = await self._loaded(asked.model)

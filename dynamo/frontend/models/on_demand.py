@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from pathlib import Path
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError, ModelNotFound, StatefileError, Unavailable
@@ -31,6 +32,8 @@ from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.events import EventPublisher
+from dynamo.runtime.process.paths import run_dir
+from dynamo.runtime.process.stop_order import STOP_STAGE, is_supervised
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.graph.service import ModelArgs, merged
 from dynamo.serve.state.entries import ServiceEntries, read_services
@@ -171,6 +174,7 @@ class OnDemandModels:
         self._timer: asyncio.TimerHandle | None = None
         self._ticked_s = 0.0
         self._stopped = False
+        self._stop_stage: Path | None = None
 
     async def start(self) -> None:
         """Watch; the records that exist have been seen when this returns."""
@@ -195,11 +199,21 @@ class OnDemandModels:
         """Return the names of the models that the workers of ``model`` serve, its own included."""
         return self._together.get(model, (model,))
 
-    def stop(self, error: DynamoError) -> None:
-        """End every waiting request with ``error``, and let none wait from now on."""
+    def drain(self) -> None:
+        """Let requests wait on, unless ``dynamo serve`` stops as well: then no worker comes."""
+        if is_supervised():
+            self._stop_stage = run_dir(self._runtime.settings) / STOP_STAGE
+
+    def stop(self) -> None:
+        """End every waiting request, and let none wait from now on."""
         self._stopped = True
         for queue in self._queues.values():
-            queue.fail_all(error)
+            queue.fail_all(
+                Unavailable(
+                    f"Service is shutting down before model `{queue.model}` has a worker, please "
+                    "retry elsewhere"
+                )
+            )
 
     def close(self) -> None:
         """Stop watching, stop the timers."""
@@ -380,6 +394,8 @@ class OnDemandModels:
         interval_s = _WAITING_TICK_S if waiting else _TICK_S
         again = self._records or waiting
         self._timer = loop.call_later(interval_s, self._tick) if again else None
+        if self._stop_stage is not None and self._stop_stage.exists():
+            self.stop()
         now_s = time.monotonic()
         elapsed_s, self._ticked_s = now_s - self._ticked_s, now_s
         for queue in self._queues.values():

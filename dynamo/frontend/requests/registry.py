@@ -103,9 +103,12 @@ class RequestRegistry:
 
     # -- admission
 
-    def check(self) -> None:
-        """Raise Unavailable once requests are refused. It is free, so it precedes the parsing."""
-        if self.refuses:
+    def check(self, exchange: Exchange) -> None:
+        """Raise Unavailable once requests are refused. It is free, so it precedes the parsing.
+
+        One that has waited for a worker is not new.
+        """
+        if self.refuses and not exchange.resumed_at:
             raise Unavailable("Service is shutting down, please retry elsewhere")
 
     def enter(self) -> None:
@@ -148,6 +151,7 @@ class RequestRegistry:
         """
         if self._hold is not None and isinstance(error, NoInstances | ModelNotFound):
             try:
+                self.check(exchange)
                 if self._hold(self, exchange, endpoint, error, model):
                     return
             except Unavailable as full:

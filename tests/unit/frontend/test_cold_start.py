@@ -28,6 +28,8 @@ from dynamo.protocols.engine import HTTP_INPUT, ROUTES, HttpResponseHead
 from dynamo.protocols.kv import ON_DEMAND_STATE, OnDemandState
 from dynamo.protocols.status import RequestRecord
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.process.paths import run_dir
+from dynamo.runtime.process.stop_order import write_stop_stage
 from dynamo.runtime.requests import ServerStream
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.statefile import Statefile
@@ -447,14 +449,63 @@ async def test_a_model_whose_worker_died_is_not_forgotten(
         assert (await site.complete()).status_code == 503
 
 
-async def test_a_stop_ends_the_waits(site: Site) -> None:
-    asked = asyncio.ensure_future(site.complete())
-    await site.planner.until(1)
+async def drain(site: Site) -> asyncio.Future[None]:
+    """Stop the frontend; return what ends when it has drained."""
     site.frontend.stop()
-    await site.frontend.run_until_stopped()
-    answer = await asked
-    assert answer.status_code == 503
-    assert answer.json()["message"] == "Service is shutting down, please retry elsewhere"
+    drained = asyncio.ensure_future(site.frontend.run_until_stopped())
+    await until(lambda: site.frontend._requests.draining)
+    return drained
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+async def test_requests_wait_on_while_the_frontend_drains(tmp_path: Path, relayed: bool) -> None:
+    path = "/v1/rerank" if relayed else "/v1/completions"
+    card: dict[str, Any] = {}
+    if relayed:
+        card = {"model_input": HTTP_INPUT, "model_type": "Chat", "user_data": {ROUTES: [path]}}
+    async with running(tmp_path, graceful_shutdown_timeout_s=60) as site:
+        if relayed:
+            await site.planner.announce(OnDemandModel("ns", "tiny", model_input=HTTP_INPUT))
+            await until(lambda: site.frontend.models.on_demand.relays)
+
+        def ask(padding: int = 0) -> asyncio.Future[httpx.Response]:
+            body = {"model": "tiny", "prompt": [1], "metadata": {"x": "y" * padding}}
+            return asyncio.ensure_future(site.client.post(path, json=body))
+
+        asked, leaves = [ask(), ask(200_000)], ask()
+        await site.planner.until(3)
+        drained = await drain(site)
+        leaves.cancel()
+        await site.planner.until(2)  # the planner goes on receiving the demand
+        assert (await ask()).status_code == 503
+        worker = await site.worker(**card)
+        assert [(await one).status_code for one in asked] == [200, 200]
+        async with asyncio.timeout(60):
+            await drained
+        assert len(worker.order) == 2
+
+
+@pytest.mark.parametrize("ends", ["timeout", "second signal", "deployment"])
+async def test_the_end_of_a_drain_ends_the_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.setenv("DYN_WATCHER_NAME", "ns_Frontend")
+    timeout_s = 0.3 if ends == "timeout" else 600.0
+    async with running(tmp_path, graceful_shutdown_timeout_s=timeout_s) as site:
+        asked = asyncio.ensure_future(site.complete())
+        await site.planner.until(1)
+        drained = await drain(site)
+        if ends == "second signal":
+            site.frontend.stop()
+        elif ends == "deployment":
+            write_stop_stage(run_dir(site.settings), workers=False)
+        async with asyncio.timeout(60):
+            await drained
+            answer = await asked
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["message"] == (
+            "Service is shutting down before model `tiny` has a worker, please retry elsewhere"
+        )
 
 
 async def test_a_request_for_the_worker_that_just_left_waits(site: Site) -> None:

@@ -46,7 +46,7 @@ def reject_early(
     """
     if registry.refuses:
         try:
-            registry.check()
+            registry.check(exchange)
         except DynamoError as error:
             registry.hold_or_refuse(exchange, endpoint, error, "unknown")
             return True

@@ -241,7 +241,7 @@ class RelayRoutes:
         try:
             entry, match = choose_model(found, exchange)
             label = route_label(match)
-            model = self._ready(entry)
+            model = self._ready(entry, exchange)
         except DynamoError as error:
             self._registry.hold_or_refuse(exchange, label, error, "unknown", "unary")
             return
@@ -256,7 +256,7 @@ class RelayRoutes:
         asked = None
         try:
             asked = _peek(exchange, otherwise) or self._only_model(exchange)
-            model = self._model(asked, exchange.path, otherwise)
+            model = self._model(asked, exchange, otherwise)
         except DynamoError as error:
             self._refuse(exchange, error, asked)
             return
@@ -293,7 +293,7 @@ class RelayRoutes:
                         )
                     return
                 asked = asked or self._only_model(exchange)
-                model = self._model(asked, exchange.path, otherwise)
+                model = self._model(asked, exchange, otherwise)
                 if model is not None and asked is not None:
                     label = _label(exchange.path)
                     await self._send_off_loop(self._begin(exchange, model, asked, label))
@@ -318,7 +318,7 @@ class RelayRoutes:
         return RelayedBody(entries[0].name)
 
     def _model(
-        self, asked: RelayedBody | None, path: str, otherwise: Route | None
+        self, asked: RelayedBody | None, exchange: Exchange, otherwise: Route | None
     ) -> LoadedModel | None:
         """The relayed model of the request; None if ``otherwise`` serves it, or refuses it.
 
@@ -332,12 +332,12 @@ class RelayRoutes:
             return None
         if entry is None:
             raise ModelNotFound(f"Model not found: {shorten(asked.model)}")
-        if path not in entry.paths:
-            raise missing_route(entry.name, path, entry.paths, entry.types)
-        return self._ready(entry)
+        if exchange.path not in entry.paths:
+            raise missing_route(entry.name, exchange.path, entry.paths, entry.types)
+        return self._ready(entry, exchange)
 
-    def _ready(self, entry: ModelEntry) -> LoadedModel:
-        self._registry.check()
+    def _ready(self, entry: ModelEntry, exchange: Exchange) -> LoadedModel:
+        self._registry.check(exchange)
         model = entry.loaded
         if not entry.served or model is None:
             raise NoInstances
