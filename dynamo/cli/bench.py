@@ -23,7 +23,7 @@ from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.client import BenchSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.observability.logs import one_line
+from dynamo.observability.logs import counted, one_line
 
 DESCRIPTION = """Load any OpenAI endpoint and measure TTFT, ITL, latency, throughput and goodput."""
 EPILOG = """examples:
@@ -99,7 +99,8 @@ def _compare(settings: BenchSettings, errors: Console) -> int:
         )
         for row in rows
     ]
-    title = f"{len(arrivals)} requests, {settings.workers} workers, in virtual time"
+    requests, workers = counted(len(arrivals), "request"), counted(settings.workers, "worker")
+    title = f"{requests}, {workers}, in virtual time"
     if status:
         title += f", interrupted: {len(rows)} of {len(POLICIES)} modes"
     for line in (title, *(figures(cells) if rows else ())):
@@ -219,10 +220,10 @@ def _plain(text: str) -> str:
 
 
 def _lines(summary: Summary) -> Iterator[str]:
-    counted = f"TTFT and latency count from {summary.measured_from}"
+    clock = f"TTFT and latency count from {summary.measured_from}"
     if summary.schedule_lag_ms is not None:
-        counted += "; schedule lag is the part before a request was started"
-    yield counted
+        clock += "; schedule lag is the part before a request was started"
+    yield clock
     yield (
         f"{summary.duration_s:.2f} s, {summary.requests_per_s:,.2f} requests/s, "
         f"{_rate(summary.output_tokens_per_s)} output tokens/s, "
@@ -237,7 +238,8 @@ def _lines(summary: Summary) -> Iterator[str]:
         yield f"prefix cache hit rate {summary.hit_rate:.1%} of {summary.prompt_tokens:,} tokens"
     if summary.busiest_share is not None:
         yield (
-            f"{len(summary.workers)} workers; the busiest has {summary.busiest_share:.1%} of the "
+            f"{counted(len(summary.workers), 'worker')}; "
+            f"the busiest has {summary.busiest_share:.1%} of the "
             f"requests (imbalance {summary.imbalance:.2f}) and {summary.busiest_work_share:.1%} of "
             f"the computed tokens (imbalance {summary.work_imbalance:.2f})"
         )
@@ -245,7 +247,7 @@ def _lines(summary: Summary) -> Iterator[str]:
         limits = msgspec.to_builtins(summary.goodput)
         shown = ", ".join(f"{name} <= {value:g} ms" for name, value in limits.items())
         yield (
-            f"goodput ({shown}): {summary.good_requests} requests, "
+            f"goodput ({shown}): {counted(summary.good_requests, 'request')}, "
             f"{summary.good_requests_per_s:,.2f}/s"
         )
     failures = list(summary.errors.items())

@@ -24,7 +24,7 @@ from dynamo.config.client import ClientSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.http.client import Target
-from dynamo.observability.logs import one_line
+from dynamo.observability.logs import counted, one_line
 from dynamo.runtime.process.paths import expanded, state_dir, write_new
 
 DESCRIPTION = """Chat with a model. With a message, or without a terminal and one on stdin: print
@@ -185,7 +185,7 @@ class ChatSession:
         except OSError as error:
             print(f"cannot write {path}: {error.strerror}")
         else:
-            print(f"saved {len(self._messages)} messages in {path}")
+            print(f"saved {counted(len(self._messages), 'message')} in {path}")
 
     def _show_stats(self, _: str) -> None:
         answers = [answer for answer in self._answers if answer.ttft_s]
@@ -257,7 +257,7 @@ def _figures(answer: ChatAnswer) -> str:
         return ""
     parts = [f"TTFT {answer.ttft_s * 1e3:,.0f} ms"]
     if answer.output_tokens:
-        parts.insert(0, f"{answer.output_tokens:,} tokens")
+        parts.insert(0, counted(answer.output_tokens, "token"))
     if answer.tokens_per_s:
         parts.insert(1, f"{answer.tokens_per_s:,.1f} tok/s")
     if answer.finish_reason == "length":

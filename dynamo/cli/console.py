@@ -20,7 +20,7 @@ from io import BytesIO, FileIO, RawIOBase
 from typing import IO, Any
 
 from dynamo.config import environ
-from dynamo.observability.logs import one_line
+from dynamo.observability.logs import counted, one_line
 
 _QUEUE_LINES = 10_000
 _LINES_AT_ONCE = 256
@@ -109,7 +109,8 @@ class Console:
     def _put(self, line: bytes) -> None:
         try:
             if self._dropped:
-                note = f"dynamo: {self._dropped} lines were dropped here; the log files have them"
+                lines = counted(self._dropped, "line was", "lines were")
+                note = f"dynamo: {lines} dropped here; the log files have all"
                 self._lines.put_nowait(note.encode())
                 self._dropped = 0
             self._lines.put_nowait(line)

@@ -17,6 +17,7 @@ from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.model_source import OnProgress, named_model
+from dynamo.observability.logs import counted
 from dynamo.operations.pull import pull as pull_model
 from dynamo.operations.stored_models import StoredModel, deletable, delete, stored_models
 from dynamo.serve.state.document import Document
@@ -103,7 +104,7 @@ def _ago(seconds: float) -> str:
     if seconds < _DAY_S:
         return "today"
     days = int(seconds // _DAY_S)
-    return f"{days} day{'s' if days > 1 else ''} ago"
+    return f"{counted(days, 'day')} ago"
 
 
 def _on_lines(name: str) -> OnProgress:

@@ -60,6 +60,7 @@ from dynamo.doctor.read_machine import (
     read_memory,
 )
 from dynamo.errors import ConfigError
+from dynamo.observability.logs import counted
 from dynamo.runtime.process.paths import state_path, store_path
 from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.serve.state.entries import service_config
@@ -183,8 +184,8 @@ class Examination:
                     remedy=f"dynamo serve {self.graph.source} --dry-run",
                 )
             return
-        count = len(planned.specs)
-        yield Finding.ok("graph", f"{self.graph.source}: {count} processes")
+        count = counted(len(planned.specs), "process", "processes")
+        yield Finding.ok("graph", f"{self.graph.source}: {count}")
         if self.deployed.document is None:  # else its own engines hold the memory
             for warning in planned.warnings:
                 if not warning.startswith("GPU "):  # who holds it is a finding of its own
@@ -242,9 +243,7 @@ def _text(findings: Sequence[Finding]) -> str:
     width = min(shutil.get_terminal_size().columns, 100)
     lines = [line for finding in findings for line in _lines(finding, width)]
     counts = {word: _count(findings, word) for word in ("error", "warning")}
-    total = ", ".join(
-        f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items()
-    )
+    total = ", ".join(counted(count, word) for word, count in counts.items())
     return "\n".join((*lines, "", total))
 
 

@@ -15,6 +15,7 @@ from dynamo.cli.options import RequestExplainSettings
 from dynamo.cli.text_table import cell_len, figures, printable, wrap
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
+from dynamo.observability.logs import counted
 from dynamo.protocols.openai import ModelList
 from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt
 from dynamo.router.explanation import Explanation
@@ -91,7 +92,8 @@ def _fit_lines(title: str, found: Explanation, names: Names) -> Iterator[str]:
     if speed is None:
         yield f"{title}: no cost in seconds; start the frontend with --router-cost seconds"
         return
-    known = f"measured {speed.samples} times" if speed.samples else "a guess until the first one"
+    times = counted(speed.samples, "time")
+    known = f"measured {times}" if speed.samples else "a guess until the first one"
     yield (
         f"{title}: a prompt takes {_ms(speed.fixed_s)} + {speed.token_s * 1e3:.4g} ms a token"
         f" + {speed.attention_s * 1e9:.4g} ns a pair of tokens, {known}"

@@ -17,6 +17,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.llm.model_source import NamedModel, named_model
+from dynamo.observability.logs import counted
 from dynamo.operations.stored_models import running_ollama
 from dynamo.runtime.process.paths import write_atomic
 from dynamo.serve.gpus.gpus import Gpu
@@ -211,7 +212,7 @@ def _write_converted(settings: InitSettings, source: str, path: Path) -> None:
     _replace(path, f"# from {Path(source).name}\n{comments}{made.text}")
     for line in left_out:
         print(f"left out: {line}")
-    print(_steps(path, [f"wrote {path}: {len(parsed.services) - 2} models"]))
+    print(_steps(path, [f"wrote {path}: {counted(len(parsed.services) - 2, 'model')}"]))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from dynamo.config import load
 from dynamo.config.planner import ExplainSettings, SetSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import InvalidArgument, Unavailable
+from dynamo.observability.logs import counted
 from dynamo.operations.operate import BoxActions
 from dynamo.operations.outside import call_planner, no_planner
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog
@@ -86,7 +87,8 @@ def _state_lines(state: PlannerState) -> Iterator[str]:
     yield f"mode {state.mode}" + ("; paused" if state.paused else "")
     if state.ttft_ms is not None and state.itl_ms is not None:
         yield f"targets: TTFT {state.ttft_ms:g} ms, ITL {state.itl_ms:g} ms"
-    yield f"at most {state.max_gpu_budget} GPUs; each pool keeps {state.min_gpu_budget} workers"
+    gpus, kept = counted(state.max_gpu_budget, "GPU"), counted(state.min_gpu_budget, "worker")
+    yield f"at most {gpus}; each pool keeps {kept}"
     for service, count in sorted(state.minima.items()):
         yield f"  {service} keeps {count}"
 

@@ -18,6 +18,7 @@ from dynamo.config import load
 from dynamo.config.client import ClientSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.http.client import Target
+from dynamo.observability.logs import counted
 from dynamo.protocols.status import CONTENT_SECONDS
 
 DESCRIPTION = """Record a trace of live traffic in the Mooncake format: times, lengths, and which
@@ -104,7 +105,7 @@ def _progress(
         def show() -> None:
             lost = f", {totals.lost:,} lost" if totals.lost else ""
             status.update(
-                f"recording {what}{target.authority}: {totals.requests:,} requests, "
+                f"recording {what}{target.authority}: {counted(totals.requests, 'request')}, "
                 f"{totals.running:,} running{lost} ({until})"
             )
             timers.append(loop.call_later(_SHOWN_EVERY_S, show))
@@ -120,21 +121,22 @@ def _progress(
 def _report(settings: RecordSettings, client: RecordClient, file: RecordFile) -> int:
     totals, failure = client.totals, client.failure
     if totals.requests:
-        size = f"{totals.prompt_tokens:,} prompt tokens, {totals.output_tokens:,} output tokens"
+        prompt = counted(totals.prompt_tokens, "prompt token")
+        size = f"{prompt}, {counted(totals.output_tokens, 'output token')}"
         if settings.content:
             size = f"{file.size_bytes / 1024:,.0f} KiB of bodies"
-        parts = [f"{settings.file}: {totals.requests:,} requests, {size}"]
+        parts = [f"{settings.file}: {counted(totals.requests, 'request')}, {size}"]
         if client.ending:
             parts.append(f"it ended because {client.ending}")
         if totals.running:
-            parts.append(f"{totals.running:,} that are still running are not in it")
+            parts.append(f"still running and left out: {totals.running:,}")
         if totals.lost:
             why = (
                 "they are too large or came too fast"
                 if settings.content
                 else ("this machine reads too slowly")
             )
-            parts.append(f"{totals.lost:,} were lost because {why}")
+            parts.append(f"{counted(totals.lost, 'was', 'were')} lost because {why}")
         Console(highlight=False, soft_wrap=True).print("; ".join(parts), markup=False)
     if failure is not None:
         raise failure

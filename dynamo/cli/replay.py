@@ -20,6 +20,7 @@ from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.http.client import ResponseError, Target, cause
+from dynamo.observability.logs import counted
 from dynamo.protocols.status import RecordedContent
 
 DESCRIPTION = """Send the requests of a recording (dynamo record --content) to the deployment
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sent:
         raise ConfigError(f"{settings.file} has no such request to send")
     if not settings.json:
-        print(f"{sent:,} requests sent again" + (f", {failed:,} failed" if failed else ""))
+        print(f"{counted(sent, 'request')} sent again" + (f", {failed:,} failed" if failed else ""))
     return 1 if failed else 0
 
 

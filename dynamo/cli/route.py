@@ -17,6 +17,7 @@ from dynamo.cli.text_table import figures
 from dynamo.config import load
 from dynamo.config.client import FrontendClientSettings
 from dynamo.errors import ConfigError, Unavailable
+from dynamo.observability.logs import counted
 from dynamo.protocols.openai import ModelList
 from dynamo.router.explanation import Candidate, Explanation
 
@@ -117,7 +118,8 @@ def _lines(found: Explanation, names: Names) -> list[str]:
     ]
     titles, *cells = figures([("worker", *(column.title for column in shown)), *rows])
     lines = [
-        f"prompt: {found.isl_tokens} tokens, {found.prompt_blocks} full blocks of "
+        f"prompt: {counted(found.isl_tokens, 'token')}, "
+        f"{counted(found.prompt_blocks, 'full block')} of "
         f"{found.block_size}; {_formula(found)}",
         f"   {titles}  note",
     ]
@@ -125,7 +127,7 @@ def _lines(found: Explanation, names: Names) -> list[str]:
         note = ", ".join(filter(None, ["chosen" if row.chosen else "", row.excluded]))
         lines.append(f"{'->' if row.chosen else '':2} {line}  {note}".rstrip())
     if found.queued_requests:
-        lines.append(f"{found.queued_requests} requests are queued")
+        lines.append(f"{counted(found.queued_requests, 'request is', 'requests are')} queued")
     if found.stays:
         lines.append(f"no prefill worker: {_STAYS.get(found.stays, found.stays)}")
     if found.error:

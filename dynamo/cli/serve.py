@@ -20,6 +20,7 @@ from dynamo.config import environ, from_env, load_known
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.observability.logs import counted
 from dynamo.runtime.process.paths import (
     release_sockets,
     run_dir,
@@ -283,8 +284,8 @@ def _arbiter(
     try:
         for line in (*notes, *planned.warnings):
             console.announce(line, logging.WARNING)
-        count = len(planned.specs)
-        console.announce(f"starting {count} processes in namespace {planned.namespace!r}")
+        count = counted(len(planned.specs), "process", "processes")
+        console.announce(f"starting {count} in namespace {planned.namespace!r}")
         deployment = Deployment(planned, settings, run_directory, console, source, make_plan)
         return asyncio.run(deployment.run())
     except (DynamoError, OSError) as error:

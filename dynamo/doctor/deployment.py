@@ -12,6 +12,7 @@ from dynamo.doctor.facts import (
     RouterFacts,
     WorkerFacts,
 )
+from dynamo.observability.logs import counted
 
 
 def check_frontends(frontends: Sequence[FrontendFacts]) -> Iterator[Finding]:
@@ -121,7 +122,7 @@ def check_events(workers: Sequence[WorkerFacts], router: RouterFacts) -> Iterato
     for model, count in silent:
         yield Finding.warning(
             "events",
-            f"{count} worker{'' if count == 1 else 's'} of {model} served prompts, but the "
+            f"{counted(count, 'worker')} of {model} served prompts, but the "
             "KV events are missing or unusable",
             cause="the engine publishes none, or blocks of another size; requests are not routed "
             "by what is cached",

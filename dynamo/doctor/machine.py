@@ -15,6 +15,7 @@ from dynamo.doctor.facts import (
     LimitFacts,
     MemoryFacts,
 )
+from dynamo.observability.logs import counted
 from dynamo.serve.gpus.gpus import Gpu, GpuProcess
 
 GIB = 1 << 30
@@ -44,9 +45,7 @@ def check_gpus(facts: GpuFacts) -> Iterator[Finding]:
     count = len(facts.devices)
     cuda = f", CUDA {_version(facts.cuda)}" if facts.cuda else ""
     names = ", ".join(dict.fromkeys(gpu.name for gpu in facts.devices))
-    yield Finding.ok(
-        "gpu", f"{count} GPU{'' if count == 1 else 's'} ({names}), driver {facts.driver}{cuda}"
-    )
+    yield Finding.ok("gpu", f"{counted(count, 'GPU')} ({names}), driver {facts.driver}{cuda}")
     if count < facts.boards:
         yield Finding.warning(
             "gpu",

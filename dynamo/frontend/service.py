@@ -53,6 +53,7 @@ from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.access import OperatorGuard
 from dynamo.http.head import allow_open_files
 from dynamo.http.routes import Routes
+from dynamo.observability.logs import counted
 from dynamo.observability.metrics import Counter
 from dynamo.router.factory import ineffective_settings, summarize
 from dynamo.router.kv_mode.policy_types import check_policies
@@ -320,7 +321,7 @@ class Frontend:
     def stop(self) -> None:
         """Drain, then end; a second call ends running requests at once."""
         if self._stop.is_set():
-            log.warning("second stop signal: ending %d requests at once", self._requests.admitted)
+            log.warning("second stop signal: ending %s at once", self._admitted())
             self._end_requests()
         self._stop.set()
 
@@ -360,7 +361,7 @@ class Frontend:
         self.models.on_demand.drain()
         timeout_s = self._settings.graceful_shutdown_timeout_s
         deadline_s = time.monotonic() + timeout_s
-        log.info("draining %d requests, at most %g s", self._requests.admitted, timeout_s)
+        log.info("draining %s, at most %g s", self._admitted(), timeout_s)
         if self._settings.http_listen_fd is not None:
             self._requests.draining = True
             self._server.stop_accepting()
@@ -368,9 +369,12 @@ class Frontend:
                 async with asyncio.timeout(timeout_s):
                     await self._part_with_clients()
         if not await self._requests.drain(max(0.0, deadline_s - time.monotonic())):
-            log.warning("%d requests did not end in time", self._requests.admitted)
+            log.warning("%s did not end in time", self._admitted())
             self._end_requests()
         await self._server.catch_up()
+
+    def _admitted(self) -> str:
+        return counted(self._requests.admitted, "request")
 
     async def _part_with_clients(self) -> None:
         """Serve until each client has a response that announces the end, or sends nothing more."""

@@ -294,6 +294,12 @@ class _Repeats:
         return True
 
 
+def counted(count: float, one: str, many: str = "") -> str:
+    """Return ``1 request``, ``1,204 requests``; ``many`` is needed where ``one`` takes no s."""
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{number} {one if count == 1 else many or f'{one}s'}"
+
+
 def one_line(text: str) -> str:
     """Escape line ends and other control characters of ``text``; keep tabs.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dynamo.errors import ConfigError, InvalidArgument, Unavailable
 from dynamo.llm.model_source import NamedModel, OnProgress, resolve_model
+from dynamo.observability.logs import counted
 from dynamo.operations.stored_models import ask_ollama, check_blobs, drop_parts
 
 _HITS = 20
@@ -45,7 +46,8 @@ def pull(model: NamedModel, verify: bool, on_progress: OnProgress | None = None)
     path = resolve_model(source, weights=True, on_progress=on_progress).path
     snapshot = path if path.is_dir() else path.parent
     checked = check_blobs(snapshot, begin_s)
-    note = f"{checked} files match their checksums" if checked else "it was complete"
+    match = counted(checked, "file matches its checksum", "files match their checksums")
+    note = match if checked else "it was complete"
     return f"{source} is here, {note} ({path}); serve it: dynamo run {source}"
 
 

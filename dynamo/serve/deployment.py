@@ -14,6 +14,7 @@ import zmq
 
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, StatefileError
+from dynamo.observability.logs import counted
 from dynamo.runtime.process.stop_order import write_stop_stage
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan
@@ -76,7 +77,8 @@ class Deployment:
         self._leases = Leases(self._run_directory.store, self.changed)
         self._reload = self._make_reload()
         self._startup = self._make_startup()
-        self.happened.add("start", self._plan.namespace, f"{len(self._plan.specs)} processes start")
+        starts = counted(len(self._plan.specs), "process starts", "processes start")
+        self.happened.add("start", self._plan.namespace, starts)
         try:
             await self._start()
             self._record.start(self._tasks)

@@ -12,6 +12,7 @@ from shlex import quote
 
 from dynamo.config import environ
 from dynamo.config.programs import PLANNER
+from dynamo.observability.logs import counted
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec
 from dynamo.serve.readiness import FrontendHealth, wait_until_ready
 from dynamo.serve.state.frontends import FrontendAddress, frontend_address
@@ -68,7 +69,8 @@ class StartupReport:
         if registering:
             await self._wait_for_leases(registering)
             count = len(self._kept() & set(registering))
-            return f"ready: {count} processes are registered; no dynamo.frontend"
+            are = counted(count, "process is", "processes are")
+            return f"ready: {are} registered; no dynamo.frontend"
         return "started: all processes; readiness is unknown without a dynamo.frontend in the graph"
 
     async def _wait_for_frontends(self, frontends: Sequence[WatcherSpec]) -> str:

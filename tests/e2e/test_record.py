@@ -142,7 +142,7 @@ def test_a_stopped_frontend_ends_the_recording(deployment: Deployment, tmp_path:
     assert frontend.wait(timeout=10) == 0  # a recorder delays no stop
     out, errors = recorder.communicate(timeout=20)
     assert recorder.returncode == 1 and "ended the recording" in errors
-    assert "1 requests" in out and len(read_trace(path)) == 1
+    assert "1 request," in out and len(read_trace(path)) == 1
 
 
 def test_a_killed_recorder_leaves_its_lines(shared_deployment: Deployment, tmp_path: Path) -> None:

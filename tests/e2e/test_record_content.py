@@ -112,7 +112,7 @@ def test_bodies_are_recorded_without_keys_and_replayed_to_another_model(
     for one, asked in zip(again, ("[redacted]", "a streamed question", "a message"), strict=True):
         assert asked in one["answer"] and one["answer"] == one["recorded_answer"]
     shown = dynamo(echo, "replay", str(path), "--model", "none", "--request", plain.request_id)
-    assert shown.returncode == 1 and "1 requests sent again, 1 failed" in shown.stdout
+    assert shown.returncode == 1 and "1 request sent again, 1 failed" in shown.stdout
     assert "404" in shown.stdout and "tiny" in shown.stdout
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"timestamp": 1}\n')
@@ -136,7 +136,7 @@ def test_a_recording_of_content_ends_at_its_bounds(echo: Deployment, tmp_path: P
     ask(echo, "hello", metadata={"pad": "x" * 600_000})  # too large
     out, errors = timed.communicate(timeout=WAIT_S)
     assert timed.returncode == 0, errors
-    assert "its time is over" in out and "1 requests" in out and "1 were lost" in out
+    assert "its time is over" in out and "1 request," in out and "1 was lost" in out
     for words in (("--seconds", "4000"), ("--content-mb", "0"), ("--content-mb", "2000")):
         done = dynamo(echo, "record", str(tmp_path / "x"), "--content", *words)
         assert done.returncode == 2 and words[0] in done.stderr

@@ -135,7 +135,7 @@ def test_a_worker_that_slept_is_not_started_on_the_gpu_of_another(site: Zero) ->
     with under_load(site.port, 1, "chat", None, 0.01) as load:
         site.until(lambda: load.answered and "two-models_Chat" in " ".join(site.holders()), 30)
         site.circusctl("restart", "two-models_Batch_1")
-        site.wait_for("Batch_1: not replaced: it needs 1 GPUs, and two-models_Chat_1 have")
+        site.wait_for("Batch_1: not replaced: it needs 1 GPU, held by two-models_Chat_1")
         assert all("Chat" in name for name in site.holders())
     assert site.complete("batch").status_code == 200  # the planner starts another one
 

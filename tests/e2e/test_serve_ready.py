@@ -89,7 +89,7 @@ def test_another_program_that_takes_the_port_during_the_start(serving: Serving) 
 
 def test_workers_alone_are_ready_when_they_are_registered(serving: Serving) -> None:
     graph = f"W: {{run: dynamo.mocker, model-path: {QUICKSTART.parent / 'model'}}}\n"
-    serving.start(graph, wait="ready: 1 processes are registered")
+    serving.start(graph, wait="ready: 1 process is registered")
     assert serving.stop() == 0
     serving.assert_clean()
 

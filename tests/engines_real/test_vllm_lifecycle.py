@@ -104,7 +104,7 @@ def test_sigterm_lets_requests_finish_until_the_deadline(
         _, _, body = cut.result(timeout=20)
     assert b'"error"' in body and b"[DONE]" in body
     assert ended(hasty) == 0
-    assert "1 requests were aborted at shutdown" in made.tail()
+    assert "1 request was aborted at shutdown" in made.tail()
     made.until(lambda: made.descendants() == own(made), "the engine's processes have ended")
 
 

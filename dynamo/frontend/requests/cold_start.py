@@ -18,6 +18,7 @@ from dynamo.errors import DynamoError, Unavailable
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.headers import request_id
 from dynamo.http import NEVER, Exchange
+from dynamo.observability.logs import counted
 from dynamo.observability.metrics import Gauge
 
 if TYPE_CHECKING:
@@ -212,9 +213,10 @@ class ColdStartQueue:
     def add(self, request: WaitingRequest) -> None:
         """Let ``request`` wait. Raises Unavailable above the limit."""
         if len(self._waiting) >= self._limit:
+            wait = counted(len(self._waiting), "request waits", "requests wait")
             raise Unavailable(
-                f"Model `{self.model}` has no worker now, and {len(self._waiting)} requests wait "
-                "for its first one already. Please retry later."
+                f"Model `{self.model}` has no worker now, and {wait} for its first one already. "
+                "Please retry later."
             )
         self._waiting[request] = time.monotonic()
         self.held_bytes += request.size_bytes
@@ -231,8 +233,10 @@ class ColdStartQueue:
         self._releasing = len(self._waiting)
         if self._releasing and self._turn is None:
             log.info(
-                "model %s: %d waiting requests continue, the oldest after %.1f s",
-                *(self.model, self._releasing, self.oldest_s()),
+                "model %s: %s, the oldest after %.1f s",
+                self.model,
+                counted(self._releasing, "waiting request continues", "waiting requests continue"),
+                self.oldest_s(),
             )
             self._turn = asyncio.get_running_loop().call_soon(self._drain)
 

@@ -23,6 +23,7 @@ from dynamo.errors import (
 from dynamo.frontend.requests.cold_start import ResendQueue, TrialQueue
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.migration import Migration, Migrations
+from dynamo.observability.logs import counted
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Attempt, Decision, Picker
@@ -202,11 +203,11 @@ class Dispatch:
         """
         worker_id, tokens = engine_request.leave_worker(error).worker_id, engine_request.tokens
         log.info(
-            "%s: worker %x: %s; continuing on another after %d tokens, migration %d",
+            "%s: worker %x: %s; continuing on another after %s, migration %d",
             engine_request.id,
             worker_id,
             error,
-            tokens,
+            counted(tokens, "token"),
             engine_request.migrations,
         )
         engine_request.resume(worker_id)

@@ -20,6 +20,7 @@ from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.http import Exchange
 from dynamo.http.exchange import NEVER
 from dynamo.http.routes import Routes
+from dynamo.observability.logs import counted
 from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.status.logs import LogLine, LogReader, select_watchers
 
@@ -188,7 +189,7 @@ class LogStreams:
 def _event(name: str, lines: Iterable[LogLine], left_out: int = 0) -> bytes:
     texts = [_text(line) for _, line in lines]
     if left_out:
-        texts.insert(0, f"… {left_out} lines left out …")
+        texts.insert(0, f"… {counted(left_out, 'line')} left out …")
     return event(name, msgspec.json.encode(texts))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from dynamo.errors import DynamoError
+from dynamo.observability.logs import counted
 from dynamo.serve.gpus.gpus import GpuLedger, fits
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import ServiceEntries
@@ -66,8 +67,9 @@ class ActionLimits:
     def check(self, held: float, needed: float) -> None:
         """Raise ActionFailed if a worker's ``needed`` GPUs are more than the budget has left."""
         if not self.fits(held, needed):
+            used = counted(held, "GPU is", "GPUs are")
             raise ActionFailed(
-                f"{held:g} GPUs are in use and a worker needs {needed:g}: more than "
+                f"{used} in use and a worker needs {needed:g}: more than "
                 f"--max-gpu-budget {self.max_gpus:g}"
             )
 

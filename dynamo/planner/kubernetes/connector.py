@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
+from dynamo.observability.logs import counted
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService, ScaledWorker
 from dynamo.planner.kubernetes.cluster import (
@@ -290,8 +291,8 @@ class KubernetesConnector:
         desired = self._desired(service)
         if desired < wanted:
             raise ActionFailed(
-                f"{service.name}: another client set {desired} replicas before replica {wanted} "
-                "served"
+                f"{service.name}: another client set {counted(desired, 'replica')} before replica "
+                f"{wanted} served"
             )
         deployment = self._deployment()
         if unapplied(deployment) or (service.ready is None and not is_ready(deployment)):
@@ -348,7 +349,7 @@ class KubernetesConnector:
             raise ActionFailed(f"{name}: other clients changed it {_CONFLICTS} times in a row")
 
     def _done(self, name: str, change: _Scaling) -> int:
-        log.info("%s/%s: %d replicas", self._name, name, change.wanted)
+        log.info("%s/%s: %s", self._name, name, counted(change.wanted, "replica"))
         self._expected[name], change.answered = change.wanted, True
         return change.wanted
 

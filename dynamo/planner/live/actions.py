@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dynamo.errors import DynamoError
+from dynamo.observability.logs import counted
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.planner.connector import (
     ASLEEP,
@@ -99,9 +100,11 @@ class WorkerActions:
         """Return why ``service`` cannot be changed by ``delta`` workers now, else ""."""
         flight = self._flight(service)
         if delta > 0 and flight.removing:
-            return f"{flight.removing} of its workers are still being removed"
+            removed = counted(flight.removing, "worker is", "workers are")
+            return f"{removed} still being removed from it"
         if delta < 0 and flight.adds:
-            return f"{len(flight.adds)} workers are still being added to it"
+            added = counted(len(flight.adds), "worker is", "workers are")
+            return f"{added} still being added to it"
         return ""
 
     def begin(self, service: ScaledService, delta: int) -> Coroutine[object, object, str]:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dynamo.observability.logs import counted
 from dynamo.planner.capacity.interpolation import ProfiledCapacity
 from dynamo.planner.policies.base import (
     PREFILL,
@@ -204,9 +205,9 @@ def at_limits(
 def kept(name: str, pool: Pool, wanted: int, rule: str) -> PoolDecision:
     """Return the decision to keep a pool by ``rule``; the limits allow ``wanted`` workers."""
     if wanted > pool.workers:
-        rule = f"{pool.workers} workers, the minimum is {pool.minimum}"
+        rule = f"{counted(pool.workers, 'worker')}, the minimum is {pool.minimum}"
     elif wanted < pool.workers:
-        rule = f"{pool.workers} workers, the limits allow {wanted}"
+        rule = f"{counted(pool.workers, 'worker')}, the limits allow {wanted}"
     return PoolDecision(pool=name, wanted=wanted, rule=rule)
 
 

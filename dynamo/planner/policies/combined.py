@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.observability.logs import counted
 from dynamo.planner.capacity.interpolation import read_capacity
 from dynamo.planner.policies.attainment import Targets, WorkerLoadModel
 from dynamo.planner.policies.base import (
@@ -210,12 +211,13 @@ class _Need:
         outlook = self.outlook
         rule = (
             f"forecast {outlook.later:.2f} requests/s in {outlook.start_s:.0f} s "
-            f"needs {self.target} workers"
+            f"needs {counted(self.target, 'worker')}"
         )
         if wanted > workers and self.extra:
-            rule += f", {outlook.backlog:.0f} queued requests {self.extra} more"
+            rule += f", {counted(round(outlook.backlog), 'queued request')} {self.extra} more"
         elif wanted < workers:
-            rule = f"{self.floor} workers were enough for {self.hold_s:.0f} s and will be"
+            enough = counted(self.floor, "worker was", "workers were")
+            rule = f"{enough} enough for {self.hold_s:.0f} s and will be"
         elif wanted == workers and self.target + self.extra != workers:
             rule += f"; {self.floor} to {self.target + self.extra} keep {workers}"
         inputs = {

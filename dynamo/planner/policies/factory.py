@@ -17,6 +17,7 @@ from typing import cast
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
+from dynamo.observability.logs import counted
 from dynamo.planner.capacity.interpolation import read_capacity
 from dynamo.planner.policies.base import (
     DECODE,
@@ -90,7 +91,7 @@ class FixedPolicy:
 
     @staticmethod
     def _pool(name: str, wanted: int, fixed: int) -> PoolDecision:
-        rule = f"fixed at {fixed} workers"
+        rule = f"fixed at {counted(fixed, 'worker')}"
         if wanted != fixed:
             rule += f", but the limits allow {wanted}"
         return PoolDecision(pool=name, wanted=wanted, rule=rule)
@@ -150,7 +151,8 @@ class HpaPolicy:
         stable = self._scale_down[name].highest(now_s, now, pool.workers)
         wanted = max(now, min(pool.workers, stable))
         wanted = min(wanted, max(2 * pool.workers, pool.workers + _MAX_ADDED))
-        rule = f"{requests:g} requests on {reported} ready workers, target {self._target:g}"
+        on = counted(reported, "ready worker")
+        rule = f"{counted(requests, 'request')} on {on}, target {self._target:g}"
         if wanted > now:
             rule += f", but {stable} were recommended within {_SCALE_DOWN_WINDOW_S:g} s"
         inputs = {"requests": requests, "recommended": float(now)}

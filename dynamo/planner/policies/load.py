@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.observability.logs import counted
 from dynamo.planner.policies.base import (
     DECODE,
     PREFILL,
@@ -181,7 +182,8 @@ class _Signal:
         """Compare the load with the thresholds; the budget is checked later."""
         pool, load = self.pool, self.load
         if pool.workers < pool.minimum:
-            return self._change(1, f"{pool.workers} workers, the minimum is {pool.minimum}")
+            workers = counted(pool.workers, "worker")
+            return self._change(1, f"{workers}, the minimum is {pool.minimum}")
         if load is None:
             return self.keep(f"no {self.metric} was reported")
         if load < self.low:

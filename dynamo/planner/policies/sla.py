@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.observability.logs import counted
 from dynamo.planner.capacity.interpolation import ProfiledCapacity, read_capacity
 from dynamo.planner.capacity.learned import LearnedCapacity
 from dynamo.planner.policies.attainment import Targets, WorkerLoadModel
@@ -211,7 +212,7 @@ class SlaPolicy(TargetedPolicy):
         self._idle = 0 if traffic.arrived or traffic.inflight else self._idle + 1
         if self._idle >= IDLE_INTERVALS:
             self._recent.clear()
-            rule = f"no request for {self._idle} intervals"
+            rule = f"no request for {counted(self._idle, 'interval')}"
             return self._decision(seen, Sized(workers=Workers(0, 0)), rule)
         if not _is_complete(traffic):
             return at_limits(seen, "the means of the interval are not all known")
@@ -229,7 +230,7 @@ class SlaPolicy(TargetedPolicy):
             f"predicted {demand.rate:.2f} requests/s of {demand.isl:.0f} + {demand.osl:.0f} tokens"
         )
         if demand.queued >= 1:
-            rule += f", {demand.queued:.0f} queued requests"
+            rule += f", {counted(round(demand.queued), 'queued request')}"
         return self._decision(seen, self._held(sized, seen), rule, forecast)
 
     def aim(self, ttft_ms: float, itl_ms: float) -> None:

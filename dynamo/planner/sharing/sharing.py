@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dynamo.errors import ConfigError
+from dynamo.observability.logs import counted
 from dynamo.serve.gpus.gpus import GpuLedger, fits
 
 _YIELD_SHARE = 10
@@ -279,7 +280,8 @@ class _Round:
         if any(model.excludes(other) and self._is_there(other) for other in self._models):
             self._take_turn(model, late)
             return
-        if self._start(service, f"{model.waiting} requests wait for a worker"):
+        waiting = counted(model.waiting, "request waits", "requests wait")
+        if self._start(service, f"{waiting} for a worker"):
             return
         sources = [*self._idle(model), *self._surplus(model, late), *self._last(model, late)]
         if self._take(sources, service) or late:

@@ -8,6 +8,7 @@ import time
 
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
+from dynamo.observability.logs import counted
 from dynamo.observability.metrics import Gauge, Registry, counter, gauge
 from dynamo.router.active_load import DecisionMetrics
 from dynamo.router.caches.indexer import Indexer, show_index
@@ -144,7 +145,7 @@ class Maintenance:
         """Drop stale load, check for lost last events, name workers that publish nothing."""
         expired = self._picker.expire(self._expiry_s)
         if expired:
-            log.warning("dropped the load of %d requests that never ended", len(expired))
+            log.warning("dropped the load of %s that never ended", counted(len(expired), "request"))
         if self._indexer is not None:
             self._indexer.verify()
             self.check_silence(self._indexer)

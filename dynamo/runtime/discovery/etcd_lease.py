@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from dynamo.errors import ConfigError, WorkerUnavailable
+from dynamo.observability.logs import counted
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.etcd_link import (
     Compacted,
@@ -167,9 +168,9 @@ class EtcdLease:
         with contextlib.suppress(NoLease):
             await self._write()
             log.warning(
-                "lease %x expired while etcd was unavailable: registered again with %d keys",
+                "lease %x expired while etcd was unavailable: registered again with %s",
                 self.id,
-                len(self.keys) - 1,
+                counted(len(self.keys) - 1, "key"),
             )
 
     async def _watch_marker(self) -> None:

@@ -17,6 +17,7 @@ from dynamo.config.option import environ
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.errors import EngineShutdown
+from dynamo.observability.logs import counted
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key
 from dynamo.runtime.discovery import Discovery, Lease
@@ -225,7 +226,8 @@ class Serving:
                 await asyncio.sleep(self._system.grace_period_s)
                 aborted = await self.server.drain(self._system.shutdown_timeout_s)
                 if aborted:
-                    log.warning("%d requests were aborted at shutdown", aborted)
+                    were = counted(aborted, "request was", "requests were")
+                    log.warning("%s aborted at shutdown", were)
         finally:
             for path in tuple(self._served):
                 self._forget(path)

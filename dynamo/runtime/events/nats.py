@@ -21,6 +21,7 @@ import nats.errors
 from dynamo.config.runtime import NatsSettings
 from dynamo.errors import ConfigError
 from dynamo.http.tls import FileWatch
+from dynamo.observability.logs import counted
 from dynamo.runtime.events.plane import (
     FIRST_SEQUENCE,
     MALFORMED,
@@ -274,7 +275,8 @@ class NatsLink:
         self.lost += 1
         if self.lost & (self.lost - 1) == 0:
             log.warning(
-                "%d events lost, this process reads too slowly: %s", self.lost, _text(error)
+                "%s lost, this process reads too slowly: %s",
+                *(counted(self.lost, "event"), _text(error)),
             )
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from dynamo.observability.logs import counted
 from dynamo.runtime.process.paths import owner_only
 
 FIRST_SEQUENCE = 0
@@ -111,7 +112,8 @@ class SequencedSubscriber:
     def _count_malformed(self, error: Exception) -> None:
         self.malformed += 1
         if self.malformed & (self.malformed - 1) == 0:  # a power of two: no log flood
-            log.warning("%s: %d malformed events, last: %s", self.topic, self.malformed, error)
+            malformed = counted(self.malformed, "malformed event")
+            log.warning("%s: %s, last: %s", self.topic, malformed, error)
 
 
 class EventPublisher(Protocol):

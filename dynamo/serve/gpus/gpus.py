@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamo.errors import ConfigError
+from dynamo.observability.logs import counted
 from dynamo.serve.state.document import GIVEN_UP, Document, Entry
 from dynamo.serve.state.entries import Lives, is_void, service_config, stated_gpus
 
@@ -183,7 +184,7 @@ class Allocator:
 
     def _shortage(self, name: str, count: float) -> str:
         return (
-            f"{name} needs {count:g} GPU{'' if count == 1 else 's'}, "
+            f"{name} needs {counted(count, 'GPU')}, "
             f"{self.free} of {len(self.inventory.ids)} free ({self.inventory.source})\n"
             f"{self.table()}\n"
             "Lower workers or resources.gpu (it is per worker), override with --gpus N, or set "

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 from dynamo.config.programs import PLANNER
 from dynamo.errors import ConfigError, StatefileError, Unavailable
+from dynamo.observability.logs import counted
 from dynamo.serve.graph.watchers import WatcherSpec
 from dynamo.serve.state.document import ASLEEP
 from dynamo.serve.state.record import StatefileWriter
@@ -102,7 +103,8 @@ class RollingRestart:
             await self._record.replaced(watcher.name)
         holders = self._record.ledger().holders(self._factory.plan.gpu_ids, without=watcher.name)
         others = ", ".join(holders)
-        return f"{watcher.name}: not replaced: it needs {spec.gpu:g} GPUs, and {others} have them"
+        needed = counted(spec.gpu, "GPU")
+        return f"{watcher.name}: not replaced: it needs {needed}, held by {others}"
 
     async def _reserved(self, spec: WatcherSpec, beside: bool) -> WatcherSpec | None:
         try:

@@ -27,6 +27,7 @@ from circus.exc import MessageError
 from circus.process import DEAD_OR_ZOMBIE, UNEXISTING
 from circus.watcher import Watcher
 
+from dynamo.observability.logs import counted
 from dynamo.serve.graph.watchers import WatcherSpec
 from dynamo.serve.state.document import ACTIVE, GIVEN_UP, STOPPED, Supervision
 from dynamo.serve.supervision.supervised_process import (
@@ -106,9 +107,10 @@ class Restarts:
         self._unserved = 0 if served else self._unserved + 1
         recent = sum(now_s - death <= self._policy.window_s for death in self._deaths)
         if recent >= self._policy.burst:
-            return f"{recent} deaths within {self._policy.window_s:g} s"
+            return f"{counted(recent, 'death')} within {self._policy.window_s:g} s"
         if self._unserved >= self._policy.burst:
-            return f"{self._unserved} starts in a row ended before the model was served"
+            starts = counted(self._unserved, "start")
+            return f"{starts} in a row ended before the model was served"
         return _delay_s(max(recent, self._unserved))
 
     def forget(self) -> None:

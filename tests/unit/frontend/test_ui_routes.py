@@ -535,7 +535,7 @@ async def test_a_flood_is_cut_and_said_to_be(page: Page) -> None:
     with log.open("ab") as file:
         file.write(b"line\n" * 100_000)
     name, lines = await events.next()
-    assert name == "lines" and lines[0] == "… 99500 lines left out …"
+    assert name == "lines" and lines[0] == "… 99,500 lines left out …"
     assert lines[1:] == ["line"] * 500
     await close(events.writer)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamo.observability.logs import NonBlockingPipe, RepeatFilter, setup_logging
+from dynamo.observability.logs import NonBlockingPipe, RepeatFilter, counted, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,16 @@ def test_a_line_of_text() -> None:
     assert "hidden" not in out.getvalue()
     assert lines[2] == "  Traceback (most recent call last):"
     assert lines[-1] == "  ValueError: boom"
+
+
+def test_a_count_and_its_noun_agree() -> None:
+    assert [counted(n, "request") for n in (0, 1, 1204)] == [
+        "0 requests",
+        "1 request",
+        "1,204 requests",
+    ]
+    assert counted(1, "key was", "keys were") == "1 key was"
+    assert [counted(n, "GPU is", "GPUs are") for n in (1.0, 0.5)] == ["1 GPU is", "0.5 GPUs are"]
 
 
 def test_quoted_text_cannot_forge_a_line() -> None:

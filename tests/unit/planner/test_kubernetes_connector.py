@@ -181,7 +181,7 @@ async def test_a_start_that_another_client_takes_back(world: World) -> None:
     adding = asyncio.get_running_loop().create_task(world.connector.add("Worker"))
     await world.until(lambda: world.replicas() == 2)
     world.by_hand(1)
-    with pytest.raises(ActionFailed, match="another client set 1 replicas"):
+    with pytest.raises(ActionFailed, match="another client set 1 replica "):
         await adding
     await world.ready(1)
     assert world.replicas() == 1

@@ -287,7 +287,7 @@ def test_a_sleeper_beyond_the_budget_is_not_woken(run: Any) -> None:
         await site.connector.remove("A")
         site.access.limits = ActionLimits(start_timeout_s=15, max_gpus=1)
         await site.connector.add("B")
-        with pytest.raises(ActionFailed, match=r"A: 1 GPUs are in use .* --max-gpu-budget 1$"):
+        with pytest.raises(ActionFailed, match=r"A: 1 GPU is in use .* --max-gpu-budget 1$"):
             await site.connector.add("A")
         assert site.states() == {"dynamo_A": "asleep", "dynamo_B_1": "running"}
 

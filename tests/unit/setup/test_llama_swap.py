@@ -173,7 +173,7 @@ def test_the_command(
     assert cli.main(["init", "--from", "swap.yaml"]) == 0
     shown = capsys.readouterr().out
     assert "left out: apiKeys: keys are in a file" in shown
-    assert "wrote graph.yaml: 1 models" in shown and "dynamo serve graph.yaml" in shown
+    assert "wrote graph.yaml: 1 model" in shown and "dynamo serve graph.yaml" in shown
     text = Path("graph.yaml").read_text()
     assert "# left out: apiKeys: keys" in text and "sk-secret" not in text + shown
     assert parse_graph(text, "graph.yaml").services[2].name == "A"
