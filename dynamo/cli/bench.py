@@ -247,7 +247,7 @@ def _lines(summary: Summary) -> Iterator[str]:
         limits = msgspec.to_builtins(summary.goodput)
         shown = ", ".join(f"{name} <= {value:g} ms" for name, value in limits.items())
         yield (
-            f"goodput ({shown}): {counted(summary.good_requests, 'request')}, "
+            f"goodput ({shown}): {counted(summary.good_requests or 0, 'request')}, "
             f"{summary.good_requests_per_s:,.2f}/s"
         )
     failures = list(summary.errors.items())

@@ -46,23 +46,27 @@ def pull(argv: Sequence[str] | None = None) -> int:
     """Run ``dynamo pull``; return the exit status."""
     text = "Download a model, with its weights. An interruption keeps the files that are complete."
     (settings,) = load("dynamo pull", text, [PullSettings], argv)
-    try:
-        if not settings.model:
-            raise ConfigError("no model given; try: dynamo pull Qwen/Qwen3-0.6B")
-        model = named_model(settings.model)
-        if settings.json:
-            lines = _JsonLines()
-            try:
-                message = pull_model(model, settings.verify, lines.on_progress)
-            finally:
-                lines.close()
-            print(json.dumps({"message": message}))
-            return 0
-        on_progress = _on_lines(model.name) if model.kind == "ollama" else None
-        print(pull_model(model, settings.verify, on_progress))
-    except KeyboardInterrupt:
-        print(f"\nstopped; to go on: dynamo pull {settings.model}", file=sys.stderr)
-        return 130
+    if not settings.model:
+        raise ConfigError("no model given; try: dynamo pull Qwen/Qwen3-0.6B")
+    model = named_model(settings.model)
+
+    def stop(*_: object) -> None:
+        """End at once: the Hub's threads would end only with their files."""
+        os.write(2, f"\nstopped; to go on: dynamo pull {settings.model}\n".encode())
+        os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, stop)
+    if settings.json:
+        lines = _JsonLines()
+        try:
+            message = pull_model(model, settings.verify, lines.on_progress)
+        finally:
+            lines.close()
+        print(json.dumps({"message": message}))
+        return 0
+    on_progress = _on_lines(model.name) if model.kind == "ollama" else None
+    print(pull_model(model, settings.verify, on_progress))
     return 0
 
 

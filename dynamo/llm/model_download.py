@@ -5,12 +5,14 @@ Imports huggingface_hub, which takes 0.2 s: imported only for a model that is no
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from http import HTTPStatus
 from pathlib import Path
@@ -121,7 +123,8 @@ class HubModel:
                 has_safetensors = any(one.rfilename.endswith(_SAFETENSORS) for one in files)
                 ignored = (*_OTHER_FORMATS, *(_PICKLED if has_safetensors else ()))
                 self._check_space(files, ignored)
-                return self._snapshot(None, ignored, local)
+                with self._visible():
+                    return self._snapshot(None, ignored, local)
             except (HfHubHTTPError, ValueError):
                 raise
             # Here the Hub's errors of connections are those of its HTTP library, no OSError.
@@ -161,7 +164,7 @@ class HubModel:
 
     def _check_space(self, files: Sequence[Any], ignored: Sequence[str]) -> None:
         """Raise OSError if the disk has no room for what is to be downloaded."""
-        blobs = Path(constants.HF_HUB_CACHE, f"models--{self._name.replace('/', '--')}", "blobs")
+        blobs = self._blobs()
         missing = [
             one
             for one in files
@@ -174,6 +177,19 @@ class HubModel:
         if needed > (free := shutil.disk_usage(existing).free):
             text = f"it needs {needed / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free"
             raise OSError(errno.ENOSPC, text)
+
+    def _blobs(self) -> Path:
+        return Path(constants.HF_HUB_CACHE, f"models--{self._name.replace('/', '--')}", "blobs")
+
+    @contextlib.contextmanager
+    def _visible(self) -> Iterator[None]:
+        """Keep a directory open, also between files: ``dynamo rm`` refuses what is in use."""
+        self._blobs().mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._blobs(), os.O_RDONLY)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
 
     def _error(self, error: Exception, local: bool) -> ConfigError:
         where = f"the model {self._given!r}"

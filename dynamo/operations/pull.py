@@ -41,11 +41,13 @@ def pull(model: NamedModel, verify: bool, on_progress: OnProgress | None = None)
     if Path(model.source).is_absolute():
         return f"{model.source} is here already; serve it: dynamo run {model.source}"
     source = _gguf_source(model.source) if model.kind == "gguf-repository" else model.source
-    drop_parts("/".join(source.removeprefix("hf://").split("/")[:2]))
+    repository = "/".join(source.removeprefix("hf://").split("/")[:2])
+    drop_parts(repository)
     begin_s = 0.0 if verify else time.time()
     path = resolve_model(source, weights=True, on_progress=on_progress).path
     snapshot = path if path.is_dir() else path.parent
     checked = check_blobs(snapshot, begin_s)
+    drop_parts(repository)  # of a download of the same files that was killed
     match = counted(checked, "file matches its checksum", "files match their checksums")
     note = match if checked else "it was complete"
     return f"{source} is here, {note} ({path}); serve it: dynamo run {source}"

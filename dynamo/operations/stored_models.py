@@ -77,7 +77,8 @@ def _hub_models() -> Iterator[StoredModel]:
     except (CacheNotFound, OSError, RuntimeError):  # RuntimeError: there is no home directory
         return
     for path in sorted(root.glob("models--*--*")):
-        partial = sum(_size(file) for file in (path / "blobs").glob("*.incomplete"))
+        blobs = [*(path / "blobs").glob("*")]
+        is_partial = any(file.suffix == ".incomplete" for file in blobs)
         repo = scanned.get(path)
         files = [file for one in repo.revisions for file in one.files] if repo else []
         formats = {_FORMATS.get(Path(file.file_name).suffix) for file in files} - {None}
@@ -85,10 +86,10 @@ def _hub_models() -> Iterator[StoredModel]:
             name=path.name.removeprefix("models--").replace("--", "/", 1),
             store=HUB,
             path=path,
-            size_bytes=partial + (repo.size_on_disk if repo else 0),
+            size_bytes=sum(map(_size, blobs)),
             used_at_s=repo.last_accessed if repo else _read_at_s(path),
             formats=tuple(sorted(map(str, formats))),
-            is_complete=not partial and bool(files),
+            is_complete=not is_partial and bool(files),
         )
 
 
@@ -263,11 +264,22 @@ def delete(model: StoredModel) -> None:
             pass
         return
     if model.store == HUB:
-        shutil.rmtree(model.path)
+        # First what makes it a model: an interrupted deletion must not leave one without a file.
+        snapshots = model.path / "deleted"
+        shutil.rmtree(snapshots, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            (model.path / "snapshots").rename(snapshots)
+        shutil.rmtree(model.path, onerror=_unless_gone)
         shutil.rmtree(model.path.parent / ".locks" / model.path.name, ignore_errors=True)
         return
     for path in (model.path, *model.path.parent.glob(f"{model.path.name}.*")):
         path.unlink()
+
+
+def _unless_gone(function: object, path: str, error: Any) -> None:
+    """Raise the error of a removal, unless another one was faster."""
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
 
 
 def check_blobs(snapshot: Path, since_s: float) -> int:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployment import MODEL, free_port
-from hub_server import COMMIT, Hub, cache_model
+from hub_server import COMMIT, Hub, cache_model, run_with_hub
 from serving import Serving
 
 NAME = "acme/tiny"
@@ -79,6 +81,15 @@ class Disk:
             text=True,
             timeout=60,
             stdin=subprocess.DEVNULL,
+        )
+
+    def begin(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "dynamo", *words],
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def listed(self) -> dict[str, dict[str, Any]]:
@@ -170,6 +181,90 @@ def test_an_interrupted_pull_goes_on_where_it_was(disk: Disk, hub: Hub) -> None:
         pulling.communicate(timeout=60)
     assert disk.dynamo("pull", NAME, "--verify").returncode == 0
     assert disk.listed()[NAME]["is_complete"]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def weights_asked(hub: Hub) -> bool:
+    return "model.safetensors" in hub.downloaded()
+
+
+def test_ctrl_c_ends_a_pull_that_stalls(disk: Disk, hub: Hub) -> None:
+    disk.env["HF_ENDPOINT"] = hub.url
+    hub.gate.clear()
+    pulling = disk.begin("pull", NAME)
+    until(lambda: weights_asked(hub))
+    pulling.send_signal(signal.SIGINT)
+    _, errors = pulling.communicate(timeout=60)
+    assert pulling.returncode == 130 and f"to go on: dynamo pull {NAME}" in errors
+    assert not disk.listed()[NAME]["is_complete"]
+    hub.gate.set()
+    assert disk.dynamo("pull", NAME).returncode == 0
+    assert disk.listed()[NAME]["is_complete"]
+
+
+def test_two_pulls_at_once_leave_one_model(disk: Disk, hub: Hub) -> None:
+    """Also if one of them is killed."""
+    disk.env["HF_ENDPOINT"] = hub.url
+    hub.gate.clear()
+    first = disk.begin("pull", NAME)
+    until(lambda: weights_asked(hub))
+    asked = hub.requests.count(f"GET /api/models/{NAME}")
+    second = disk.begin("pull", NAME)
+    until(lambda: hub.requests.count(f"GET /api/models/{NAME}") > asked)
+    first.kill()
+    first.communicate(timeout=60)
+    hub.gate.set()
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 0, errors
+    assert disk.listed()[NAME]["is_complete"]
+    assert not list(disk.hub_home.rglob("*.incomplete"))
+
+
+def test_what_is_being_pulled_is_not_deleted(disk: Disk, hub: Hub) -> None:
+    """At any moment: here no file is open yet."""
+    cache_model(disk.hub_home, NAME, {"config.json": b"{}"})
+    disk.env["HF_ENDPOINT"] = hub.url
+    asked, go_on = threading.Event(), threading.Event()
+    reply = hub.reply
+
+    def late(path: str) -> tuple[int, bytes, dict[str, str]]:
+        if "/tree/" in path:
+            asked.set()
+            go_on.wait(60)
+        return reply(path)
+
+    hub.reply = late  # type: ignore[method-assign]
+    pulling = disk.begin("pull", NAME)
+    try:
+        assert asked.wait(60)
+        done = disk.dynamo("rm", NAME, "--yes")
+    finally:
+        go_on.set()
+        pulling.communicate(timeout=60)
+    assert done.returncode == 2 and f"open in process {pulling.pid}" in done.stderr, done
+
+
+def test_an_interrupted_deletion_leaves_no_model(disk: Disk) -> None:
+    """A frontend that is killed while the page deletes, or ``dynamo rm``."""
+    cache_model(disk.hub_home, NAME, {"config.json": b"{}", "model.safetensors": b"w" * 500})
+    code = (
+        "import os\n"
+        "from dynamo.operations import stored_models as disk\n"
+        "model = disk.deletable('acme/tiny', [])\n"
+        "disk.shutil.rmtree = lambda path, **how: path.name != 'deleted' and os._exit(9)\n"
+        "disk.delete(model)\n"
+    )
+    assert run_with_hub(code, disk.hub_home).returncode == 9
+    found = disk.listed()[NAME]
+    assert (found["is_complete"], found["size_bytes"]) == (False, 502)
+    assert disk.dynamo("pull", NAME, HF_HUB_OFFLINE="1").returncode == 2
+    assert disk.dynamo("rm", NAME, "--yes").returncode == 0 and disk.listed() == {}
 
 
 def test_errors_say_what_to_do(disk: Disk, hub: Hub) -> None:
