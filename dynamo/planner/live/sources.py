@@ -140,13 +140,19 @@ class WorkerReports:
                 found.append(load)
         return tuple(found)
 
-    def prefill_queue(self, model: str) -> int | None:
-        """Return the queued requests of ``model`` in all frontends; None if none reports them."""
+    def served(self) -> dict[str, int]:
+        """Return the names that the followed workers serve, adapters included, each with one."""
+        cards = self._cards.values()
+        return {c.display_name: c.instance_id for c in cards if c.instance_id in self._followed}
+
+    def prefill_queue(self, *names: str) -> int | None:
+        """Return the queued requests for ``names`` in all frontends; None if none reports them."""
         since_s = self._clock() - self._stale_after_s
         sizes = [
-            queues[model].state.size
+            queues[name].state.size
             for queues in self._queues.values()
-            if model in queues and queues[model].at_s > since_s
+            for name in names
+            if name in queues and queues[name].at_s > since_s
         ]
         return sum(sizes) if sizes else None
 
@@ -360,7 +366,10 @@ async def _page(address: FrontendAddress, prefix: str) -> FrontendPage | str:
 
 
 class LiveSources:
-    """The metrics of the workers of ``runtime``, and of the ``frontends``."""
+    """The metrics of the workers of ``runtime``, and of the ``frontends``.
+
+    Requests for an adapter are traffic of the model whose workers serve it, or did last.
+    """
 
     def __init__(
         self,
@@ -372,6 +381,7 @@ class LiveSources:
         stale_s = max(_STALE_S, _STALE_INTERVALS * settings.metric_pulling_interval_s)
         self._reports = WorkerReports(runtime, stale_s, clock)
         self._pages = FrontendPages(frontends)
+        self._adapters: dict[str, str] = {}
         self._clock = clock
         self._traffic = TrafficCounter(
             time.time(), clock(), _SILENT_INTERVALS * settings.adjustment_interval_s
@@ -382,13 +392,22 @@ class LiveSources:
         await self._reports.start()
 
     def follow(self, models: Iterable[ScaledModel]) -> None:
-        """Follow the workers of these models and no others."""
-        services = [service for model in models for service in model.services]
-        self._reports.follow(worker_id for one in services for worker_id in _ready_ids(one))
+        """Follow the workers of these models and no others, and find their adapters."""
+        services = [(one.name, service) for one in models for service in one.services]
+        workers = {worker_id: name for name, one in services for worker_id in _ready_ids(one)}
+        self._reports.follow(workers)
+        served = {name: workers[worker_id] for name, worker_id in self._reports.served().items()}
+        scaled = {name for name, _ in services}
+        self._adapters = {
+            name: model
+            for name, model in (self._adapters | served).items()
+            if model in scaled and name not in scaled
+        }
 
     def pull(self, model: ScaledModel, now_s: float) -> Pull:
         """Return the newest load of the model's workers."""
-        queued = None if model.prefill is None else self._reports.prefill_queue(model.name)
+        names = (model.name, *(one for one, of in self._adapters.items() if of == model.name))
+        queued = None if model.prefill is None else self._reports.prefill_queue(*names)
         return Pull(
             at_s=now_s,
             decode=self._reports.loads(_ready_ids(model.decode)),
@@ -399,7 +418,7 @@ class LiveSources:
         """Read the counters of all frontends, for the next traffic."""
         before = self._traffic.ignored
         pages, missing = await self._pages.read()
-        self._traffic.add(pages, missing, self._clock())
+        self._traffic.add(pages, missing, self._clock(), self._adapters)
         for url in self._traffic.ignored - before:
             log.warning("frontend %s still does not answer; traffic is counted without it", url)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,6 +34,7 @@ _NAMES = (
 _GAUGES = (_QUEUED, _ACTIVE, _HELD)
 _START_TIME = "process_start_time_seconds"
 _PROCESSES = 64
+_NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 _ALL = ""
 """In place of the addresses that are missing where no frontend answers."""
 
@@ -92,9 +94,16 @@ class TrafficCounter:
         self._marks: dict[str, _Mark] = {}
 
     def add(
-        self, pages: Mapping[str, FrontendPage], missing: Collection[str], now_s: float
+        self,
+        pages: Mapping[str, FrontendPage],
+        missing: Collection[str],
+        now_s: float,
+        adapters: Mapping[str, str] = _NO_ADAPTERS,
     ) -> None:
-        """Add a round of ``pages`` by address; the frontends ``missing`` did not answer."""
+        """Add a round of ``pages`` by address; the frontends ``missing`` did not answer.
+
+        What ``adapters`` have counts for their models, which the values name.
+        """
         were_ignored = self.ignored
         self.ignored = self._silent(missing, now_s)
         self._missing = frozenset(self._silent_since_s) if pages else frozenset({_ALL})
@@ -105,11 +114,14 @@ class TrafficCounter:
             if address in were_ignored:
                 before = None  # what it has counted since then is not this interval's
             is_partial |= before is None
-            for model, counts in page.models.items():
-                old = before.get(model, {}) if before is not None else counts
-                risen = {name: counts[name] - old.get(name, 0) for name in _counters(counts)}
+            for name, counts in page.models.items():
+                model = adapters.get(name, name)
+                old = before.get(name, {}) if before is not None else counts
+                risen = {
+                    metric: counts[metric] - old.get(metric, 0) for metric in _counters(counts)
+                }
                 _add(self._totals.setdefault(model, {}), risen)
-                shown = {name: counts.get(name, 0) for name in _GAUGES}
+                shown = {metric: counts.get(metric, 0) for metric in _GAUGES}
                 _add(self._gauges.setdefault(model, {}), shown)
         self._missed += is_partial
 

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
 from deployment import free_port
+from planner_kit import service
 
+from dynamo.config.planner import PlannerSettings
+from dynamo.config.runtime import RuntimeSettings
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.observability.metrics import Registry
-from dynamo.planner.live.sources import FrontendPages, frontends_of
+from dynamo.observability.metrics import DEFAULT_FRONTEND_PREFIX, Registry
+from dynamo.planner.connector import READY, ScaledWorker
+from dynamo.planner.live.model_state import ScaledModel
+from dynamo.planner.live.sources import FrontendPages, LiveSources, frontends_of
+from dynamo.protocols import codec
+from dynamo.protocols.control import ModelCard
+from dynamo.protocols.kv import PREFILL_QUEUE, PrefillQueueState
+from dynamo.runtime import DistributedRuntime
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.frontends import frontends_in
+from dynamo.serve.state.frontends import FrontendAddress, frontends_in
 from dynamo.serve.state.process_table import stat
 from dynamo.serve.state.statefile import Statefile
 
@@ -173,3 +186,48 @@ async def test_without_a_statefile_there_are_none(tmp_path: Path) -> None:
     assert await FrontendPages(frontends_of(Statefile(tmp_path, "box"))).read() == ({}, frozenset())
     (tmp_path / "box.json").write_text("{")
     assert await FrontendPages(frontends_of(Statefile(tmp_path, "box"))).read() == ({}, frozenset())
+
+
+async def test_requests_for_an_adapter_count_for_its_model(tmp_path: Path) -> None:
+    settings = RuntimeSettings(state_dir=str(tmp_path))
+    planner, box = (DistributedRuntime(None, settings) for _ in range(2))
+    metrics = FrontendMetrics(Registry())
+    for name, started in (("tiny", 2), ("sql", 5), ("other", 9)):
+        metrics.model(name).started["completions", name, "unary"].value = started
+    # As of a frontend that starts after the planner.
+    start_time = f"process_start_time_seconds {time.time() + 60}".encode()
+    body = re.sub(rb"(?m)^process_start_time_seconds .*", start_time, metrics.registry.render())
+    await box.start()
+    lease = await box.granted()
+    for name, tail in (("tiny", ""), ("sql", "/sql")):
+        card = ModelCard(name, name, "/m", "dynamo", "prefill", "generate", box.instance_id)
+        card.worker_type, card.lora_name = "Prefill", "sql" if tail else None
+        key = f"v1/mdc/dynamo/prefill/generate/{box.instance_id:x}{tail}"
+        await box.discovery.put(key, msgspec.json.encode(card), lease.id)
+    queues = await box.publisher("dynamo", "prefill", PREFILL_QUEUE)
+    worker = (ScaledWorker(name="w", state=READY, worker_id=box.instance_id),)
+    serving = replace(service("Worker", pool="prefill"), workers=worker)
+    asleep = replace(serving, workers=())
+    with page(body) as port:
+        address = FrontendAddress("127.0.0.1", port)
+
+        async def frontends() -> dict[str, tuple[FrontendAddress, str]]:
+            return {address.url: (address, DEFAULT_FRONTEND_PREFIX)}
+
+        sources = LiveSources(planner, frontends, PlannerSettings())
+        try:
+            await planner.start()
+            await sources.start()
+            model = ScaledModel("tiny", service("Decode", 0), serving)
+            async with asyncio.timeout(60):
+                while sources.pull(model, 0.0).prefill_queue != 7:
+                    sources.follow([model])
+                    for name, size in (("tiny", 3), ("sql", 4), ("other", 50)):
+                        queues.publish(codec.encode(PrefillQueueState(name, size)))
+                    await asyncio.sleep(0.01)
+            sources.follow([replace(model, prefill=asleep)])  # its last requests are counted
+            await sources.read_frontends()
+            assert sources.traffic("tiny", 1.0, ends=False).arrived == 7
+        finally:
+            await planner.close()
+            await box.close()

@@ -185,3 +185,21 @@ def test_a_look_does_not_end_the_interval() -> None:
     counter.add({"a": page(2000.0, 5)}, (), 0.0)
     assert counter.peek("tiny", 1.0).arrived == 5
     assert counter.take("tiny", 2.0).arrived == 5
+
+
+def test_requests_for_an_adapter_are_traffic_of_its_model() -> None:
+    counter = TrafficCounter(SINCE, 0.0, 60.0)
+
+    def read(tiny: int, sql: int) -> dict[str, FrontendPage]:
+        ttft = {"time_to_first_token_seconds_count": sql, "time_to_first_token_seconds_sum": sql}
+        counts = {"requests_started_total": float(sql), "active_requests": 2.0, **ttft}
+        models = {"tiny": {"requests_started_total": float(tiny), "queued_requests": 1.0}}
+        return {"a": FrontendPage(2000.0, {**models, "sql": counts})}
+
+    counter.add(read(5, 100), (), 0.0)
+    assert counter.take("tiny", 1.0).arrived == 5  # no worker serves the adapter yet
+    counter.add(read(7, 104), (), 1.0, {"sql": "tiny"})
+    seen = counter.take("tiny", 2.0)
+    assert (seen.arrived, seen.ttft_ms) == (6, 1000)
+    assert (seen.queued, seen.inflight) == (1, 2)
+    assert counter.take("sql", 2.0).inflight == 0
