@@ -30,8 +30,8 @@ Worker:
   wake-time: 0.5
 """
 SPEED = 0.6
-OVERHEAD_MS = 60.0
-"""Of the frontend, the client, and a machine that is busy with something else."""
+OVERHEAD_MS = 500.0
+"""Of the frontend and the client on a machine that is busy with six other tests."""
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_profile_of_the_mocker_is_its_own_timing(
     assert max(point["kv_usage"] for point in result["decode"]) > 0.8
     for point in result["decode"]:
         exact = decode_ms(point["kv_usage"]) / SPEED
-        assert exact * 0.7 <= point["itl_ms"] <= exact * 1.5 + 10, point
+        assert exact * 0.7 <= point["itl_ms"] <= exact * 1.5 + 100, point
     assert result["decode_kv"]["scale_up"] > result["decode_kv"]["scale_down"]
     read = read_profile(output)
     assert read.prefill.isl.tolist() == [point["isl"] for point in result["prefill"]]
