@@ -193,7 +193,7 @@ def test_a_worker_dies_and_another_starts(started: Deployment) -> None:
     started.worker.kill()  # type: ignore[attr-defined]
     killed_at = time.monotonic()
     events = stream.rest()
-    assert time.monotonic() - killed_at < 5  # its lease would last longer
+    assert time.monotonic() - killed_at < 9  # its lease would last longer
     assert events[-2] == {
         "error": {
             "message": "Service temporarily unavailable",

@@ -81,7 +81,7 @@ def test_a_trace_comes_out_as_it_went_in(shared_deployment: Deployment, tmp_path
         after.timestamp - (before.timestamp - begun_ms) / SPEEDUP
         for before, after in zip(original, recorded, strict=True)
     ]
-    assert abs(statistics.median(lags_ms)) < 250
+    assert abs(statistics.median(lags_ms)) < 1000
     fields = {key for line in path.read_text().splitlines() for key in json.loads(line)}
     assert fields == {"timestamp", "input_length", "output_length", "hash_ids"}
     again = bench(shared_deployment, path, "--trace-speedup", "5")

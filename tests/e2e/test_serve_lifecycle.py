@@ -184,7 +184,7 @@ def test_a_killed_worker_is_restarted_at_once(serving: Serving) -> None:
     began_s = time.monotonic()
     os.kill(old, signal.SIGKILL)
     serving.wait_for_pids("A_1", unlike=old)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 20
     serving.wait_for("A_1 .* was killed by SIGKILL; restarting it now")
     assert serving.stop() == 0
 

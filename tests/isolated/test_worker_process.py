@@ -283,7 +283,7 @@ async def test_a_killed_worker_is_removed_at_once(
         while victim not in removed_at:
             changed.clear()
             await changed.wait()
-    assert removed_at[victim] - killed_at < 10, "before its lease expires"
+    assert removed_at[victim] - killed_at < 40, "before its lease expires"
     assert set(client.instance_ids()) == set(ids) - {victim}
     for _ in range(20):
         assert len([item async for item in await client.random({"count": 2})]) == 2
