@@ -152,7 +152,7 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
         has = ", ".join(options.gpus) or "none"
         found.append(f"{entry.name}: corrected its GPUs in the statefile to {has}")
     if found and not dry_run:
-        access.statefile.update(lambda document: _correct(document, entry.name, options))
+        access.statefile.update(lambda document: _correct(document, entry, options))
     return found
 
 
@@ -162,13 +162,15 @@ async def _remove_unstarted(access: LocalAccess, name: str) -> None:
     await wait_until_gone(access, name, 0.0)
 
 
-def _correct(document: Document, name: str, options: WatcherOptions) -> None:
-    entry = document.components.get(name)
-    if entry is not None:
-        if entry.reserved_by is not None and entry.asleep:
-            entry.state = RUNNING  # it was being woken: its GPUs are its own until it is known
-        release(document, name)
-        entry.resources = Resources(options.gpus)
+def _correct(document: Document, found: Entry, options: WatcherOptions) -> None:
+    """Correct the entry, unless another operation has begun on it since it was ``found``."""
+    entry = document.components.get(found.name)
+    if entry is None or entry.replacing is not None or entry.reserved_by != found.reserved_by:
+        return
+    if entry.reserved_by is not None and entry.asleep:
+        entry.state = RUNNING  # it was being woken: its GPUs are its own until it is known
+    release(document, entry.name)
+    entry.resources = Resources(options.gpus)
 
 
 def _without_entry(

@@ -219,6 +219,10 @@ def _reload_beside_a_sleeper(serving: Serving, graph: str) -> None:
     status, text = run(serving, "wake", "M")
     assert status == 1
     assert f"GPU 0 is in use by {serving.namespace}_N;" in text
+    # Killed by a command, as by a person: no process follows on a GPU that is another's.
+    serving.circusctl("kill", f"{serving.namespace}_M_1")
+    serving.until(lambda: f"{serving.namespace}_M_1" not in serving.document()["components"])
+    assert held(serving) == {"A": ["1"], "N": ["0"]}
 
 
 POOLS = """

@@ -236,9 +236,11 @@ async def check_sleepers(access: LocalAccess, engines: RemoteEngines) -> list[st
             agrees = asleep != (begun == SLEEP) if begun else asleep == entry.asleep
             if asleep is None or agrees:  # what was interrupted may still go on in the engine
                 continue
-            state = ASLEEP if asleep else RUNNING
-            access.statefile.update(partial(_correct_state, found=entry, state=state))
-            found.append(f"{entry.name}: its state is {state}")
+            if not asleep:
+                access.statefile.update(partial(_undo, found=entry))
+            elif not await put_to_sleep(access, engines, entry):  # reserved, as one that is awake
+                continue
+            found.append(f"{entry.name}: its state is {ASLEEP if asleep else RUNNING}")
     return found
 
 
@@ -260,7 +262,7 @@ async def finish_interrupted(access: LocalAccess, engines: RemoteEngines) -> lis
                     await wake_worker(access, engines, service, entry)
                 found.append(f"{entry.name}: finished its {begun}")
             except ActionFailed as error:
-                access.statefile.update(partial(_correct_state, found=entry, state=RUNNING))
+                access.statefile.update(partial(_undo, found=entry))
                 found.append(f"{entry.name}: undid its {begun}: {error.message}")
     return found
 
@@ -313,8 +315,10 @@ def _set_state(document: Document, name: str, state: str) -> None:
         entry.state, entry.reserved_by = state, None
 
 
-def _correct_state(document: Document, found: Entry, state: str) -> None:
-    """Set the state, unless another operation has begun since the entry was ``found``."""
+def _undo(document: Document, found: Entry) -> None:
+    """Let a worker count as awake, unless another operation or process has come since ``found``."""
     entry = document.components.get(found.name)
-    if entry is not None and entry.reserved_by == found.reserved_by:
-        _set_state(document, found.name, state)
+    if entry is None or entry.replacing is not None:
+        return
+    if (entry.reserved_by, entry.pids) == (found.reserved_by, found.pids):
+        _set_state(document, found.name, RUNNING)

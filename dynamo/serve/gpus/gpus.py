@@ -206,9 +206,10 @@ class GpuLedger:
     * what its processes use (``gpus`` of each): after a change of the assignment, until they exit,
     * what the arbiter has reserved for a process that is to start (``replacing.gpus``).
 
-    A worker that sleeps or was given up stays assigned to its GPUs and holds none. Others get the
-    GPUs of a sleeper last, so that it can wake. A reservation ends with the process that made it:
-    then an entry that the arbiter never received holds nothing.
+    A worker that sleeps or was given up stays assigned to its GPUs and holds none, but those that
+    are reserved for its next process. Others get the GPUs of a sleeper last, so that it can wake. A
+    reservation ends with the process that made it: then an entry that the arbiter never received
+    holds nothing.
 
     It reads the document once: make another one after a change. Change that only under the lock of
     the statefile, and before a process is configured or started. ``ids`` are the GPUs if not those
@@ -284,13 +285,13 @@ def _assigned(document: Document) -> Iterator[tuple[str, Mapping[str, float]]]:
 
 
 def _held(entry: Entry, assigned: Mapping[str, float], lives: Lives) -> dict[str, float]:
+    reserved = entry.replacing.gpus if entry.replacing is not None else {}
     if not entry.holds_gpus or (entry.asleep and entry.reserved_by is None):
-        return {}
+        return dict(reserved)
     held: dict[str, float] = defaultdict(float)
     for process in entry.processes:
         for gpu, share in process.gpus.items():
             held[gpu] += share
-    reserved = entry.replacing.gpus if entry.replacing is not None else {}
     for shares in (assigned if _keeps(entry, lives) else {}, reserved):
         for gpu, share in shares.items():
             held[gpu] = max(held[gpu], share)

@@ -143,11 +143,16 @@ class StatefileWriter:
         return ledger_of(self._read(), self._plan.gpu_ids if ids is None else ids)
 
     def holds(self, spec: WatcherSpec) -> bool:
-        """Whether a watcher may start processes on the GPUs of ``spec``; true without GPUs."""
+        """Whether a watcher may start processes on the GPUs of ``spec``; true without GPUs.
+
+        They are not its own while others hold them too: its command named them, unreserved.
+        """
         if not spec.gpus:
             return True
         awake = self.states().get(spec.name) != ASLEEP  # awake again, its entry says so first
-        return awake and spec.shares.keys() <= self.ledger().held.get(spec.name, {}).keys()
+        ledger = self.ledger()
+        held = spec.shares.keys() <= ledger.held.get(spec.name, {}).keys()
+        return awake and held and ledger.can_hold(spec.name)
 
     def refusal(self, name: str) -> str:
         """Return why the processes of a watcher are not to be replaced now: it drains, or another
@@ -302,6 +307,8 @@ def _replace(document: Document, spec: WatcherSpec, beside: bool, found: list[Wa
         # Beside the old process both use the GPU; else the new one takes its share over.
         gpus[gpu] = before + share if beside else max(before, share)
     entry.replacing = Replacement(since=time.time(), gpus=gpus)
+    if entry.reserved_by is not None and entry.reserved_by.operation in (SLEEP, WAKE):
+        entry.reserved_by = None  # it was interrupted: the next process is awake
 
 
 def _refusal(entry: Entry) -> str:
@@ -377,7 +384,7 @@ def _forget_interrupted(entry: Entry, processes: Sequence[RecordedProcess]) -> N
     A repair would put the new one to sleep.
     """
     owner, pids = entry.reserved_by, {process.pid for process in processes}
-    if owner is None or not pids or not entry.pids or not pids.isdisjoint(entry.pids):
+    if owner is None or not pids or not pids.isdisjoint(entry.pids):
         return
     if owner.operation in (SLEEP, WAKE) and not runs_here(owner):
         entry.reserved_by = None

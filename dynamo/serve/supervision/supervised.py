@@ -325,11 +325,11 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             return  # another one still serves
         if self not in self.arbiter.watchers or self.arbiter.stopping:
             return
-        stopped = process.stopping or self.is_stopping() or self.is_stopped()
+        stopped = self.is_stopping() or self.is_stopped()
         if self.arbiter.drained(self, stopped):
             self._drained = True  # circus's periodic check may come before the removal
             return
-        if stopped:
+        if stopped or process.stopping:
             return
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started

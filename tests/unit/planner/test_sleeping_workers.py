@@ -25,6 +25,7 @@ from dynamo.operations.steps.limits import ActionFailed, ActionLimits
 from dynamo.operations.steps.removal import finish_removal, mark_draining
 from dynamo.operations.steps.sleeping import (
     RemoteEngines,
+    check_sleepers,
     check_wakeable,
     is_woken,
     sleep_worker,
@@ -303,6 +304,40 @@ def test_the_state_is_corrected_after_a_crash(run: Any) -> None:
         assert await site.counts("A") == ["asleep"]
         site.engines.asleep.clear()
         assert await site.connector.reconcile() == ["dynamo_A: its state is running"]
+
+    run(work)
+
+
+def test_the_sleep_of_a_process_that_is_replaced_is_not_that_of_the_next(run: Any) -> None:
+    """Its sleep was interrupted; a restart starts an awake process beside it, on another GPU."""
+
+    async def work(site: Site) -> None:
+        lease = site.access.document().components["dynamo_A"].lease
+        assert lease is not None
+        site.engines.asleep.add(lease)
+        replacing = {"since": 1.0, "gpus": {"0": 1.0, "1": 1.0}}
+        site.access.statefile.update(lambda found: rewrite(found, "dynamo_A", replacing=replacing))
+        assert await check_sleepers(site.access, site.engines) == []
+        assert site.states() == {"dynamo_A": "running"}
+        assert site.held() == {"dynamo_A": ("0", "1")}
+
+    run(work, 2)
+
+
+def test_a_worker_that_was_replaced_during_a_look_keeps_its_state(run: Any) -> None:
+    async def work(site: Site) -> None:
+        await site.connector.remove("A")
+        look = site.engines.is_sleeping
+
+        async def is_sleeping(lease: int) -> bool | None:
+            site.engines.asleep.clear()
+            pids = [{"pid": 4_000_000, "start_ticks": 1}]
+            site.access.statefile.update(lambda found: rewrite(found, "dynamo_A", processes=pids))
+            return await look(lease)
+
+        site.engines.is_sleeping = is_sleeping  # type: ignore[method-assign]
+        await check_sleepers(site.access, site.engines)
+        assert site.access.document().components["dynamo_A"].asleep
 
     run(work)
 

@@ -287,6 +287,43 @@ def test_a_process_of_a_worker_that_slept_and_drains_holds_its_gpu(world: World)
     assert ledger_of(world.document()).held["dynamo_A"] == {"0": 1.0}
 
 
+@pytest.mark.parametrize("operation", ["sleep", "wake", "load"])
+def test_the_next_process_does_not_inherit_an_interrupted_sleep(
+    world: World, operation: str
+) -> None:
+    """A repair would put it to sleep."""
+    gone = reservation(operation)
+    gone.start_ticks += 1
+    world.change("dynamo_A", reserved_by=gone.written())
+    asyncio.run(world.writer.replace(world.specs["dynamo_A"], beside=False))
+    assert (world.entry("dynamo_A").reserved_by is None) == (operation != "load")
+    assert ledger_of(world.document()).held["dynamo_A"] == {"0": 1.0}
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_a_process_that_follows_a_death_does_not_inherit_an_interrupted_sleep(
+    world: World, between: bool
+) -> None:
+    gone = reservation("sleep")
+    gone.start_ticks += 1
+    world.change("dynamo_A", reserved_by=gone.written())
+    processes = world.get_watcher("dynamo_a").processes
+    processes.clear()
+    if between:
+        world.writer.write(world.components())
+    assert world.entry("dynamo_A").reserved_by is not None
+    processes[99] = Process(99, world.specs["dynamo_A"].shares)
+    world.writer.write(world.components())
+    assert world.entry("dynamo_A").reserved_by is None
+
+
+def test_a_gpu_that_others_hold_too_is_not_its_own(world: World) -> None:
+    """A command named it that was killed, or that an earlier arbiter should have received."""
+    assert world.writer.holds(world.specs["dynamo_A"])
+    world.change("dynamo_A_1", resources={"allocated_gpus": [0]})
+    assert not world.writer.holds(world.specs["dynamo_A"])
+
+
 def test_a_worker_that_was_given_up_and_is_loaded_again_asks_for_its_gpu(world: World) -> None:
     """Others have it by now; the operation that starts it has not checked that."""
     spec = world.specs["dynamo_A"]
