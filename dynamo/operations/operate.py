@@ -39,6 +39,7 @@ from dynamo.operations.steps.sleeping import (
     check_sleepable,
     check_sleepers,
     check_wakeable,
+    interrupted,
     is_woken,
     open_engines,
     sleep_worker,
@@ -47,6 +48,7 @@ from dynamo.operations.steps.sleeping import (
 from dynamo.operations.targets import find_model, find_workers, named_processes, restartable
 from dynamo.protocols.control import PlannerChange, PlannerState
 from dynamo.runtime.process.paths import state_path
+from dynamo.serve.state.document import SLEEP, WAKE
 from dynamo.serve.state.events import BoxEventLog
 from dynamo.serve.state.process_table import is_reserved, runs_here
 
@@ -130,7 +132,12 @@ class BoxActions:
         async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
             found = await _find(access, name)
-            workers = [one for one in found if not one[1].asleep]
+            # An engine goes on with an interrupted wake, and sleeps after it.
+            workers = [
+                one
+                for one in found
+                if not one[1].asleep or interrupted(one[1], access.active) == WAKE
+            ]
             if not workers:
                 raise ActionFailed(f"{name} sleeps already; wake it with: dynamo wake {name}")
             for _, entry in workers:
@@ -149,7 +156,9 @@ class BoxActions:
         async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
             found = await _find(access, name)
-            workers = [one for one in found if one[1].asleep]
+            workers = [
+                one for one in found if one[1].asleep or interrupted(one[1], access.active) == SLEEP
+            ]
             if not workers:
                 raise ActionFailed(f"{name} is not asleep")
             begun = [one for one in workers if is_woken(one[1], access.active)]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import jsonschema
@@ -333,6 +334,44 @@ def test_a_worker_of_ones_own_is_drained(serving: Serving) -> None:
         control.close()
     assert serving.document()["components"][f"{serving.namespace}_Own"]["processes"] == []
     assert serving.stop() == 0
+
+
+def test_a_sleep_reverts_an_interrupted_wake(serving: Serving) -> None:
+    """The engine goes on to wake when its verb has ended."""
+    serving.start(
+        f"Frontend: {{run: dynamo.frontend, http-port: {free_port()}}}\n"
+        f"Worker:\n  run: dynamo.mocker\n  model-path: {MODEL}\n  model-name: tiny\n"
+        "  enable-sleep-mode: true\n  wake-time: 3\n  ServiceArgs: {resources: {gpu: 1}}\n",
+        *("--gpus", "1"),
+        wait="ready: http://",
+    )
+    name = f"{serving.namespace}_Worker"
+
+    def begin(verb: str) -> subprocess.Popen[str]:
+        env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "dynamo", verb, name]
+        return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
+
+    def entry() -> dict[str, Any]:
+        found: dict[str, Any] = serving.document()["components"][name]
+        return found
+
+    first = begin("sleep")
+    assert first.communicate(timeout=60) and first.returncode == 0
+    waking = begin("wake")
+    serving.until(lambda: "reserved_by" in entry() or waking.poll() is not None)
+    waking.send_signal(signal.SIGINT)
+    waking.communicate(timeout=60)
+    again = begin("sleep")
+    _, errors = again.communicate(timeout=60)
+    assert again.returncode == 0, errors
+    assert entry()["state"] == "asleep" and "reserved_by" not in entry()
+    last = begin("wake")
+    assert last.communicate(timeout=60) and last.returncode == 0
+    assert entry()["state"] == "running"
+    assert serving.stop() == 0
+    serving.assert_clean()
 
 
 def test_a_worker_outside_of_a_deployment(deployment: Deployment) -> None:

@@ -232,7 +232,7 @@ async def check_sleepers(access: LocalAccess, engines: RemoteEngines) -> list[st
             if entry.lease is None or entry.draining or reserved:
                 continue
             asleep = await engines.is_sleeping(entry.lease)
-            begun = _interrupted(entry, access.active)
+            begun = interrupted(entry, access.active)
             agrees = asleep != (begun == SLEEP) if begun else asleep == entry.asleep
             if asleep is None or agrees:  # what was interrupted may still go on in the engine
                 continue
@@ -252,7 +252,7 @@ async def finish_interrupted(access: LocalAccess, engines: RemoteEngines) -> lis
     found = []
     for service in read_services(access.document()).values():
         for entry in service.entries:
-            begun = _interrupted(entry, access.active)
+            begun = interrupted(entry, access.active)
             if not begun or entry.draining:
                 continue
             try:
@@ -267,7 +267,7 @@ async def finish_interrupted(access: LocalAccess, engines: RemoteEngines) -> lis
     return found
 
 
-def _interrupted(entry: Entry, active: Collection[str]) -> str:
+def interrupted(entry: Entry, active: Collection[str]) -> str:
     """Return the sleep or wake that no living process carries out; "" without one."""
     if entry.reserved_by is None or not entry.pids or is_reserved(entry, active):
         return ""
@@ -284,7 +284,9 @@ def is_woken(entry: Entry, active: Collection[str]) -> bool:
 def check_wakeable(document: Document, name: str) -> None:
     """Raise ActionFailed that says why the worker ``name`` cannot be woken now, if so."""
     entry = document.components.get(name)
-    if entry is None or not entry.asleep:
+    owner = entry.reserved_by if entry is not None else None
+    falls_asleep = owner is not None and owner.operation == SLEEP
+    if entry is None or not (entry.asleep or falls_asleep):
         raise ActionFailed(f"{name}: it does not sleep any more")
     check_unreserved(document, name)
     ledger = ledger_of(document)

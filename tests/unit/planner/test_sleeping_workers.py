@@ -444,6 +444,23 @@ def test_an_interrupted_operation_is_finished_or_undone(
     run(work)
 
 
+def test_a_wake_reverts_an_interrupted_sleep(run: Any) -> None:
+    """Its engine goes on to fall asleep: to say that the worker does not sleep would be wrong."""
+
+    async def work(site: Site) -> None:
+        service = read_services(site.access.document())["A"]
+        (entry,) = service.entries
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await sleep_worker(site.access, site.engines, entry)
+        await wake_worker(site.access, site.engines, service, entry)
+        assert site.engines.calls == ["sleep", "wake"]
+        assert site.access.document().components["dynamo_A"].reserved_by is None
+        assert (site.states(), site.held()) == ({"dynamo_A": "running"}, {"dynamo_A": ("0",)})
+
+    run(work)
+
+
 async def load_b(site: Site) -> list[str]:
     """Load model b to its end; return what it says at first."""
     services = [read_services(site.access.document())["B"]]
