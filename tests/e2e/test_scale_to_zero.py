@@ -190,7 +190,7 @@ def test_a_request_waits_on_while_its_frontend_is_replaced(site: Zero) -> None:
             metrics = site.url.replace("/v1", "/metrics")
             site.until(lambda: waiting in httpx.get(metrics).text)
             site.circusctl("restart", "two-models_Frontend")
-            site.wait_for("draining 1 requests")
+            site.wait_for("draining 1 request")
             os.kill(planner, signal.SIGCONT)
             assert asked.result().status_code == 200
     finally:
