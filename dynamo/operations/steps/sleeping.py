@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import DynamoError, StatefileError, WorkerUnavailable
+from dynamo.errors import Disconnected, DynamoError, StatefileError, WorkerUnavailable
 from dynamo.operations.steps.access import LocalAccess
 from dynamo.operations.steps.limits import ActionFailed, check_unreserved, reserve
 from dynamo.operations.steps.removal import remove_entry
@@ -94,6 +94,12 @@ class RemoteEngines:
         return None
 
     async def _call(self, lease: int, command: EngineCommand, timeout_s: float) -> dict[str, Any]:
+        try:
+            return await self._send(lease, command, timeout_s)
+        except Disconnected:  # the engine goes on, and the same command again waits for it
+            return await self._send(lease, command, timeout_s)
+
+    async def _send(self, lease: int, command: EngineCommand, timeout_s: float) -> dict[str, Any]:
         record = await self._record(lease)
         if record is None:
             raise WorkerUnavailable(f"the worker with lease {lease:x} has no {ENGINE_CONTROL}")

@@ -17,7 +17,7 @@ from statefile_entries import rewrite
 from virtual_time import run_virtual
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.errors import EngineFailure, StatefileError
+from dynamo.errors import EngineFailure, StatefileError, StreamIncomplete
 from dynamo.operations.loading import ModelLoad, follow
 from dynamo.operations.steps.access import LocalAccess, complete_all
 from dynamo.operations.steps.circus import CircusError
@@ -34,6 +34,7 @@ from dynamo.operations.steps.sleeping import (
 from dynamo.planner.live import local_connector
 from dynamo.planner.live.local_connector import LocalConnector
 from dynamo.planner.live.model_state import InFlight, pool_of
+from dynamo.protocols.control import EngineCommand
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.gpus.room import crowded_gpus, reserved_share
 from dynamo.serve.state.document import Document, OperationOwner
@@ -340,6 +341,30 @@ def test_a_worker_that_was_replaced_during_a_look_keeps_its_state(run: Any) -> N
         assert site.access.document().components["dynamo_A"].asleep
 
     run(work)
+
+
+class LossyEngines(RemoteEngines):
+    """An engine to which the first ``lost`` connections break after the command was sent."""
+
+    def __init__(self, lost: int) -> None:
+        self.lost = lost
+
+    async def _record(self, lease: int) -> Any:
+        return "of its endpoint"
+
+    async def _send(self, lease: int, command: EngineCommand, timeout_s: float) -> dict[str, Any]:
+        if self.lost:
+            self.lost -= 1
+            raise StreamIncomplete("Connection reset by peer")
+        return {"is_sleeping": True}
+
+
+@pytest.mark.parametrize(("lost", "answer"), [(0, True), (1, True), (2, None)])
+def test_a_command_is_sent_again_after_the_loss_of_its_connection(
+    lost: int, answer: bool | None
+) -> None:
+    """Else a worker that fell asleep would count as awake."""
+    assert asyncio.run(LossyEngines(lost).is_sleeping(1)) is answer
 
 
 def test_a_sleeping_worker_is_removed_for_its_memory(run: Any) -> None:
