@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from dynamo.config.option import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.observability.logs import setup_logging
 from dynamo.operations.steps.access import read_deployment
 from dynamo.operations.steps.limits import ActionLimits
@@ -108,7 +108,8 @@ async def _scale_local(settings: PlannerSettings, runtime_settings: RuntimeSetti
         sharing = GpuSharing(control.settings, namespace, demand, capacity, time.monotonic)
         async with open_connector(runtime_settings, control.settings, engines) as connector:
             with _only_planner(control.settings, runtime_settings):
-                backend = Backend(connector, frontends_of(statefile), sharing, demand)
+                parts = (frontends_of(statefile), sharing, demand, connector.finish_interrupted)
+                backend = Backend(connector, *parts)
                 await _run(runtime, backend, control)
     finally:
         await runtime.close()
@@ -143,6 +144,7 @@ class Backend(NamedTuple):
     frontends: Frontends
     sharing: GpuSharing | None = None
     demand: OnDemandRegistry | None = None
+    finish_interrupted: Callable[[], Awaitable[list[str]]] | None = None
 
 
 class DecisionWriter(LoopObserver):
@@ -221,6 +223,9 @@ async def _run(runtime: DistributedRuntime, backend: Backend, control: PlannerCo
             for serving in (serve_explain(runtime, loop), serve_control(runtime, control)):
                 served = runtime.tasks.spawn(serving, name="endpoint")
                 served.add_done_callback(lambda _: stop.set())  # the lease is revoked
+            if backend.finish_interrupted is not None and not settings.no_operation:
+                finishing = _finish_interrupted(backend.finish_interrupted, loop, settings)
+                runtime.tasks.spawn(finishing, name="interrupted commands")
             work = runtime.tasks.spawn(loop.run(), name="planner")
             work.add_done_callback(lambda _: stop.set())  # it failed
             await stop.wait()
@@ -255,6 +260,20 @@ async def _repair(connector: Connector, settings: PlannerSettings) -> None:
         log.warning("not repaired in %g s; the next start goes on with it", _REPAIR_S)
     except DynamoError as error:
         log.warning("%s", error.message)
+
+
+async def _finish_interrupted(
+    finish: Callable[[], Awaitable[list[str]]], loop: ScalingLoop, settings: PlannerSettings
+) -> None:
+    """Finish the sleeps and wakes of commands that were interrupted, as long as ``loop`` runs."""
+    while True:
+        await asyncio.sleep(settings.metric_pulling_interval_s)
+        if loop.paused:
+            continue
+        with contextlib.suppress(StatefileError):  # the loop reports it
+            for sentence in await finish():
+                log.info("%s", sentence)
+                loop.wake()
 
 
 @contextlib.contextmanager

@@ -24,6 +24,9 @@ from serving import ROOT, Serving
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.operations.operate import BoxControl, Steps
+from dynamo.runtime.process.os_process import host_id
+from dynamo.serve.state.document import Document, OperationOwner
+from dynamo.serve.state.statefile import Statefile
 from dynamo.status.logs import planner_summary, read_planner
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
@@ -372,6 +375,22 @@ def test_a_sleep_reverts_an_interrupted_wake(serving: Serving) -> None:
     assert entry()["state"] == "running"
     assert serving.stop() == 0
     serving.assert_clean()
+
+
+def test_a_planner_finishes_the_wake_of_a_command_that_was_killed(box: Box) -> None:
+    """The worker holds its GPU until then, and requests for another model would wait for ever."""
+    assert "asleep" in box.act(box.control.actions.sleep, "Worker_1")
+    with subprocess.Popen(["true"]) as gone:
+        owner = OperationOwner(pid=gone.pid, start_ticks=1, host=host_id(), operation="wake")
+
+    def interrupted(document: Document) -> None:
+        document.components[box.name("Worker_1")].reserved_by = owner
+
+    Statefile(box.serving.state_dir, box.serving.namespace).update(interrupted)
+    box.serving.wait_for("Worker_1: finished its wake")
+    assert box.states() == {"Worker": "running", "Worker_1": "running"}
+    assert box.serving.stop() == 0
+    box.serving.assert_clean()
 
 
 def test_a_worker_outside_of_a_deployment(deployment: Deployment) -> None:

@@ -223,10 +223,19 @@ class LocalConnector:
         """
         self._access.needs_repair = False
         found = await reconcile(self._access)
+        found += await self.finish_interrupted()
         if self._engines is not None:
-            found += await finish_interrupted(self._access, self._engines)
             found += await check_sleepers(self._access, self._engines)
         return found
+
+    async def finish_interrupted(self) -> list[str]:
+        """Finish or undo each sleep and wake whose process has exited; return what was done.
+
+        Until then the worker keeps its GPUs. Raises StatefileError.
+        """
+        if self._engines is None:
+            return []
+        return await finish_interrupted(self._access, self._engines)
 
     async def add(self, service: str) -> str:
         """See :class:`Connector`."""
