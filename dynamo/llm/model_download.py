@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import shutil
@@ -258,14 +259,18 @@ def _status(error: BaseException) -> int | None:
     return None
 
 
-class _Reported(tqdm):  # type: ignore[misc]
-    """A progress bar that is not shown: a function receives its numbers."""
-
-    report: Callable[[int, int], object]
+class _Hidden(tqdm):  # type: ignore[misc]
+    """A progress bar that is not shown."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.pop("name", None)  # of the Hub's own class
-        super().__init__(*args, **options)
+        super().__init__(*args, **{**options, "file": io.StringIO()})  # for its line end
+
+
+class _Reported(_Hidden):
+    """Reports its numbers to a function."""
+
+    report: Callable[[int, int], object]
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Report the progress in place of a redrawn bar."""
@@ -273,14 +278,13 @@ class _Reported(tqdm):  # type: ignore[misc]
             self.report(int(self.n), int(self.total))
 
 
-class _PercentLines(tqdm):  # type: ignore[misc]
+class _PercentLines(_Hidden):
     """A progress bar for logs: a line every few seconds."""
 
     model = ""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._next_s = time.monotonic() + _LINE_EVERY_S
-        options.pop("name", None)  # of the Hub's own class
         super().__init__(*args, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:

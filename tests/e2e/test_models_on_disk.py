@@ -146,6 +146,7 @@ def test_a_model_is_pulled_listed_and_deleted(disk: Disk, hub: Hub) -> None:
     disk.env["HF_ENDPOINT"] = hub.url
     done = disk.dynamo("pull", NAME)
     assert done.returncode == 0, done.stderr
+    assert "" not in done.stderr.splitlines()  # each bar of the Hub's library would end one
     assert "3 files match their checksums" in done.stdout
     assert f"dynamo run {NAME}" in done.stdout
     assert hub.downloaded() == {"config.json", "tokenizer.json", "model.safetensors"}
