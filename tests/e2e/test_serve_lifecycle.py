@@ -189,7 +189,8 @@ def test_a_killed_worker_is_restarted_at_once(serving: Serving) -> None:
     assert serving.stop() == 0
 
 
-def test_a_draining_sibling_does_not_delay_a_restart(serving: Serving) -> None:
+@pytest.mark.parametrize("by_command", [False, True])
+def test_a_draining_sibling_does_not_delay_a_restart(serving: Serving, by_command: bool) -> None:
     serving.start("Slow: {run: SLEEPER, drain: 12}\nB: {run: SLEEPER}\n")
     (old,) = serving.wait_for_pids("B")
     words = ("--timeout", "40", "stop", f"{serving.namespace}_Slow", "--waiting")
@@ -198,7 +199,10 @@ def test_a_draining_sibling_does_not_delay_a_restart(serving: Serving) -> None:
         (slow,) = serving.pids("Slow")
         name = f"{serving.namespace}_Slow"
         serving.until(lambda: serving.circusctl("status", name) == "stopping")
-        os.kill(old, signal.SIGKILL)
+        if by_command:
+            assert serving.circusctl("kill", f"{serving.namespace}_B") == "ok"
+        else:
+            os.kill(old, signal.SIGKILL)
         serving.wait_for_pids("B", unlike=old)
         assert psutil.pid_exists(slow), "it still drains"
         assert control.wait(40) == 0

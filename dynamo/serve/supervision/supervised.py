@@ -329,7 +329,11 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         if self.arbiter.drained(self, stopped):
             self._drained = True  # circus's periodic check may come before the removal
             return
-        if stopped or process.stopping:
+        if stopped:
+            return
+        if process.stopping:  # by circusctl kill; its periodic check waits for a running command
+            if not self.rolling:
+                self.arbiter.respawn_in(0.0, self)
             return
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started
