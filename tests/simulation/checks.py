@@ -12,7 +12,7 @@ from aftermath import IN_FLIGHT
 from history import Fault, Life, Request
 from machine import START_S, Process
 from network import Network
-from validator import Spans, validate
+from validator import SILENCE_S, Spans, validate
 
 if TYPE_CHECKING:
     from box import Box
@@ -54,10 +54,10 @@ def check_requests(box: Box) -> Iterator[str]:
     """Each request ended once, with the tokens of an undisturbed run or an allowed error."""
     lives = list(_lives(box))
     faults = [
-        Fault(_FAULT_NAMES.get(step.what, step.what), "", step.at_s + box.ready_s)
+        Fault(_FAULT_NAMES.get(step.what, step.what), "", step.at_s + box.ready_s + later_s)
         for step in box.done
         if step.kind == "fault"
-        for _ in range(2 if _is_asked_twice(step) else 1)
+        for later_s in _moments_s(step)
     ]
     for port in sorted(set(box.ports.values())):
         requests = [one for one in box.requests if box.ports[one.id] == port]
@@ -77,9 +77,16 @@ def check_requests(box: Box) -> Iterator[str]:
             )
 
 
-def _is_asked_twice(step: Step) -> bool:
-    """Whether requests may lose a stopped worker and ask it again: it is alone for too long."""
-    return step.what == "stop worker" and step.details["seconds"] >= _LONE_S
+def _moments_s(step: Step) -> list[float]:
+    """Return the seconds after its begin at which a fault counts.
+
+    Requests may lose a worker as long as it is stopped, and ask it again if it is alone for too
+    long.
+    """
+    if step.what != "stop worker" or step.details["seconds"] < _LONE_S:
+        return [0.0]
+    times = int(step.details["seconds"] / SILENCE_S) + 1
+    return [0.0, *(number * SILENCE_S for number in range(times))]
 
 
 _FAULT_NAMES = {"cut requests": "requests cut", "stop worker": "worker stopped"}
