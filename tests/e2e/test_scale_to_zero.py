@@ -58,6 +58,10 @@ class Zero(Serving):
         assert done.returncode == 0, [done, self.text()]
         return done.stdout
 
+    def tell_planner(self, word: str) -> None:
+        command = [sys.executable, "-m", "dynamo", "planner", word]
+        subprocess.run(command, env=self.env, capture_output=True, timeout=60, check=True)
+
     def holders(self) -> dict[str, list[Any]]:
         """The GPUs in the statefile, by watcher."""
         entries = self.document()["components"].items()
@@ -181,8 +185,7 @@ def test_a_request_waits_on_while_its_frontend_is_replaced(site: Zero) -> None:
     assert site.complete("batch").status_code == 200
     site.until_zero()
     (old,) = site.pids("Frontend")
-    planner = site.planner()
-    os.kill(planner, signal.SIGSTOP)  # no worker comes
+    site.tell_planner("pause")  # no worker comes
     try:
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(site.complete, "batch", 75)
@@ -191,10 +194,10 @@ def test_a_request_waits_on_while_its_frontend_is_replaced(site: Zero) -> None:
             site.until(lambda: waiting in httpx.get(metrics).text)
             site.circusctl("restart", "two-models_Frontend")
             site.wait_for("draining 1 request")
-            os.kill(planner, signal.SIGCONT)
+            site.tell_planner("resume")
             assert asked.result().status_code == 200
     finally:
-        os.kill(planner, signal.SIGCONT)
+        site.tell_planner("resume")
     site.until(lambda: old not in site.pids("Frontend"))
 
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import msgspec
@@ -124,6 +125,9 @@ def test_a_process_in_another_session(
     }
     words = ["sleep", "1000"]
     with subprocess.Popen(words, env=inherited | changed, start_new_session=True) as escaped:
+        environment = Path(f"/proc/{escaped.pid}/environ")
+        while not environment.read_bytes():  # the kernel sets it a moment after exec
+            time.sleep(0.01)
         (told,) = home.reconcile()
         was_ended = escaped.poll() is not None
         escaped.kill()
