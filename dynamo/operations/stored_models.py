@@ -265,10 +265,10 @@ def delete(model: StoredModel) -> None:
         return
     if model.store == HUB:
         # First what makes it a model: an interrupted deletion must not leave one without a file.
-        snapshots = model.path / "deleted"
-        shutil.rmtree(snapshots, ignore_errors=True)
+        deleted = model.path / "deleted"
+        shutil.rmtree(deleted, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
-            (model.path / "snapshots").rename(snapshots)
+            (model.path / "snapshots").rename(deleted)
         shutil.rmtree(model.path, onerror=_unless_gone)
         shutil.rmtree(model.path.parent / ".locks" / model.path.name, ignore_errors=True)
         return

@@ -108,8 +108,13 @@ async def _scale_local(settings: PlannerSettings, runtime_settings: RuntimeSetti
         sharing = GpuSharing(control.settings, namespace, demand, capacity, time.monotonic)
         async with open_connector(runtime_settings, control.settings, engines) as connector:
             with _only_planner(control.settings, runtime_settings):
-                parts = (frontends_of(statefile), sharing, demand, connector.finish_interrupted)
-                backend = Backend(connector, *parts)
+                backend = Backend(
+                    connector,
+                    frontends_of(statefile),
+                    sharing,
+                    demand,
+                    connector.finish_interrupted,
+                )
                 await _run(runtime, backend, control)
     finally:
         await runtime.close()

@@ -27,9 +27,9 @@ class PrefillLoad:
         self.mark_waiting = self._queues.mark_waiting
         self.done_tokens = self._queues.done_tokens
         self.subtract_done = self._queues.subtract_done
-        self._seconds_expect = False  # what the model does: it is their fit
+        self._predicted_by_seconds = False
         if seconds is not None and isinstance(model, PrefillFit):
-            self._seconds_expect = True
+            self._predicted_by_seconds = True  # by the fit of the model
             seconds.set_fit(*model.estimate)
 
     def begin(
@@ -38,7 +38,7 @@ class PrefillLoad:
         """Add a booked prompt with ``tokens`` to compute; one without is no load."""
         if tokens > 0:
             expected_s = (
-                None if self._seconds_expect else self._model.predict(tokens, cached_tokens)
+                None if self._predicted_by_seconds else self._model.predict(tokens, cached_tokens)
             )
             self._queues.begin(slot, request_id, tokens, cached_tokens, expected_s, now_s)
 

@@ -406,7 +406,7 @@ class LiveSources:
 
     def pull(self, model: ScaledModel, now_s: float) -> Pull:
         """Return the newest load of the model's workers."""
-        names = (model.name, *(one for one, of in self._adapters.items() if of == model.name))
+        names = (model.name, *(name for name, base in self._adapters.items() if base == model.name))
         queued = None if model.prefill is None else self._reports.prefill_queue(*names)
         return Pull(
             at_s=now_s,

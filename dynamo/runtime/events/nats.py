@@ -276,7 +276,8 @@ class NatsLink:
         if self.lost & (self.lost - 1) == 0:
             log.warning(
                 "%s lost, this process reads too slowly: %s",
-                *(counted(self.lost, "event"), _text(error)),
+                counted(self.lost, "event"),
+                _text(error),
             )
 
 
