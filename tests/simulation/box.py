@@ -352,6 +352,11 @@ class Box:
         self.machine.note(f"fault {step.number}: {step.what} {step.details}")
         act(dice, step.details["seconds"])
 
+    def set_clock(self, step: Step) -> None:
+        """Set the machine's clock. No fault: no program may notice."""
+        self.machine.note(f"clock {step.number}: set {step.what} by {step.details['seconds']:g} s")
+        self.machine.clock_off_s += step.details["seconds"] * (-1 if step.what == "back" else 1)
+
     def heal(self) -> None:
         """End the faults that last."""
         self._full_until_s = 0.0
@@ -488,7 +493,7 @@ class Box:
                 process.state = "R"
                 self._signal(process, signal.SIGKILL)
         assert self.machine.disk is not None
-        for path in self.machine.disk.lose_power():
+        for path in self.machine.disk.lose_power(self.machine.unix_s):
             self.machine.note(f"lost or torn: {path}")
 
     def _file_fault(self, process: Process, path: Any, grows: bool) -> None:

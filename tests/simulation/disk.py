@@ -52,8 +52,11 @@ class Disk:
             if not change.torn and other.rpartition("/")[0] == path:
                 del self._unsynced[other]
 
-    def lose_power(self) -> list[str]:
-        """Keep, undo or tear each unsynced change; return the paths of those that are lost."""
+    def lose_power(self, unix_s: float) -> list[str]:
+        """Keep, undo or tear each unsynced change; return the paths of those that are lost.
+
+        These get the time ``unix_s``.
+        """
         lost = []
         for path, change in self._unsynced.items():
             if self._clock() - change.since_s > WRITTEN_BACK_S or self._dice.random() < 0.5:
@@ -62,17 +65,17 @@ class Disk:
             if change.torn and self._dice.random() < 0.5:
                 written = _content(path) or b""
                 content = written[: self._dice.randrange(len(written) + 1)]
-            self._restore(Path(path), content)
+            self._restore(Path(path), content, unix_s)
             lost.append(path)
         self._unsynced.clear()
         return lost
 
-    def _restore(self, path: Path, content: bytes | None) -> None:
+    def _restore(self, path: Path, content: bytes | None, unix_s: float) -> None:
         if content is None:
             path.unlink(missing_ok=True)
         elif path.parent.is_dir():
             path.write_bytes(content)
-            os.utime(path, ns=(int(self._clock() * 1e9),) * 2)
+            os.utime(path, times=(unix_s, unix_s))
 
 
 def _content(path: str) -> bytes | None:

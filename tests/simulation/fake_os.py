@@ -84,9 +84,11 @@ def _install_time() -> None:
     def nanoseconds(real: Any) -> Any:
         return lambda: real() if _machine is None else int(_machine.now_s * 1e9)
 
-    for name in ("time", "monotonic", "perf_counter"):
+    for name in ("monotonic", "perf_counter"):
         _replace(time, name, seconds)
         _replace(time, f"{name}_ns", nanoseconds)
+    _replace(time, "time", lambda real: lambda: real() if _machine is None else _machine.unix_s)
+    _replace(time, "time_ns", lambda real: lambda: real() if _machine is None else _unix_ns())
 
     def sleep(seconds: float) -> None:
         if _machine is None:
@@ -223,6 +225,11 @@ def _dies() -> None:
         raise ProcessKilled
 
 
+def _unix_ns() -> int:
+    assert _machine is not None
+    return int(_machine.unix_s * 1e9)
+
+
 def _install_files() -> None:
     for name in ("rmdir", "truncate", "ftruncate", "pwrite", "chmod"):
         _replace(os, name, _guarded)
@@ -244,7 +251,7 @@ def _stamped(real: Any) -> Any:
     def utime(path: Any, times: Any = None, *, ns: Any = None, **rest: Any) -> None:
         file_step(path)
         if times is None and ns is None and _machine is not None:
-            ns = (int(_machine.now_s * 1e9),) * 2
+            ns = (_unix_ns(),) * 2
         if ns is not None:
             real(path, ns=ns, **rest)
         else:
@@ -257,7 +264,7 @@ def _replacing(real: Any, stamp: Any) -> Any:
     def replace(source: Any, target: Any, **rest: Any) -> None:
         file_step(target)
         if _machine is not None:
-            stamp(source, ns=(int(_machine.now_s * 1e9),) * 2)  # the file has the virtual time
+            stamp(source, ns=(_unix_ns(),) * 2)  # the file has the virtual time
             if _machine.disk is not None:
                 _machine.disk.rename(os.fspath(source), os.fspath(target))
         real(source, target, **rest)

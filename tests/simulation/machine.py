@@ -87,6 +87,7 @@ class Machine:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.now_s = START_S
+        self.clock_off_s = 0.0
         self.processes: dict[int, Process] = {}
         self.stop_signals_s: dict[int, float] = {}
         """When each process got its first SIGTERM or SIGINT."""
@@ -120,6 +121,11 @@ class Machine:
     def at(self, when_s: float, call: Callable[..., None], *args: Any) -> None:
         """Call ``call(*args)`` at ``when_s``, outside of any process."""
         heapq.heappush(self._events, (when_s, next(self._order), call, args))
+
+    @property
+    def unix_s(self) -> float:
+        """What the machine's clock says, which someone may have set."""
+        return self.now_s + self.clock_off_s
 
     def after(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Call ``call(*args)`` in ``delay_s``."""

@@ -116,6 +116,8 @@ def _do(box: Box, step: Step) -> None:
         box.request(step)
     elif step.kind == "operator":
         box.operate(step)
+    elif step.kind == "clock":
+        box.set_clock(step)
     else:
         box.fault(step)
 

@@ -212,6 +212,9 @@ _SHORT_SHARE = 0.97
 _CHANGES = {"sleep", "wake", "load", "drain", "restart", "reload", "circus stop"}
 _OFFSETS_S = (0.0, 0.02, 0.05, 0.1, 0.1, 0.2, 0.4, 1.0, 1.0, 3.0, 3.0)
 """Most verbs take some tenths of a second, their processes 2 to 50 ms to start."""
+_CLOCK_SHARE = 0.2
+"""Of all runs."""
+_CLOCK_STEPS_S = (0.5, 5.0, 60.0, 3600.0, 86400.0 * 400)
 _LENGTHS_S = (2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 8.0, 20.0)
 
 
@@ -286,7 +289,7 @@ def make_scenario(
             if chosen.planner:
                 steps.append(happening.operation(at_s, "resume planner"))
     scenario = Scenario(seed, name, graph, _numbered(steps), length_s)
-    return scenario if rates.requests else _aimed(scenario)
+    return _with_clock(scenario if rates.requests else _aimed(scenario))
 
 
 def _numbered(steps: list[Step]) -> tuple[Step, ...]:
@@ -372,6 +375,19 @@ def _aimed(scenario: Scenario) -> Scenario:
     steps = [load, replace(stop, details={"seconds": _SILENT_S}), *asked]
     graph = scenario.graph.replace("workers: 2", "workers: 1")
     return replace(scenario, graph=graph, steps=_numbered(steps))
+
+
+def _with_clock(scenario: Scenario) -> Scenario:
+    """Let someone set the clock in some scenarios. The other steps keep their numbers."""
+    dice = random.Random(f"date {scenario.seed}")
+    if dice.random() >= _CLOCK_SHARE:
+        return scenario
+    steps = list(scenario.steps)
+    for number in range(len(steps), len(steps) + dice.choice((1, 1, 2))):
+        at_s = round(dice.random() * scenario.seconds, 4)
+        seconds = {"seconds": dice.choice(_CLOCK_STEPS_S)}
+        steps.append(Step(number, at_s, "clock", dice.choice(("forward", "back")), 0, seconds))
+    return replace(scenario, steps=tuple(sorted(steps, key=lambda step: step.at_s)))
 
 
 def _some(dice: random.Random, weights: dict[str, float], kept: float) -> dict[str, float]:

@@ -129,7 +129,7 @@ class EmbeddingRoutes:
 
     def _serve(self, exchange: Exchange) -> None:
         registry, models = self._registry, self._models
-        limited = registry.draining or models.saturation.count
+        limited = registry.refuses or models.saturation.count
         if limited and reject_early(registry, models, exchange, EMBEDDINGS):
             return
         size_bytes, model = len(exchange.body), "unknown"
