@@ -122,7 +122,7 @@ def test_a_long_answer_is_drawn_by_its_new_parts(site: Site) -> None:
     page.wait_for_selector("#chat-stop:disabled")
     assert page.locator(".body > p").count() == 500
     assert page.evaluate("document.querySelector('.body > p').kept")
-    tokens = int(page.inner_text(".foot .stats").split(" tokens")[0].split()[-1])
+    tokens = int(page.inner_text(".foot .stats").split(" tokens")[0].split()[-1].replace(",", ""))
     assert tokens > 5000 and layouts() - before < tokens / 4
     page.context.close()
 

@@ -106,7 +106,7 @@ def test_a_worker_s_queues_and_its_decisions_by_keyboard(
     page = site.open(browser, "routing")
     page.wait_for_selector("#routing-pools .mark >> nth=1")
     heading = page.inner_text("#routing-pools h2")
-    assert "kv, costs in seconds; 2 wait for a worker" in heading
+    assert "kv, costs in seconds; waiting for a worker: 2" in heading
     row = page.locator("#routing-pools tbody:has-text('dynamo_W_0')")
     shown = [one.split("\n")[-1].strip() for one in row.locator("td").all_inner_texts()]
     assert shown[:7] == ["dynamo_W_0", "500", "25 %", "3", "1", "800 ms", "4"]

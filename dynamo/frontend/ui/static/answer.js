@@ -1,7 +1,7 @@
 // An answer on the page, drawn at most once a frame while it arrives.
 
 import { isEmpty } from "./completion.js";
-import { make, seconds, setText } from "./dom.js";
+import { counted, make, seconds, setText } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
 const QUICK_MS = 8;
@@ -108,7 +108,7 @@ function indented(text) {
 
 export function describe({ ttft_s: ttft, tokens, decode_s: decode, state }) {
   if (ttft === null) return state === "running" ? "waiting for the first token" : "";
-  const parts = [`TTFT ${seconds(ttft)}`, `${tokens} tokens`];
+  const parts = [`TTFT ${seconds(ttft)}`, counted(tokens, "token")];
   if (tokens > 1 && decode > 0) parts.push(`${((tokens - 1) / decode).toFixed(1)} tokens/s`);
   return parts.join(" · ");
 }

@@ -4,7 +4,7 @@ import { describe, Frames } from "./answer.js";
 import { bodyOf, isEmpty, newAnswer, receive } from "./completion.js";
 import { ConversationList } from "./conversation_list.js";
 import { newId } from "./conversations.js";
-import { byId, fillSelect, NONE, setText } from "./dom.js";
+import { byId, counted, fillSelect, NONE, setText } from "./dom.js";
 import { Attachments } from "./images.js";
 import { load } from "./markdown.js";
 import { getJson } from "./server.js";
@@ -78,7 +78,7 @@ export function install(onRefused) {
       byId("chat-settings").open = true;
       invalid.reportValidity();
     } else if (!chosen()[0]) say("No model is served now.");
-    else if (images.length > limit) say(limit ? `This model takes at most ${limit} images in a request.` : "A chosen model takes no images: remove them, or choose another model.");
+    else if (images.length > limit) say(limit ? `This model takes at most ${counted(limit, "image")} in a request.` : "A chosen model takes no images: remove them, or choose another model.");
     else return true;
     return false;
   }

@@ -1,7 +1,7 @@
 // The list of the conversations that this browser keeps.
 
 import { ConversationStore } from "./conversations.js";
-import { byId, make, setText } from "./dom.js";
+import { byId, counted, make, setText } from "./dom.js";
 import { confirmed } from "./server.js";
 
 const NARROW = "(max-width: 820px)";
@@ -59,8 +59,7 @@ export class ConversationList {
   }
 
   async forgetAll() {
-    const count = this.items.size;
-    if (!await confirmed(`Delete ${count} conversations?`, "They are kept in this browser alone and can't be restored.", "Delete")) return;
+    if (!await confirmed(`Delete ${counted(this.items.size, "conversation")}?`, "They are kept in this browser alone and can't be restored.", "Delete")) return;
     await this.delete([...this.items.keys()]);
   }
 

@@ -71,6 +71,11 @@ export function count(value) {
   return value == null ? NONE : value.toLocaleString("en-US");
 }
 
+// "1 token", "1,024 tokens".
+export function counted(value, noun) {
+  return `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
 // Orders names: Worker_2 before Worker_10.
 export const natural = new Intl.Collator("en", { numeric: true }).compare;
 

@@ -1,7 +1,7 @@
 // Images of the next question: chosen, pasted or dropped; and images as elements. They are drawn on a
 // canvas, so that the page's policy need not allow images from data: URLs.
 
-import { byId, make } from "./dom.js";
+import { byId, counted, make } from "./dom.js";
 
 const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const MOST_BYTES = 8 << 20;
@@ -74,7 +74,7 @@ export class Attachments {
     for (const file of [...files]) { // a list that the input empties
       if (!TYPES.includes(file.type)) this.say(`${file.name}: not a PNG, JPEG, WebP or GIF image`);
       else if (file.size > MOST_BYTES) this.say(`${file.name}: larger than ${MOST_BYTES >> 20} MiB; send a smaller one`);
-      else if (this.images.length >= this.limit) this.say(`This model takes at most ${this.limit} images in a request.`);
+      else if (this.images.length >= this.limit) this.say(`This model takes at most ${counted(this.limit, "image")} in a request.`);
       else this.set([...this.images, await read(file)]);
     }
   }

@@ -1,6 +1,6 @@
 // The planner: its state, its last decisions, and its settings with a form that changes them.
 
-import { age, badge, make, set, setText } from "./dom.js";
+import { age, badge, counted, make, set, setText } from "./dom.js";
 import { act, getJson, headers, refusal } from "./server.js";
 
 const PATH = "v1/planner";
@@ -21,7 +21,7 @@ function fieldsOf(state) {
 function words(state) {
   const targets = state.ttft_ms == null ? [] : [`TTFT ${state.ttft_ms} ms`, `ITL ${state.itl_ms} ms`];
   const minima = Object.entries(state.minima).map(([name, least]) => `${name} keeps ${least}`);
-  return [...targets, `at most ${state.max_gpu_budget} GPUs`, `each pool keeps ${state.min_gpu_budget}`, ...minima].join(" · ");
+  return [...targets, `at most ${counted(state.max_gpu_budget, "GPU")}`, `each pool keeps ${state.min_gpu_budget}`, ...minima].join(" · ");
 }
 
 // What is no number goes out as it was typed: the planner's API says what it takes.

@@ -2,7 +2,7 @@
 // then sends what is new. Filters, figures and export are over the list that the page has.
 
 import { isRecorded, noteRecording, showContent } from "./content.js";
-import { badge, byId, clock, count, fillSelect, liveTable, make, natural, NONE, seconds, setText } from "./dom.js";
+import { badge, byId, clock, count, counted, fillSelect, liveTable, make, natural, NONE, seconds, setText } from "./dom.js";
 import { nameOf, noteWorkers, readReceipt, receiptNodes } from "./receipt.js";
 import { getJson, recordsOf, toast } from "./server.js";
 
@@ -221,7 +221,7 @@ function note(cell, row) {
 // -- the section
 
 function summary(matching, source) {
-  const parts = [`${count(matching.length)} of the last ${count(source.length)} requests`];
+  const parts = [`${count(matching.length)} of the last ${counted(source.length, "request")}`];
   if (pinned.size) parts.push(`${pinned.size} pinned`);
   const newer = frozen && frozen.length ? kept.filter((row) => endOf(row) > endOf(frozen[0])).length : frozen ? kept.length : 0;
   if (frozen) parts.push(`paused, ${count(newer)} newer`);

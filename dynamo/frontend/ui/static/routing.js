@@ -1,7 +1,7 @@
 // A picture of the routing: each worker's cache and queues, and the decisions as they are made.
 // Marks move by one transform of each lane a second; a decision costs one node.
 
-import { bar, byId, count, liveTable, make, natural, NONE, percent, seconds, setText } from "./dom.js";
+import { bar, byId, count, counted, liveTable, make, natural, NONE, percent, seconds, setText } from "./dom.js";
 import { nameOf, readReceipt, receiptNodes } from "./receipt.js";
 import { recordsOf } from "./server.js";
 
@@ -138,7 +138,7 @@ const unknown = (value) => (value == null ? NONE : count(value));
 
 function backlog(row) {
   if (row.prefill_s != null) return row.prefill_s ? seconds(row.prefill_s) : "0 s";
-  return row.prefill_tokens == null ? NONE : `${count(row.prefill_tokens)} tokens`;
+  return row.prefill_tokens == null ? NONE : counted(row.prefill_tokens, "token");
 }
 
 const COLUMNS = [
@@ -175,7 +175,7 @@ const poolKey = (pool) => `${pool.model} ${pool.phase ?? ""}`;
 
 function summary(pool) {
   const cost = pool.unit ? `kv, costs in ${pool.unit}` : `${pool.mode || "no"} mode: caches do not count`;
-  const waiting = pool.waiting ? `; ${count(pool.waiting)} wait for a worker` : "";
+  const waiting = pool.waiting ? `; waiting for a worker: ${count(pool.waiting)}` : "";
   return `${cost}${waiting}`;
 }
 
@@ -238,6 +238,6 @@ export function install() {
     move();
     roving();
     byId("routing-empty").hidden = view.pools.length > 0;
-    setText(byId("routing-note"), view.left_out ? `${count(view.left_out)} decisions of the last second are not drawn` : "");
+    setText(byId("routing-note"), view.left_out ? `not drawn: ${counted(view.left_out, "decision")} of the last second` : "");
   };
 }
