@@ -9,7 +9,7 @@ from pathlib import Path
 from dynamo.errors import ConfigError, InvalidArgument, Unavailable
 from dynamo.llm.model_source import NamedModel, OnProgress, resolve_model
 from dynamo.observability.logs import counted
-from dynamo.operations.stored_models import ask_ollama, check_blobs, drop_parts
+from dynamo.operations.stored_models import ask_ollama, check_blobs, empty_parts
 
 _HITS = 20
 _QUERY_CHARACTERS = 96
@@ -42,12 +42,12 @@ def pull(model: NamedModel, verify: bool, on_progress: OnProgress | None = None)
         return f"{model.source} is here already; serve it: dynamo run {model.source}"
     source = _gguf_source(model.source) if model.kind == "gguf-repository" else model.source
     repository = "/".join(source.removeprefix("hf://").split("/")[:2])
-    drop_parts(repository)
+    empty_parts(repository)
     begin_s = 0.0 if verify else time.time()
     path = resolve_model(source, weights=True, on_progress=on_progress).path
     snapshot = path if path.is_dir() else path.parent
     checked = check_blobs(snapshot, begin_s)
-    drop_parts(repository)  # of a download of the same files that was killed
+    empty_parts(repository, delete=True)
     match = counted(checked, "file matches its checksum", "files match their checksums")
     note = match if checked else "it was complete"
     return f"{source} is here, {note} ({path}); serve it: dynamo run {source}"

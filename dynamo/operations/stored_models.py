@@ -228,11 +228,11 @@ def deletable(name: str, documents: Iterable[Document]) -> StoredModel:
     return model
 
 
-def drop_parts(repository: str) -> None:
-    """Delete the cut files of downloads of ``repository`` that have ended.
+def empty_parts(repository: str, delete: bool = False) -> None:
+    """Give back the space of cut files of ``repository``, whose downloads have ended.
 
     Recent versions of the Hub's library never use them again. Those of earlier ones, which do, have
-    another name.
+    another name. Unless they are deleted, their names still say that the model is incomplete.
     """
     from huggingface_hub import constants  # takes 0.2 s
 
@@ -240,7 +240,7 @@ def drop_parts(repository: str) -> None:
     for path in Path(constants.HF_HUB_CACHE, name, "blobs").glob("*.incomplete"):
         if _UNUSED_PART.search(path.name) and not users_of(path):
             with contextlib.suppress(OSError):
-                path.unlink()
+                path.unlink() if delete else os.truncate(path, 0)
 
 
 def users_of(path: Path) -> list[int]:

@@ -191,6 +191,10 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+def has_file(disk: Disk, name: str) -> bool:
+    return bool(list(disk.hub_home.glob(f"hub/models--acme--tiny/snapshots/*/{name}")))
+
+
 def weights_asked(hub: Hub) -> bool:
     return "model.safetensors" in hub.downloaded()
 
@@ -199,11 +203,13 @@ def test_ctrl_c_ends_a_pull_that_stalls(disk: Disk, hub: Hub) -> None:
     disk.env["HF_ENDPOINT"] = hub.url
     hub.gate.clear()
     pulling = disk.begin("pull", NAME)
-    until(lambda: weights_asked(hub))
+    until(lambda: weights_asked(hub) and has_file(disk, "config.json"))
     pulling.send_signal(signal.SIGINT)
     _, errors = pulling.communicate(timeout=60)
     assert pulling.returncode == 130 and f"to go on: dynamo pull {NAME}" in errors
     assert not disk.listed()[NAME]["is_complete"]
+    offline = disk.dynamo("pull", NAME, HF_HUB_OFFLINE="1")
+    assert offline.returncode == 2 and not disk.listed()[NAME]["is_complete"], offline
     hub.gate.set()
     assert disk.dynamo("pull", NAME).returncode == 0
     assert disk.listed()[NAME]["is_complete"]
