@@ -313,10 +313,12 @@ class Box:
         words: dict[str, list[str]] = {
             "workers": [f"--{service}.ServiceArgs.workers={step.details['value']}"],
             "flag": [f"--{service}.max-num-seqs={4 + step.details['value']}"],
-            "env": [f"--{service}.envs.SOME={step.details['value']}"],
+            "env": [f"--{service}.ServiceArgs.envs.SOME={step.details['value']}"],
         }
         if self.profile.planner and change == "workers":
             words["workers"] = [f"--{service}.ServiceArgs.max={1 + step.details['value']}"]
+        if change == "same" and step.details["value"] > 1:
+            words["same"] = [f"--Frontend.router-temperature=0.{step.details['value']}"]
         request = {"graph": str(self._graph), "overrides": words.get(change, []), "waiting": True}
         await self._ask_circus("reload_graph", request)
 
