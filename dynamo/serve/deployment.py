@@ -15,6 +15,7 @@ import zmq
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.observability.logs import counted
+from dynamo.runtime.process.paths import remove_unfinished
 from dynamo.runtime.process.stop_order import write_stop_stage
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan
@@ -73,6 +74,8 @@ class Deployment:
         self._rolling = RollingRestart(
             self._factory, self._record, self._registered, self._announcer
         )
+        if self._source.file.name:
+            remove_unfinished(self._source.file.resolve())
         self._record.create()
         self._leases = Leases(self._run_directory.store, self.changed)
         self._reload = self._make_reload()

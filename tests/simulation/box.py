@@ -30,6 +30,12 @@ REQUEST_TIMEOUT_S = 150.0
 OPERATION_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 120.0
 NAMESPACE = "box"
+EXAMPLE_MODEL = Path(__file__).resolve().parents[2] / "examples/model"
+EXTRA = """run: dynamo.mocker
+model-path: {model_path}
+model-name: extra
+"""
+"""A service that comes and goes; requests do not ask for it."""
 RESTART_S = 10.0
 """A fault may be felt so long: until what died is back."""
 _KEPT_ALIVE = 0.8
@@ -99,8 +105,7 @@ class Box:
         self._write_graph(scenario.graph)
 
     def _write_graph(self, text: str) -> None:
-        root = Path(__file__).resolve().parents[2]
-        full = text.format(model_path=root / "examples/model")
+        full = text.format(model_path=EXAMPLE_MODEL)
         self._graph.write_text(f"namespace: {NAMESPACE}\n{full}")
 
     # -- processes
@@ -309,18 +314,21 @@ class Box:
         return f"{NAMESPACE}_{service}" + (f"_{number}" if number else "")
 
     async def _reload(self, step: Step) -> None:
-        change, service = step.details["change"], step.details["service"]
+        change, service, value = (step.details[key] for key in ("change", "service", "value"))
         words: dict[str, list[str]] = {
-            "workers": [f"--{service}.ServiceArgs.workers={step.details['value']}"],
-            "flag": [f"--{service}.max-num-seqs={4 + step.details['value']}"],
-            "env": [f"--{service}.ServiceArgs.envs.SOME={step.details['value']}"],
+            "workers": [f"--{service}.ServiceArgs.workers={value}"],
+            "flag": [f"--{service}.max-num-seqs={4 + value}"],
+            "env": [f"--{service}.ServiceArgs.envs.SOME={value}"],
+            "frontend": [f"--Frontend.router-temperature=0.{value}"],
         }
         if self.profile.planner and change == "workers":
-            words["workers"] = [f"--{service}.ServiceArgs.max={1 + step.details['value']}"]
-        if change == "same" and step.details["value"] > 1:
-            words["same"] = [f"--Frontend.router-temperature=0.{step.details['value']}"]
-        request = {"graph": str(self._graph), "overrides": words.get(change, []), "waiting": True}
-        await self._ask_circus("reload_graph", request)
+            words["workers"] = [f"--{service}.ServiceArgs.max={1 + value}"]
+        request: dict[str, Any] = {"graph": str(self._graph), "overrides": words.get(change, [])}
+        if change == "extra":
+            request = {"add": {"Extra": EXTRA.format(model_path=EXAMPLE_MODEL)}}
+            if "\nExtra:" in self._graph.read_text():
+                request = {"remove": ["Extra"]}
+        await self._ask_circus("reload_graph", {**request, "waiting": True})
 
     async def _circus(self, step: Step) -> None:
         command = step.what.partition(" ")[2]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import itertools
 import os
 import shlex
@@ -23,6 +24,7 @@ from pathlib import Path
 from dynamo.config import environ
 from dynamo.config.runtime import RuntimeSettings, check_namespace
 from dynamo.errors import ConfigError
+from dynamo.runtime.process import os_process
 
 SOCKET_PATH_MAX_BYTES = 107
 """Longest AF_UNIX path on Linux: sun_path is 108 bytes with its terminating zero (unix(7))."""
@@ -271,9 +273,10 @@ def _record(path: Path, text: str) -> None:
 def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
     """Replace ``path`` in one step: readers see the old or the new content, never a part.
 
-    ``durable``, for a file of the user's: its mode stays, and the disk has it on return.
+    ``durable``, for a file of the user's: its mode stays, and the disk has it on return. What is
+    left of a writer that is killed: :func:`remove_unfinished`.
     """
-    temporary = temporary_beside(path)
+    temporary = _unfinished(path, str(os.getpid())) if durable else temporary_beside(path)
     try:
         temporary.write_bytes(data)
         if durable:
@@ -284,6 +287,19 @@ def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed writers of a user's file have left beside it."""
+    for found in path.parent.glob(glob.escape(_unfinished(path, "").name) + "*"):
+        pid = found.suffix[1:]
+        if pid.isdecimal() and os_process.start_ticks(int(pid)) is None:
+            with contextlib.suppress(OSError):  # it is of another owner
+                found.unlink()
+
+
+def _unfinished(path: Path, pid: str) -> Path:
+    return path.with_name(f".{path.name}.{pid}")
 
 
 def write_new(path: Path, data: bytes, mode: int = 0o666) -> None:

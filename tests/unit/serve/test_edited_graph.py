@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import ConfigError
+from dynamo.runtime.process.paths import remove_unfinished
 from dynamo.serve.graph.changes import GraphEdit, with_service, without_services
 
 GRAPH = """\
@@ -110,6 +115,25 @@ def test_the_file_keeps_its_mode_its_link_and_what_its_owner_changed(tmp_path: P
     found = yaml.safe_load(file.read_text())
     assert found["Frontend"]["http-port"] == 8001 and found["Worker4"] == found["Worker22"]
     assert "Worker2" in found and [one.name for one in tmp_path.glob(".*")] == []
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    """And nothing else: not what a process writes now, not other files of the directory."""
+    file = tmp_path / "graph.yaml"
+    file.write_text(GRAPH)
+    code = f"""import os
+from pathlib import Path
+from dynamo.serve.graph.changes import GraphEdit
+Path.replace = lambda *_: os.kill(os.getpid(), 9)
+GraphEdit({{"New": {KEYS!r}}}, ()).write(Path({str(file)!r}))"""
+    killed = subprocess.run([sys.executable, "-c", code], check=False)
+    assert killed.returncode == -signal.SIGKILL and file.read_text() == GRAPH
+    assert len([*tmp_path.glob(".graph.yaml.*")]) == 1
+    kept = {f".graph.yaml.{os.getpid()}", ".graph.yaml.swp", ".other.yaml.999999999", "graph.yaml"}
+    for name in kept - {"graph.yaml"}:
+        (tmp_path / name).touch()
+    remove_unfinished(file)
+    assert {one.name for one in tmp_path.iterdir()} == kept
 
 
 def test_a_file_that_became_wrong_is_not_touched(tmp_path: Path) -> None:
