@@ -330,10 +330,11 @@ class Happenings:
         if what in ("load", "unload"):
             details = {"model": model or dice.choice(profile.models)}
         elif what == "reload":
-            details["change"] = dice.choice(("workers", "flag", "env", "other"))
-            details["value"] = dice.choice((0, 1, 2, 3))
-            if details["change"] == "other":  # a draw more would make every seed another box
-                details["change"] = ("same", "frontend", "extra", "extra")[details["value"]]
+            change = dice.choice(("workers", "flag", "env", "other"))
+            value = dice.choice((0, 1, 2, 3))
+            if change == "other":  # a draw more would make every seed another box
+                change = ("same", "frontend", "extra", "extra")[value]
+            details |= {"change": change, "value": value}
             del details["worker"]
         elif "planner" in what or what == "repair":
             details = {}
