@@ -44,9 +44,8 @@ from dynamo.runtime.distributed import import_extra
 from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.paths import private_dir, run_dir, state_path
 from dynamo.serve.state.events import BoxEventLog
-from dynamo.serve.state.rundir import PLANNER_CONTROL
+from dynamo.serve.state.rundir import PLANNER_CONTROL, PLANNER_FILE, PLANNER_LOCK
 from dynamo.serve.state.statefile import FileLock, Statefile
-from dynamo.status.logs import PLANNER_FILE
 
 _REPAIR_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -315,7 +314,7 @@ def _only_planner(settings: PlannerSettings, runtime: RuntimeSettings) -> Iterat
     if settings.no_operation:
         yield
         return
-    lock = FileLock(run_dir(runtime) / "planner.lock")
+    lock = FileLock(run_dir(runtime) / PLANNER_LOCK)
     if not lock.try_acquire():
         pid = (read_file(lock.path) or b"?").decode(errors="replace").strip()
         raise ConfigError(

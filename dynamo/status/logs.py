@@ -23,6 +23,7 @@ from dynamo.runtime.discovery.layout import BadRecord, read_file
 from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.serve.state.events import EVENTS_FILE
 from dynamo.serve.state.process_table import same_process
+from dynamo.serve.state.rundir import PLANNER_FILE
 from dynamo.serve.supervision.output import telling_line
 
 LogLine = tuple[str, bytes]
@@ -39,8 +40,6 @@ _TIME = re.compile(rb'(?:\{"time":\s*")?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]
 _TAIL_BYTES = 65536
 _PERCENT = re.compile(r"(?<![\d.])(100|\d{1,2})(?:\.\d+)? ?%")
 _LOADING = re.compile(r"download|load|fetch|shard|captur|compil|quantiz", re.IGNORECASE)
-PLANNER_FILE = "planner.json"
-"""Name of the file in the run directory of a deployment."""
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")

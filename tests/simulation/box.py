@@ -139,6 +139,11 @@ class Box:
         if self.wanted and (self.serve is None or not self.serve.alive):
             self.start()
 
+    @property
+    def is_up(self) -> bool:
+        """Whether ``dynamo serve`` runs and handles signals; before, its guard would clean up."""
+        return self.serve is not None and self.serve.alive and signal.SIGTERM in self.serve.handlers
+
     def processes(self, module: str) -> list[Process]:
         """The living processes of a program: frontend, mocker, planner."""
         return [

@@ -63,6 +63,27 @@ DEFECTS = (
         "The box starts again: 404 for a model of its graph until the planner announces it.",
     ),
     Defect(
+        "lock-of-an-ended-deployment",
+        "dynamo.serve.state.statefile",
+        "lock.release(remove=not self.path.exists())",
+        "lock.release()",
+        "The deployment stops while a verb works: the verb leaves the lock of the statefile.",
+    ),
+    Defect(
+        "files-of-a-killed-planner",
+        "dynamo.serve.state.rundir",
+        "        self._remove_planner()\n",
+        "",
+        "A planner is killed, and the deployment stops before it runs again: its files stay.",
+    ),
+    Defect(
+        "stop-during-a-restart",
+        "dynamo.serve.supervision.arbiter",
+        "await self.answer()",
+        "pass",
+        "A stop cancels a restart or a reload: a traceback, and its client gets no answer.",
+    ),
+    Defect(
         "file-of-a-killed-writer",
         "dynamo.serve.state.rundir",
         'for path in self.path.glob(".*"):',

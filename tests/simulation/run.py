@@ -98,15 +98,21 @@ def _run(box: Box, outcome: Outcome) -> None:
         machine.run(None, at_s)
         machine.now_s = max(machine.now_s, at_s)
         _do(box, step)
-    machine.run(None, machine.now_s + 1.0)
-    box.heal()
-    _until_quiet(box, failures)
-    failures += check_requests(box)
-    failures += _settled(box)
+    if box.scenario.is_cut:
+        box.heal()
+        machine.run(lambda: box.is_up, machine.now_s + START_LIMIT_S)
+    else:
+        machine.run(None, machine.now_s + 1.0)
+        box.heal()
+        _until_quiet(box, failures)
+        failures += check_requests(box)
+        failures += _settled(box)
     box.stop()
     serve = box.serve
     if not machine.run(lambda: serve is None or not serve.alive, machine.now_s + STOP_LIMIT_S):
         failures.append(f"dynamo serve did not end within {STOP_LIMIT_S:g} s")
+    if box.scenario.is_cut:
+        _until_quiet(box, failures)
     failures += check_end(box)
 
 

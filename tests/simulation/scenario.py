@@ -212,6 +212,8 @@ _SHORT_SHARE = 0.97
 _CHANGES = {"sleep", "wake", "load", "drain", "restart", "reload", "circus stop"}
 _OFFSETS_S = (0.0, 0.02, 0.05, 0.1, 0.1, 0.2, 0.4, 1.0, 1.0, 3.0, 3.0)
 """Most verbs take some tenths of a second, their processes 2 to 50 ms to start."""
+_CUT_SHARE = 0.1
+"""Of the runs whose seed decides what happens."""
 _CLOCK_SHARE = 0.2
 """Of all runs."""
 _CLOCK_STEPS_S = (0.5, 5.0, 60.0, 3600.0, 86400.0 * 400)
@@ -236,13 +238,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run: its graph, its steps in order of time, and when the last of them is begun."""
+    """A run: its graph, its steps in order of time, and when the last of them is begun.
+
+    ``is_cut``: it ends with a stop while requests and operations go on.
+    """
 
     seed: int
     profile: str
     graph: str
     steps: tuple[Step, ...]
     seconds: float
+    is_cut: bool = False
 
 
 class Rates(NamedTuple):
@@ -289,7 +295,7 @@ def make_scenario(
             if chosen.planner:
                 steps.append(happening.operation(at_s, "resume planner"))
     scenario = Scenario(seed, name, graph, _numbered(steps), length_s)
-    return _with_clock(scenario if rates.requests else _aimed(scenario))
+    return _with_clock(scenario if rates.requests else _cut(_aimed(scenario)))
 
 
 def _numbered(steps: list[Step]) -> tuple[Step, ...]:
@@ -378,6 +384,17 @@ def _aimed(scenario: Scenario) -> Scenario:
     steps = [load, replace(stop, details={"seconds": _SILENT_S}), *asked]
     graph = scenario.graph.replace("workers: 2", "workers: 1")
     return replace(scenario, graph=graph, steps=_numbered(steps))
+
+
+def _cut(scenario: Scenario) -> Scenario:
+    """End some scenarios with a stop in the middle, a moment after one of the steps."""
+    dice = random.Random(f"stop {scenario.seed}")
+    operations = [step for step in scenario.steps if step.kind != "request"]
+    if dice.random() >= _CUT_SHARE or not operations:
+        return scenario
+    until_s = dice.choice(operations).at_s + dice.choice(_OFFSETS_S)
+    steps = tuple(step for step in scenario.steps if step.at_s <= until_s)
+    return replace(scenario, steps=steps, seconds=until_s, is_cut=True)
 
 
 def _with_clock(scenario: Scenario) -> Scenario:

@@ -43,6 +43,9 @@ _END_TIMEOUT_S = 5.0
 _ABANDONED_AFTER_S = 60.0
 PLANNER_CONTROL = "planner-control.json"
 """Changes of an operator to the planner, which end with the deployment."""
+PLANNER_FILE = "planner.json"
+"""What the planner does. It removes this and its lock at its end."""
+PLANNER_LOCK = "planner.lock"
 GRAPH_COPY = "graph.yaml"
 """The graph of a deployment that was started without a file, while it runs."""
 _FALLBACK_RECORD = "sockets.path"
@@ -122,6 +125,7 @@ class RunDirectory:
             log.error("cannot remove the statefile: %s; delete it by hand", error)
         for name in (STOP_STAGE, PLANNER_CONTROL, GRAPH_COPY, LOCAL_KEY):
             (self.path / name).unlink(missing_ok=True)
+        self._remove_planner()
         living = self._sweep_store()
         fallback = fallback_dir(self.path)
         for directory in (self.path, *([fallback] if fallback else [])):
@@ -148,6 +152,13 @@ class RunDirectory:
         note = "# The graph of a running deployment. It goes when that ends: copy it to keep it."
         write_atomic(path, f"{note}\n{text}".encode())
         return path
+
+    def _remove_planner(self) -> None:
+        """Remove the files of a planner that was killed, not of one that a person has started."""
+        lock = FileLock(self.path / PLANNER_LOCK)
+        if lock.path.exists() and lock.try_acquire():
+            (self.path / PLANNER_FILE).unlink(missing_ok=True)
+            lock.release(remove=True)
 
     def _remove_unfinished(self) -> None:
         """Remove the files of processes that were killed while they wrote."""

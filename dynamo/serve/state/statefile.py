@@ -172,7 +172,7 @@ class Statefile:
         try:
             yield
         finally:
-            lock.release()
+            lock.release(remove=not self.path.exists())  # a deployment that has ended leaves none
 
     def _write(self, document: Document) -> None:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from circus.arbiter import Arbiter
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dynamo.serve.deployment import Deployment
 
 _CHECK_DELAY_S = 1.0
+_ANSWER_S = 2.0
 _WATCHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 log = logging.getLogger(__name__)
 RELOAD_GRAPH = "reload_graph"
@@ -81,6 +82,17 @@ class RollingArbiter(Arbiter):  # type: ignore[misc]
 
     events: Deployment
     _tasks: Tasks
+    _command: asyncio.Task[Any] | None = None
+    """The last command; circus runs one at a time."""
+
+    def _run(self, command: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        self._command = self._tasks.spawn(command, name=name)
+        return self._command
+
+    async def answer(self) -> None:
+        """Let a running command report to its client. All processes have ended, so it ends soon."""
+        if self._command is not None:
+            await asyncio.wait([self._command], timeout=_ANSWER_S)
 
     @synchronized("arbiter_restart")  # type: ignore[untyped-decorator]
     def restart(self, inside_circusd: bool = False, watcher_iter_func: Any = None) -> Any:
@@ -89,17 +101,17 @@ class RollingArbiter(Arbiter):  # type: ignore[misc]
         Without a name, circus would end the arbiter and expect circusd to start a new one.
         """
         chosen = (watcher_iter_func or self.iter_watchers)()
-        return self._tasks.spawn(self.roll(chosen, False), name="restart")
+        return self._run(self.roll(chosen, False), "restart")
 
     @synchronized("arbiter_roll")  # type: ignore[untyped-decorator]
     def roll_named(self, watchers: Sequence[SupervisedWatcher]) -> Any:
         """Handle ``dynamo restart``."""
-        return self._tasks.spawn(self.roll(watchers, False), name="restart")
+        return self._run(self.roll(watchers, False), "restart")
 
     @synchronized("arbiter_reload")  # type: ignore[untyped-decorator]
     def reload(self, graceful: bool = True, sequential: bool = False) -> Any:
         """Handle ``circusctl reload`` without a name."""
-        return self._tasks.spawn(self._reload_all(graceful, sequential), name="reload")
+        return self._run(self._reload_all(graceful, sequential), "reload")
 
     async def _reload_all(self, graceful: bool, sequential: bool) -> dict[str, str] | None:
         if graceful:
@@ -122,7 +134,7 @@ class RollingArbiter(Arbiter):  # type: ignore[misc]
     @synchronized("arbiter_reload_graph")  # type: ignore[untyped-decorator]
     def reload_graph(self, request: Mapping[str, Any]) -> Any:
         """Handle ``dynamo reload``: apply the graph that ``request`` names."""
-        return self._tasks.spawn(self.events.reload(request), name="reload the graph")
+        return self._run(self.events.reload(request), "reload the graph")
 
 
 class SupervisingArbiter(RollingArbiter):
@@ -190,6 +202,7 @@ class SupervisingArbiter(RollingArbiter):
         # `circusctl rm --nostop` may have removed watchers whose processes still run.
         for watcher, process in list(self._alive.values()):
             await watcher.kill_process(process)
+        await self.answer()
 
     def initialize(self) -> None:
         """Bind the event socket with mode 0700, like the control socket."""

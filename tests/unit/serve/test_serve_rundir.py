@@ -19,8 +19,8 @@ from dynamo.runtime.discovery.layout import encode_stored, ensure_directories, k
 from dynamo.runtime.process.os_process import host_id, start_ticks
 from dynamo.serve.state.document import Arbiter, Document, RecordedProcess
 from dynamo.serve.state.process_table import stat
-from dynamo.serve.state.rundir import RunDirectory
-from dynamo.serve.state.statefile import Statefile
+from dynamo.serve.state.rundir import PLANNER_FILE, PLANNER_LOCK, RunDirectory
+from dynamo.serve.state.statefile import FileLock, Statefile
 
 KEY = "v1/instances/ns/backend/generate/a1"
 
@@ -179,6 +179,18 @@ def test_sockets_store_and_fallback_are_removed_logs_kept(
     home.clear()
     assert [path.name for path in home.path.iterdir()] == ["logs"]
     assert not fallback.exists()
+
+
+def test_files_of_a_killed_planner_are_removed(home: RunDirectory) -> None:
+    """Those of a planner that lives stay: a person has started it."""
+    report, lock = home.path / PLANNER_FILE, FileLock(home.path / PLANNER_LOCK)
+    report.touch()
+    assert lock.try_acquire()
+    home.clear()
+    assert report.exists() and lock.path.exists()
+    lock.release()
+    home.clear()
+    assert not report.exists() and not lock.path.exists()
 
 
 def test_only_dead_leases_are_removed_from_a_store_in_use(home: RunDirectory) -> None:

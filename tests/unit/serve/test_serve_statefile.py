@@ -230,6 +230,13 @@ def test_a_failed_change_writes_nothing(statefile: Statefile) -> None:
     statefile.update(lambda doc: None)  # and the lock is free
 
 
+def test_an_update_after_the_end_leaves_no_lock(statefile: Statefile) -> None:
+    """As by a verb that works while the deployment stops."""
+    with pytest.raises(StatefileError, match="no statefile"):
+        statefile.update(lambda document: None)
+    assert not statefile.lock_path.exists()
+
+
 def test_a_directory_that_is_not_writable_is_an_error(tmp_path: Path) -> None:
     gone = Statefile(tmp_path, "ns")
     (tmp_path / f".ns.json.{os.getpid()}").mkdir()  # in the place of the temporary file
