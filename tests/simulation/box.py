@@ -527,6 +527,7 @@ class Box:
     def stop(self) -> None:
         """Stop the deployment."""
         self.wanted = False
+        self._removed.append((self.clock(), float("inf")))
         self._signal(self.serve, signal.SIGTERM)
 
     def remove(self) -> None:

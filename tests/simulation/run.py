@@ -113,6 +113,7 @@ def _run(box: Box, outcome: Outcome) -> None:
         failures.append(f"dynamo serve did not end within {STOP_LIMIT_S:g} s")
     if box.scenario.is_cut:
         _until_quiet(box, failures)
+        failures += check_requests(box)
     failures += check_end(box)
 
 
