@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 
 from dynamo.config.router import RouterSettings
-from dynamo.errors import DynamoError
+from dynamo.errors import DynamoError, Unavailable
 from dynamo.frontend.disagg.metrics import QueueStatePublisher
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.requests.metrics import FrontendMetrics
@@ -19,6 +20,8 @@ from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.endpoints.instances import Outage
 from dynamo.runtime.process.tasks import Tasks
 
+AGAIN_S = 1.0
+"""After so long a router that could not be started, such as on a full disk, is tried again."""
 log = logging.getLogger(__name__)
 EndpointPath = tuple[str, str, str]
 """Namespace, component, endpoint."""
@@ -121,6 +124,8 @@ class PrefillPool:
             if failed is not None:
                 await failed.close()
             log.error("model %s: no prefill router: %s", self.name, error.message)
+            if isinstance(error, Unavailable):
+                asyncio.get_running_loop().call_later(AGAIN_S, self._cards_changed)
         finally:
             self._changing = False
 

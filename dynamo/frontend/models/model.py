@@ -253,6 +253,11 @@ class ModelEntry:
         self._update()
         return card
 
+    @property
+    def wants_load(self) -> bool:
+        """Whether it has workers, and is not loaded, loading or closed."""
+        return bool(self.workers) and not (self.loaded or self.loading or self._closed)
+
     async def load(self, runtime: DistributedRuntime, settings: RouterSettings) -> LoadedModel:
         """Load tokenizer and template in a thread, connect to the workers. Raises DynamoError."""
         card = self.card
@@ -316,6 +321,7 @@ class ModelEntry:
         try:
             await router.start()
         except BaseException:
+            await router.close()
             client.close()
             raise
         admitted.on_change(self._workers_changed)  # after the picker's own

@@ -16,7 +16,8 @@ from functools import partial
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
-from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
+from dynamo.errors import DynamoError, ModelNotFound, NoInstances, Unavailable, shorten
+from dynamo.frontend.disagg.pool import AGAIN_S
 from dynamo.frontend.models.model import (
     INPUTS,
     LoadedModel,
@@ -352,11 +353,11 @@ class Models:
             self._prefill.add(event.key, card)
             return
         self._prefill.remove(event.key)
+        own = card.kv_cache_block_size
         if card.model_input not in INPUTS:
             text = f"it takes {card.model_input}, this frontend sends {', '.join(INPUTS)}"
             self._reject_card(event.key, card, "model_input", text)
-        elif self._forces_another_block_size(card):
-            forced, own = self._router.kv_cache_block_size, card.kv_cache_block_size
+        elif (forced := router_settings(card, self._router).block_size_for(own)) != own:
             text = (
                 f"it has KV blocks of {own} tokens, this frontend hashes blocks of {forced}: give "
                 f"the frontend --kv-cache-block-size {own}, or leave that flag out, or start the "
@@ -396,15 +397,7 @@ class Models:
         if len(self._entries) > 1:
             self.on_demand.joined(card.instance_id, self._worker_ids())
         log.info("model %s: worker %x joined (%d)", name, card.instance_id, len(entry.workers))
-        if entry.loaded is None and not entry.loading:
-            entry.loading = True
-            load = self._tasks.spawn(self._load(entry), name=f"load {name}")
-            self._loads.add(load)
-            load.add_done_callback(self._loads.discard)
-
-    def _forces_another_block_size(self, card: ModelCard) -> bool:
-        own = card.kv_cache_block_size
-        return router_settings(card, self._router).block_size_for(own) != own
+        self._load_missing(entry)
 
     def _remove(self, key: str) -> None:
         self._prefill.remove(key)
@@ -474,6 +467,13 @@ class Models:
         log.info("model %s: forgotten, a reload has removed it from the graph", name)
         return True
 
+    def _load_missing(self, entry: ModelEntry) -> None:
+        if entry.wants_load:
+            entry.loading = True
+            load = self._tasks.spawn(self._load(entry), name=f"load {entry.name}")
+            self._loads.add(load)
+            load.add_done_callback(self._loads.discard)
+
     async def _load(self, entry: ModelEntry) -> None:
         try:
             loaded = await entry.load(self._runtime, self._router)
@@ -485,8 +485,11 @@ class Models:
             if loaded.picker.worker_pool.members:
                 entry.on_worker()
         except DynamoError as error:
-            entry.problem = error.message
-            self._reject(entry.name, "load", error.message)
+            if entry.problem != error.message:
+                entry.problem = error.message
+                self._reject(entry.name, "load", error.message)
+            if isinstance(error, Unavailable):
+                asyncio.get_running_loop().call_later(AGAIN_S, self._load_missing, entry)
 
     def _reject_card(self, key: str, card: ModelCard, reason: str, text: str) -> None:
         self._problems[key] = card, text

@@ -16,13 +16,16 @@ import pytest
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ModelNotFound, NoInstances
+from dynamo.errors import ModelNotFound, NoInstances, Unavailable
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.control import ModelCard, RuntimeConfig
+from dynamo.router.discovery.kv_router import make_router
+from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import ServerStream
 
@@ -277,6 +280,33 @@ async def test_a_model_that_could_not_be_loaded_is_tried_again(box: Box, tmp_pat
     assert not box.models.rejections()
     with pytest.raises(ModelNotFound, match="`tiny` has no /v1/embeddings, it has /v1/chat/com"):
         box.models.find("tiny", "Embedding")
+
+
+async def test_a_model_that_met_a_full_disk_is_loaded_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another worker; a router that could not start follows nothing any more."""
+    made: list[ConnectedRouter] = []
+
+    def record(*args: Any) -> ConnectedRouter:
+        made.append(make_router(*args))
+        return made[-1]
+
+    monkeypatch.setattr("dynamo.frontend.models.model.make_router", record)
+    async with running(tmp_path, RouterSettings(mode="kv", replica_sync=True)) as box:
+        publisher = box.runtime.publisher
+
+        async def full(*args: str) -> EventPublisher:
+            if len(made) < 3:
+                raise Unavailable("cannot register: No space left on device")
+            return await publisher(*args)
+
+        monkeypatch.setattr(box.runtime, "publisher", full)
+        worker = await box.worker()
+        await until(lambda: bool(box.models.loaded_models()))
+        await until(lambda: box.routable() == {worker.id})
+        assert box.rejected("tiny", "load") == 1 and not box.models.rejections()
+        assert [bool(one.picker.worker_pool.members) for one in made] == [False, False, True]
 
 
 async def test_types_and_aliases(box: Box) -> None:
