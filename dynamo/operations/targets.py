@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dynamo.errors import InvalidArgument
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.serve.state.document import Document, Entry
-from dynamo.serve.state.entries import ServiceEntries, read_services
+from dynamo.serve.state.entries import ServiceEntries, read_services, service_config
 from dynamo.serve.state.process_table import is_reserved
 
 
@@ -119,7 +119,9 @@ def find_model(
         for name in names or {service.model}:
             models.setdefault(str(name), []).append(service)
     if model not in models:
-        own = next((e.service for e in document.components.values() if registered(e) == model), "")
+        config = service_config(document)  # without a service that is being removed
+        entries = [e for e in document.components.values() if e.service in config]
+        own = next((e.service for e in entries if registered(e) == model), "")
         if own and model:
             raise InvalidArgument(
                 f"{model} is served by {own}, a program of your own: to load, unload and scale its "

@@ -24,10 +24,15 @@ class Engine:
     def __init__(self, port: int) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
+        self._joined = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
         self._socket.subscribe(b"")
         self._socket.rcvtimeo = TIMEOUT_MS
         self.sequence: list[int] = []
+
+    def join(self) -> None:
+        """Wait until the engine sends to this program: earlier messages are lost."""
+        assert self._joined.poll(TIMEOUT_MS)
 
     def receive(self) -> list[EngineEvent]:
         """Return the events of the next message."""
@@ -56,6 +61,7 @@ def engine(deployment: Deployment) -> Iterator[Engine]:
         "--speedup-ratio", "0", "--model-name", "tiny",
     )  # fmt: skip
     deployment.wait_for_workers(1)
+    made.join()
     yield made
     made.close()
 

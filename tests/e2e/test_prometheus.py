@@ -176,7 +176,8 @@ def test_every_panel_shows_data(serving: Serving, tmp_path: Path) -> None:
             left = _until_only_these_are_empty(
                 serving, prometheus, frontend, set(queries()), {*MAY_BE_EMPTY, HEALTH_CHECKS}
             )
-        _until_only_these_are_empty(serving, prometheus, frontend, left, MAY_BE_EMPTY)
+        # Without requests: only an idle worker is checked.
+        _until_only_these_are_empty(serving, prometheus, None, left, MAY_BE_EMPTY)
         # The planner may replace a worker for longer than the second that these rules wait.
         assert prometheus.firing() <= {"DynamoWorkersMissing"}
     finally:
@@ -196,7 +197,7 @@ def _ports() -> list[int]:
 def _until_only_these_are_empty(
     serving: Serving,
     prometheus: Prometheus,
-    frontend: int,
+    frontend: int | None,
     left: set[Query],
     these: set[tuple[str, str, str]],
 ) -> set[Query]:
@@ -204,7 +205,8 @@ def _until_only_these_are_empty(
 
     def seen() -> bool:
         nonlocal left
-        send_wrong_and_cancelled(frontend)
+        if frontend is not None:
+            send_wrong_and_cancelled(frontend)
         left = empty(prometheus, left)
         return {one[:3] for one in left} <= these
 
@@ -230,7 +232,12 @@ def test_faults_fire_alerts(deployment: Deployment, tmp_path: Path) -> None:
         deployment.until(lambda: not prometheus.firing())
         hung, dead, frontend = deployment.processes
         hung.send_signal(signal.SIGSTOP)
-        deployment.until(lambda: prometheus.firing() == {"DynamoWorkerDown"})
+        # A machine that is busy may block the frontend's loop, which is an alert of its own.
+        allowed = {"DynamoEventLoopBlocked"}
+        try:
+            deployment.until(lambda: prometheus.firing() - allowed == {"DynamoWorkerDown"})
+        except AssertionError:
+            raise AssertionError(f"firing: {prometheus.get('alerts')}") from None
         hung.kill()
         dead.kill()
         both = {"DynamoWorkerDown", "DynamoModelNotReady"}
