@@ -91,8 +91,10 @@ class RollingArbiter(Arbiter):  # type: ignore[misc]
 
     async def answer(self) -> None:
         """Let a running command report to its client. All processes have ended, so it ends soon."""
-        if self._command is not None:
+        if self._command is not None and not self._command.done():
             await asyncio.wait([self._command], timeout=_ANSWER_S)
+            self.ctrl.stream.flush()
+            await asyncio.sleep(0)  # or the stream warns that it is closed
 
     @synchronized("arbiter_restart")  # type: ignore[untyped-decorator]
     def restart(self, inside_circusd: bool = False, watcher_iter_func: Any = None) -> Any:
