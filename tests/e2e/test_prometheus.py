@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -93,6 +94,14 @@ class Prometheus(Server):
             *("--web.listen-address", f"127.0.0.1:{port}", "--log.level", "warn"),
         ]
         super().__init__(command, "127.0.0.1", port, folder / "prometheus.log")
+
+    def _answers(self) -> bool:
+        """Whether it is ready: it listens before, and answers queries with 503."""
+        with contextlib.suppress(OSError):
+            url = f"http://127.0.0.1:{self.port}/-/ready"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return bool(answer.status == 200)
+        return False
 
     def get(self, path: str, **params: str) -> Any:
         query = urllib.parse.urlencode(params)
