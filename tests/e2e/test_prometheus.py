@@ -228,8 +228,9 @@ def _until_only_these_are_empty(
 
 def test_faults_fire_alerts(deployment: Deployment, tmp_path: Path) -> None:
     """A hung worker, a model without workers, a dead frontend."""
-    unused, first, second = (free_port() for _ in range(3))
-    prometheus = Prometheus(tmp_path / "prometheus", deployment.port, unused, [first, second])
+    first, second = free_port(), free_port()
+    no_planner = 1  # nothing listens there; a free port could become Prometheus's own
+    prometheus = Prometheus(tmp_path / "prometheus", deployment.port, no_planner, [first, second])
     prometheus.start()
     try:
         for port in (first, second):
