@@ -18,6 +18,7 @@ import pytest
 from boxes import Etcd, Nats, binary
 from deployment import Deployment
 from hypothesis import HealthCheck, settings
+from second_try import record_failures
 from serving import Serving
 
 # A shell starts its background jobs with SIGINT ignored, and children inherit that.
@@ -52,6 +53,7 @@ _IFF_UP = 1
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give each worker of pytest-xdist a network of its own, if root, and a short directory."""
+    record_failures(config)
     if not hasattr(config, "workerinput"):
         return
     # Its default, "popen-gw0", would make the paths of sockets too long.

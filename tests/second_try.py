@@ -1,0 +1,102 @@
+"""Failed tests, each run once more by itself: ``python tests/second_try.py FILE``.
+
+``scripts/test`` names the file in ``DYN_TEST_FAILURES``. While tests run, each failure becomes a
+line of JSON in it, and pytest exits with 66 if these failures are all that went wrong. Afterwards,
+when nothing else runs, this program repeats them. A test that passes then is listed, and does not
+fail the run. More than three failed tests do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+VARIABLE = "DYN_TEST_FAILURES"
+MOST_FAILURES = 3
+RECORDED = 66
+_SHOWN_LINES = 60
+
+
+class FailureRecord:
+    """A plugin of pytest that appends each failure of the run to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._recorded = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Append a failed report: a test may have two, of its call and of its teardown."""
+        if not report.failed:
+            return
+        failure = {
+            "test": report.nodeid,
+            "text": report.longreprtext,
+            # A worker of pytest-xdist gives its tests a network of their own.
+            "distributed": hasattr(report, "node"),
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(failure) + "\n")
+        self._recorded = True
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Distinguish recorded failures from a run that failed in another way."""
+        if exitstatus == pytest.ExitCode.TESTS_FAILED and self._recorded:
+            session.exitstatus = RECORDED
+
+
+def record_failures(config: pytest.Config) -> None:
+    """Register the record in the process that collects reports, if the environment names a file."""
+    # Not inherited: neither workers nor a pytest that a test starts may record.
+    path = os.environ.pop(VARIABLE, None)
+    if path and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailureRecord(Path(path)))
+
+
+def main(path: Path) -> int:
+    """Run the failed tests of ``path`` that were not repeated yet; return the exit status.
+
+    The file then also names what passed, so that a second call of the same run counts all failures
+    and repeats only new ones.
+    """
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    repeated = {line["repeated"] for line in lines if "repeated" in line}
+    failures = {line["test"]: line for line in reversed(lines) if "test" in line}
+    waiting = [failure for name, failure in reversed(failures.items()) if name not in repeated]
+    if not waiting:
+        return 0
+    if len(failures) > MOST_FAILURES:
+        print(f"{len(failures)} tests failed, more than {MOST_FAILURES}: no second try")
+        print(*(f"  {name}" for name in reversed(failures)), sep="\n")
+        return 1
+    passed = [failure for failure in waiting if _passes(failure)]
+    with path.open("a") as file:
+        file.writelines(json.dumps({"repeated": failure["test"]}) + "\n" for failure in passed)
+    _report(passed)
+    return 0 if len(passed) == len(waiting) else 1
+
+
+def _passes(failure: dict[str, str]) -> bool:
+    print(f"second try, by itself: {failure['test']}", flush=True)
+    workers = ["-n", "1"] if failure["distributed"] else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers]
+    return subprocess.run([*command, failure["test"]]).returncode == 0
+
+
+def _report(passed: Sequence[dict[str, str]]) -> None:
+    """Print each test that passed with the end of its first failure."""
+    if passed:
+        print("\npassed at the second try (a test listed twice in ten runs is a defect):")
+    for failure in passed:
+        text = failure["text"].splitlines()[-_SHOWN_LINES:]
+        print(f"  {failure['test']}", *(f"    {line}" for line in text), sep="\n")
+
+
+if __name__ == "__main__":
+    os.environ.pop(VARIABLE, None)
+    sys.exit(main(Path(sys.argv[1])))
