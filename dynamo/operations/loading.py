@@ -67,7 +67,7 @@ class ModelLoad:
                 await self._starts[service.name].find_room()
         loads: list[ServiceLoad] = []
         # Blocks, so that a cancellation cannot arrive between the write and our note of it.
-        access.statefile.update(lambda document: loads.extend(self._reserve(document)))
+        access.statefile.update(lambda document: loads.extend(self._reserve(document)), True)
         access.active.update(one.name for one in loads if not one.followed)
         return loads
 

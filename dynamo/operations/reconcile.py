@@ -17,7 +17,7 @@ from dynamo.operations.steps.circus import (
 )
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.operations.steps.removal import finish_removal, wait_until_gone
-from dynamo.serve.state.document import LOAD, RUNNING, SLEEP, WAKE, Document, Entry, Resources
+from dynamo.serve.state.document import LOAD, RUNNING, SLEEP, WAKE, Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, delete_entry, read_services, release
 from dynamo.serve.state.process_table import is_reserved, reclaim
 
@@ -148,7 +148,7 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
         options = await retried(lambda: access.circus.options(entry.name))
     except NoSuchWatcher:
         return []  # removed since; the arbiter frees it
-    if options.gpus != entry.gpus:
+    if options.gpus != entry.gpus and not entry.pinned:
         has = ", ".join(options.gpus) or "none"
         found.append(f"{entry.name}: corrected its GPUs in the statefile to {has}")
     if found and not dry_run:
@@ -170,7 +170,8 @@ def _correct(document: Document, found: Entry, options: WatcherOptions) -> None:
     if entry.reserved_by is not None and entry.asleep:
         entry.state = RUNNING  # it was being woken: its GPUs are its own until it is known
     release(document, entry.name)
-    entry.resources = Resources(options.gpus)
+    if not entry.pinned:
+        entry.assign(options.gpus)
 
 
 def _without_entry(

@@ -68,15 +68,15 @@ class Deployment:
         self._handle_signals()
         logs = self._run_directory.logs
         logs.mkdir(mode=0o700, exist_ok=True)
+        self._record = StatefileWriter(self._run_directory.statefile, self._plan, self._components)
+        self._plan = self._record.create()
         self._factory = WatcherFactory(self._plan, self._settings, logs, self._announcer)
         self._arbiter = self._make_arbiter()
-        self._record = StatefileWriter(self._run_directory.statefile, self._plan, self._components)
         self._rolling = RollingRestart(
             self._factory, self._record, self._registered, self._announcer
         )
         if self._source.file.name:
             remove_unfinished(self._source.file.resolve())
-        self._record.create()
         self._leases = Leases(self._run_directory.store, self.changed)
         self._reload = self._make_reload()
         self._startup = self._make_startup()

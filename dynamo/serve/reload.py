@@ -212,7 +212,7 @@ class GraphReload:
         """Raise ConfigError if the watchers of the changed graph do not fit on the GPUs."""
         allocator = ledger.allocator({*changes.removed, *(spec.name for spec in changes.changed)})
         for spec in (*changes.changed, *changes.added):
-            if spec.gpus:
+            if spec.gpus and not spec.pinned:
                 allocator.assign(spec.name, spec.gpu)
 
     def _check_ports(self, changes: GraphChanges) -> None:

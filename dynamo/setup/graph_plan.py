@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,12 @@ from dynamo.config import environ, from_env, to_env
 from dynamo.config.programs import memory_share
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, StatefileError
 from dynamo.runtime.process.paths import expanded, planned_socket_path, state_path, store_path
 from dynamo.serve.gpus.engine_gpus import (
     EngineFlags,
     EngineMemory,
+    MemoryRanks,
     engine_flags,
     memory_warnings,
     with_engine_gpus,
@@ -24,8 +26,18 @@ from dynamo.serve.gpus.gpus import NO_DRIVER, Gpu, Inventory, inventory_of
 from dynamo.serve.graph.graph import Graph, parse_graph, read_text
 from dynamo.serve.graph.overrides import Override
 from dynamo.serve.graph.service import Service
-from dynamo.serve.graph.watchers import DRAIN_TIMEOUTS, DeploymentPlan, WatcherSpec, place, plan
+from dynamo.serve.graph.watchers import (
+    DRAIN_TIMEOUTS,
+    DeploymentPlan,
+    WatcherSpec,
+    pin,
+    place,
+    plan,
+)
+from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontend_address
+from dynamo.serve.state.process_table import ledger_of, runs_here
+from dynamo.serve.state.statefile import Statefile
 from dynamo.setup.model_checks import model_warnings
 from dynamo.setup.service_checks import check_services
 
@@ -52,13 +64,21 @@ class Placement:
     warnings: tuple[str, ...]
 
 
-def place_workers(graph: Graph, specs: list[WatcherSpec], settings: ServeSettings) -> Placement:
+def place_workers(
+    graph: Graph,
+    specs: list[WatcherSpec],
+    settings: ServeSettings,
+    deployed: Document | None = None,
+) -> Placement:
     """Assign GPUs to ``specs`` of ``graph``. Raises ConfigError on shortage.
 
-    Without an NVIDIA driver, a number of GPUs that only follows from the engine's flags is ignored:
-    the engine may be built for another device.
+    ``deployed`` is what of the namespace runs now: its GPUs are free, those of other deployments
+    beside it are not. Without an NVIDIA driver, a number of GPUs that only follows from the
+    engine's flags is ignored: the engine may be built for another device.
     """
     devices, inventory = _inventory(specs, settings)
+    deployed = deployed or Document(namespace=graph.namespace)
+    specs = pin(specs, devices or None, inventory.env)
     warnings: list[str] = []
     if settings.disable_gpu_allocation:
         return Placement(specs, inventory.ids, ())
@@ -69,9 +89,13 @@ def place_workers(graph: Graph, specs: list[WatcherSpec], settings: ServeSetting
             f"{name}: {NO_DRIVER}; it is started without an assigned GPU" for name in unplaced
         ]
         specs = [replace(spec, gpu=0.0) if spec.service in derived else spec for spec in specs]
-    specs = place(specs, inventory)
+    needs = _needs(graph, specs) if devices else {}
+    ledger = ledger_of(deployed, inventory.ids)
+    allocator = ledger.allocator(without=ledger.held, inventory=inventory)
+    ours = {gpu for entry in deployed.components.values() for gpu in entry.gpus}
+    specs = place(specs, inventory, allocator, MemoryRanks(devices, needs, ours))
     if devices:
-        warnings += memory_warnings(specs, devices, _needs(graph, specs))
+        warnings += memory_warnings(specs, devices, needs)
     return Placement(specs, inventory.ids, tuple(warnings))
 
 
@@ -92,7 +116,7 @@ def _inventory(
 
 
 def _needs(graph: Graph, specs: Sequence[WatcherSpec]) -> Mapping[str, EngineMemory]:
-    directories = {spec.service: Path(spec.working_dir) for spec in specs if spec.gpus}
+    directories = {spec.service: Path(spec.working_dir) for spec in specs if spec.gpu or spec.gpus}
     return {
         service.name: _memory(service, directories[service.name])
         for service in graph.services
@@ -168,7 +192,7 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     )
     if not any(spec.starts for spec in specs):
         raise ConfigError(f"{graph.source}: every service has 0 workers")
-    placement = place_workers(graph, specs, settings)
+    placement = place_workers(graph, specs, settings, _deployed(graph.namespace, runtime))
     running = [spec for spec in placement.specs if spec.starts]
     _check(graph, running)
     control, events = (f"ipc://{planned_socket_path(runtime, name)}" for name in SOCKETS)
@@ -182,6 +206,17 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
         warnings=(*placement.warnings, *model_warnings(graph)),
         templates=[spec for spec in placement.specs if not spec.starts],
     )
+
+
+def _deployed(namespace: str, runtime: RuntimeSettings) -> Document:
+    """Return the statefile of the running deployment, else an empty one in its place."""
+    directory = state_path(runtime)
+    found = None
+    with contextlib.suppress(StatefileError):  # a start replaces it
+        found = Statefile(directory, namespace).read()
+    if found is not None and runs_here(found.arbiter):
+        return found
+    return Document(namespace=namespace, directory=str(directory))
 
 
 def _shadows_us(directory: Path) -> bool:

@@ -58,6 +58,7 @@ def visible(pid: int) -> list[str]:
     return psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"].split(",")
 
 
+PIN = "ServiceArgs: {envs: {CUDA_VISIBLE_DEVICES: '2'}, resources: {gpu: 1}}"
 SLEEPERS = """
 A: {{run: SLEEPER, say: {say}, ServiceArgs: {{resources: {{gpu: {gpus}}}}}}}
 B: {{run: SLEEPER, ServiceArgs: {{resources: {{gpu: 1}}}}}}
@@ -208,7 +209,7 @@ def _reload_beside_a_sleeper(serving: Serving, graph: str) -> None:
     """It holds no GPU: a new service gets the one it is bound to."""
     assert run(serving, "load", "more")[0] == 0
     assert run(serving, "sleep", "M")[0] == 0
-    assert record(serving, "M_1")["resources"] == {"allocated_gpus": ["0"]}
+    assert record(serving, "M_1")["resources"] == {"allocated_gpus": [0]}
     head, _, rest = graph.partition("S:\n")
     new = "N: {run: SLEEPER, ServiceArgs: {resources: {gpu: 1}}}\nM:\n"
     status, text = run(
@@ -276,3 +277,26 @@ def test_loads_at_the_same_time_and_interrupted_ones(serving: Serving) -> None:
     serving.until(lambda: not any("_M" in name for name in serving.document()["components"]))
     assert serving.stop() == 0
     serving.assert_clean()
+
+
+def test_two_deployments_get_different_gpus(serving: Serving) -> None:
+    """A start, a reload and a restart of one respect what the other holds."""
+    other = Serving(serving.tmp_path)  # of the same user: the same state directory
+    serving.start(sleepers(), "--gpus", "4")
+    try:
+        other.start(other.graph(f"A: {{run: SLEEPER, {PIN}}}\n", "other.yaml"), "--gpus", "4")
+        assert held(serving) == {"A": ["0"], "B": ["1"]}
+        assert held(other) == {"A": ["2"]}
+        assert visible(*other.wait_for_pids("A")) == ["2"]
+        status, text = run(serving, "reload", str(serving.graph(sleepers(gpus=3))))
+        assert status == 2 and f"{other.namespace}_A of namespace {other.namespace}" in text, text
+        status, text = run(serving, "restart", "A")
+        assert status == 0, text
+        assert held(serving) == {"A": ["0"], "B": ["1"]}
+        status, text = run(other, "restart", "A")
+        assert status == 0 and held(other) == {"A": ["2"]}, text
+    finally:
+        other.stop()
+    status, text = run(serving, "reload", str(serving.graph(sleepers(gpus=3))))
+    assert status == 0, text
+    assert held(serving)["B"] == ["1"] and held(serving)["A"] == ["0", "2", "3"]

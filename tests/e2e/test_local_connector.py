@@ -132,7 +132,7 @@ def test_one_two_one_none_one(serving: Serving, unused_tcp_port: int) -> None:
             assert await connector.add("Decode") == f"{base}_1"
             found = entries(serving)
             assert found["Decode"] == first
-            assert found["Decode_1"]["resources"] == {"allocated_gpus": ["1"]}
+            assert found["Decode_1"]["resources"] == {"allocated_gpus": [1]}
             assert found["Decode_1"]["argv"] == first["argv"] and found["Decode_1"]["lease"]
             assert "reserved_by" not in found["Decode_1"] and "hidden" not in json.dumps(found)
             env = psutil.Process(found["Decode_1"]["processes"][0]["pid"]).environ()
@@ -151,7 +151,7 @@ def test_one_two_one_none_one(serving: Serving, unused_tcp_port: int) -> None:
                 await connector.remove("Decode")
             assert await connector.add("Decode") == f"{base}_1"
             found = entries(serving)
-            assert found["Decode_1"]["resources"] == {"allocated_gpus": ["0"]}
+            assert found["Decode_1"]["resources"] == {"allocated_gpus": [0]}
             assert found["Decode"]["resources"] == {}
 
     asyncio.run(steps())

@@ -204,7 +204,7 @@ async def wake_worker(
         _reserve_sleeper(document, entry.name)
 
     with access.acting_on(entry.name):
-        access.statefile.update(take)
+        access.statefile.update(take, True)
         return await finish_wake(access, engines, service, entry)
 
 
@@ -298,10 +298,12 @@ def check_wakeable(document: Document, name: str) -> None:
     ledger = ledger_of(document)
     if not ledger.can_hold(name):
         holders = ledger.holders(entry.gpus, without=name)
+        used = f"{name}: GPU {', '.join(entry.gpus)} is in use by {', '.join(holders)}"
+        if holders[0] not in ledger.held:
+            raise ActionFailed(f"{used}; free it there, or start another worker: dynamo load")
         raise ActionFailed(
-            f"{name}: GPU {', '.join(entry.gpus)} is in use by {', '.join(holders)}; free it with: "
-            f"dynamo drain {holders[0]} (or, if its engine has a sleep mode: dynamo sleep "
-            f"{holders[0]})"
+            f"{used}; free it with: dynamo drain {holders[0]} (or, if its engine has a sleep mode: "
+            f"dynamo sleep {holders[0]})"
         )
 
 

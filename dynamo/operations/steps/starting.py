@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.operations.steps.access import LocalAccess, wait_until, without_room
 from dynamo.operations.steps.circus import STOPPED, CircusBusy, CircusError, retried
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.operations.steps.removal import remove_entry, wait_until_gone
+from dynamo.serve.gpus.engine_gpus import MemoryRanks
 from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.gpus.room import free_gpus, in_the_way, reserved_share
 from dynamo.serve.state.document import LOAD, Document
@@ -35,13 +36,14 @@ class WorkerStart:
         self._argv: tuple[str, ...] = ()
         self._gpus: tuple[str, ...] = ()
         self._avoid: frozenset[str] = frozenset()
+        self._rank: Mapping[str, int] = {}
 
     async def prepare(self) -> None:
         """Reserve its name and its GPUs. Raises ActionFailed, StatefileError."""
         watchers = await self._access.statuses()
         await self.find_room()
         # Blocks, so that a cancellation cannot arrive between the write and our note of it.
-        self._access.statefile.update(lambda document: self.reserve(document, watchers))
+        self._access.statefile.update(lambda document: self.reserve(document, watchers), True)
         self._access.active.add(self.name)
 
     async def find_room(self) -> None:
@@ -52,6 +54,8 @@ class WorkerStart:
         share = reserved_share(service.template.argv)
         free = free_gpus(ledger_of(document))
         self._avoid = await without_room(free, share, access.devices)
+        if service.gpus and len(free) > 1:
+            self._rank = MemoryRanks(await access.devices() or (), {}).of(service.name)
         sleepers = in_the_way(document, service, free, self._avoid)
         for owner, entry in sleepers:
             log.info("%s: removing it; %s needs the memory of its GPU", entry.name, self._service)
@@ -94,15 +98,16 @@ class WorkerStart:
         self.name = next_name(document, self._service, taken)
         self._argv = service.template.argv
         self._gpus = ()
-        if service.gpus and ledger.ids:  # none if the user places the workers
+        pinned = tuple(str(gpu) for gpu in service.template.pinned)
+        if service.gpus and ledger.ids and not pinned:  # none if the user places the workers
             self._gpus = self._free_gpus(ledger, service.gpus)
-        entry = service.new_entry(self.name, self._argv, self._gpus)
+        entry = service.new_entry(self.name, self._argv, pinned or self._gpus)
         entry.reserved_by = reservation(LOAD)
         document.components[self.name] = entry
 
     def _free_gpus(self, ledger: GpuLedger, count: float) -> tuple[str, ...]:
         try:
-            return ledger.assign(self.name, count, avoid=self._avoid)
+            return ledger.assign(self.name, count, avoid=self._avoid, rank=self._rank)
         except ConfigError as error:
             raise ActionFailed(error.message.partition("\nLower workers")[0]) from None
 

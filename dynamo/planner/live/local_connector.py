@@ -177,8 +177,8 @@ def capacity_of(document: Document, limits: ActionLimits) -> GpuCapacity:
         if limits.scales(service.model)
         for entry in service.entries
     }
-    others = sum(ledger.amount(name) for name in ledger.held if name not in scaled)
-    return GpuCapacity(len(ledger.ids) - others, GpuRoom(ledger))
+    usable = sum(ledger.free(without=scaled).values())
+    return GpuCapacity(usable, GpuRoom(ledger))
 
 
 class LocalConnector:

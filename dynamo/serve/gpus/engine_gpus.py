@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,54 @@ class EngineMemory:
 
     weights_bytes: int
     share: float
+
+    def bytes_on(self, gpu: Gpu) -> int:
+        """Return the memory that must be free on ``gpu`` before the worker starts."""
+        return max(self.weights_bytes, int(self.share * gpu.memory_bytes))
+
+
+_UNKNOWN = EngineMemory(weights_bytes=0, share=0.0)
+
+
+class MemoryRanks:
+    """Ranks GPUs by their free memory for workers that are about to be placed.
+
+    Last come those with less than a worker ``needs``, before them those that others use. ``ours``
+    are used by the deployment itself: their memory is that of the processes to replace.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Gpu],
+        needs: Mapping[str, EngineMemory],
+        ours: Collection[str] = (),
+    ) -> None:
+        self._devices = [
+            gpu for gpu in devices if gpu.memory_bytes and not any(map(gpu.is_named, ours))
+        ]
+        self._needs = needs
+        self._taken: Counter[int] = Counter()
+
+    def of(self, service: str) -> dict[str, int]:
+        """Return the rank of each GPU that is not the first choice, by index and by UUID."""
+        need = self._needs.get(service, _UNKNOWN)
+        ranks = {}
+        for gpu in self._devices:
+            free = gpu.memory_bytes - gpu.used_bytes - self._taken[gpu.index]
+            rank = 0
+            if need.bytes_on(gpu) > free:
+                rank = 2
+            elif gpu.used_bytes >= _UNATTRIBUTED_BYTES:
+                rank = 1
+            ranks[str(gpu.index)] = ranks[gpu.uuid] = rank
+        return ranks
+
+    def take(self, service: str, gpus: Sequence[str]) -> None:
+        """Count a worker of ``service`` on ``gpus``."""
+        need = self._needs.get(service, _UNKNOWN)
+        for gpu in self._devices:
+            if any(map(gpu.is_named, gpus)):
+                self._taken[gpu.index] += need.bytes_on(gpu)
 
 
 def memory_warnings(

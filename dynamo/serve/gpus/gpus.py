@@ -6,7 +6,7 @@ Unlike in Dynamo, the parent's CUDA_VISIBLE_DEVICES applies, and a shortage is a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamo.errors import ConfigError
@@ -124,16 +124,21 @@ class Allocator:
         """The number of GPUs that are entirely free."""
         return sum(left == 1.0 for left in self._left)
 
-    def assign(self, name: str, count: float) -> tuple[str, ...]:
+    def assign(
+        self, name: str, count: float, rank: Mapping[str, int] | None = None
+    ) -> tuple[str, ...]:
         """Assign ``count`` GPUs to ``name``: a whole number, or a fraction below 1 of one GPU.
 
-        Raises ConfigError with the table of assignments.
+        GPUs of a higher ``rank`` come after all of a lower one; without one it is 0. Raises
+        ConfigError with the table of assignments.
         """
         if count <= 0 or (count > 1 and count != int(count)):
             raise ConfigError(
                 f"{name}: {count:g} GPUs: must be a whole number or a fraction below 1"
             )
-        slots = self._shared(count) if count < 1 else self._whole(int(count))
+        ids, ranks = self.inventory.ids, rank or {}
+        order = sorted(self._order, key=lambda slot: ranks.get(ids[slot], 0))
+        slots = self._shared(order, count, ranks) if count < 1 else self._whole(order, int(count))
         if not slots:
             raise ConfigError(self._shortage(name, count))
         for slot in slots:
@@ -160,21 +165,21 @@ class Allocator:
         ]
         return "\n".join(rows) or "  (none)"
 
-    def _whole(self, count: int) -> list[int]:
-        free = [slot for slot in self._order if self._left[slot] == 1.0][:count]
+    def _whole(self, order: Sequence[int], count: int) -> list[int]:
+        free = [slot for slot in order if self._left[slot] == 1.0][:count]
         if len(free) < count:
             return []
         for slot in free:
             self._left[slot] = 0.0
         return free
 
-    def _shared(self, count: float) -> list[int]:
-        slots = self._order
-        open_ = [s for s in slots if self._unit[s] == count and fits(self._left[s], count)]
-        found = (open_ or [s for s in slots if self._left[s] == 1.0])[:1]
-        for slot in found:
+    def _shared(self, order: Sequence[int], count: float, ranks: Mapping[str, int]) -> list[int]:
+        open_ = [s for s in order if self._unit[s] == count and fits(self._left[s], count)]
+        usable = [*open_, *(slot for slot in order if self._left[slot] == 1.0)]
+        usable.sort(key=lambda slot: ranks.get(self.inventory.ids[slot], 0))
+        for slot in usable[:1]:
             self._take_share(slot, count)
-        return found
+        return usable[:1]
 
     def _take_share(self, slot: int, count: float) -> None:
         self._unit[slot] = count
@@ -198,7 +203,10 @@ def gpu_ids(document: Document) -> list[str]:
 
 
 class GpuLedger:
-    """The GPUs that each worker of ``document`` holds or has reserved; its entries are the rows.
+    """The GPUs of the box that each worker of ``document`` holds or has reserved, by its entries.
+
+    ``others`` are the documents of the other deployments of this box: what their workers hold is
+    not free either.
 
     An entry holds, of each GPU, the most of
 
@@ -207,7 +215,8 @@ class GpuLedger:
     * what the arbiter has reserved for a process that is to start (``replacing.gpus``).
 
     A worker that sleeps or was given up stays assigned to its GPUs and holds none, but those that
-    are reserved for its next process. Others get the GPUs of a sleeper last, so that it can wake. A
+    are reserved for its next process. Others get the GPUs of a sleeper last, so that it can wake.
+    Nothing keeps a worker from GPUs that its own service's environment names (``pinned``). A
     reservation ends with the process that made it: then an entry that the arbiter never received
     holds nothing.
 
@@ -216,17 +225,31 @@ class GpuLedger:
     of the statefile.
     """
 
-    def __init__(self, document: Document, lives: Lives, ids: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        document: Document,
+        lives: Lives,
+        ids: Sequence[str] | None = None,
+        others: Sequence[Document] = (),
+    ) -> None:
         self.ids = sorted(gpu_ids(document) if ids is None else ids, key=_gpu_order)
         self._assigned = {name: dict(shares) for name, shares in _assigned(document)}
+        self._pinned = {name for name, entry in document.components.items() if entry.pinned}
         self._sleepers = {
-            gpu for one in document.components.values() if one.asleep for gpu in one.gpus
+            gpu
+            for one in (document, *others)
+            for entry in one.components.values()
+            if entry.asleep
+            for gpu in entry.gpus
         }
-        self.held: dict[str, dict[str, float]] = {}
+        self.held = _all_held(document, self._assigned, lives)
         """The share of each GPU that each holder has, by its name; 1 is a whole one."""
-        for name, entry in document.components.items():
-            if held := _held(entry, self._assigned.get(name, {}), lives):
-                self.held[name] = held
+        self.elsewhere = {
+            f"{name} of namespace {other.namespace}": held
+            for other in others
+            for name, held in _all_held(other, dict(_assigned(other)), lives).items()
+        }
+        """The same of the other deployments."""
 
     def amount(self, name: str) -> float:
         """Return how many GPUs ``name`` holds."""
@@ -235,33 +258,44 @@ class GpuLedger:
     def free(self, without: Collection[str] = ()) -> dict[str, float]:
         """Return what is free of each GPU, 1 of a whole one, if ``without`` had none."""
         left = dict.fromkeys(self.ids, 1.0)
-        for name, shares in self.held.items():
+        for name, shares in self._holders():
             for gpu, share in shares.items():
                 if gpu in left and name not in without:
                     left[gpu] = max(0.0, left[gpu] - share)
         return left
 
     def holders(self, gpus: Collection[str], without: str = "") -> list[str]:
-        """Return those that hold some of ``gpus``."""
-        return [
-            n for n, one in self.held.items() if n != without and not one.keys().isdisjoint(gpus)
-        ]
+        """Return those that hold some of ``gpus``, those of the own deployment first."""
+        return [n for n, one in self._holders() if n != without and not one.keys().isdisjoint(gpus)]
 
     def assign(
-        self, name: str, count: float, without: Collection[str] = (), avoid: Collection[str] = ()
+        self,
+        name: str,
+        count: float,
+        without: Collection[str] = (),
+        avoid: Collection[str] = (),
+        rank: Mapping[str, int] | None = None,
     ) -> tuple[str, ...]:
         """Return ``count`` GPUs for ``name``, lowest first; a fraction below 1 is a share of one.
 
-        ``without``: as if these held none. GPUs to ``avoid`` have no room. Raises ConfigError that
-        lists the holders.
+        ``without``: as if these held none. GPUs to ``avoid`` have no room, those of a higher
+        ``rank`` come last. Raises ConfigError that lists the holders.
         """
-        return self.allocator(without, avoid).assign(name, count)
+        return self.allocator(without, avoid).assign(name, count, rank)
 
-    def allocator(self, without: Collection[str] = (), avoid: Collection[str] = ()) -> Allocator:
-        """Return an allocator of what is free. See :meth:`assign`."""
-        inventory = Inventory(ids=tuple(self.ids), source="statefile")
+    def allocator(
+        self,
+        without: Collection[str] = (),
+        avoid: Collection[str] = (),
+        inventory: Inventory | None = None,
+    ) -> Allocator:
+        """Return an allocator of what is free, of ``inventory`` if not of the statefile.
+
+        See :meth:`assign`.
+        """
+        inventory = inventory or Inventory(ids=tuple(self.ids), source="statefile")
         allocator = Allocator(inventory, last=self._sleepers)
-        for name, shares in self.held.items():
+        for name, shares in self._holders():
             for gpu, share in shares.items() if name not in without else ():
                 allocator.hold(name, (gpu,), share)
         for gpu in avoid:
@@ -270,8 +304,24 @@ class GpuLedger:
 
     def can_hold(self, name: str) -> bool:
         """Whether the GPUs that are assigned to ``name`` have room for it, again or still."""
+        if name in self._pinned:
+            return True  # its owner shares them out
         free = self.free(without=(name,))
         return all(fits(free.get(gpu, 1.0), s) for gpu, s in self._assigned.get(name, {}).items())
+
+    def _holders(self) -> Iterable[tuple[str, Mapping[str, float]]]:
+        yield from self.held.items()
+        yield from self.elsewhere.items()
+
+
+def _all_held(
+    document: Document, assigned: Mapping[str, Mapping[str, float]], lives: Lives
+) -> dict[str, dict[str, float]]:
+    held = {
+        name: _held(entry, assigned.get(name, {}), lives)
+        for name, entry in document.components.items()
+    }
+    return {name: shares for name, shares in held.items() if shares}
 
 
 def _assigned(document: Document) -> Iterator[tuple[str, Mapping[str, float]]]:

@@ -93,7 +93,7 @@ def compare(
         if before is None:
             added.append(spec)
             continue
-        if before.gpus and before.gpu == spec.gpu:
+        if before.gpus and before.gpu == spec.gpu and not spec.pinned:
             spec = with_gpus(spec, before.gpus)
         difference = _difference(before, spec)
         if difference:
@@ -192,7 +192,7 @@ def _difference(before: WatcherSpec, after: WatcherSpec) -> str:
 
 def _compared_env(spec: WatcherSpec) -> Mapping[str, str]:
     # Without assigned GPUs, the graph itself sets CUDA_VISIBLE_DEVICES.
-    ignored = _NOT_COMPARED if spec.gpus else _NOT_COMPARED[1:]
+    ignored = _NOT_COMPARED if spec.gpus and not spec.pinned else _NOT_COMPARED[1:]
     return {key: value for key, value in spec.env.items() if key not in ignored}
 
 

@@ -10,13 +10,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamo.config.programs import FRONTEND, PROGRAMS
 from dynamo.errors import ConfigError
-from dynamo.serve.gpus.gpus import Allocator, Inventory
+from dynamo.serve.gpus.gpus import Allocator, Gpu, Inventory, inventory_of
 from dynamo.serve.graph.graph import Graph
 from dynamo.serve.graph.service import PYTHON, Service, serves_model, watcher_name
+
+if TYPE_CHECKING:
+    from dynamo.serve.gpus.engine_gpus import MemoryRanks
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _PORT = "DYN_SYSTEM_PORT"
@@ -36,7 +39,8 @@ class WatcherSpec:
 
     ``env`` is added to the arbiter's environment. ``stop_stage`` orders the stop: a stage stops
     after all processes of the previous one have exited. ``index`` counts the watchers of a service.
-    One that does not ``starts`` is the template of a service with 0 workers.
+    One that does not ``starts`` is the template of a service with 0 workers. ``pinned``: its
+    service's ``envs`` name its ``gpus``; it is never moved, and its owner shares them out.
     """
 
     name: str
@@ -53,6 +57,7 @@ class WatcherSpec:
     index: int = 0
     starts: bool = True
     declares_model: bool = False
+    pinned: bool = False
 
     @property
     def program(self) -> str:
@@ -186,10 +191,14 @@ def plan_added(
     specs = list(planned)
     base = next((s for s in specs if re.fullmatch(re.escape(s.name) + r"(_\d+)?", name)), None)
     module = argv[2] if len(argv) > 2 and argv[1] == "-m" else ""
-    inherited = _without_gpus(added_env(base, name)) if base else _shared_env(specs)
-    given = env.get(_GPUS)
+    inherited = added_env(base, name) if base else _shared_env(specs)
+    given, pinned = env.get(_GPUS), base is not None and base.pinned and _GPUS not in env
+    if base is not None and not pinned:
+        inherited.pop(_GPUS, None)
     gpus = tuple(gpu for gpu in given.split(",") if gpu) if given else ()
-    shares = base is not None and 0 < base.gpu < 1 and len(gpus) == 1
+    if base is not None and pinned:
+        gpus = base.gpus
+    shares = base is not None and (pinned or (0 < base.gpu < 1 and len(gpus) == 1))
     return replace(
         base or specs[0],
         name=name,
@@ -198,6 +207,7 @@ def plan_added(
         env={**inherited, "DYN_WATCHER_NAME": name, **env},
         gpu=base.gpu if base and shares else float(len(gpus)),
         gpus=gpus,
+        pinned=pinned,
         stop_stage=_stop_stage(module),
         is_frontend=module == FRONTEND,
         options=base.options if base and base.argv == tuple(argv) else {},
@@ -212,10 +222,6 @@ def added_env(base: WatcherSpec, name: str) -> dict[str, str]:
     """
     number = name.removeprefix(base.name).removeprefix("_")
     return {**_with_own_port(base.env, int(number or 0)), "DYN_WATCHER_NAME": name}
-
-
-def _without_gpus(env: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in env.items() if key != _GPUS}
 
 
 def _with_own_port(env: Mapping[str, str], index: int) -> dict[str, str]:
@@ -250,12 +256,43 @@ def with_gpus(spec: WatcherSpec, gpus: Sequence[str]) -> WatcherSpec:
     return replace(spec, gpus=tuple(gpus), env={**spec.env, _GPUS: ",".join(gpus)})
 
 
-def place(specs: Sequence[WatcherSpec], inventory: Inventory) -> list[WatcherSpec]:
+def pin(
+    specs: Sequence[WatcherSpec], devices: Sequence[Gpu] | None, env: Mapping[str, str]
+) -> list[WatcherSpec]:
+    """Record the GPUs that services name in their ``envs``, by index where ``devices`` has them.
+
+    ``env`` is set for these, so that an index means the same device for all services.
+    """
+    pinned = []
+    for spec in specs:
+        uses = spec.gpu or spec.serves_model
+        named = inventory_of(devices, spec.env[_GPUS]).ids if uses and _GPUS in spec.env else ()
+        gpus = dict.fromkeys(
+            next((str(gpu.index) for gpu in devices or () if gpu.is_named(name)), name)
+            for name in named
+        )
+        if gpus:
+            spec = replace(spec, gpus=tuple(gpus), pinned=True, env={**env, **spec.env})
+        pinned.append(spec)
+    return pinned
+
+
+def place(
+    specs: Sequence[WatcherSpec],
+    inventory: Inventory,
+    allocator: Allocator | None = None,
+    ranks: MemoryRanks | None = None,
+) -> list[WatcherSpec]:
     """Assign GPUs to the watchers. Raises ConfigError with a table on shortage.
 
-    A service that sets CUDA_VISIBLE_DEVICES in its ``envs`` keeps that value.
+    A service that sets CUDA_VISIBLE_DEVICES in its ``envs`` keeps that value, and its GPUs (see
+    :func:`pin`) are not assigned to others. ``allocator`` has what other deployments hold, and
+    ``ranks`` prefers GPUs with free memory.
     """
-    allocator = Allocator(inventory)
+    allocator = allocator or Allocator(inventory)
+    for spec in specs:
+        if spec.starts and spec.pinned:
+            allocator.hold(spec.name, spec.gpus, spec.gpu or 1.0)
     placed = []
     for spec in specs:
         if not spec.gpu or _GPUS in spec.env:
@@ -264,7 +301,9 @@ def place(specs: Sequence[WatcherSpec], inventory: Inventory) -> list[WatcherSpe
         if not spec.starts:
             placed.append(replace(spec, env={**inventory.env, **spec.env}))
             continue
-        gpus = allocator.assign(spec.name, spec.gpu)
+        gpus = allocator.assign(spec.name, spec.gpu, ranks.of(spec.service) if ranks else None)
+        if ranks:
+            ranks.take(spec.service, gpus)
         placed.append(with_gpus(replace(spec, env={**inventory.env, **spec.env}), gpus))
     return placed
 

@@ -33,6 +33,10 @@ ACTIVE, STOPPED, GIVEN_UP, ABSENT = "active", "stopped", "given up", "absent"
 """The ``status`` of a supervision."""
 
 
+_NO_KEY = "\uffff"
+"""Begins the encoded name of a field that is not written."""
+
+
 class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A JSON object of the statefile; ``unknown`` are its other keys.
 
@@ -41,7 +45,7 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     always: ClassVar[frozenset[str]] = frozenset()
     # The name is that of no key, so msgspec's decoder refuses a key that is not a field.
-    unknown: dict[str, Any] = msgspec.field(default_factory=dict, name="\uffff")
+    unknown: dict[str, Any] = msgspec.field(default_factory=dict, name=_NO_KEY + "unknown")
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> Self:
@@ -70,7 +74,7 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 @functools.cache
 def _fields(kind: type[Record]) -> dict[str, msgspec.structs.FieldInfo]:
     fields = msgspec.structs.fields(kind)
-    return {field.encode_name: field for field in fields if field.name != "unknown"}
+    return {one.encode_name: one for one in fields if not one.encode_name.startswith(_NO_KEY)}
 
 
 @functools.cache
@@ -161,12 +165,18 @@ class Resources(Record):
     allocated_gpus: tuple[str | int, ...] = ()
 
 
+def written_gpus(gpus: Iterable[str]) -> tuple[str | int, ...]:
+    """Return GPU ids as the statefile has them: an index as a number."""
+    return tuple(int(gpu) if gpu.isdigit() else gpu for gpu in gpus)
+
+
 class Entry(Record):
     """The entry of one watcher.
 
     ``cmd`` is the command of an entry that was written without ``argv``. ``gpus_per_worker`` is
-    None if the graph says it. ``holds_gpus`` is false for a draining worker that slept: another
-    one may have its GPUs.
+    None if the graph says it. ``pinned`` are the GPUs that the environment of its service names:
+    all of its workers run on these. ``holds_gpus`` is false for a draining worker that slept:
+    another one may have its GPUs.
     """
 
     name: str = msgspec.field(name="watcher_name", default="")
@@ -175,6 +185,7 @@ class Entry(Record):
     service: str = ""
     resources: Resources = msgspec.field(default_factory=Resources)
     gpus_per_worker: float | None = None
+    pinned: tuple[str | int, ...] = ()
     state: str = RUNNING
     processes: tuple[RecordedProcess, ...] = ()
     lease: int | None = None
@@ -213,9 +224,8 @@ class Entry(Record):
         return tuple(str(gpu) for gpu in self.resources.allocated_gpus)
 
     def assign(self, gpus: Iterable[str]) -> None:
-        """Assign ``gpus`` to it and no others; indices as numbers, as the arbiter writes them."""
-        numbers = (int(gpu) if gpu.isdigit() else gpu for gpu in gpus)
-        self.resources = Resources(allocated_gpus=tuple(numbers))
+        """Assign ``gpus`` to it and no others."""
+        self.resources = Resources(allocated_gpus=written_gpus(gpus))
 
     @property
     def draining(self) -> bool:
@@ -271,7 +281,10 @@ class Environment(Record):
 
 
 class Document(Record):
-    """A statefile; ``components`` are its entries by the name of the watcher."""
+    """A statefile; ``components`` are its entries by the name of the watcher.
+
+    ``directory``, which is not written, has it and the statefiles of the box's other namespaces.
+    """
 
     version: int = VERSION
     namespace: str = ""
@@ -280,6 +293,7 @@ class Document(Record):
     arbiter: Arbiter = msgspec.field(default_factory=Arbiter)
     components: dict[str, Entry] = {}
     environment: Environment = msgspec.field(default_factory=Environment)
+    directory: str = msgspec.field(default="", name=_NO_KEY + "directory")
     always = frozenset({"version", "namespace", "circus_endpoint", "components", "environment"})
 
     @classmethod

@@ -21,7 +21,7 @@ from dynamo.serve.graph.service import (
     serves_model,
     watcher_name,
 )
-from dynamo.serve.state.document import Document, Entry, OperationOwner, Resources
+from dynamo.serve.state.document import Document, Entry, OperationOwner
 
 Lives = Callable[[OperationOwner], bool]
 """Whether the process of a reservation still runs."""
@@ -53,13 +53,15 @@ class ServiceEntries:
 
     def new_entry(self, name: str, argv: Sequence[str], gpus: Iterable[str]) -> Entry:
         """Return the entry of a further watcher, without processes."""
-        return Entry(
+        entry = Entry(
             name=name,
             service=self.name,
             argv=tuple(argv),
-            resources=Resources(tuple(gpus)),
             gpus_per_worker=self.gpus,
+            pinned=self.template.pinned,
         )
+        entry.assign(gpus)
+        return entry
 
 
 def read_services(document: Document) -> dict[str, ServiceEntries]:

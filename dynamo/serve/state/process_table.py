@@ -6,6 +6,7 @@ anywhere below them becomes their child, where they find and kill it (prctl(2)).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -14,10 +15,12 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dynamo.errors import StatefileError
 from dynamo.runtime.process.os_process import host_id
 from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.state.document import Arbiter, Document, Entry, OperationOwner
 from dynamo.serve.state.entries import delete_entry, is_void
+from dynamo.serve.state.statefile import Statefile
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -59,8 +62,25 @@ def reclaim(document: Document) -> list[str]:
 
 
 def ledger_of(document: Document, ids: Sequence[str] | None = None) -> GpuLedger:
-    """Return the GPU ledger of ``document``; reservations of processes that exited are void."""
-    return GpuLedger(document, runs_here, ids)
+    """Return the GPU ledger of the box, for ``document``.
+
+    Reads the statefiles beside it. Reservations of processes that exited are void.
+    """
+    return GpuLedger(document, runs_here, ids, neighbours(document))
+
+
+def neighbours(document: Document) -> list[Document]:
+    """Return the statefiles of the other deployments that run in the directory of ``document``."""
+    directory = Path(document.directory or os.devnull)
+    found = []
+    for path in sorted(directory.glob("*.json")):
+        with contextlib.suppress(StatefileError):  # damaged, or of another program
+            other = None
+            if path.stem != document.namespace:
+                other = Statefile(directory, path.stem).read()
+            if other is not None and runs_here(other.arbiter):
+                found.append(other)
+    return found
 
 
 class ProcessStat(NamedTuple):

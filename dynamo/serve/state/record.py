@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dynamo.errors import ConfigError, StatefileError, Unavailable
@@ -33,6 +33,7 @@ from dynamo.serve.state.document import (
     Replacement,
     Supervision,
     SystemResources,
+    written_gpus,
 )
 from dynamo.serve.state.process_table import ledger_of, reclaim, runs_here, stat
 from dynamo.serve.state.statefile import Statefile
@@ -87,7 +88,12 @@ def _entry(spec: WatcherSpec) -> Entry:
         watcher=Supervision(ACTIVE if spec.starts else ABSENT),
     )
     entry.assign(spec.gpus)
+    entry.pinned = _pins(spec)
     return entry
+
+
+def _pins(spec: WatcherSpec) -> tuple[str | int, ...]:
+    return written_gpus(spec.gpus) if spec.pinned else ()
 
 
 class StatefileWriter:
@@ -110,9 +116,19 @@ class StatefileWriter:
         # From the look at the components to the end of the write: an older look must not follow.
         self._writing = asyncio.Lock()
 
-    def create(self) -> None:
-        """Write the statefile. Raises StatefileError."""
-        self._statefile.create(document_of(self._plan))
+    def create(self) -> DeploymentPlan:
+        """Write the statefile; return the plan, with other GPUs for those taken since it was made.
+
+        Raises StatefileError, ConfigError if other deployments hold too many GPUs.
+        """
+
+        def settle(document: Document) -> None:
+            if ledger_of(document).elsewhere:
+                specs = [_claim(document, spec) for spec in self._plan.specs]
+                self._plan = replace(self._plan, specs=specs)
+
+        self._statefile.create(document_of(self._plan), settle)
+        return self._plan
 
     def plan(self, plan: DeploymentPlan) -> None:
         """Write the commands of a changed graph, those of services without workers too."""
@@ -166,7 +182,11 @@ class StatefileWriter:
         Returns ``spec`` on these GPUs. Raises ConfigError if there are none.
         """
         found = [spec]
-        await self._change(partial(_claim, spec=spec, found=found))
+
+        def claim(document: Document) -> None:
+            found[0] = _claim(document, spec)
+
+        await self._change(claim, assigns=True)
         return found[0]
 
     async def replace(self, spec: WatcherSpec, beside: bool) -> WatcherSpec:
@@ -177,7 +197,8 @@ class StatefileWriter:
         has begun.
         """
         found = [spec]
-        await self._change(partial(_replace, spec=spec, beside=beside, found=found))
+        change = partial(_replace, spec=spec, beside=beside, found=found)
+        await self._change(change, assigns=True)
         self._replacing.add(spec.name)  # before anything else can write
         return found[0]
 
@@ -188,13 +209,13 @@ class StatefileWriter:
         if self._failed:
             self.changed()
 
-    async def _change(self, change: Callable[[Document], object]) -> None:
+    async def _change(self, change: Callable[[Document], object], assigns: bool = False) -> None:
         """Write the components and apply ``change`` to them, in one update."""
         async with self._writing:
             components = self._components()
             # In a thread: another process may hold the lock of the statefile.
             loop = asyncio.get_running_loop()
-            write = loop.run_in_executor(None, self.write, components, change)
+            write = loop.run_in_executor(None, self.write, components, change, assigns)
             try:
                 await asyncio.shield(write)
             except asyncio.CancelledError:
@@ -235,10 +256,12 @@ class StatefileWriter:
         self,
         components: Sequence[RecordedComponent],
         then: Callable[[Document], object] = lambda document: None,
+        assigns: bool = False,
     ) -> None:
         """Write ``components``, those that run now, and what ``then`` changes.
 
-        Blocks; raises StatefileError, OSError, and what ``then`` raises: then nothing is written.
+        ``assigns``: GPUs, too. Blocks; raises StatefileError, OSError, and what ``then`` raises:
+        then nothing is written.
         """
         present = {component.spec.name for component in components}
         gone = self._written - present
@@ -261,7 +284,7 @@ class StatefileWriter:
             then(document)
 
         try:
-            document = self._statefile.update(change)
+            document = self._statefile.update(change, assigns)
         except StatefileError as error:
             if self._is_intact():  # the disk is full, or another process holds the lock
                 raise
@@ -282,16 +305,17 @@ class StatefileWriter:
             return False
 
 
-def _claim(document: Document, spec: WatcherSpec, found: list[WatcherSpec]) -> None:
-    ledger = ledger_of(document)
-    found[0] = placed = _placed(spec, ledger, beside=False)
+def _claim(document: Document, spec: WatcherSpec) -> WatcherSpec:
+    placed = _placed(spec, ledger_of(document), beside=False)
     entry = document.components.setdefault(spec.name, _entry(spec))
     if entry.asleep:
         entry.state = RUNNING  # its next process is awake
     entry.holds_gpus = True
     entry.assign(placed.gpus)
+    entry.pinned = _pins(placed)
     entry.gpus_per_worker = placed.gpu
     entry.watcher = Supervision(ACTIVE)
+    return placed
 
 
 def _replace(document: Document, spec: WatcherSpec, beside: bool, found: list[WatcherSpec]) -> None:
@@ -323,7 +347,7 @@ def _refusal(entry: Entry) -> str:
 
 def _placed(spec: WatcherSpec, ledger: GpuLedger, beside: bool) -> WatcherSpec:
     """Return ``spec`` on GPUs that are free, its own if possible. Raises ConfigError."""
-    if not spec.gpus:  # none, or the user places the workers
+    if not spec.gpus or spec.pinned:  # none, or the user places the workers
         return spec
     without = () if beside else (spec.name,)
     free = ledger.free(without)
@@ -338,7 +362,9 @@ def _placed(spec: WatcherSpec, ledger: GpuLedger, beside: bool) -> WatcherSpec:
 def _environment(plan: DeploymentPlan) -> Environment:
     return Environment(
         service_config=json.dumps(plan.config, ensure_ascii=False, default=str),
-        system_resources=SystemResources(total_gpus=len(plan.gpu_ids), gpu_info=plan.gpu_ids),
+        system_resources=SystemResources(
+            total_gpus=len(plan.gpu_ids), gpu_info=written_gpus(plan.gpu_ids)
+        ),
     )
 
 
@@ -399,3 +425,4 @@ def _is_taken(entry: Entry) -> bool:
 def _set_command(entry: Entry, spec: WatcherSpec) -> None:
     entry.set_command(spec.argv)
     entry.gpus_per_worker = spec.gpu
+    entry.pinned = _pins(spec)

@@ -22,6 +22,7 @@ from dynamo.serve.state.document import VERSION, Document, Environment
 
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.01
+_GPU_LOCK = ".gpus.lock"
 _PARTS: dict[str, type] = {
     "namespace": str,
     "circus_endpoint": str,
@@ -118,6 +119,7 @@ class Statefile:
             raise self._bad(f"has version {document.version}; this dynamo reads {VERSION}")
         if document.namespace != self.namespace:
             raise self._bad(f"belongs to namespace {document.namespace!r}")
+        document.directory = str(self.path.parent)
         return document
 
     def _parsed(self, text: bytes) -> Document:
@@ -133,17 +135,25 @@ class Statefile:
                 raise self._bad(f"has no {key!r} of type {kind.__name__}")
         return Document.of(written)
 
-    def create(self, document: Document) -> None:
-        """Write ``document`` as the statefile and replace an old one. Raises StatefileError."""
-        with self._locked():
+    def create(
+        self, document: Document, change: Callable[[Document], object] = lambda document: None
+    ) -> None:
+        """Write ``document`` as the statefile and replace an old one. Raises StatefileError.
+
+        ``change`` may assign GPUs, see :meth:`update`.
+        """
+        document.directory = str(self.path.parent)
+        with self._locked(), self._gpus_locked():
+            change(document)
             self._write(document)
 
-    def update(self, change: Callable[[Document], object]) -> Document:
+    def update(self, change: Callable[[Document], object], assigns: bool = False) -> Document:
         """Apply ``change`` to the document in place and write it back, all under the lock.
 
-        Raises StatefileError if it is missing or damaged. If ``change`` raises, nothing is written.
+        With ``assigns``, no other deployment of the box assigns GPUs at the same time. Raises
+        StatefileError if it is missing or damaged. If ``change`` raises, nothing is written.
         """
-        with self._locked():
+        with self._locked(), self._gpus_locked() if assigns else contextlib.nullcontext():
             document = self.read()
             if document is None:
                 raise StatefileError(f"no statefile {self.path}")
@@ -173,6 +183,16 @@ class Statefile:
             yield
         finally:
             lock.release(remove=not self.path.exists())  # a deployment that has ended leaves none
+
+    @contextlib.contextmanager
+    def _gpus_locked(self) -> Iterator[None]:
+        # A file of no namespace: their names begin with a letter or a digit.
+        lock = FileLock(self.path.with_name(_GPU_LOCK))
+        lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release(remove=True)
 
     def _write(self, document: Document) -> None:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")

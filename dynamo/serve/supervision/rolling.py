@@ -139,7 +139,7 @@ class RollingRestart:
 
     def fits(self, watcher: SupervisedWatcher, spec: WatcherSpec) -> bool:
         """Whether there are GPUs for ``spec`` once ``watcher`` has stopped."""
-        if not spec.gpus:
+        if not spec.gpus or spec.pinned:
             return True
         try:
             return bool(self._record.ledger().assign(spec.name, spec.gpu, without=(watcher.name,)))
@@ -169,7 +169,8 @@ class RollingRestart:
             return False
         if spec.program == PLANNER:  # one planner holds the lock of its deployment
             return False
-        return not spec.gpu or bool(spec.gpus)  # else the user places the workers
+        # Else the user places the workers.
+        return not spec.gpu or (bool(spec.gpus) and not spec.pinned)
 
     async def _start_then_stop(
         self, watcher: SupervisedWatcher, spec: WatcherSpec, level: int

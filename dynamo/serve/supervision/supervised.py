@@ -222,7 +222,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             self.graceful_timeout = after.graceful_timeout_s
         kept = {k: v for k, v in self.env.items() if k in after.env or k not in before.env}
         self.env = {**kept, **after.env}
-        self.singleton = bool(after.gpus)
+        self.singleton = bool(after.gpus) and not after.pinned
         self.gpus = after.shares
 
     def incr(self, nb: int = 1) -> Any:

@@ -101,7 +101,8 @@ class WatcherFactory:
         own = {
             "graceful_timeout": spec.graceful_timeout_s,
             "working_dir": spec.working_dir,
-            "singleton": bool(spec.gpus),  # a second process would use the same GPUs
+            # A second process would use the same GPUs.
+            "singleton": bool(spec.gpus) and not spec.pinned,
             **{key: value for key, value in options.items() if key not in _OURS},
         }
         watcher = SupervisedWatcher(
