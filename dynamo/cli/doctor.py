@@ -32,6 +32,7 @@ from dynamo.doctor.deployment import (
 from dynamo.doctor.facts import DiskFacts, Finding, FrontendFacts, LimitFacts
 from dynamo.doctor.machine import (
     check_clock,
+    check_cpu_memory,
     check_disks,
     check_engines,
     check_gpus,
@@ -136,7 +137,11 @@ class Examination:
     def _gpus(self) -> Iterator[Finding]:
         gpus = read_gpus(frozenset(self.deployed.owners))
         yield from check_gpus(gpus)
-        yield from check_engines(read_engines({"vllm": TESTED_VERSIONS}), gpus)
+        engines = read_engines({"vllm": TESTED_VERSIONS})
+        yield from check_engines(engines, gpus)
+        if any(one.is_cpu_build and one.name == "vllm" for one in engines):
+            running = self.deployed.document is not None  # its own workers hold the memory
+            yield check_cpu_memory(read_memory(1), 0.0 if running else self._needs().cpu_share)
 
     def _disks(self, needs: GraphNeeds) -> DiskFacts:
         settings = from_env(ServeSettings)

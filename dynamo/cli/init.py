@@ -29,6 +29,7 @@ from dynamo.setup.new_graph import (
     NewGraph,
     cached_model,
     choose,
+    cpu_share,
     engine_names,
     find_engines,
     probe_gpus,
@@ -172,7 +173,8 @@ def _write(settings: InitSettings, questions: _Questions) -> None:
         return
     model = questions.model()
     engine = questions.engine(model)
-    workers, gpus = questions.places(model, probe_gpus())
+    devices = probe_gpus()
+    workers, gpus = questions.places(model, devices)
     access = questions.access()
     graph = NewGraph(
         model=model,
@@ -185,6 +187,7 @@ def _write(settings: InitSettings, questions: _Questions) -> None:
         name=settings.served_model_name,
         api_key_file=_KEYS if access == "keys" else None,
         engine_url=running_ollama() if engine.name == "ollama" else None,
+        cpu_share=None if devices else cpu_share(workers),
     )
     _check(graph)
     key = _new_key(path.absolute().parent / _KEYS) if access == "keys" else ""

@@ -6,6 +6,7 @@ The arbiter changes the graph and its file; what is here asks it to, and follows
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import sys
@@ -28,6 +29,7 @@ from dynamo.serve.readiness import probe
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
 from dynamo.serve.state.statefile import Statefile
+from dynamo.serve.supervision.supervised_process import describe_exit
 from dynamo.setup.new_graph import NewGraph
 from dynamo.status.deployment import chosen_runtime
 from dynamo.status.reading import BoxCollector
@@ -38,6 +40,8 @@ EPILOG = """Ctrl-C ends only the command: the model is removed nevertheless.
 Exit status: 0 removed, 1 it failed, or no deployment runs, 2 there is no such model."""
 
 _POLL_S = 0.2
+TRIES = 3
+"""Failures of a download after which ``dynamo run`` gives a model up; a service goes on."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,11 +170,17 @@ def _problem(workers: Sequence[WorkerStatus], model: str) -> str:
     """Return why a model is not going to be served; "" while it may be."""
     if not workers:
         return f"{model} was removed, or the deployment ended, before it was served"
-    failed = next((one for one in workers if one.state in ("failed", "stopped")), None)
+    failed = next((one for one in workers if _has_failed(one)), None)
     if failed is None:
         return ""
     remedy = f"; try: {failed.remedy}" if failed.remedy else ""
     return f"{failed.name}: {failed.cause or failed.state}{remedy}"
+
+
+def _has_failed(worker: WorkerStatus) -> bool:
+    """Whether it has ended for good, or could not download its model ``TRIES`` times."""
+    unreachable = worker.restarts >= TRIES and worker.last_exit == describe_exit(os.EX_TEMPFAIL)
+    return worker.state in ("failed", "stopped") or (worker.state == "loading" and unreachable)
 
 
 def _progress(workers: Sequence[WorkerStatus]) -> str:

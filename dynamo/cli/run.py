@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dynamo.cli.background import detach
-from dynamo.cli.models import add
+from dynamo.cli.models import TRIES, add
 from dynamo.cli.options import RunSettings
 from dynamo.cli.serve import dry_run, start
 from dynamo.config import from_env, load
@@ -25,7 +25,7 @@ from dynamo.serve.graph.overrides import Override, split_overrides
 from dynamo.serve.graph.service import duration_s
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in
-from dynamo.setup.new_graph import NewGraph, choose, find_engines, probe_gpus
+from dynamo.setup.new_graph import NewGraph, choose, cpu_share, find_engines, probe_gpus
 from dynamo.status.deployment import running_deployment
 
 DESCRIPTION = """Serve models: make their graph, start it, end everything on Ctrl-C.
@@ -125,9 +125,11 @@ def _text(graphs: Sequence[NewGraph]) -> str:
 def _graph(settings: RunSettings, source: str, flags: tuple[str, ...]) -> NewGraph:
     model = named_model(source)
     engine = choose(model, settings.engine, find_engines(), flags)
+    has_gpus = bool(probe_gpus())
     gpus = settings.gpus_per_worker
     if gpus is None:
-        gpus = 1 if engine.command and probe_gpus() else 0
+        gpus = 1 if engine.command and has_gpus else 0
+    copies = settings.workers * (1 + len(settings.others))
     return NewGraph(
         model=model,
         engine=engine,
@@ -140,6 +142,7 @@ def _graph(settings: RunSettings, source: str, flags: tuple[str, ...]) -> NewGra
         flags=flags,
         idle_timeout=settings.idle_timeout,
         engine_url=running_ollama() if engine.name == "ollama" else None,
+        cpu_share=None if has_gpus else cpu_share(copies),
     )
 
 
@@ -199,4 +202,6 @@ def _announce(graphs: Sequence[NewGraph]) -> None:
 
 def _serve_settings(text: str, settings: RunSettings) -> ServeSettings:
     made = from_env(ServeSettings, quiet=settings.quiet)
-    return replace(made, deployment_config=text, deployment_source=_SOURCE)
+    return replace(
+        made, deployment_config=text, deployment_source=_SOURCE, unreachable_starts=TRIES
+    )

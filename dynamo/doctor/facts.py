@@ -91,13 +91,17 @@ class LimitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFacts:
-    """Sizes in bytes. ``shm_bytes`` is None without /dev/shm. ``shards``: GPUs of one worker."""
+    """Sizes in bytes. ``shm_bytes`` is None without /dev/shm. ``shards``: GPUs of one worker.
+
+    ``ram_available_bytes`` is what programs can still get of ``ram_bytes``.
+    """
 
     shm_bytes: int | None
     shm_free_bytes: int = 0
     huge_bytes: int = 0
     huge_free_bytes: int = 0
     ram_bytes: int = 0
+    ram_available_bytes: int = 0
     shards: int = 1
 
 

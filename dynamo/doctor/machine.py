@@ -241,6 +241,22 @@ def check_memory(facts: MemoryFacts) -> Iterator[Finding]:
         yield Finding.ok("hugepages", f"huge pages: {shown}")
 
 
+def check_cpu_memory(facts: MemoryFacts, share: float) -> Finding:
+    """Check that engines on the CPU get the ``share`` of its memory that they reserve together."""
+    available = facts.ram_available_bytes / max(1, facts.ram_bytes)
+    shown = f"memory for vLLM on the CPU: {available:.0%} of {size_text(facts.ram_bytes)} available"
+    if share <= available:
+        return Finding.ok("cpu-memory", shown)
+    return Finding.error(
+        "cpu-memory",
+        f"{shown}, its workers reserve {share:.0%}",
+        cause="on the CPU, too, gpu-memory-utilization is the part of the memory that a worker "
+        "reserves; vLLM does not start with less",
+        remedy=f"gpu-memory-utilization: {int(80 * available) / 100:g}  # in the graph, for all "
+        "workers together",
+    )
+
+
 def _check_shm(facts: MemoryFacts) -> Finding:
     remedy = "sudo mount -o remount,size=16G /dev/shm  # in a container: --shm-size=16g"
     if facts.shm_bytes is None:

@@ -25,7 +25,7 @@ from dynamo.http.client import ResponseError, get
 from dynamo.http.tls import unverified_context
 from dynamo.protocols.control import EventChannelRecord, ModelCard, decode_card, record_decoder
 from dynamo.protocols.kv import KV_EVENTS
-from dynamo.serve.gpus.engine_gpus import engine_flags
+from dynamo.serve.gpus.engine_gpus import EngineFlags, engine_flags
 from dynamo.serve.graph.service import Service
 from dynamo.serve.readiness import check_free, free_port
 from dynamo.serve.state.document import Document
@@ -56,13 +56,17 @@ _decode_channel = record_decoder(EventChannelRecord)
 
 @dataclass(frozen=True)
 class GraphNeeds:
-    """What a graph needs of the machine. ``shards`` are GPUs over which a model is split."""
+    """What a graph needs of the machine. ``shards`` are GPUs over which a model is split.
+
+    ``cpu_share`` is the part of the machine's memory that its workers reserve without a GPU.
+    """
 
     processes: int = 0
     files: int = 4096 + 256
     shards: int = 1
     transfers_blocks: bool = False
     downloads: bool = True
+    cpu_share: float = 0.0
 
 
 def graph_needs(
@@ -70,10 +74,12 @@ def graph_needs(
 ) -> GraphNeeds:
     """Return what the services need, which run in ``directory``."""
     sized = [service for service in services if memory_share(service.program)]
-    shards = 1
+    shards, cpu_share = 1, 0.0
     for service in sized:
         with contextlib.suppress(ConfigError):  # reported by `prepare`
-            shards = max(shards, engine_flags(service.all_words, directory).shards)
+            flags = engine_flags(service.all_words, directory)
+            shards = max(shards, flags.shards)
+            cpu_share += service.workers * _cpu_share(service, flags)
     return GraphNeeds(
         processes=sum(service.workers for service in services),
         files=max((f.settings.max_connections for f in frontends), default=4096) + 256,
@@ -83,7 +89,18 @@ def graph_needs(
             for service in sized
         ),
         downloads=any(_downloads(service, directory) for service in services),
+        cpu_share=cpu_share,
     )
+
+
+def _cpu_share(service: Service, flags: EngineFlags) -> float:
+    if "kv-cache-memory-bytes" in flags.values:
+        return 0.0
+    given = flags.values.get("gpu-memory-utilization", memory_share(service.program))
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        return 0.0  # the engine reports it
 
 
 def _downloads(service: Service, directory: Path) -> bool:

@@ -226,6 +226,7 @@ def read_memory(shards: int) -> MemoryFacts:
         huge_bytes=sizes.get("HugePages_Total", 0) * page,
         huge_free_bytes=sizes.get("HugePages_Free", 0) * page,
         ram_bytes=sizes.get("MemTotal", 0) << 10,
+        ram_available_bytes=sizes.get("MemAvailable", 0) << 10,
         shards=shards,
     )
 

@@ -221,7 +221,9 @@ class HubModel:
         kind = ModelUnreachable if _may_pass(error) else ConfigError
         return kind(
             f"{where} cannot be downloaded from {constants.ENDPOINT}: {_reason(error):.200}; "
-            f"it is no directory here, and {cache} ({constants.HF_HUB_CACHE})"
+            f"it is no directory here, and {cache} ({constants.HF_HUB_CACHE}): "
+            f"download it with 'dynamo pull {self._name}' while the network is reachable; with "
+            "HF_HUB_OFFLINE=1 only models on disk are looked for"
         )
 
 

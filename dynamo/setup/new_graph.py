@@ -33,6 +33,10 @@ _KINDS = {
 }
 _DRAIN_S = 120
 _WIDE = 10_000
+_CPU_SHARE = 0.5  # of the memory of a machine without a GPU, for all workers
+_CPU_FILL = 0.8  # of what is available now
+_SHARE = "gpu-memory-utilization"  # of the CPU's memory, too, where vLLM is built for it
+_SIZED = (_SHARE, "kv-cache-memory-bytes", "kv-cache-memory", "config")
 _SHORT = {
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
@@ -69,6 +73,17 @@ def probe_gpus() -> Sequence[Gpu]:
     from dynamo.serve.gpus.nvml import probe  # loads the driver's library
 
     return probe() or ()
+
+
+def cpu_share(copies: int) -> float:
+    """Return the part of this machine's memory that each of ``copies`` of vLLM takes on its CPU.
+
+    vLLM's own default, nine tenths, is less than what is available on few machines.
+    """
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    sizes = {name: int(size) for name, size in re.findall(r"^(\w+):\s+(\d+)", text, re.M)}
+    free = sizes["MemAvailable"] / sizes["MemTotal"]
+    return max(1, int(100 * min(_CPU_SHARE, _CPU_FILL * free) / copies)) / 100
 
 
 def cached_model() -> str | None:
@@ -187,8 +202,9 @@ class NewGraph:
 
     ``gpus`` are those of each worker; 0 without any. ``flags`` are words for the engine. ``name``
     replaces the model's own name in the API. ``engine_url`` is the address of an engine that runs
-    already. With an ``idle_timeout`` a planner loads the model on request, up to ``most`` workers
-    or those at the start, or with ``keeps`` keeps it loaded.
+    already. ``cpu_share`` is the part of the machine's memory that vLLM may take without a GPU.
+    With an ``idle_timeout`` a planner loads the model on request, up to ``most`` workers or those
+    at the start, or with ``keeps`` keeps it loaded.
     """
 
     model: NamedModel
@@ -205,6 +221,7 @@ class NewGraph:
     idle_timeout: str | None = None
     keeps: bool = False
     most: int = 1
+    cpu_share: float | None = None
 
     def text(self) -> str:
         """Return the YAML of :meth:`document`. Raises ConfigError."""
@@ -246,6 +263,13 @@ class NewGraph:
         return self.name or self.model.name
 
     @property
+    def share(self) -> float | None:
+        """Return ``cpu_share`` for vLLM, unless its flags say how much memory it takes."""
+        flags = (word.partition("=")[0].replace("_", "-") for word in self.flags)
+        sized = any(flag.removeprefix("--") in _SIZED for flag in flags)
+        return None if sized or self.engine.name != "vllm" else self.cpu_share
+
+    @property
     def _is_attached(self) -> bool:
         return bool(self.engine.command)
 
@@ -257,6 +281,8 @@ class NewGraph:
             worker["served-model-name"] = self.name
         if self.gpus > 1:
             worker["tensor-parallel-size"] = self.gpus
+        if self.share is not None:
+            worker[_SHARE] = self.share
         keys = flags_as_keys(self.flags)
         if keys is None:  # the words as they are: several values, or a short flag
             worker["run"] = ["python", "-m", module, *self.flags]
@@ -333,6 +359,8 @@ def _command(graph: NewGraph) -> str:
         if graph.gpus > 1:
             flag = "--tensor-parallel-size" if graph.engine.name == "vllm" else "--tp-size"
             words += [flag, str(graph.gpus)]
+        if graph.share is not None:
+            words += [f"--{_SHARE}", str(graph.share)]
         words += ["--enable-metrics"] if graph.engine.name == "sglang" else []
     elif graph.engine.name == "llama.cpp":
         words += ["--alias", name, "--host", "127.0.0.1", "--port", "{port}", "--metrics"]

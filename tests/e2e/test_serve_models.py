@@ -48,6 +48,17 @@ def test_a_model_is_downloaded_once_and_served(serving: Serving, tmp_path: Path)
     serving.assert_clean()
 
 
+def test_run_ends_when_its_model_cannot_be_downloaded(serving: Serving, tmp_path: Path) -> None:
+    """An interactive command ends; a service goes on, see below."""
+    env = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+    words = ("--engine", "mocker", "--port", str(free_port()), "--namespace", serving.namespace)
+    serving.start(NAME, *words, verb="run", wait="", **env)
+    assert serving.wait(60) == 1
+    text = serving.text()
+    assert re.search(r"gave up \S+: .*dynamo pull \S+.*HF_HUB_OFFLINE.*\(3 starts\)", text)
+    serving.assert_clean()
+
+
 def test_offline_without_the_model_nothing_starts(serving: Serving, tmp_path: Path) -> None:
     env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     serving.start(GRAPH.format(port=free_port()), wait="", **env)

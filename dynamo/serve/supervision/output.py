@@ -11,7 +11,7 @@ import os
 import re
 import termios
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -22,13 +22,16 @@ _TAIL_LINES = 200
 _SHOWN_LINES = 20
 _BAR_EVERY_S = 1.0
 log = logging.getLogger(__name__)
-_LINE_CHARACTERS = 200
+_LINE_CHARACTERS = 1000
+_CAUSE_LINES = 8
 _REFUSAL_LINES = 5
 _REFUSAL_CHARACTERS = 1000
 # Of argparse, and of our programs: "PROG: error: MESSAGE", with a hint on the next line.
 _REFUSAL = re.compile(r"\S+: error: (.+)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _EXCEPTION = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*(?:Error|Exception)(?:: .+|$)")
+# The next line of an exception's message: indented, or what to do.
+_GOES_ON = re.compile(r"\s+\S|(To resolve|Try|Please|Decrease|Increase|Set|Use|See|Hint)\b")
 # vLLM's main process, of the death of one that it has started.
 _ELSEWHERE = re.compile(r"root cause", re.IGNORECASE)
 _FAILURE = re.compile(
@@ -70,11 +73,24 @@ def refusal_in(lines: Sequence[str]) -> str:
 
 def _exception_in(lines: Sequence[str]) -> str:
     """Return the last exception that does not refer to another one."""
-    for line in reversed(lines):
-        found = _EXCEPTION.search(_ESCAPES.sub("", line))
+    for index in reversed(range(len(lines))):
+        line = _ESCAPES.sub("", lines[index])
+        found = _EXCEPTION.search(line)
         if found is not None and not _ELSEWHERE.search(found[0]):
-            return found[0].strip()[:_LINE_CHARACTERS]
+            more = _continued(line[: found.start()], lines[index + 1 : index + _CAUSE_LINES])
+            return " ".join((found[0].strip(), *more))[:_LINE_CHARACTERS]
     return ""
+
+
+def _continued(prefix: str, lines: Sequence[str]) -> Iterator[str]:
+    """Yield the further lines of an exception's message; a logger repeats its ``prefix``."""
+    for line in lines:
+        shown = _ESCAPES.sub("", line)
+        text = shown.removeprefix(prefix).strip()
+        goes_on = shown.startswith(prefix) if prefix.strip() else _GOES_ON.match(shown)
+        if not goes_on or not text or text.startswith("Traceback"):
+            return
+        yield text
 
 
 class Announcer(Protocol):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -47,14 +48,27 @@ _USAGE_WITHIN_S = 30.0
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 30.0
 _MOST_DOUBLINGS = 10
+# Errors of engines that the same settings meet again, and those of memory that may be freed soon.
+_LASTING = re.compile(
+    r"to serve at least one request|no available memory for the cache|desired CPU memory|"
+    r"requested memory for kv|not supported|unsupported|unrecognized argument|unknown argument|"
+    r"invalid argument|NotImplementedError|validation error",
+    re.IGNORECASE,
+)
+_MEMORY = re.compile(r"out of ?memory|free memory on device", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Give up after ``burst`` deaths within ``window_s`` seconds."""
+    """Give up after ``burst`` deaths within ``window_s`` seconds.
+
+    ``unreachable_starts`` is the number of starts in a row that fail to download the model for the
+    same reason, after which one that never served is given up; 0: never.
+    """
 
     burst: int = 5
     window_s: float = 60.0
+    unreachable_starts: int = 0
 
 
 class Restarts:
@@ -63,6 +77,8 @@ class Restarts:
     The first death in a window restarts at once; further ones wait 0.5, 1, 2, 4 … seconds. It ends
     after a burst of deaths within the window, after as many starts in a row that never served a
     model (loading one may take longer than the window), or if a command rejects its own flags.
+    One that never served is not started again after an engine's error that the same settings meet
+    again; a lack of memory counts as one the second time, because memory may just be freed.
 
     The exit status says why a process ended. With 75 (EX_TEMPFAIL) a later start may succeed, as
     when a model cannot be downloaded now: the start is repeated for ever. Programs of this package
@@ -75,6 +91,8 @@ class Restarts:
         self._deaths: deque[float] = deque(maxlen=policy.burst)
         self._unserved = 0
         self._refused = 0
+        self._reason = ""
+        self._has_served = False
 
     @property
     def count(self) -> int:
@@ -89,19 +107,26 @@ class Restarts:
         *,
         served: bool = True,
         is_ours: bool = False,
+        cause: str = "",
     ) -> float | str:
         """Record a death; return the delay of the restart in seconds, or why to give up.
 
         ``served`` is False for a process that should have registered a model and never did.
-        ``is_ours``: the program is one of this package.
+        ``is_ours``: the program is one of this package. ``cause`` is the error that it reported.
         """
+        before, self._reason = self._reason, cause
+        self._has_served = self._has_served or served
         if status == USAGE_STATUS and (is_ours or lived_s < _USAGE_WITHIN_S):
             what = "it refused to start" if is_ours else "its command line was rejected"
             return f"{what} (exit status {status})"
         if status == os.EX_TEMPFAIL:
-            self._refused += 1
+            self._refused = self._refused + 1 if cause == before or not self._refused else 1
+            if self._refused == self._policy.unreachable_starts and not self._has_served:
+                return f"{cause or 'the model cannot be downloaded'} ({self._refused} starts)"
             return _delay_s(self._refused + 1)
         self._refused = 0
+        if not self._has_served and _cannot_pass(cause, before):
+            return "a start with the same settings cannot succeed"
         self._deaths.append(now_s)
         # A model that loads for longer than the window would otherwise be loaded for ever.
         self._unserved = 0 if served else self._unserved + 1
@@ -117,6 +142,13 @@ class Restarts:
         """Forget all deaths, after a manual start."""
         self._deaths.clear()
         self._unserved = self._refused = 0
+        self._reason = ""
+
+
+def _cannot_pass(cause: str, before: str) -> bool:
+    """Whether a start would meet ``cause`` again; ``before`` is that of the exit before it."""
+    short_again = _MEMORY.search(cause) and _MEMORY.search(before)
+    return bool(_LASTING.search(cause) or short_again)
 
 
 def _delay_s(count: int) -> float:
@@ -341,12 +373,14 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.last_exit = describe_exit(status)
         self.last_words = self.arbiter.events.last_line(self.name) if status > 0 else ""
         self.restarts += 1
+        refused = status in (USAGE_STATUS, os.EX_TEMPFAIL)
+        cause = self.arbiter.events.refusal(self.name) if refused else self.last_words
         verdict = self._restarts.died(
-            loop.time(), lived_s, status, served=served, is_ours=self._is_ours
+            loop.time(), lived_s, status, served=served, is_ours=self._is_ours, cause=cause
         )
         if isinstance(verdict, str):
-            cause = self.arbiter.events.refusal(self.name) if status == USAGE_STATUS else ""
-            self._give_up(f"{cause} (exit status {status})" if cause else verdict)
+            usage = status == USAGE_STATUS and cause
+            self._give_up(f"{cause} (exit status {status})" if usage else verdict)
             return
         self._not_before_s = loop.time() + verdict
         self.arbiter.died(self, process, verdict)

@@ -37,7 +37,9 @@ class WatcherFactory:
     ) -> None:
         self.plan = plan
         self.specs = {spec.name: spec for spec in plan.specs}
-        self._policy = RestartPolicy(settings.restart_burst, settings.restart_window_s)
+        self._policy = RestartPolicy(
+            settings.restart_burst, settings.restart_window_s, settings.unreachable_starts
+        )
         self._log_bytes = int(settings.log_size_mb * 1e6)
         self._logs = logs
         self._announcer = announcer

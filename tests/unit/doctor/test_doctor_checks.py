@@ -31,6 +31,7 @@ from dynamo.doctor.facts import (
 )
 from dynamo.doctor.machine import (
     check_clock,
+    check_cpu_memory,
     check_disks,
     check_engines,
     check_gpus,
@@ -309,3 +310,11 @@ def test_different_models_of_one_name() -> None:
     assert (found.check, found.severity) == ("names", "error")
     assert found.summary.startswith("m: dynamo_Worker and dynamo_B, dynamo_B_1 have different")
     assert found.remedy.startswith("in the graph: served-model-name: ANOTHER, then: dynamo reload")
+
+
+def test_memory_that_vllm_reserves_on_a_cpu() -> None:
+    facts = changed(MEMORY, ram_available_bytes=32 * GIB)
+    assert check_cpu_memory(facts, 0.5).severity == "ok"
+    found = check_cpu_memory(facts, 0.92)
+    assert found.severity == "error" and "50% of 64.0 GiB available" in found.summary
+    assert found.remedy.startswith("gpu-memory-utilization: 0.4 ")

@@ -178,6 +178,19 @@ def test_the_cause_of_a_failure_is_found() -> None:
     assert cause_in(["one", "two", ""]) == "two" and cause_in([]) == telling_line([]) == ""
 
 
+def test_a_cause_is_kept_whole_with_its_remedy() -> None:
+    long = f"ValueError: {'it needs more memory, ' * 20}. To resolve: decrease it"
+    assert telling_line([long]) == cause_in([long]) == long
+    prefix = "(EngineCore pid=3) ERROR 11-29 06:00:00 [core.py:9] "
+    lines = ["Traceback", "ValueError: no room", "To resolve: decrease it", "Try less", ""]
+    logged = [prefix + line for line in lines]
+    whole = "ValueError: no room To resolve: decrease it Try less"
+    for shown in (logged, lines):
+        assert cause_in(shown) == telling_line([*shown, VLLM[-1]]) == whole
+    endless = cause_in(["ValueError: " + "x" * 100_000, *["  y" * 1000] * 100])
+    assert len(endless) == 1000
+
+
 def test_the_error_of_a_rejected_start_is_found() -> None:
     usage = ["usage: x", "x.py: error: unrecognized arguments: --a", "Try 'x.py --help'."]
     assert refusal_in(usage) == "unrecognized arguments: --a"

@@ -67,3 +67,42 @@ def test_never_more_than_a_burst_in_a_window(burst: int, gaps: list[float]) -> N
         started.append(now)
     for first in started:
         assert sum(first <= later <= first + 60.0 for later in started) <= burst
+
+
+KV = "ValueError: To serve at least one request with the model's max seq len (40960), 4 GiB KV …"
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+
+
+def test_a_first_start_is_not_repeated_after_an_error_that_cannot_pass() -> None:
+    never = "a start with the same settings cannot succeed"
+    for cause in (
+        KV,
+        "ValueError: … is less than desired CPU memory utilization (0.92). To resolve: decrease …",
+        "ValueError: Sleep mode is not supported on current platform.",
+        "NotImplementedError",
+        "error: unrecognized arguments: --enforce",
+        "error: invalid argument: --ctx",  # llama.cpp
+    ):
+        restarts = Restarts(RestartPolicy())
+        assert restarts.died(0.0, 40.0, 1, served=False, cause=cause) == never, cause
+        served = Restarts(RestartPolicy())
+        served.died(0.0, 40.0, 1, served=True, cause="ValueError: x")
+        assert served.died(1.0, 40.0, 1, served=False, cause=cause) == 0.5, cause
+    restarts = Restarts(RestartPolicy())
+    died = [restarts.died(now, 40.0, 1, served=False, cause=OUT_OF_MEMORY) for now in (0.0, 40.0)]
+    assert died == [0.0, never]  # the first time, another process may just have exited
+    for cause in ("ConnectionError: reset by peer", "bye", ""):
+        assert Restarts(RestartPolicy()).died(0.0, 40.0, 1, served=False, cause=cause) == 0.0
+
+
+def test_run_gives_up_a_model_that_cannot_be_downloaded() -> None:
+    policy, cause = RestartPolicy(unreachable_starts=3), "'m' cannot be downloaded: 'dynamo pull m'"
+
+    def died(restarts: Restarts, *causes: str) -> list[float | str]:
+        return [restarts.died(0.0, 1.0, 75, served=False, cause=text) for text in causes]
+
+    assert died(Restarts(policy), cause, cause, cause) == [0.5, 1.0, f"{cause} (3 starts)"]
+    assert died(Restarts(policy), cause, "other", cause, cause) == [0.5, 0.5, 0.5, 1.0]
+    served = Restarts(policy)
+    served.died(0.0, 9.0, -9, served=True)
+    assert died(served, *[cause] * 4) == [0.5, 1.0, 2.0, 4.0]

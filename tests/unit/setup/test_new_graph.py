@@ -14,7 +14,14 @@ from dynamo.cli import main as cli
 from dynamo.errors import ConfigError
 from dynamo.llm.model_source import NamedModel, named_model
 from dynamo.serve.graph.graph import Graph, parse_graph
-from dynamo.setup.new_graph import InstalledEngine, NewGraph, choose, choose_engine, flags_as_keys
+from dynamo.setup.new_graph import (
+    InstalledEngine,
+    NewGraph,
+    choose,
+    choose_engine,
+    cpu_share,
+    flags_as_keys,
+)
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"
 VLLM = InstalledEngine("vllm", (), "this environment")
@@ -271,3 +278,16 @@ def test_models_on_request_by_relative_paths(
 def test_wrong_times_and_names(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", str(MODEL), *words.split(), "--engine", "mocker", "--dry-run"]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_vllm_gets_a_share_of_the_memory_on_a_box_without_a_gpu() -> None:
+    graph = NewGraph(model=HUB, engine=VLLM, cpu_share=0.2)
+    assert worker(graph)["gpu-memory-utilization"] == 0.2
+    assert "--gpu-memory-utilization 0.2" in shlex.join(
+        command(dataclasses.replace(graph, engine=VLLM_PROGRAM))
+    )
+    for flags in (("--gpu_memory_utilization=0.3",), ("--kv-cache-memory-bytes", "1000")):
+        flagged = dataclasses.replace(graph, flags=flags)
+        assert worker(flagged).get("gpu-memory-utilization") in (None, "0.3", 0.3)
+    assert "gpu-memory-utilization" not in worker(dataclasses.replace(graph, engine=MOCKER))
+    assert 0.01 <= cpu_share(2) <= 0.25 and cpu_share(100) <= 0.01
