@@ -74,6 +74,9 @@ DECIMAL_IDS_ALLOWED = {
     "dynamo/runtime/endpoints/client.py",
 }
 ID_NAME = re.compile(r"(?:^|_)(?:worker|instance|lease|publisher|router)_id$")
+NUMBER_OR_NONE = re.compile(
+    r"(?:^|dp_)rank$|(?:^|_)(?:worker_id|instance_id|lease_id|publisher_id)$"
+)
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 FORMAT_FIELD = re.compile(r"%(?:%|[-#0 +]*[\d.*]*([a-zA-Z]))")
 
@@ -503,3 +506,42 @@ def test_ids_are_printed_in_hexadecimal() -> None:
         if isinstance(node, ast.expr)
     )
     assert not found, "ids in decimal in a log or error text:\n" + "\n".join(found)
+
+
+# Ids and ranks: 0 is one of them, so "absent" is `is None`.
+
+
+def truth_tests(node: ast.AST) -> list[ast.expr]:
+    """Return the operands of ``node`` whose truth it uses."""
+    if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+        return [node.test]
+    if isinstance(node, ast.BoolOp):
+        return node.values[:-1]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return [node.operand]
+    return list(node.ifs) if isinstance(node, ast.comprehension) else []
+
+
+def operand_name(node: ast.expr) -> str:
+    """Return the name of a variable, an attribute or a key that is read; else ""."""
+    if isinstance(node, ast.BoolOp):
+        return operand_name(node.values[-1])
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get" and node.args:
+        node = node.args[0] if isinstance(node.args[0], ast.Constant) else node
+    elif isinstance(node, ast.Subscript):
+        node = node.slice
+    name = getattr(node, "attr", getattr(node, "id", getattr(node, "value", "")))
+    return name if isinstance(name, str) else ""
+
+
+def test_ids_and_ranks_are_compared_with_none() -> None:
+    report(
+        (
+            f"{place(path, operand.lineno)} {ast.unparse(operand)}"
+            for path in SOURCES
+            for node in nodes(path)
+            for operand in truth_tests(node)
+            if NUMBER_OR_NONE.search(operand_name(operand))
+        ),
+        "0 is a rank and an id: write `is None`",
+    )

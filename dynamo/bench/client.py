@@ -123,8 +123,8 @@ def _read(outcome: Outcome, data: bytes) -> AnswerChunk | None:
             outcome.cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
     ids = answer.nvext.get("worker_id") if isinstance(answer.nvext, dict) else None
     if isinstance(ids, dict):
-        chosen = ids.get("decode_worker_id") or ids.get("prefill_worker_id")
-        outcome.worker_id = chosen if isinstance(chosen, int) else outcome.worker_id
+        found = (ids.get(name) for name in ("decode_worker_id", "prefill_worker_id"))
+        outcome.worker_id = next((one for one in found if isinstance(one, int)), outcome.worker_id)
     return answer
 
 

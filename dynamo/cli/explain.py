@@ -98,8 +98,9 @@ def _fit_lines(title: str, found: Explanation, names: Names) -> Iterator[str]:
         f"{title}: a prompt takes {_ms(speed.fixed_s)} + {speed.token_s * 1e3:.4g} ms a token"
         f" + {speed.attention_s * 1e9:.4g} ns a pair of tokens, {known}"
     )
+    several = {one.worker_id for one in found.candidates if one.dp_rank > 0}
     for row in sorted(found.candidates, key=lambda one: (one.worker_id, one.dp_rank)):
-        rank = f" rank {row.dp_rank}" if row.dp_rank else ""
+        rank = f" rank {row.dp_rank}" if row.worker_id in several else ""
         worker = name_of(f"{row.worker_id:x}", names)
         yield f"  worker {worker}{rank}: {row.slowness:.2f} times as long"
 
@@ -150,7 +151,10 @@ def _end(name: str, width: int) -> str:
 
 
 def _rank(record: RequestRecord) -> str:
-    return f" rank {record.dp_rank}" if record.dp_rank else ""
+    """Return the rank of the worker, rank 0 where it has others."""
+    rows = () if record.route is None else record.route.candidates
+    several = any(row.dp_rank > 0 for row in rows if row.worker == record.worker)
+    return f" rank {record.dp_rank}" if several or record.dp_rank > 0 else ""
 
 
 def _stages(record: RequestRecord) -> list[tuple[str, float]]:

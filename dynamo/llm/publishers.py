@@ -116,7 +116,9 @@ class KvEventPublisher:
         target = _endpoint(endpoint)
         runtime = target.runtime
         delay_s = (batching_timeout_ms or 0.0) / 1000
-        self._sender = _sender(target, worker_id or runtime.instance_id, delay_s)
+        self._sender = _sender(
+            target, runtime.instance_id if worker_id is None else worker_id, delay_s
+        )
         self._sender.block_size = kv_block_size
         note_block_size(target, "KvEventPublisher", kv_block_size)
         labels = (target.component, target.namespace, str(self._sender.worker_id))
@@ -331,7 +333,7 @@ class WorkerMetricsPublisher:
         """Publish the state of a rank; None is unknown."""
         state = KvMetrics(
             worker_id=0,
-            dp_rank=dp_rank or 0,
+            dp_rank=0 if dp_rank is None else dp_rank,
             active_decode_blocks=active_decode_blocks,
             kv_used_blocks=kv_used_blocks,
         )

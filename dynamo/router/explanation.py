@@ -14,7 +14,7 @@ import msgspec
 from dynamo.errors import DynamoError
 from dynamo.protocols.engine import Routing
 from dynamo.router.active_load import ActiveLoad
-from dynamo.router.eligibility.filters import exclusion
+from dynamo.router.eligibility.filters import constraints_of
 from dynamo.router.kv_mode.cost import cached_tokens, formula
 from dynamo.router.prefill_model import PrefillSpeed
 from dynamo.router.receipt import KvInputs
@@ -137,6 +137,7 @@ def _candidates(
 ) -> list[Candidate]:
     costs, least = inputs.cost_by_slot(), inputs.least_prefill()
     places = {slot: place for place, slot in enumerate(inputs.slots)}
+    constraints = constraints_of(routing, worker_pool)
     rows = []
     for slot in worker_pool.candidates:
         worker_id, dp_rank = worker_pool.owners[slot]
@@ -144,9 +145,8 @@ def _candidates(
         load, tiers = inputs.load(slot, requests, least), inputs.tiers(slot)
         terms, excluded = inputs.breakdown(slot, load), ""
         if slot not in costs:
-            member = worker_pool.members[worker_id]
             other = "rejected by the policy" if slot in places else "bound to another worker"
-            excluded = exclusion(worker_pool, routing, member, dp_rank) or other
+            excluded = constraints.excluded(worker_id, dp_rank) or other
         row = Candidate(
             worker_id=worker_id,
             dp_rank=dp_rank,

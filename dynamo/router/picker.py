@@ -23,7 +23,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.eligibility.filters import pinned_worker
+from dynamo.router.eligibility.filters import constraints_of, pinned_worker
 from dynamo.router.explanation import Explanation
 from dynamo.router.receipt import (
     MAX_CANDIDATES,
@@ -31,7 +31,6 @@ from dynamo.router.receipt import (
     DecisionInputs,
     DecisionTotals,
     InflightInputs,
-    constraints_of,
 )
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 

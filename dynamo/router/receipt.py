@@ -8,15 +8,14 @@ decisions a second are copied; of others the total cost is kept. Pure.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from heapq import nsmallest
 from typing import Any, Self, TypeAlias
 
 import msgspec
 
-from dynamo.protocols.engine import Routing
 from dynamo.protocols.status import RouteCandidate, RouteReceipt
-from dynamo.router.eligibility.filters import pinned_worker
+from dynamo.router.eligibility.filters import Constraints
 from dynamo.router.kv_mode.cost import (
     CostBreakdown,
     CostParams,
@@ -27,7 +26,6 @@ from dynamo.router.kv_mode.cost import (
     effective_blocks,
 )
 from dynamo.router.kv_mode.seconds import TERMS
-from dynamo.router.worker_pool import WorkerPool
 
 MAX_CANDIDATES = 64
 """Candidates of a receipt. The inputs of larger pools are kept for the chosen one alone, or for
@@ -35,64 +33,7 @@ the cheapest where a receipt is asked for."""
 CAPTURES_PER_SECOND = 100
 """Decisions of a router whose inputs are copied; those that a client asks for are not counted."""
 _SMALL = 1e-6  # blocks
-_TAINTS = 128  # characters
 _NO_SLOT = "no free slot"  # the only other reason: prefill workers take a number of prompts
-
-
-class Constraints(msgspec.Struct, gc=False, frozen=True):
-    """What excluded candidates: fields of the request, workers that were busy or did not answer,
-    and those that had ``failed`` with the request before."""
-
-    pin: int | None = None
-    dp_rank: int | None = None
-    listed: bool = False
-    taints: str = ""
-    prefers: bool = False
-    session: bool = False
-    busy: Collection[int] = ()
-    avoided: Collection[int] = ()
-    failed: Collection[int] = ()
-
-    def excluded(self, worker_id: int, dp_rank: int) -> str:
-        """Return why the rank was not eligible."""
-        if worker_id in self.failed:
-            return "failed with this request before"
-        if self.pin is not None and worker_id != self.pin:
-            return f"pinned to worker {self.pin:x}"
-        if worker_id in self.busy:
-            return "busy"
-        if worker_id in self.avoided:
-            return "does not answer"
-        if self.dp_rank is not None and dp_rank != self.dp_rank:
-            return f"dp_rank {self.dp_rank} was asked for"
-        lists = ["not in the request's allow-list"] if self.listed else []
-        if self.taints:
-            lists.append(f"lacks the taints: {self.taints}")
-        return " or ".join(lists) or ("bound to another worker" if self.session else _NO_SLOT)
-
-
-def constraints_of(
-    routing: Routing | None, worker_pool: WorkerPool, session: bool, failed: Collection[int]
-) -> Constraints:
-    """Return what keeps ranks of ``worker_pool`` from requests with ``routing``.
-
-    ``session``: sessions are bound to workers here.
-    """
-    busy, avoided = frozenset(worker_pool.busy), frozenset(worker_pool.avoided)
-    if routing is None:
-        return Constraints(busy=busy, avoided=avoided, failed=failed)
-    pin = pinned_worker(routing)
-    return Constraints(
-        pin=None if pin is None else pin[1],
-        dp_rank=routing.dp_rank,
-        listed=routing.allowed_worker_ids is not None,
-        taints=", ".join(routing.required_taints or ())[:_TAINTS],
-        prefers=bool(routing.preferred_taints),
-        session=session and routing.session_id is not None,
-        busy=busy,
-        avoided=avoided,
-        failed=failed,
-    )
 
 
 class CaptureLimit:
@@ -192,6 +133,9 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
 
     def _keep(self, places: list[int], **columns: Any) -> Self:
         """Return the same for the ranks at ``places`` in ``slots``, the chosen one first."""
+        kept = self.constraints
+        if kept is not None:  # no excluded rank is left to explain
+            kept = msgspec.structs.replace(kept, allowed=None, lacking={}, single=())
         slots = [self.slots[place] for place in places]
         ranks = sum(worker_id >= 0 for worker_id, _ in self.owners)
         return msgspec.structs.replace(
@@ -201,6 +145,7 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
             chosen=0,  # the first of ``places``
             eligible=len(self.slots),
             omitted=ranks - len(slots),
+            constraints=kept,
             **columns,
         )
 
@@ -209,11 +154,12 @@ class RankInputs(_Narrowed, gc=False, frozen=True):
         if self.constraints is None:
             return []
         eligible = set(self.slots)
+        other = "bound to another worker" if self.constraints.session else _NO_SLOT
         return [
             RouteCandidate(
                 worker=f"{worker_id:x}",
                 dp_rank=rank,
-                excluded=self.constraints.excluded(worker_id, rank),
+                excluded=self.constraints.excluded(worker_id, rank) or other,
             )
             for slot, (worker_id, rank) in enumerate(self.owners)
             if worker_id >= 0 and slot not in eligible

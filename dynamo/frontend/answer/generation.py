@@ -152,7 +152,7 @@ class GenerationStream(ABC):
     def location(self) -> bytes:
         """The whole stream of a ``query_instance_id`` request: where it would go."""
         ids = self._prepared.prompts[0].token_ids.tolist()
-        nvext = {"worker_id": self.worker_id or {}, "token_ids": ids}
+        nvext = {"worker_id": {} if self.worker_id is None else self.worker_id, "token_ids": ids}
         return self._start_writers()[0].chunk("", finish_reason="stop", nvext=nvext) + DONE
 
     # --- unary

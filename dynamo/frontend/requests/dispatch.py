@@ -316,10 +316,12 @@ class Dispatch:
         engine_request.decision = decision
         preprocessed, routing = engine_request.preprocessed, engine_request.routing
         engine_request.inputs = decision.inputs
-        # The worker gets the decision in its request.
+        # The worker gets the decision in its request, rank 0 too: without one it chooses itself.
         preprocessed.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
-        if decision.dp_rank or (routing is not None and routing.dp_rank):
-            routing = msgspec.structs.replace(routing or Routing(), dp_rank=decision.dp_rank)
+        if routing is None:
+            routing = Routing(dp_rank=decision.dp_rank)
+        else:
+            routing = msgspec.structs.replace(routing, dp_rank=decision.dp_rank)
         preprocessed.routing = routing
         try:
             engine_request.stream = self.client.open(

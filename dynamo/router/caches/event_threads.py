@@ -197,7 +197,7 @@ class _Subscriber:
     def connect(self, address: str, publisher_id: int | None = None) -> None:
         """See EventSubscriber."""
         if address not in self._publishers:
-            publisher = self._publishers[address] = publisher_id or 0
+            publisher = self._publishers[address] = 0 if publisher_id is None else publisher_id
             self._threads.ingest.connect(self._threads.thread_of(publisher), address)
 
     def disconnect(self, address: str) -> None:

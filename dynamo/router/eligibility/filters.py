@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
 
 from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.engine import Routing
 from dynamo.router.worker_pool import Member, WorkerPool
+
+_TAINTS_SHOWN = 128  # characters
+_NO_ROUTING = Routing()
 
 
 class PinnedWorkerNotAllowed(InvalidArgument):
@@ -60,25 +65,75 @@ def eligible(worker_pool: WorkerPool, routing: Routing | None) -> array[int]:
     return _slots(_ready(worker_pool, members), routing.dp_rank)
 
 
-def exclusion(
-    worker_pool: WorkerPool, routing: Routing | None, member: Member, dp_rank: int
-) -> str:
-    """Return why :func:`eligible` excludes this rank, by its first failed check, or ""."""
-    routing = routing or Routing()
-    pin = pinned_worker(routing)
-    allowed = routing.allowed_worker_ids
-    missing = set(routing.required_taints or ()) - set(member.config.taints)
-    if allowed is not None and member.worker_id not in allowed:
-        return "not in the request's allow-list"
-    if pin is not None and member.worker_id != pin[1]:
-        return f"pinned to worker {pin[1]:x}"
-    if routing.dp_rank not in (None, dp_rank) and (pin is not None or len(member.slots) > 1):
-        return f"dp_rank {routing.dp_rank} was asked for"
-    if missing:
-        return f"lacks the taints: {', '.join(sorted(missing))}"
-    if member.worker_id in worker_pool.busy:
-        return "busy"
-    return "does not answer" if member.worker_id in worker_pool.avoided else ""
+class Constraints(msgspec.Struct, gc=False, frozen=True):
+    """Why :func:`eligible` excludes ranks, as it was at one moment: ``lacking`` has the missing
+    taints by worker, ``single`` the workers with one rank, which serve any; ``failed`` are those
+    that had the request before."""
+
+    pin: int | None = None
+    dp_rank: int | None = None
+    single: Collection[int] = ()
+    allowed: Collection[int] | None = None
+    lacking: Mapping[int, str] = msgspec.field(default_factory=dict)
+    prefers: bool = False
+    session: bool = False
+    busy: Collection[int] = ()
+    avoided: Collection[int] = ()
+    failed: Collection[int] = ()
+
+    def excluded(self, worker_id: int, dp_rank: int) -> str:
+        """Return why the rank is not eligible, by its first failed check, or ""."""
+        if worker_id in self.failed:
+            return "failed with this request before"
+        if self.allowed is not None and worker_id not in self.allowed:
+            return "not in the request's allow-list"
+        if self.pin is not None and worker_id != self.pin:
+            return f"pinned to worker {self.pin:x}"
+        if self.dp_rank not in (None, dp_rank) and worker_id not in self.single:
+            return f"dp_rank {self.dp_rank} was asked for"
+        if worker_id in self.lacking:
+            return f"lacks the taints: {self.lacking[worker_id]}"
+        if worker_id in self.busy:
+            return "busy"
+        return "does not answer" if worker_id in self.avoided else ""
+
+
+def constraints_of(
+    routing: Routing | None,
+    worker_pool: WorkerPool,
+    session: bool = False,
+    failed: Collection[int] = (),
+) -> Constraints:
+    """Return what keeps ranks of ``worker_pool`` from requests with ``routing``. O(workers).
+
+    ``session``: sessions are bound to workers here.
+    """
+    busy, avoided = frozenset(worker_pool.busy), frozenset(worker_pool.avoided)
+    routing = routing or _NO_ROUTING
+    pin, allowed = pinned_worker(routing), routing.allowed_worker_ids
+    members, single, lacking = worker_pool.members.values(), frozenset[int](), {}
+    if routing.dp_rank is not None and pin is None:
+        single = frozenset(one.worker_id for one in members if len(one.slots) == 1)
+    if routing.required_taints:
+        required = set(routing.required_taints)
+        missing = {one.worker_id: required.difference(one.config.taints) for one in members}
+        lacking = {
+            worker_id: ", ".join(sorted(taints))[:_TAINTS_SHOWN]
+            for worker_id, taints in missing.items()
+            if taints
+        }
+    return Constraints(
+        pin=None if pin is None else pin[1],
+        dp_rank=routing.dp_rank,
+        single=single,
+        allowed=None if allowed is None else frozenset(allowed),
+        lacking=lacking,
+        prefers=bool(routing.preferred_taints),
+        session=session and routing.session_id is not None,
+        busy=busy,
+        avoided=avoided,
+        failed=failed,
+    )
 
 
 def multiplier(preferred: Mapping[str, float], taints: list[str]) -> float:

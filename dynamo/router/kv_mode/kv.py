@@ -28,7 +28,7 @@ from dynamo.router.caches.predicted import (
     make_predicted_cache,
 )
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.eligibility.filters import apply_preferred_taints
+from dynamo.router.eligibility.filters import Constraints, apply_preferred_taints, constraints_of
 from dynamo.router.explanation import Explanation, Weighed, explanation, log_decision
 from dynamo.router.explanation import log as decision_log
 from dynamo.router.kv_mode.cost import (
@@ -47,11 +47,9 @@ from dynamo.router.prefill_model import prefill_model
 from dynamo.router.receipt import (
     MAX_CANDIDATES,
     CaptureLimit,
-    Constraints,
     DecisionInputs,
     DecisionTotals,
     KvInputs,
-    constraints_of,
 )
 from dynamo.router.replica_loads import LocalRequests
 from dynamo.router.worker_pool import DenseSlots, WorkerPool

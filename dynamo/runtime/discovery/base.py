@@ -252,7 +252,7 @@ class MemoryDiscovery:
 
     async def grant(self, ttl_s: float, lease_id: int | None = None) -> MemoryLease:
         """See :class:`Discovery`; ``ttl_s`` has no meaning here."""
-        lease = MemoryLease(self.store, lease_id or secrets.randbits(62) + 1)
+        lease = MemoryLease(self.store, secrets.randbits(62) + 1 if lease_id is None else lease_id)
         if lease.id in self.store.leases:
             raise InvalidArgument(f"lease {lease.id:x} exists")
         self.store.leases[lease.id] = lease

@@ -196,7 +196,7 @@ class EtcdDiscovery:
 
     async def grant(self, ttl_s: float, lease_id: int | None = None) -> EtcdLease:
         """See :class:`Discovery`; waits while etcd is unavailable."""
-        chosen = lease_id or secrets.randbits(62) + 1
+        chosen = secrets.randbits(62) + 1 if lease_id is None else lease_id
         attempts = 0
         while True:
             attempts += 1

@@ -175,7 +175,7 @@ class FileDiscovery:
     async def grant(self, ttl_s: float, lease_id: int | None = None) -> OwnedLease:
         """Write a lease file of this process and touch it every ``ttl_s`` / 3."""
         inotify = self._open()
-        chosen = lease_id or secrets.randbits(62) + 1
+        chosen = secrets.randbits(62) + 1 if lease_id is None else lease_id
         path = lease_path(self._root, chosen)
         if path.exists():
             raise InvalidArgument(f"lease {chosen:x} exists")

@@ -410,7 +410,8 @@ async def test_a_pin_to_the_failed_worker_is_dropped(
     second = site.streams[1]
     assert second.worker_id == 2
     routing = second.request.routing
-    assert routing is not None and getattr(routing, field) is None and routing.dp_rank is None
+    assert routing is not None and getattr(routing, field) is None
+    assert second.sink.routing.dp_rank is None
     assert second.request.backend_instance_id is None
     finish(second, [5])
     await turn()

@@ -680,6 +680,15 @@ async def test_each_engine_request_has_its_own_id(site: Site, ending: str) -> No
     assert not site.active._engine_ids
 
 
+@pytest.mark.parametrize("pin", [{}, {"dp_rank": 0}, {"dp_rank": 3}, {"decode_worker_id": 7}])
+async def test_rank_0_is_sent(
+    site: Site, monkeypatch: pytest.MonkeyPatch, pin: dict[str, int]
+) -> None:
+    monkeypatch.setattr(site, "pick", lambda *_, **__: Decision(7, 0))
+    site.chat(nvext=pin)
+    assert site.streams[0].request.routing.dp_rank == 0  # type: ignore[union-attr]
+
+
 async def test_headers_route(site: Site) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
     site.post(body, x_worker_instance_id="12", x_dp_rank="3", X_Dynamo_Session_ID="s")

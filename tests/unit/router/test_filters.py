@@ -7,7 +7,7 @@ import pytest
 from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.eligibility.filters import eligible, exclusion
+from dynamo.router.eligibility.filters import constraints_of, eligible
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 
@@ -140,7 +140,7 @@ def test_an_avoided_worker_is_the_last_resort(worker_pool: WorkerPool) -> None:
     assert owners(worker_pool, None) == [(1, 0), (3, 4), (3, 5)]
     assert owners(worker_pool, Routing(backend_instance_id=2)) == [(2, 0), (2, 1)]
     assert owners(worker_pool, Routing(allowed_worker_ids=[2])) == [(2, 0), (2, 1)]
-    assert exclusion(worker_pool, None, worker_pool.members[2], 0) == "does not answer"
+    assert constraints_of(None, worker_pool).excluded(2, 0) == "does not answer"
     worker_pool.set_busy(1, True)
     worker_pool.avoid(3, True)
     assert owners(worker_pool, None) == [(2, 0), (2, 1), (3, 4), (3, 5)]

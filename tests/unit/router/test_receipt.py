@@ -223,3 +223,38 @@ def test_the_inputs_of_at_most_a_hundred_decisions_a_second_are_kept() -> None:
     assert len(decide(picker, name="another").candidates) == 1
     picker._clock = lambda: 8.0
     assert len(decide(picker, name="a second later").candidates) == 3
+
+
+_LIST = st.none() | st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+@given(
+    st.builds(
+        Routing,
+        backend_instance_id=st.none() | st.integers(1, 4),
+        dp_rank=st.none() | st.integers(0, 2),
+        allowed_worker_ids=_LIST,
+        required_taints=st.none() | st.lists(st.sampled_from("abc"), max_size=2),
+    ),
+    st.sets(st.integers(1, 4), max_size=2),
+    st.sets(st.integers(1, 4), max_size=2),
+)
+def test_it_gives_the_reasons_that_are_explained_before(
+    routing: Routing, busy: set[int], avoided: set[int]
+) -> None:
+    picker = make(4)
+    for worker_id, (taints, ranks) in enumerate([("ac", 1), ("a", 2), ("", 3), ("bc", 1)], 1):
+        picker.add_worker(worker_id, RuntimeConfig(taints=[*taints], data_parallel_size=ranks))
+        picker.worker_pool.set_busy(worker_id, worker_id in busy)
+        picker.worker_pool.avoid(worker_id, worker_id in avoided)
+    explained = picker.explain(PROMPT, routing)
+    before = {(f"{row.worker_id:x}", row.dp_rank): row.excluded for row in explained.candidates}
+    members = picker.worker_pool.members
+    for row in explained.candidates:
+        if row.excluded.startswith("lacks the taints: "):
+            missing = set(row.excluded.removeprefix("lacks the taints: ").split(", "))
+            assert missing.isdisjoint(members[row.worker_id].config.taints)
+    if explained.error:
+        return
+    found = decide(picker, routing)
+    assert {(row.worker, row.dp_rank): row.excluded for row in found.candidates} == before
