@@ -22,6 +22,7 @@ __all__ = [
     "DynamoError",
     "EngineDied",
     "EngineFailure",
+    "EngineKilled",
     "EngineShutdown",
     "HandlerCancelled",
     "HttpError",
@@ -217,6 +218,12 @@ class EngineDied(EngineShutdown):
     """The worker's engine died with the request."""
 
     code = "engine_died"
+
+
+class EngineKilled(EngineDied):
+    """A signal ended the worker's engine: no request is likely to be the cause."""
+
+    code = "engine_killed"
 
 
 class WorkerLeaving(EngineShutdown):

@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.version import __version__
 
-from dynamo.errors import DynamoError, EngineDied, EngineFailure, InvalidArgument
+from dynamo.errors import DynamoError, EngineDied, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
@@ -126,7 +126,7 @@ class AsyncLLMEngine:
         """See ``Engine``."""
         while not self._llm.errored:  # noqa: ASYNC110 - it calls nothing when it fails
             await asyncio.sleep(_CHECK_S)
-        raise EngineFailure("the vLLM engine died: see the engine's log above")
+        raise EngineDied("the vLLM engine died: see the engine's log above")
 
     async def close(self) -> None:
         """See ``Engine``."""

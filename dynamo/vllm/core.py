@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats
 from vllm.version import __version__
 
-from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
+from dynamo.errors import DynamoError, EngineDied, EngineFailure, EngineKilled, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
@@ -56,6 +57,7 @@ from dynamo.vllm.sampling import is_costly
 
 _CLOSE_TIMEOUT_S = 5.0
 _TASKS = ("generate",)
+_SIGNAL = re.compile(r"status -(?:2|9|15)\b")  # SIGINT, SIGKILL, SIGTERM: from another process
 _WAIT = "wait"  # running requests finish first
 log = logging.getLogger(__name__)
 _PREFIX = "vllm:"
@@ -182,7 +184,9 @@ class CoreEngine:
                 group.create_task(self._send())
                 group.create_task(self._receive())
         except* EngineDeadError:
-            raise EngineFailure(f"the vLLM engine died: {self._cause()}") from None
+            cause = self._cause()
+            kind = EngineKilled if _SIGNAL.search(cause) else EngineDied
+            raise kind(f"the vLLM engine died: {cause}") from None
 
     async def close(self) -> None:
         """See ``Engine``."""

@@ -127,7 +127,7 @@ class Engine(Protocol):
         """Send every step to the sink again; return how many tokens went to the stream."""
 
     async def run(self) -> None:
-        """Move requests and outputs until cancelled. Raises EngineFailure: the engine died."""
+        """Move requests and outputs until cancelled. Raises EngineDied."""
 
     async def close(self) -> None:
         """End the engine's processes."""

@@ -140,6 +140,13 @@ def _load(loader: ImageMediaIO, field: str, url: Any) -> Any:
         raise InvalidArgument(f"Validation: {field}: not an image: {error}") from None
 
 
+PROMPT_LOGPROBS_WITH_ADAPTERS = (
+    "log probabilities of the prompt (prompt_logprobs, or echo with logprobs) are refused by a "
+    "worker with LoRA adapters: its vLLM would end with an error; send the request to a worker "
+    "of the model that was started without --lora-modules and --enable-lora"
+)
+
+
 class ParamsBuilder:
     """Builds sampling parameters; ``loras`` are the loaded adapters by name."""
 
@@ -149,6 +156,9 @@ class ParamsBuilder:
         self._numbers = itertools.count()
         self._prefix = f"{worker_id:x}-"
         eos = model.try_get_generation_config().get("eos_token_id")
+        # With adapters vLLM 0.32 maps the rows of logits as one a request: those of a prompt beside
+        # another request end its engine.
+        self._prompt_logprobs = config.lora_config is None
         self._mapping = SamplingMapping(
             model.get_diff_sampling_param(),
             frozenset([eos] if isinstance(eos, int) else eos or ()),
@@ -166,6 +176,8 @@ class ParamsBuilder:
 
     def sampling(self, request: PreprocessedRequest) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidArgument with vLLM's text."""
+        if request.output_options.prompt_logprobs is not None and not self._prompt_logprobs:
+            raise InvalidArgument(PROMPT_LOGPROBS_WITH_ADAPTERS)
         arguments = self._mapping.arguments(request)
         grammar = arguments.get("structured_outputs")
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dynamo.config import preset
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, EngineFailure
+from dynamo.errors import ConfigError, EngineDied, EngineFailure, EngineKilled
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model
@@ -234,7 +234,7 @@ class VllmWorker:
         self.control.install(runtime)
 
     async def serve(self) -> None:
-        """Serve until the worker has drained. Raises EngineFailure if the engine dies."""
+        """Serve until the worker has drained. Raises EngineDied if the engine dies."""
         plan = self.plan
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._run_engine())
@@ -265,8 +265,9 @@ class VllmWorker:
         """Run the engine; if it dies, abort all streams, which would never end."""
         try:
             await self.engine.run()
-        except Exception:
-            self.endpoint.runtime.serving.abort(engine_died=True)
+        except Exception as error:
+            kind = EngineKilled if isinstance(error, EngineKilled) else EngineDied
+            self.endpoint.runtime.serving.abort(kind)
             raise
 
     def _relay_events(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from dynamo.errors import DynamoError, EngineShutdown
+from dynamo.errors import DynamoError, EngineDied, EngineShutdown
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.os_process import StopSignals
 from dynamo.runtime.process.stop_order import is_supervised, wait_for_frontends
@@ -87,7 +87,8 @@ class WorkerLifecycle:
         except Exception as failure:  # noqa: BLE001 - run() raises it
             # A signal during start-up fails whatever needs the lease: that is a normal end.
             if self.stopping.is_set() and all(
-                isinstance(error, EngineShutdown) for error in leaf_errors(failure)
+                isinstance(error, EngineShutdown) and not isinstance(error, EngineDied)
+                for error in leaf_errors(failure)
             ):
                 return
             self._failures.append(failure)

@@ -1,5 +1,5 @@
-"""A vLLM engine stops, or its worker is killed, in the middle of greedy answers: another one
-writes the rest."""
+"""A vLLM engine stops, or dies by an error, in the middle of greedy answers: another one writes
+the rest."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ def events(made: EngineDeployment, body: dict[str, Any]) -> Iterator[dict[str, A
 def test_the_rest_is_that_of_an_undisturbed_answer(tmp_path: Path, tiny_model: Path) -> None:
     with closing(EngineDeployment(tmp_path)) as made:
         made.frontend("--router-mode", "kv", "--migration-limit", "3")
-        doomed = made.worker(tiny_model, "tiny")
+        # A process for the computation, as with several GPUs: EngineCore fails when it dies.
+        doomed = made.worker(tiny_model, "tiny", "--distributed-executor-backend", "mp")
         made.wait_for_models("tiny")
         (first,) = instance_ids(made)
         made.worker(tiny_model, "tiny")
         made.until(lambda: len(instance_ids(made)) == 2, "a second worker", timeout_s=120)
         (core,) = (one for one in tree(doomed.pid) if "EngineCore" in title(one))
+        (computing,) = (one for one in tree(doomed.pid) if "VLLM::Worker" in title(one))
 
         def ask(given: dict[str, Any], fault: threading.Barrier | None) -> tuple[str, Any, Any]:
             fields = {"max_tokens": 160, "ignore_eos": True, "stream": True, "model": "tiny"}
@@ -73,7 +75,7 @@ def test_the_rest_is_that_of_an_undisturbed_answer(tmp_path: Path, tiny_model: P
 
         expected = [ask(given, None) for given in BODIES]
         migrated = 0.0
-        for fault in (core.suspend, doomed.kill):
+        for fault in (core.suspend, computing.kill):
             barrier = threading.Barrier(len(BODIES), fault)
             found = in_parallel(functools.partial(ask, fault=barrier), BODIES)
             assert found == expected
@@ -83,7 +85,7 @@ def test_the_rest_is_that_of_an_undisturbed_answer(tmp_path: Path, tiny_model: P
             if fault == core.suspend:
                 core.resume()
                 made.until(lambda: is_back(made), "the engine is back")
-        assert doomed.wait(30) == -9
+        assert doomed.wait(30) == 1
         made.processes.remove(doomed)
 
 

@@ -219,13 +219,13 @@ class PrefillRouter:
 
     def failed(self, prefill: PrefillRequest, error: DynamoError) -> None:
         """Retry with another worker, serve decode-only, or fail: it depends on the error."""
-        second_lost = _second_lost(prefill, error)
+        lost = _lost_worker(prefill, error)
         self.queue.finish(prefill)
         prefill.release()
         prefill.engine_request.request.engine_stopped()
         prefill.output = None
-        if second_lost:
-            self._sender.refuse(prefill, WorkersLost(), by_worker=True)
+        if lost is not None:
+            self._sender.refuse(prefill, lost, by_worker=True)
         elif isinstance(error, WorkerUnavailable) or self._fits_another(prefill, error):
             self._retry(prefill, error)
         elif isinstance(error, InvalidArgument) or _is_client_error(error):
@@ -273,12 +273,12 @@ def _prompt_tokens(prefill: PrefillRequest) -> int:
     return len(prefill.engine_request.preprocessed.token_ids)
 
 
-def _second_lost(prefill: PrefillRequest, error: DynamoError) -> bool:
-    """Whether the prefill worker is the second worker lost with the request."""
+def _lost_worker(prefill: PrefillRequest, error: DynamoError) -> WorkersLost | None:
+    """Note the loss of the prefill worker; return what then ends the request."""
     picker, decision = prefill.picker, prefill.decision
     if picker is None or decision is None:
-        return False
-    return prefill.engine_request.second_lost(decision.worker_id, picker.worker_pool, error)
+        return None
+    return prefill.engine_request.lost_worker(decision.worker_id, picker.worker_pool, error)
 
 
 def _is_client_error(error: DynamoError) -> bool:

@@ -17,6 +17,7 @@ from dynamo.errors import (
 )
 from dynamo.frontend.answer.choice import Choice
 from dynamo.frontend.requests.migration import (
+    LAST_WORKER,
     LostWorker,
     Migration,
     MigrationOutcome,
@@ -229,8 +230,8 @@ class EngineRequest:
             self.fail(error)
         elif self._is_complete():
             self.on_end()
-        elif not self.answering and self._second_lost(error):
-            self.fail(WorkersLost())
+        elif (lost := self._lost(error)) is not None:
+            self.fail(lost)
         elif not self.can_migrate:
             self.fail(error)
         elif self.count_migration():
@@ -247,17 +248,22 @@ class EngineRequest:
             return False
         return isinstance(error, WorkerAtCapacity) or not self._pinned()
 
-    def second_lost(self, worker_id: int, pool: WorkerPool, error: DynamoError) -> bool:
-        """Note the loss of a worker before its first token; True if another one was lost so.
+    def lost_worker(
+        self, worker_id: int, pool: WorkerPool, error: DynamoError
+    ) -> WorkersLost | None:
+        """Note the loss of a worker before its first token; return what then ends the request.
 
-        A request that two workers did not survive must not reach a third.
+        A request that two workers did not survive must not reach a third. One whose prompt an
+        engine did not survive may be the cause: it must not take the last engine with it.
         """
         lost = LostWorker.of(worker_id, pool, error)
         if lost is None:
-            return False
-        dead = tuple(one for one in self.lost if one.is_dead and one.worker_id != worker_id)
+            return None
+        dead = tuple(other for other in self.lost if other.is_dead and other.worker_id != worker_id)
         self.lost = (*dead, lost)
-        return bool(dead)
+        if dead:
+            return WorkersLost()
+        return WorkersLost(LAST_WORKER) if lost.leaves_one(error) else None
 
     @property
     def can_migrate(self) -> bool:
@@ -329,10 +335,12 @@ class EngineRequest:
         self._migrated("failure")
         self.request.fail(error, by_worker=True)
 
-    def _second_lost(self, error: DynamoError) -> bool:
+    def _lost(self, error: DynamoError) -> WorkersLost | None:
+        if self.answering:
+            return None
         decision = self.decision
         assert decision is not None, "only a request with a worker fails at one"
-        return self.second_lost(decision.worker_id, self.picker.worker_pool, error)
+        return self.lost_worker(decision.worker_id, self.picker.worker_pool, error)
 
     def _add_tokens(self, ids: list[int], now_s: float, first: int) -> None:
         """Count and keep the tokens ``ids``: ``first`` of one item, then items of one each."""

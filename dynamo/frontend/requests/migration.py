@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from dynamo.errors import ConnectionTimeout, Disconnected, DynamoError, EngineDied
+from dynamo.errors import ConnectionTimeout, Disconnected, DynamoError, EngineDied, EngineKilled
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import counter, histogram
 from dynamo.protocols.codec import Tokens, tokens
@@ -40,6 +40,10 @@ _TOO_LONG = counter(
     "model",
 )
 _UNBOUNDED = sys.maxsize
+LAST_WORKER = (
+    "The engine died before the first token of this request, which may be the cause; it is not "
+    "sent to the last worker of its model. The worker's log has the engine's error"
+)
 _DEATHS = (ConnectionTimeout, Disconnected, EngineDied)
 
 
@@ -64,6 +68,13 @@ class LostWorker(NamedTuple):
         if not isinstance(error, _DEATHS) or error.unsent:
             return None
         return cls(worker_id, None if isinstance(error, ConnectionTimeout) else pool)
+
+    def leaves_one(self, error: DynamoError) -> bool:
+        """Whether its engine died by its own ``error``, and at most one other worker serves."""
+        pool = self.pool
+        if pool is None or not isinstance(error, EngineDied) or isinstance(error, EngineKilled):
+            return False
+        return len(pool.members.keys() - pool.avoided - {self.worker_id}) <= 1
 
     @property
     def is_dead(self) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 from dynamo.config.option import environ
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
-from dynamo.errors import EngineShutdown
+from dynamo.errors import EngineDied, EngineShutdown
 from dynamo.observability.logs import counted
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key
@@ -208,10 +208,18 @@ class Serving:
             await self.server.close()
             await self._tasks.close()
 
-    def abort(self, engine_died: bool = False) -> None:
-        """Stop waiting for streams; :meth:`close` aborts them with EngineDied or EngineShutdown."""
-        self.server.engine_died |= engine_died
+    def abort(self, engine_failure: type[EngineDied] | None = None) -> None:
+        """Stop waiting for streams; :meth:`close` aborts them.
+
+        Those of an engine that died end at once, with ``engine_failure``: the end of its processes
+        takes seconds, in which other workers can continue the requests.
+        """
         self._shutting_down = True
+        if engine_failure is not None:
+            self.server.engine_failure = engine_failure
+            self.server.abort_all()
+            if self.lease is not None:  # no client may choose this worker until it has exited
+                self._tasks.spawn(self.lease.revoke(), name="revoke the lease")
         for path in tuple(self._served):
             self._forget(path)
         self.stopped.set()

@@ -14,7 +14,6 @@ from dynamo.config.runtime import RequestPlaneSettings
 from dynamo.errors import (
     CannotConnect,
     DynamoError,
-    EngineDied,
     EngineShutdown,
     InvalidArgument,
     UnknownEndpoint,
@@ -149,7 +148,7 @@ class RequestServer:
         self._tls = tls or RequestTls()
         self._tls.on_reload = self._renew_certificate
         self.draining = False
-        self.engine_died = False
+        self.engine_failure: type[DynamoError] | None = None
         self._listener: asyncio.AbstractServer | None = None
         self._port: socket.socket | None = None
         self._socket_path: tuple[Path, tuple[int, int]] | None = None
@@ -242,6 +241,12 @@ class RequestServer:
         served.draining = True
         return self._abort_streams(served)
 
+    def abort_all(self) -> None:
+        """End all streams, with the ``engine_failure`` if there is one; reject new ones."""
+        self.draining = True
+        for served in (*self._endpoints.values(), *self._unregistered):
+            self._abort_streams(served)
+
     async def close(self) -> None:
         """Stop listening, abort all streams, flush and close all connections. Idempotent."""
         self.draining = True
@@ -254,8 +259,7 @@ class RequestServer:
         if self._port is not None:
             self._port.close()
         self._unlink()
-        for served in (*self._endpoints.values(), *self._unregistered):
-            self._abort_streams(served)
+        self.abort_all()
         connections = list(self._connections)
         for connection in connections:
             connection.close()
@@ -338,7 +342,7 @@ class RequestServer:
 
     def _abort_streams(self, served: ServedEndpoint) -> int:
         streams = list(served.active)
-        kind = EngineDied if self.engine_died else EngineShutdown
+        kind = self.engine_failure or EngineShutdown
         for stream in streams:
             stream.abort(kind(f"the worker that served {served.name} shut down"))
         return len(streams)

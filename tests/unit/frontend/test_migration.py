@@ -21,6 +21,7 @@ from dynamo.errors import (
     DynamoError,
     EngineDied,
     EngineFailure,
+    EngineKilled,
     HttpFailure,
     InvalidArgument,
     Overloaded,
@@ -203,6 +204,42 @@ async def test_a_request_that_two_workers_did_not_survive_reaches_no_third(
     assert site.answer["message"].startswith(LOST)
     assert site.migrated() == 1
     assert site.sample("dynamo_frontend_failures_total", reason="workers.lost") == 1
+    site.settled()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_suspect_of_an_engine_that_died_does_not_reach_the_last_worker(
+    streaming: bool,
+) -> None:
+    site = MigratingFleet(workers=2)
+    site.chat(stream=streaming)
+    die(site, 1, EngineDied)
+    await turn()
+    assert len(site.streams) == 1 and site.status == 500
+    assert "the last worker of its model" in site.answer["message"]
+    site.settled()
+
+
+@pytest.mark.parametrize(
+    ("workers", "tokens", "kind"),
+    [
+        (3, [], EngineDied),  # two others are left
+        (2, [7], EngineDied),  # the engine had computed the prompt
+        (2, [], EngineKilled),  # by a signal
+        (2, [], Disconnected),  # the worker died, not its engine
+    ],
+)
+async def test_other_requests_of_a_dead_worker_reach_the_last_one(
+    workers: int, tokens: list[int], kind: type[DynamoError]
+) -> None:
+    site = MigratingFleet(workers=workers)
+    site.chat()
+    if tokens:
+        site.streams[0].say(tokens)
+    die(site, 1, kind)
+    finish(site.streams[1], [6])
+    await turn()
+    assert site.status == 200 and site.migrated() == 1
     site.settled()
 
 

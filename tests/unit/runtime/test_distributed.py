@@ -17,7 +17,9 @@ from dynamo.errors import (
     CannotConnect,
     ConfigError,
     DynamoError,
+    EngineDied,
     EngineFailure,
+    EngineKilled,
     EngineShutdown,
     HttpError,
     HttpFailure,
@@ -440,6 +442,23 @@ async def test_cancelling_serve_endpoint_removes_the_endpoint(deployment: Deploy
 async def hanging(request: Any) -> AsyncIterator[str]:
     yield "begun"
     await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("kind", [EngineDied, EngineKilled])
+async def test_streams_of_an_engine_that_died_end_before_its_worker(
+    deployment: Deployment, kind: type[EngineDied]
+) -> None:
+    worker = deployment.runtime()
+    deployment.serve(worker, "ns.comp.gen", hanging)
+    client = await deployment.client("ns.comp.gen")
+    stream = await client.random({}, annotated=False)
+    assert await stream.__anext__() == "begun"
+    worker.serving.abort(kind)
+    async with asyncio.timeout(20):
+        with pytest.raises(kind) as found:
+            await stream.__anext__()
+    assert found.value.code == kind.code
+    await until_count(client, 0)  # the worker has not exited, and is no longer chosen
 
 
 @pytest.mark.parametrize("leaving", [False, True])
