@@ -16,8 +16,10 @@ from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError
 from dynamo.runtime.process.paths import run_dir, state_path
+from dynamo.runtime.process.stop_order import STOP_STAGE
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.events import BoxEventLog, actor
+from dynamo.serve.state.process_table import is_halted, runs_here
 from dynamo.status.deployment import chosen_runtime, main_pid, running_deployment
 
 DESCRIPTION = """End the running deployment: frontends refuse new requests and finish those in
@@ -28,6 +30,9 @@ _FLAGS = ("-d", "--detach")
 _OWN = "dynamo: "
 _READY = (f"{_OWN}ready: ", f"{_OWN}started: ")
 _POLL_S = 0.05
+_BEGIN_S = 2.0
+_KILL_S = 8.0
+"""How long an arbiter may take until it writes that it stops: it may be about to start."""
 _LOG_BYTES = 1 << 20
 """A log of earlier deployments that is larger becomes ``serve.log.1`` at a start."""
 
@@ -57,9 +62,41 @@ def _stop(document: Document, runtime: RuntimeSettings) -> None:
         events = BoxEventLog(state_path(runtime) / runtime.namespace)
         events.add("stop", runtime.namespace, "dynamo stop", by=actor())
         print(f"stopping {runtime.namespace}; requests in flight may finish", flush=True)
-        select.select([main_process], [], [])
+        _wait(main_process, document, state_path(runtime) / runtime.namespace / STOP_STAGE)
     finally:
         os.close(main_process)
+
+
+def _wait(main_process: int, document: Document, stage: Path) -> None:
+    """Wait for the end; continue or kill an arbiter that does not begin to stop."""
+    _continue_halted(document)
+    if _ended(main_process, _BEGIN_S):
+        return
+    arbiter = document.arbiter
+    for patience_s in (_KILL_S, 0.0):
+        _continue_halted(document)
+        if stage.exists() or not runs_here(arbiter):
+            break
+        if patience_s:
+            text = f"the arbiter (pid {arbiter.pid}) does not react; in {patience_s:g} s it is"
+            print(f"{text} killed, and requests in flight are lost", flush=True)
+            if _ended(main_process, patience_s):
+                return
+        else:
+            os.kill(arbiter.pid, signal.SIGKILL)  # its guard ends what it leaves
+    _ended(main_process, None)
+
+
+def _ended(process: int, timeout_s: float | None) -> bool:
+    return bool(select.select([process], [], [], timeout_s)[0])
+
+
+def _continue_halted(document: Document) -> None:
+    """Continue the arbiter and its guard if a signal stopped them: else they end nothing."""
+    for pid in {document.arbiter.pid, main_pid(document)}:
+        if is_halted(pid):
+            print(f"process {pid} was stopped by a signal: continuing it", flush=True)
+            os.kill(pid, signal.SIGCONT)
 
 
 def _terminate(process: int, pid: int) -> None:

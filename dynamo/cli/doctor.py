@@ -23,6 +23,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.doctor.deployment import (
+    check_arbiter,
     check_block_sizes,
     check_events,
     check_frontends,
@@ -67,7 +68,7 @@ from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.serve.state.entries import service_config
 from dynamo.setup.graph_plan import prepare, read_graph
 from dynamo.setup.service_checks import check_engines as check_graph_engines
-from dynamo.status.deployment import chosen_runtime
+from dynamo.status.deployment import chosen_runtime, hang_of
 from dynamo.vllm.engine import TESTED_VERSIONS
 
 DESCRIPTION = "Check this machine and a deployment: drivers, limits, disks, ports, KV events."
@@ -164,6 +165,7 @@ class Examination:
         router = read_router(services, self._frontends(), silent)
         workers = []
         if document is not None:
+            yield check_arbiter(document.arbiter.pid, document.namespace, hang_of(document))
             yield from check_listeners(list(read_listeners(self.deployed, frontends)))
             if self.runtime.discovery_backend == "file":
                 workers = read_workers(store_path(self.runtime), document)

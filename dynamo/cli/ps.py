@@ -26,7 +26,7 @@ _COLUMNS = (
     *("MODEL", "STATE", "READY", "GPUS", "VRAM", "TOK/S"),
     *("IN FLIGHT", "QUEUED", "HIT RATE", "UNLOADS IN"),
 )
-_ANSWER_S = 3.0
+_ANSWER_S = 1.0
 
 Status = Mapping[str, Any]
 """A BoxStatus, or a part of it, as decoded from JSON: empty fields are absent."""
@@ -82,6 +82,8 @@ def _show(answer: bytes, as_json: bool) -> int:
 def _has_failed(found: Status) -> bool:
     """Whether a part of the deployment failed, or there is none."""
     processes = (*found.get("workers", ()), *found.get("others", ()))
+    if found.get("hung"):
+        return True
     return found["state"] != "running" or any(one["state"] == "failed" for one in processes)
 
 

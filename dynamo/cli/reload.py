@@ -15,7 +15,7 @@ import zmq
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ReloadSettings
-from dynamo.errors import ConfigError, DynamoError, StatefileError
+from dynamo.errors import ConfigError, DynamoError, StatefileError, Unavailable
 from dynamo.operations.steps.circus import BUSY, COMMAND_TIMEOUT_S
 from dynamo.runtime.process.paths import state_dir
 from dynamo.serve.graph.graph import parse_graph, read_text
@@ -24,7 +24,7 @@ from dynamo.serve.state.document import Document
 from dynamo.serve.state.events import actor
 from dynamo.serve.state.process_table import runs_here
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.deployment import chosen_runtime
+from dynamo.status.deployment import check_answers, chosen_runtime, hang_of
 
 DESCRIPTION = "Apply a changed graph to a running deployment, one process after another."
 EPILOG = """Only what changed is touched: services and workers are added, restarted or removed.
@@ -76,6 +76,7 @@ def call(document: Document, request: Mapping[str, Any]) -> Any:
 
     Is repeated while the arbiter runs another command, for half a minute.
     """
+    check_answers(document)
     deadline_s = time.monotonic() + COMMAND_TIMEOUT_S
     while True:
         reply = _answer(document, request)
@@ -104,6 +105,8 @@ def _answer(document: Document, request: Mapping[str, Any]) -> Any:
         while not socket.poll(_CHECK_MS):
             if not runs_here(document.arbiter):
                 raise StatefileError("the deployment ended before the reload was complete")
+            if hang := hang_of(document, 0):
+                raise Unavailable(hang)
         return json.loads(socket.recv())
     finally:
         socket.close()

@@ -22,7 +22,7 @@ from dynamo.serve.state.process_table import is_reserved, ledger_of, runs_here, 
 from dynamo.serve.state.registered import RegisteredWorker, registered_workers
 from dynamo.serve.state.rundir import RunDirectory
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.deployment import chosen_runtime
+from dynamo.status.deployment import chosen_runtime, hang_of
 
 DESCRIPTION = "Show the processes, GPUs and leases of a deployment, or repair its statefile."
 EPILOG = """repair is safe while the deployment and its planner run. It deletes entries without a
@@ -67,8 +67,11 @@ def _text(report: StateReport) -> str:
     ]
     used = sum(bool(holders) for holders in report.gpus.values())
     life = "running" if report.arbiter_alive else "dead; see: dynamo state repair --dry-run"
+    life = "hung" if report.problem else life
     lines.append(f"GPUs: {used} of {len(report.gpus)} in use")
     lines.append(f"arbiter: pid {report.arbiter_pid}, {life}")
+    if report.problem:
+        lines.append(report.problem)
     return "\n".join(lines)
 
 
@@ -146,7 +149,7 @@ class ComponentStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateReport:
-    """A deployment. ``gpus`` has the components that hold each GPU."""
+    """A deployment. ``gpus`` has the components that hold each GPU; ``problem`` is a hang."""
 
     namespace: str
     arbiter_pid: int | None
@@ -154,6 +157,7 @@ class StateReport:
     circus_endpoint: str
     gpus: Mapping[str, tuple[str, ...]]
     components: tuple[ComponentStatus, ...]
+    problem: str = ""
 
     @classmethod
     def of(cls, document: Document, registered: Mapping[int, RegisteredWorker]) -> StateReport:
@@ -163,6 +167,7 @@ class StateReport:
             namespace=document.namespace,
             arbiter_pid=document.arbiter.pid or None,
             arbiter_alive=runs_here(document.arbiter),
+            problem=hang_of(document) if runs_here(document.arbiter) else "",
             circus_endpoint=document.circus_endpoint,
             gpus={gpu: tuple(ledger.holders((gpu,))) for gpu in ledger.ids},
             components=component_statuses(document, registered),

@@ -86,6 +86,18 @@ def _check_exposure(facts: FrontendFacts) -> Finding:
     return Finding.ok("exposure", text)
 
 
+def check_arbiter(pid: int, namespace: str, hang: str) -> Finding:
+    """Check that the process that restarts workers and carries out commands acts."""
+    if not hang:
+        return Finding.ok("arbiter", f"the arbiter of {namespace} (pid {pid}) answers")
+    return Finding.error(
+        "arbiter",
+        hang.partition(", so ")[0],
+        cause="no worker is restarted, and no command is carried out",
+        remedy=f"kill -CONT {pid}, or end all: dynamo stop --namespace {namespace}",
+    )
+
+
 def check_listeners(listeners: Sequence[ListenerFacts]) -> Iterator[Finding]:
     """Report other sockets of the deployment that other machines can reach."""
     for one in listeners:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import DynamoError, Overloaded, StatefileError
+from dynamo.errors import DynamoError, Overloaded, StatefileError, Unavailable
 from dynamo.operations.loading import (
     ModelLoad,
     Worker,
@@ -51,6 +51,7 @@ from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import SLEEP, WAKE
 from dynamo.serve.state.events import BoxEventLog
 from dynamo.serve.state.process_table import is_reserved, runs_here
+from dynamo.status.deployment import hang_of
 
 Steps = AsyncIterator[str]
 _RUNNING = 32
@@ -374,9 +375,12 @@ async def _find(access: LocalAccess, name: str) -> list[Worker]:
 
 def _is_alive(access: LocalAccess) -> bool:
     try:
-        return runs_here(access.document().arbiter)
+        document = access.document()
     except StatefileError:
         return False
+    if hang := hang_of(document, 0):
+        raise Unavailable(hang)
+    return runs_here(document.arbiter)
 
 
 def _names(workers: Iterable[Worker]) -> str:

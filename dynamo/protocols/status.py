@@ -368,6 +368,7 @@ class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``url`` its address; figures are missing while it is down. Times to the first token are of all
     models; of several frontends, those of the slowest. ``problems`` are sentences that name
     a cause and a command; anything failed has one. ``records_content``: a frontend records bodies.
+    ``hung``: the arbiter does not act, as the first of the problems says.
     """
 
     namespace: str
@@ -385,3 +386,4 @@ class BoxStatus(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[RequestRecord, ...] = ()
     problems: tuple[str, ...] = ()
     records_content: bool = False
+    hung: bool = False

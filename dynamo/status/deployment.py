@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dynamo.config import environ, from_env
 from dynamo.config.runtime import RuntimeSettings, check_namespace
-from dynamo.errors import ConfigError, StatefileError
+from dynamo.errors import ConfigError, StatefileError, Unavailable
 from dynamo.runtime.process.paths import state_path
 
 if TYPE_CHECKING:
@@ -78,6 +78,51 @@ def _read_running(directory: Path, namespace: str) -> Document | None:
     except StatefileError:
         return None
     return document if document is not None and runs_here(document.arbiter) else None
+
+
+def hang_of(document: Document, timeout_s: float = 2.0) -> str:
+    """Return why the running arbiter of ``document`` does nothing now, and what helps; else "".
+
+    Waits ``timeout_s`` for an answer to a command; with 0, only looks whether it is stopped.
+    """
+    from dynamo.serve.state.process_table import is_halted
+
+    pid, remedy = document.arbiter.pid, f"dynamo stop --namespace {document.namespace}"
+    if is_halted(pid):
+        return (
+            f"the arbiter (pid {pid}) was stopped by a signal or a debugger, so nothing is "
+            f"restarted or changed; continue it: kill -CONT {pid}; or end all: {remedy}"
+        )
+    if timeout_s and not _answers(document.circus_endpoint, timeout_s):
+        return (
+            f"the arbiter (pid {pid}) did not answer within {timeout_s:g} s, so nothing is "
+            f"restarted or changed; if it stays so, end all: {remedy}"
+        )
+    return ""
+
+
+def check_answers(document: Document) -> None:
+    """Raise Unavailable with the :func:`hang_of` the arbiter, if any. Blocks for 2 s at most."""
+    if hang := hang_of(document):
+        raise Unavailable(hang)
+
+
+def _answers(endpoint: str, timeout_s: float) -> bool:
+    """Whether circus answers; true without its socket, which every command reports itself."""
+    import zmq  # takes 20 ms
+
+    path = Path(endpoint.removeprefix("ipc://"))
+    if path != Path(endpoint) and not path.exists():
+        return True
+    message = {"id": "0", "command": "numwatchers", "properties": {}}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as connection:
+        connection.linger = 0
+        try:
+            connection.connect(endpoint)
+            connection.send(json.dumps(message).encode())
+            return bool(connection.poll(int(timeout_s * 1000)))
+        except zmq.ZMQError:
+            return True  # not an address: as above
 
 
 def ask(path: str, api_key: str | None, timeout_s: float) -> bytes:

@@ -31,7 +31,7 @@ from dynamo.serve.state.frontends import FrontendAddress, KnownFrontend, fronten
 from dynamo.serve.state.process_table import ledger_of, runs_here, same_process
 from dynamo.serve.state.registered import registered_workers
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.deployment import STATUS_SOCKET, ask
+from dynamo.status.deployment import STATUS_SOCKET, ask, hang_of
 from dynamo.status.gpus import devices_of, read_gpus
 from dynamo.status.logs import last_line, planner_summary, read_planner
 from dynamo.status.models import BoxSighting, FrontendSighting, largest, model_statuses
@@ -40,11 +40,12 @@ from dynamo.status.workers import OTHER_PROGRAMS, worker_statuses
 _REQUESTS = 50
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _TIMEOUT_S = 1.0
+_PING_S = 1.0
 _LIMIT_BYTES = 16 << 20
 _LISTEN = "0A"
 """State of a listening socket in /proc/net/tcp (proc(5))."""
 _decode = msgspec.json.Decoder(FrontendStatus).decode
-_ANSWER_S = 3.0
+_ANSWER_S = 1.0
 _decode_box = msgspec.json.Decoder(BoxStatus).decode
 
 
@@ -278,6 +279,9 @@ class BoxReader:
         others = {one.name for one in entries if program_of(one) in OTHER_PROGRAMS}
         workers = tuple(one for one in processes if one.name not in others)
         answers = [one.status for one in seen.frontends if one.status is not None]
+        # A frontend asks often, on behalf of its page: it only looks.
+        hang = "" if seen.stopping else hang_of(document, _PING_S if own is None else 0)
+        problems = problems_of(processes, seen.frontends, seen.stopping)
         return BoxStatus(
             namespace=self._runtime.namespace,
             state="running",
@@ -292,7 +296,8 @@ class BoxReader:
             gpus=seen.gpus,
             planner=None if planner is None else planner_summary(planner),
             requests=_requests(seen.frontends),
-            problems=problems_of(processes, seen.frontends, seen.stopping),
+            problems=(hang, *problems) if hang else tuple(problems),
+            hung=bool(hang),
             records_content=any(one.records_content for one in answers),
         )
 

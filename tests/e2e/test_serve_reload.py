@@ -242,6 +242,23 @@ def test_a_new_command_that_fails_leads_back_to_the_old_one(serving: Serving) ->
     serving.assert_clean()
 
 
+@pytest.mark.parametrize("command", ["[python, -c, 'raise SystemExit(3)']", "[sh, -c, 'exit 0']"])
+def test_an_added_program_that_dies_at_once_removes_nothing(serving: Serving, command: str) -> None:
+    serving.start("A: {run: SLEEPER}\nB: {run: SLEEPER}\n")
+    (kept,) = serving.wait_for_pids("B")
+    path = serving.graph(f"A: {{run: SLEEPER}}\nC: {{run: {command}}}\n")
+    done = reload(serving, str(path))
+    assert done.returncode == 1 and f"{serving.namespace}_C: " in done.stderr, done
+    assert "reloaded in part" in done.stderr and "reloaded: 1 added" not in done.stdout, done
+    assert serving.pids("B") == [kept]
+    path = serving.graph("A: {run: SLEEPER}\nC: {run: SLEEPER}\n")
+    done = reload(serving, str(path))
+    assert done.returncode == 0, done
+    serving.until(lambda: f"{serving.namespace}_B" not in serving.document()["components"])
+    assert serving.stop() in (0, 1)
+    serving.assert_clean()
+
+
 def placed(serving: Serving) -> dict[str, list[int]]:
     entries = serving.document()["components"].values()
     return {

@@ -39,9 +39,10 @@ from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.gpus.room import crowded_gpus
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
-from dynamo.serve.state.process_table import ledger_of
+from dynamo.serve.state.process_table import ledger_of, runs_here
 from dynamo.serve.state.registered import RegisteredWorker, registered_workers
 from dynamo.serve.state.statefile import Statefile
+from dynamo.status.deployment import check_answers
 from dynamo.status.logs import last_line
 
 _GRACEFUL_TIMEOUT_S = 30.0
@@ -283,6 +284,8 @@ async def open_access(runtime: RuntimeSettings, limits: ActionLimits) -> AsyncIt
         )
     statefile = Statefile(state_dir(runtime), runtime.namespace)
     document = read_deployment(statefile)
+    if runs_here(document.arbiter):
+        await asyncio.to_thread(check_answers, document)
     circus = CircusEndpoint(document.circus_endpoint)
     registrations = FileRegistrations(store_dir(runtime), statefile.path)
     try:

@@ -123,6 +123,12 @@ def same_process(pid: int, start_ticks: int) -> bool:
     return found is not None and found.start_ticks == start_ticks and found.state != "Z"
 
 
+def is_halted(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, Ctrl-Z) or a debugger keeps the process from running."""
+    found = stat(pid)
+    return found is not None and found.state in ("T", "t")
+
+
 def environment(pid: int) -> dict[str, str]:
     """Return the environment ``pid`` was started with; empty if it ended or is another user's."""
     try:

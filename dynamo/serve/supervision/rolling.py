@@ -8,9 +8,8 @@ and the next watcher is not touched before the new process serves.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from dynamo.config.programs import PLANNER
 from dynamo.errors import ConfigError, StatefileError, Unavailable
@@ -116,26 +115,30 @@ class RollingRestart:
         """Wait until a process of ``watcher`` serves; False if it is given up or stopped."""
         if level is None:
             level = self._level(watcher, self._factory.specs[watcher.name])
-        if level == UNKNOWN:  # a wrong command usually exits at once
-            await self._survives(watcher)
         while True:
             self._change.clear()
-            if any(self._registered(pid) >= level for pid in watcher.processes):
+            if level > UNKNOWN and any(self._registered(pid) >= level for pid in watcher.processes):
                 return True
             exited = watcher.rolling and not watcher.processes
             ended = watcher.given_up or watcher.is_stopped() or watcher.arbiter.stopping
             if exited or ended or watcher not in watcher.arbiter.watchers:
                 return False
-            await self._change.wait()
+            processes = [one for one in watcher.processes.values() if one.is_alive()]
+            if level > UNKNOWN or not processes:
+                await self._change.wait()
+            elif await self._survive(processes):  # a wrong command exits, and is started again
+                return True
 
-    async def _survives(self, watcher: SupervisedWatcher) -> None:
-        """Wait a moment, or until a process of ``watcher`` exits."""
-        processes = list(watcher.processes.values())
-        with contextlib.suppress(TimeoutError):
+    async def _survive(self, processes: Sequence[SupervisedProcess]) -> bool:
+        """Wait a moment; False if one of ``processes`` exits before."""
+        try:
             async with asyncio.timeout(_SURVIVES_S):
-                while processes and all(process.is_alive() for process in processes):
+                while all(process.is_alive() for process in processes):
                     self._change.clear()
                     await self._change.wait()
+        except TimeoutError:
+            return True
+        return False
 
     def fits(self, watcher: SupervisedWatcher, spec: WatcherSpec) -> bool:
         """Whether there are GPUs for ``spec`` once ``watcher`` has stopped."""
