@@ -92,3 +92,12 @@ class Bench:
         self.server.clock += seconds
         if self.connection.deadline <= self.server.clock:
             self.connection.sweep()
+
+
+def error_json(
+    message: str, kind: str, status: int, openai: tuple[str, str | None, str | None], **members: Any
+) -> dict[str, Any]:
+    """The body of an error; ``openai`` are type, param and code of the object of its clients."""
+    error = dict(zip(("type", "param", "code"), openai, strict=True))
+    body = {"message": message, "type": kind, "code": status, **members}
+    return {**body, "error": {"message": message, **error}}

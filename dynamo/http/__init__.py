@@ -1,7 +1,7 @@
 """HTTP/1.1 without tasks: httptools reads heads, the rules and limits are ours."""
 
 from dynamo.http.connection import WriteBatch
-from dynamo.http.errors import HttpStatusError, error_body, reason_phrase
+from dynamo.http.errors import HttpStatusError, error_body, openai_error, reason_phrase
 from dynamo.http.exchange import NEVER, Exchange
 from dynamo.http.head import HttpLimits
 from dynamo.http.server import HttpServer
@@ -14,5 +14,6 @@ __all__ = [
     "HttpStatusError",
     "WriteBatch",
     "error_body",
+    "openai_error",
     "reason_phrase",
 ]

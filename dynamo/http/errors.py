@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any
 
 import orjson
 
@@ -12,6 +13,11 @@ from dynamo.errors import MESSAGE_LIMIT, shorten
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _REASONS.update({413: "Payload Too Large", 414: "URI Too Long", 499: "Client Closed Request"})
 _REASONS[529] = "Overloaded"
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
 
 ErrorBodies = Callable[[str, int, str], bytes | None]
 """From path, status and message to the error body of an API with its own; None for other paths."""
@@ -65,10 +71,29 @@ def reason_phrase(status: int) -> str:
     return _REASONS.get(status, "Unknown")
 
 
-def error_body(status: int, message: str, kind: str | None = None) -> bytes:
-    """``{"message", "type", "code"}``; ``kind`` defaults to the reason phrase.
+def openai_error(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's error object; its type is that of the status."""
+    kind = _OPENAI_TYPES.get(status)
+    if kind is None:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"message": message, "type": kind, "param": param, "code": code}
 
-    Messages may quote input, so a long one is cut to 8192 characters that end in three dots.
+
+def error_body(
+    status: int,
+    message: str,
+    kind: str | None = None,
+    error: dict[str, Any] | None = None,
+    **members: Any,
+) -> bytes:
+    """Dynamo's ``{"message", "type", "code"}`` with ``members``, and OpenAI's ``error`` beside it.
+
+    OpenAI's client for Node shows only the latter. ``kind`` defaults to the reason phrase,
+    ``error`` to an :func:`openai_error` without details. Messages may quote input, so a long one
+    is cut to 8192 characters that end in three dots.
     """
     message = shorten(message, MESSAGE_LIMIT)
-    return orjson.dumps({"message": message, "type": kind or reason_phrase(status), "code": status})
+    body = {"message": message, "type": kind or reason_phrase(status), "code": status, **members}
+    return orjson.dumps({**body, "error": error or openai_error(status, message)})

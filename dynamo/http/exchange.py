@@ -235,10 +235,16 @@ class Exchange:
         self._bodiless = True
         self.respond(304, body, content_type, headers)
 
-    def refuse(self, status: int, message: str, kind: str | None = None) -> None:
+    def refuse(
+        self,
+        status: int,
+        message: str,
+        kind: str | None = None,
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
         """Respond with an error body."""
         body = self._transport.error_body(self.path, status, message)
-        self.respond(status, body or error_body(status, message, kind))
+        self.respond(status, body or error_body(status, message, kind), headers=headers)
 
     def start(
         self, status: int, content_type: str, headers: Sequence[tuple[str, str]] = ()

@@ -157,7 +157,9 @@ class Routes:
                 upgrade = [("connection", "upgrade"), ("upgrade", "HTTP/1.1")]
                 exchange.respond(426, b"", "", upgrade)
                 return
-            exchange.respond(405, b"", "", [("allow", ", ".join(methods))])
+            allowed = ", ".join(methods)
+            text = f"{exchange.path} does not take {exchange.method}; it takes {allowed}"
+            exchange.refuse(405, text, headers=[("allow", allowed)])
             return
         if exchange.method == "POST":
             content_type = exchange.headers.get("content-type")

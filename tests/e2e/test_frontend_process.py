@@ -198,6 +198,7 @@ def test_a_worker_dies_and_another_starts(started: Deployment) -> None:
         "error": {
             "message": "Service temporarily unavailable",
             "type": "service_unavailable",
+            "param": None,
             "code": 503,
         }
     }

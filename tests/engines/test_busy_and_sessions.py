@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from capacity_kit import OpenRequest, chat
 from deployment import Deployment
+from http_bench import error_json
 from mocker_kit import Caller, caller
 
 
@@ -45,12 +46,12 @@ async def test_busy_workers_are_rejected_until_they_are_idle(deployment: Deploym
                 status, body = await asyncio.to_thread(complete, deployment, 1)
             assert (status, body) == (
                 503,
-                {
-                    "message": "Service temporarily unavailable: All workers are busy, "
-                    "please retry later",
-                    "type": "service_unavailable",
-                    "code": 503,
-                },
+                error_json(
+                    "Service temporarily unavailable: All workers are busy, please retry later",
+                    "service_unavailable",
+                    503,
+                    ("server_error", None, "overloaded"),
+                ),
             )
             assert (await asyncio.to_thread(long.result))[0] == 200
             while status == 503 and time.monotonic() < deadline + 10:

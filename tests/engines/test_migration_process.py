@@ -91,7 +91,7 @@ def test_the_limit(deployment: Deployment, workers: Workers, streaming: bool) ->
         error = stream(deployment, kill_all).error
         found = [other.result().error for other in others]
     message = "Migration limit exhausted"
-    assert error == {"message": message, "type": "service_unavailable", "code": 503}
+    assert error == {"message": message, "type": "service_unavailable", "param": None, "code": 503}
     assert streaming or any(one["message"] == message and one["code"] == 503 for one in found)
     idle(deployment)
 

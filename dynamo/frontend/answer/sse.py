@@ -172,7 +172,7 @@ def error_event(error: DynamoError) -> bytes:
     kind = _ERROR_TYPES.get(error.status)
     if kind is None:
         kind = "invalid_request_error" if 400 <= error.status < 500 else "internal_server_error"
-    body = {"message": public_message(error), "type": kind, "code": error.status}
+    body = {"message": public_message(error), "type": kind, "param": None, "code": error.status}
     return b"data: " + json_bytes({"error": body}) + b"\n\n"
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import orjson
+from typing import Any, NamedTuple
 
 from dynamo.errors import (
+    MESSAGE_LIMIT,
     Cancelled,
     ConnectionTimeout,
     DynamoError,
@@ -21,12 +21,21 @@ from dynamo.errors import (
     Unavailable,
     WorkersLost,
     WorkerUnavailable,
+    shorten,
 )
 from dynamo.frontend.answer.sse import DONE, error_event, public_message
-from dynamo.http import error_body, reason_phrase
+from dynamo.frontend.prompt.bounds import DESERIALIZE
+from dynamo.http import error_body, openai_error, reason_phrase
 from dynamo.router.eligibility.filters import NoneAllowed
 
 _RETRY = ("retry-after", "1")
+_TOO_LONG = "This model's maximum context length"
+_NAME = r"[a-z_]+(?:\[\d+\]|\.[a-z_]+)*"
+_PARAM = re.compile(
+    rf"(?:Validation: |{re.escape(DESERIALIZE)})?(?:'({_NAME})'|({_NAME}): )"
+    r"|Unsupported parameter\(s\): `?([^`,\s]{1,64})"
+)
+"""The name of the field that a message about the request begins with."""
 _OVERLOADED = "Service temporarily unavailable: All workers are busy, please retry later"
 
 
@@ -144,18 +153,29 @@ def error_response(
     return status, body if echoed is None or shape.add_id is None else shape.add_id(body, echoed)
 
 
+def error_object(status: int, error: DynamoError) -> dict[str, Any]:
+    """OpenAI's error object of ``error``."""
+    full = isinstance(error, Overloaded)  # says which limit, and nothing of a worker
+    message = shorten(error.message if full else public_message(error), MESSAGE_LIMIT)
+    if isinstance(error, ModelNotFound):
+        return openai_error(status, message, "model", error.code)
+    if not isinstance(error, InvalidArgument):
+        return openai_error(status, message, None, error.code)
+    if message.startswith(_TOO_LONG):
+        return openai_error(status, message, None, "context_length_exceeded")
+    named = _PARAM.match(message)
+    return openai_error(status, message, named and next(filter(None, named.groups())))
+
+
 def _dynamo_body(status: int, error: DynamoError) -> bytes:
-    if isinstance(error, Overloaded):
-        if status == 529:
-            return error_body(status, "Service temporarily overloaded")
-        return error_body(status, error.message, error.kind)
-    message = public_message(error)
+    shown = error_object(status, error)
+    if isinstance(error, Overloaded) and status == 529:
+        shown["message"] = "Service temporarily overloaded"
+        return error_body(status, shown["message"], error=shown)
     if status >= 500 and status != 503:
         details = {"backend_status": status}
-        kind = reason_phrase(status)
-        body = {"message": message, "type": kind, "code": status, "details": details}
-        return orjson.dumps(body)
-    return error_body(status, message, error.kind)
+        return error_body(status, shown["message"], reason_phrase(status), shown, details=details)
+    return error_body(status, shown["message"], error.kind, shown)
 
 
 DYNAMO_ERRORS = ErrorShape(_dynamo_body, lambda error: error_event(error) + DONE)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from http_bench import Bench
+from http_bench import Bench, error_json
 from test_request import Site, ids, turn
 
 from dynamo.config.router import RouterSettings
@@ -26,11 +26,12 @@ from dynamo.router.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue
 
 MODES = ["kv", "round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted"]
-BUSY = {
-    "message": "Service temporarily unavailable: All workers are busy, please retry later",
-    "type": "service_unavailable",
-    "code": 503,
-}
+BUSY = error_json(
+    "Service temporarily unavailable: All workers are busy, please retry later",
+    "service_unavailable",
+    503,
+    ("server_error", None, "overloaded"),
+)
 
 
 class Capacity(Site):

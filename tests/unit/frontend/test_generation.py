@@ -262,13 +262,17 @@ def test_engine_errors() -> None:
     with pytest.raises(EngineFailure, match=r"^boom$"):
         write(stream, 0, EngineOutput(finish_reason="error: boom"))
     found = events(raw + stream.error(EngineFailure("boom")))
-    assert found[-1] == {
-        "error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}
+    assert found[-1]["error"] == {
+        "message": "Internal server error",
+        "type": "internal_server_error",
+        "param": None,
+        "code": 500,
     }
     gone = events(chat(stream=True).error(Disconnected("peer")))[0]["error"]
     assert gone == {
         "message": "Service temporarily unavailable",
         "type": "service_unavailable",
+        "param": None,
         "code": 503,
     }
 

@@ -163,7 +163,7 @@ async def test_the_limit_ends_the_request(streaming: bool) -> None:
     await turn()
     assert len(site.streams) == 3
     if streaming:
-        error = {"message": EXHAUSTED, "type": "service_unavailable", "code": 503}
+        error = {"message": EXHAUSTED, "type": "service_unavailable", "param": None, "code": 503}
         assert site.events[-2:] == [{"error": error}, "[DONE]"]
     else:
         assert site.status == 503 and site.answer["message"] == EXHAUSTED

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from http_bench import Bench
+from http_bench import Bench, error_json
 from test_request import Site, ids, turn
 
 from dynamo.config.router import RouterSettings
@@ -134,12 +134,12 @@ async def test_a_full_line_refuses(site: Queued) -> None:
         site.another()
     site.another()
     assert site.status == 503
-    assert site.answer == {
-        "message": 'router policy class "default" queue requests limit reached '
-        "(current=3, limit=3)",
-        "type": "service_unavailable",
-        "code": 503,
-    }
+    assert site.answer == error_json(
+        'router policy class "default" queue requests limit reached (current=3, limit=3)',
+        "service_unavailable",
+        503,
+        ("server_error", None, "router_queue_limit_exceeded"),
+    )
     assert site.ended("overload") == 1
     assert (
         site.sample(

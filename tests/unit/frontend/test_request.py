@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from http_bench import Bench
+from http_bench import Bench, error_json
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.config.frontend import FrontendSettings
@@ -379,12 +379,13 @@ async def test_one_failed_choice_fails_all_and_stops_the_rest(site: Site) -> Non
     site.streams[0].say(ids(site, "a"))
     site.streams[1].sink.on_error(EngineFailure("cuda"))
     assert site.status == 500
-    assert site.answer == {
-        "message": "Internal server error",
-        "type": "Internal Server Error",
-        "code": 500,
-        "details": {"backend_status": 500},
-    }
+    assert site.answer == error_json(
+        "Internal server error",
+        "Internal Server Error",
+        500,
+        ("server_error", None, "engine_failure"),
+        details={"backend_status": 500},
+    )
     assert [one.killed for one in site.streams] == [1, 0]
     site.streams[0].say(ids(site, "late"))
     site.settled()
@@ -403,18 +404,20 @@ async def test_a_stop_string_ends_the_engine(site: Site) -> None:
     assert site.ended("") == 1
 
 
-OVERLOADED = {
-    "message": "Service temporarily unavailable: All workers are busy, please retry later",
-    "type": "service_unavailable",
-    "code": 503,
-}
-NOT_READY = {
-    "message": "Model `tiny` is not ready to serve requests yet. It has no worker now: the last "
+OVERLOADED = error_json(
+    "Service temporarily unavailable: All workers are busy, please retry later",
+    "service_unavailable",
+    503,
+    ("server_error", None, "overloaded"),
+)
+NOT_READY = error_json(
+    "Model `tiny` is not ready to serve requests yet. It has no worker now: the last "
     "one was unloaded, stopped or put to sleep, or the first one is still starting. "
     "Please retry shortly.",
-    "type": "Service Unavailable",
-    "code": 503,
-}
+    "Service Unavailable",
+    503,
+    ("server_error", None, "no_instances"),
+)
 
 
 @pytest.mark.parametrize(
@@ -425,7 +428,12 @@ NOT_READY = {
         (
             InvalidArgument("dp_rank 9 is out of range"),
             400,
-            {"message": "dp_rank 9 is out of range", "type": "Bad Request", "code": 400},
+            error_json(
+                "dp_rank 9 is out of range",
+                "Bad Request",
+                400,
+                ("invalid_request_error", None, None),
+            ),
             "validation",
         ),
     ],
@@ -503,6 +511,7 @@ async def test_an_error_in_the_middle_is_an_event(site: Site) -> None:
         "error": {
             "message": "Service temporarily unavailable",
             "type": "service_unavailable",
+            "param": None,
             "code": 503,
         }
     }
@@ -584,7 +593,12 @@ async def test_before_any_model(site: Site) -> None:
     site.found = ModelNotFound
     site.chat()
     assert site.status == 404
-    assert site.answer == {"message": "Model not found", "type": "Not Found", "code": 404}
+    assert site.answer == error_json(
+        "Model not found",
+        "Not Found",
+        404,
+        ("invalid_request_error", "model", "model_not_found"),
+    )
     assert site.ended("not_found") == 1
     site = Site()
     site.found = NoInstances
@@ -608,11 +622,12 @@ async def test_overload_status_can_be_chosen() -> None:
     site = Site(overload_status=529)
     site.pick_error = Overloaded("x")
     site.chat()
-    assert site.answer == {
-        "message": "Service temporarily overloaded",
-        "type": "Overloaded",
-        "code": 529,
-    }
+    assert site.answer == error_json(
+        "Service temporarily overloaded",
+        "Overloaded",
+        529,
+        ("server_error", None, "overloaded"),
+    )
     site = Site(overload_status=429)
     site.pick_error = Overloaded("x")
     site.chat()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from http_bench import error_json
 from migration_kit import MigratingFleet
 from openai.types.responses import Response, ResponseStreamEvent
 from test_request import Site, ids, turn
@@ -284,11 +285,8 @@ async def test_a_large_body_takes_the_detour(site: ResponsesSite) -> None:
 async def test_other_ids_are_relayed(site: ResponsesSite) -> None:
     missing = site.get(f"GET {PATH}/resp_x")
     assert site.status == 404 and missing["error"]["type"] == "invalid_request_error"
-    assert site.get(f"GET {PATH}/a/b") == {
-        "message": "relayed",
-        "type": "I'm a Teapot",
-        "code": 418,
-    }
+    relayed = error_json("relayed", "I'm a Teapot", 418, ("invalid_request_error", None, None))
+    assert site.get(f"GET {PATH}/a/b") == relayed
     site.relayed = True
     for line in (f"GET {PATH}/resp_x", f"DELETE {PATH}/resp_x", f"GET {PATH}/resp_x/input_items"):
         site.get(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from http_bench import Bench
+from http_bench import Bench, error_json
 
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
@@ -22,6 +22,9 @@ def table() -> Routes:
     routes.get("/models/", say)
     routes.post("/p", say)
     return routes
+
+
+REFUSED = ("invalid_request_error", None, None)
 
 
 def ask(method: str, path: str, content_type: str | None = None) -> tuple[int, dict[str, str], str]:
@@ -45,18 +48,19 @@ def test_exact_paths_and_prefixes() -> None:
 def test_unknown_paths(path: str) -> None:
     status, _, body = ask("GET", path)
     assert status == 404
-    assert json.loads(body) == {
-        "message": f"Route not found: GET {path}",
-        "type": "Not Found",
-        "code": 404,
-    }
+    text = f"Route not found: GET {path}"
+    assert json.loads(body) == error_json(text, "Not Found", 404, REFUSED)
 
 
 def test_wrong_methods() -> None:
     status, headers, body = ask("DELETE", "/a")
-    assert (status, headers["allow"], body) == (405, "GET, HEAD", "")
-    assert "content-type" not in headers
+    assert (status, headers["allow"]) == (405, "GET, HEAD")
+    text = "/a does not take DELETE; it takes GET, HEAD"
+    assert json.loads(body) == error_json(text, "Method Not Allowed", 405, REFUSED)
     status, headers, body = ask("GET", "/p")
+    assert (status, headers["allow"]) == (405, "POST")
+    assert json.loads(body)["error"]["message"] == "/p does not take GET; it takes POST"
+    status, headers, body = ask("HEAD", "/p")
     assert (status, headers["allow"], body) == (405, "POST", "")
 
 
@@ -101,8 +105,5 @@ def test_json_is_taken(good: str) -> None:
 def test_anything_else_is_not(bad: str | None) -> None:
     status, _, body = ask("POST", "/p", bad)
     assert status == 415
-    assert json.loads(body) == {
-        "message": "Expected request with Content-Type application/json",
-        "type": "Unsupported Media Type",
-        "code": 415,
-    }
+    text = "Expected request with Content-Type application/json"
+    assert json.loads(body) == error_json(text, "Unsupported Media Type", 415, REFUSED)

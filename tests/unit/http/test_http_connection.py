@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from types import SimpleNamespace
 
@@ -255,7 +256,9 @@ def test_what_is_refused(request_bytes: bytes, status: int) -> None:
     out = bench.feed(request_bytes)
     assert status_of(out) == status
     assert b"\r\nconnection: close\r\n" in out
-    assert b'"code":%d}' % status in out
+    body = json.loads(out.partition(b"\r\n\r\n")[2])
+    assert body["code"] == status and body["error"]["message"] == body["message"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
     assert not bench.seen
     assert bench.refused == [status]
     assert bench.transport.eof

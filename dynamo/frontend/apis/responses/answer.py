@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound
+from dynamo.errors import DynamoError
 from dynamo.frontend.answer.events import EventStream
 from dynamo.frontend.answer.sse import DONE, json_bytes, public_message
 from dynamo.frontend.apis.responses.input_items import INPUT, OfferedTools
@@ -20,12 +20,12 @@ from dynamo.frontend.apis.responses.prompt import ResponseChatRequest
 from dynamo.frontend.formats.message import AnswerDelta, ToolCallPart
 from dynamo.frontend.formats.scan import well_formed
 from dynamo.frontend.prompt.preprocessor import Prepared
+from dynamo.frontend.requests.errors import error_object
 from dynamo.frontend.text.tokenizer import Tokenizer
+from dynamo.http import openai_error
 from dynamo.protocols.openai import GenerationRequest
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
-_TOO_LONG = "This model's maximum context length"
-_TYPES = {429: "rate_limit_error", 401: "authentication_error", 403: "permission_error"}
 
 
 class _OpenItem:
@@ -363,38 +363,23 @@ class ResponsesStream(EventStream):
 
 def response_error(status: int, error: DynamoError) -> bytes:
     """The body of an error response."""
-    return json_bytes({"error": _error(status, error)})
+    return json_bytes({"error": error_object(status, error)})
 
 
 def plain_response_error(status: int, message: str) -> bytes:
     """The body of an error that the HTTP layer responds with."""
     code = "invalid_api_key" if status == 401 else None
-    return json_bytes(
-        {"error": {"message": message, "type": _type(status), "param": None, "code": code}}
-    )
+    return json_bytes({"error": openai_error(status, message, code=code)})
 
 
 def response_error_event(error: DynamoError) -> bytes:
     """The rest of a stream that began before the request reached its model."""
-    shown = _error(error.status, error)
+    shown = error_object(error.status, error)
     data = {"type": "error", "sequence_number": 0, **{name: shown[name] for name in _EVENT}}
     return b"event: error\ndata: %b\n\n" % json_bytes(data) + DONE
 
 
 _EVENT = ("code", "message", "param")
-
-
-def _error(status: int, error: DynamoError) -> dict[str, Any]:
-    code = None if isinstance(error, InvalidArgument) else error.code
-    message = public_message(error)
-    if message.startswith(_TOO_LONG):
-        code = "context_length_exceeded"
-    param = "model" if isinstance(error, ModelNotFound) else None
-    return {"message": message, "type": _type(status), "param": param, "code": code}
-
-
-def _type(status: int) -> str:
-    return _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
 
 
 def _failure_code(error: DynamoError) -> str:
