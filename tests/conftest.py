@@ -24,6 +24,9 @@ from serving import Serving
 # A shell starts its background jobs with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Nor do children inherit what nohup does to the suite, which goes on.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # Without bytecode, each process of each test would compile all its modules.
 sys.dont_write_bytecode = False

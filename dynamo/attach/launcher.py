@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from dynamo.runtime.process.os_process import heeded
 from dynamo.serve.state.process_table import (
     become_subreaper,
     die_with_parent,
@@ -26,7 +27,7 @@ STOP_TIMEOUT_S = 10.0
 """Seconds from the stop request to SIGKILL."""
 
 _KILL_TIMEOUT_S = 5.0
-_STOPS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+_STOPS = heeded(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WATCHED = _STOPS | {signal.SIGCHLD}
 _NOT_FOUND = 127
 

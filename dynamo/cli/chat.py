@@ -25,6 +25,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.http.client import Target
 from dynamo.observability.logs import counted, one_line
+from dynamo.runtime.process.os_process import heeded
 from dynamo.runtime.process.paths import expanded, state_dir, write_new
 
 DESCRIPTION = """Chat with a model. With a message, or without a terminal and one on stdin: print
@@ -73,7 +74,7 @@ class ChatSession:
 
     def run(self) -> int:
         """Talk until the end; return the exit status."""
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in heeded(signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._end)
         self._open_history()
         before = readline.get_current_history_length()

@@ -22,6 +22,7 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import one_line
 from dynamo.profiler.results import ProfileResult, draw_profile, profile_figure
 from dynamo.profiler.sweep import ProfileProgress, run_profile
+from dynamo.runtime.process.os_process import heeded
 from dynamo.serve.graph.overrides import split_overrides
 from dynamo.setup.graph_plan import read_graph
 
@@ -67,7 +68,7 @@ async def _until_signal(work: Coroutine[Any, Any, ProfileResult]) -> ProfileResu
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in heeded(signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(signum, task.cancel)
     return await work
 

@@ -25,6 +25,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError
 from dynamo.operations.operate import ActionOutcome, BoxControl, Steps, recorded
 from dynamo.protocols.status import WorkerStatus
+from dynamo.runtime.process.os_process import heeded
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.events import actor
 from dynamo.status.deployment import chosen_runtime
@@ -109,7 +110,7 @@ class Screen:
     @contextlib.contextmanager
     def opened(self) -> Iterator[Screen]:
         """Own the terminal for the block; SIGTERM and SIGHUP end it with SystemExit."""
-        before = {number: signal.signal(number, _end) for number in _ENDING}
+        before: dict[int, Any] = {one: signal.signal(one, _end) for one in heeded(*_ENDING)}
         before[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda *_: self._wakeup.wake())
         before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
         try:

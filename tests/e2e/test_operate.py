@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -309,6 +310,19 @@ def test_top_restores_the_terminal(tmp_path: Path, signum: int, status: int) -> 
         top.wait_for("no deployment runs in namespace 'none'; start one: dynamo serve GRAPH")
         top.process.send_signal(signum)
         assert top.ended() == status
+    finally:
+        top.close()
+
+
+def test_top_ignores_a_hangup_that_was_ignored(tmp_path: Path) -> None:
+    env = {**os.environ, "DYN_LOCAL_STATE_DIR": str(tmp_path), "DYN_NAMESPACE": "none"}
+    command = f"trap '' HUP; exec {shlex.quote(sys.executable)} -m dynamo top"
+    top = PtyScreen(["sh", "-c", command], env)
+    try:
+        top.wait_for("no deployment runs in namespace 'none'")
+        top.process.send_signal(signal.SIGHUP)
+        top.press("q")
+        assert top.ended() == 0
     finally:
         top.close()
 

@@ -178,6 +178,18 @@ def test_every_stop_signal(serving: Serving, signum: int) -> None:
     serving.assert_clean()
 
 
+def test_a_hangup_that_nohup_ignores_stays_ignored(serving: Serving) -> None:
+    serving.start(TWO, under=["nohup"])
+    arbiter = int(serving.document()["arbiter"]["pid"])
+    for pid in (serving.pid, arbiter):
+        os.kill(pid, signal.SIGHUP)
+    assert serving.circusctl("restart", f"{serving.namespace}_B", "--waiting").endswith("ok")
+    assert not any("stopping" in line for line in serving.lines)
+    assert serving.stop(signal.SIGTERM) == 0
+    assert serving.text().count("stopping") == 1
+    serving.assert_clean()
+
+
 def test_a_killed_worker_is_restarted_at_once(serving: Serving) -> None:
     serving.start(TWO)
     (old,) = serving.wait_for_pids("A_1")

@@ -27,6 +27,15 @@ def freeze_heap() -> None:
     gc.set_threshold(_NEW_OBJECTS, 10, 10)
 
 
+def heeded(*signals: signal.Signals) -> frozenset[signal.Signals]:
+    """Return ``signals`` without a SIGHUP that this process ignores, as ``nohup`` has it.
+
+    A handler would replace that, and a blocked signal is queued although it is ignored.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return frozenset(signals) - ({signal.SIGHUP} if ignored else set())
+
+
 class StopSignals:
     """Counts stop requests: the first one drains, a second one ends at once.
 

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from dynamo.runtime.process.os_process import StopSignals
+from dynamo.runtime.process.os_process import StopSignals, heeded
 from dynamo.serve.state.process_table import (
     become_subreaper,
     die_with_parent,
@@ -25,7 +25,7 @@ from dynamo.serve.state.process_table import (
     reap,
 )
 
-STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
+STOP_SIGNALS = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 KILL_NOW = signal.SIGUSR1
 """The guard's signal for a second stop request. Stop signals cannot serve: copies of one arrive."""
 
