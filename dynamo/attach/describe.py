@@ -10,9 +10,10 @@ from typing import Any
 
 import orjson
 
-from dynamo.attach.profiles import PROFILES, Profile, offered_routes, samples
+from dynamo.attach.profiles import PROFILES, Profile, offered_routes
 from dynamo.errors import ConfigError
 from dynamo.http.client import HttpClient, ResponseError, Target
+from dynamo.observability.metrics_page import samples
 
 _MAX_MODELS = 256
 _LOADING = (502, 503, 504)

@@ -5,30 +5,17 @@ Facts from the projects' public documentation; docs/attach.md has them as a tabl
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from dynamo.http.routes import RoutePatterns
 from dynamo.llm.types import ModelType
+from dynamo.observability.metrics_page import samples
 from dynamo.protocols.kv import KvMetrics
 
-_LABELS = rb'(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?'
-_LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 _MAX_RANKS = 1024
-
-
-def samples(page: bytes, *names: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield (name, labels, value) of each sample of ``names`` on a Prometheus page."""
-    wanted = b"|".join(re.escape(name).encode() for name in names)
-    for match in re.finditer(rb"^(%b)%b[ \t]+(\S+)" % (wanted, _LABELS), page, re.MULTILINE):
-        labels = {key.decode(): value.decode() for key, value in _LABEL.findall(match[2] or b"")}
-        try:
-            value = float(match[3])
-        except ValueError:
-            continue
-        yield match[1].decode(), labels, value
+_RANK_DIGITS = 4
 
 
 def prometheus_load(page: bytes, names: LoadNames, total_blocks: int | None) -> list[KvMetrics]:
@@ -40,8 +27,10 @@ def prometheus_load(page: bytes, names: LoadNames, total_blocks: int | None) -> 
     ranks: dict[int, dict[str, float]] = {}
     for name, labels, value in samples(page, *names.running, *names.waiting, *names.usage):
         number = labels.get(names.rank_label or "", "0")
-        rank = int(number) if number.isdigit() else 0
-        if rank < _MAX_RANKS and value == value and value >= 0:
+        rank = _MAX_RANKS if len(number) > _RANK_DIGITS else 0
+        if not rank and number.isascii() and number.isdigit():
+            rank = int(number)
+        if rank < _MAX_RANKS and 0 <= value < math.inf:
             found = ranks.setdefault(rank, {})
             found[name] = max(value, found.get(name, 0.0))
     return [_rank_load(rank, ranks[rank], names, total_blocks) for rank in sorted(ranks)]

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.doctor.alerts import (
@@ -28,6 +27,7 @@ from dynamo.doctor.alerts import (
 from dynamo.doctor.facts import FileSystemFacts
 from dynamo.doctor.read_machine import file_system, models_path
 from dynamo.errors import StatefileError
+from dynamo.observability.metrics_page import samples
 from dynamo.runtime.process.paths import state_path
 from dynamo.runtime.process.stop_order import STOP_STAGE
 from dynamo.serve.state.events import BoxEventLog
@@ -128,38 +128,35 @@ def read_counts(frontend: KnownFrontend) -> FrontendCounts | None:
     try:
         status, body = get(frontend, None, "/metrics")
         if status == 200:
-            return parse_counts(body.decode(), frontend.prefix, frontend.pid)
+            return parse_counts(body, frontend.prefix, frontend.pid)
     except (OSError, ValueError):
         pass
     return None
 
 
-def parse_counts(page: str, prefix: str, pid: int) -> FrontendCounts:
-    """Return the counts on a page of metrics that begin with ``prefix``. Raises ValueError."""
+def parse_counts(page: bytes, prefix: str, pid: int) -> FrontendCounts:
+    """Return the counts on a page of metrics that begin with ``prefix``."""
     requests, rejections = f"{prefix}_requests_total", f"{prefix}_model_rejection_total"
     names = {requests, rejections, _UNAVAILABLE, _SILENT, *_SUMS}
-    # A page has thousands of lines, and the parser takes 10 us for each: it gets only these.
-    lines = [one for one in page.splitlines() if one.partition("{")[0] in names]
     maps: dict[str, dict[str, float]] = {"requests": {}, "failed": {}, "rejected": {}}
     gauges: dict[str, dict[str, int]] = {"silent": {}, "unavailable": {}}
     sums = dict.fromkeys(_SUMS.values(), 0.0)
-    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-        for name, labels, value, *_ in family.samples:
-            model = labels.get("model", "")
-            if name == requests:
-                _add(maps["requests"], model, value)
-                if labels.get("error_type") in _FAILURES:
-                    _add(maps["failed"], model, value)
-            elif name == rejections:
-                _add(maps["rejected"], model, value)
-            elif name == _SILENT:
-                gauges["silent"][model] = gauges["silent"].get(model, 0) + int(value)
-            elif name == _UNAVAILABLE:
-                endpoint = labels.get("endpoint", "")
-                if not endpoint.endswith("/kv_query"):  # the second one of the same worker
-                    gauges["unavailable"][endpoint] = int(value)
-            else:
-                sums[_SUMS[name]] += value
+    for name, labels, value in samples(page, *names):
+        model = labels.get("model", "")
+        if name == requests:
+            _add(maps["requests"], model, value)
+            if labels.get("error_type") in _FAILURES:
+                _add(maps["failed"], model, value)
+        elif name == rejections:
+            _add(maps["rejected"], model, value)
+        elif name == _SILENT:
+            gauges["silent"][model] = gauges["silent"].get(model, 0) + int(value)
+        elif name == _UNAVAILABLE:
+            endpoint = labels.get("endpoint", "")
+            if not endpoint.endswith("/kv_query"):  # the second one of the same worker
+                gauges["unavailable"][endpoint] = int(value)
+        else:
+            sums[_SUMS[name]] += value
     return msgspec.convert({"pid": pid, **maps, **gauges, **sums}, FrontendCounts)
 
 

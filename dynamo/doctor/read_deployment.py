@@ -23,6 +23,7 @@ from dynamo.doctor.facts import FrontendFacts, ListenerFacts, RouterFacts, Worke
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.http.client import ResponseError, get
 from dynamo.http.tls import unverified_context
+from dynamo.observability.metrics_page import samples
 from dynamo.protocols.control import EventChannelRecord, ModelCard, decode_card, record_decoder
 from dynamo.protocols.kv import KV_EVENTS
 from dynamo.serve.gpus.engine_gpus import EngineFlags, engine_flags
@@ -36,16 +37,9 @@ from dynamo.serve.state.statefile import Statefile
 
 _ANSWER_S = 1.0
 _PAGE_BYTES = 64 << 20
-_SILENT = re.compile(
-    r"^dynamo_component_router_kv_event_source_mismatch_workers\{[^}]*"
-    r'\bmodel="((?:[^"\\]|\\.)*)"[^}]*\} (\d+)',
-    re.MULTILINE,
-)
-_TTFT = re.compile(
-    r"^dynamo_(router_ttft_error|component_router_time_to_first_token)_seconds_(sum|count)"
-    r"\{([^}]*)\} (\S+)",
-    re.MULTILINE,
-)
+_SILENT = "dynamo_component_router_kv_event_source_mismatch_workers"
+_ERROR_S = "dynamo_router_ttft_error_seconds"
+_TTFT_S = "dynamo_component_router_time_to_first_token_seconds"
 _ENOUGH_ESTIMATES = 50
 _CONNECT_S = 0.3
 _HUB_ID = re.compile(r"(hf://)?[\w.-]+/[\w.-]+(/.+\.gguf)?")
@@ -271,8 +265,8 @@ def read_frontends(
         holder = _listener(address.port) if problem else None
         ours = holder is not None and holder.pid in deployed.owners
         page = asyncio.run(_metrics(address)) if ours else None
-        for quoted, count in _SILENT.findall(page or ""):
-            model = _unquoted(quoted)
+        for _, labels, count in samples(page or b"", _SILENT):
+            model = labels.get("model", "")
             silent[model] = max(silent.get(model, 0), int(count))
         settings = frontend.settings
         facts.append(
@@ -288,26 +282,22 @@ def read_frontends(
                 problem="" if ours else problem,
                 holder=_shown(holder) if holder is not None and not ours else "",
                 free_port=free_port(address) if problem and not ours else 0,
-                ttft_error=_ttft_error(page or ""),
+                ttft_error=_ttft_error(page or b""),
             )
         )
     return facts, tuple(silent.items())
 
 
-def _ttft_error(page: str) -> float | None:
+def _ttft_error(page: bytes) -> float | None:
     """Return the sum of the errors of expected first tokens over the time that they took."""
-    found = {(name, kind, of): float(value) for name, kind, of, value in _TTFT.findall(page)}
+    names = [f"{name}_{kind}" for name in (_ERROR_S, _TTFT_S) for kind in ("sum", "count")]
+    found = {(name, *labels.items()): value for name, labels, value in samples(page, *names)}
     error_s = took_s = 0.0
-    for (name, kind, of), value in found.items():
-        if (name, kind) == ("router_ttft_error", "count") and value >= _ENOUGH_ESTIMATES:
-            error_s += found[name, "sum", of]
-            took_s += found.get(("component_router_time_to_first_token", "sum", of), 0.0)
+    for (name, *of), value in found.items():
+        if name == f"{_ERROR_S}_count" and value >= _ENOUGH_ESTIMATES:
+            error_s += found.get((f"{_ERROR_S}_sum", *of), 0.0)
+            took_s += found.get((f"{_TTFT_S}_sum", *of), 0.0)
     return error_s / took_s if took_s else None
-
-
-def _unquoted(label: str) -> str:
-    """Return the value of a label, in which quotes and backslashes are escaped."""
-    return re.sub(r"\\(.)", r"\1", label)
 
 
 def _problem(address: FrontendAddress) -> str:
@@ -355,7 +345,7 @@ def _program(pid: int) -> str:
         return "a program"
 
 
-async def _metrics(address: FrontendAddress) -> str | None:
+async def _metrics(address: FrontendAddress) -> bytes | None:
     """Return the metrics page, which needs no key; None without an answer."""
     tls = unverified_context() if address.tls else None
     place = (address.reachable, address.port, address.authority)
@@ -364,7 +354,7 @@ async def _metrics(address: FrontendAddress) -> str | None:
             found = await get(*place, "/metrics", _PAGE_BYTES, tls)
     except (OSError, TimeoutError, ResponseError):
         return None
-    return found.body.decode(errors="replace") if found.status == 200 else None
+    return bytes(found.body) if found.status == 200 else None
 
 
 def read_listeners(

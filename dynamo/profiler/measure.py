@@ -25,12 +25,12 @@ from typing import Any
 import orjson
 
 from dynamo.attach.launch import free_port
-from dynamo.attach.profiles import samples
 from dynamo.bench.client import LoadConnection, error_message
 from dynamo.config import environ, from_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.http.client import HttpClient, ResponseError, Target, get, parse_url
+from dynamo.observability.metrics_page import samples
 from dynamo.operations.steps.sleeping import open_engines
 from dynamo.profiler.results import DecodeSample, DecodeStep, Effort, EngineLimits, PrefillSample
 from dynamo.runtime.process.tasks import Tasks

@@ -17,7 +17,7 @@ import yaml
 
 from dynamo.config.programs import ATTACH, FRONTEND, PLANNER
 from dynamo.errors import ConfigError
-from dynamo.serve.graph.graph import parse_yaml
+from dynamo.serve.graph.graph import MAX_EXPANDED_CHARS, parse_yaml
 from dynamo.serve.graph.service import PROTECTED
 
 _MACRO = re.compile(r"\$\{([A-Za-z0-9_.-]+)\}")
@@ -76,6 +76,7 @@ class _Converter:
     source: str
     env: Mapping[str, str]
     left_out: list[str] = field(default_factory=list)
+    expanded_chars: int = 0
 
     def graph(self, place: Mapping[str, Any]) -> Converted:
         models = self._mapping(self.values, "models")
@@ -274,6 +275,13 @@ class _Converter:
     def _replaced(self, value: Any, macros: Mapping[str, Any], where: str, depth: int = 0) -> Any:
         if depth > _MACRO_DEPTH:
             raise ConfigError(f"{self.source}: {where}: a macro contains itself")
+        # Each use of a macro counts, as each use of an alias does: macros of macros multiply.
+        self.expanded_chars += 1 + len(value) if isinstance(value, str) else 1
+        if self.expanded_chars > MAX_EXPANDED_CHARS:
+            raise ConfigError(
+                f"{self.source}: {where}: with all macros expanded, the file is larger than "
+                f"{MAX_EXPANDED_CHARS:,} characters"
+            )
         if isinstance(value, dict):
             return {key: self._replaced(one, macros, where, depth) for key, one in value.items()}
         if isinstance(value, list):

@@ -19,6 +19,7 @@ _READ_BYTES = 65536
 _LINE_BYTES = 65536
 _PIPE_BYTES = 1 << 18
 _TAIL_LINES = 200
+_KEPT_BYTES = 1024
 _SHOWN_LINES = 20
 _BAR_EVERY_S = 1.0
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _CAUSE_LINES = 8
 _REFUSAL_LINES = 5
 _REFUSAL_CHARACTERS = 1000
 # Of argparse, and of our programs: "PROG: error: MESSAGE", with a hint on the next line.
-_REFUSAL = re.compile(r"\S+: error: (.+)")
+_REFUSAL = re.compile(r"(?<=\S): error: (.+)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _EXCEPTION = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*(?:Error|Exception)(?:: .+|$)")
 # The next line of an exception's message: indented, or what to do.
@@ -160,7 +161,7 @@ class ServiceOutput:
 
     def __call__(self, line: bytes) -> None:
         """Handle one line."""
-        self._tail.append(line)
+        self._tail.append(kept_of(line))
         self._log_file.write(line)
         self._announcer.output(self.watcher, line)
 
@@ -186,6 +187,13 @@ class ServiceOutput:
     def close(self) -> None:
         """Close the log file."""
         self._log_file.close()
+
+
+def kept_of(line: bytes) -> bytes:
+    """Return begin and end of a long line: a look for causes takes 200 of them at once."""
+    if len(line) <= 2 * _KEPT_BYTES:
+        return line
+    return line[:_KEPT_BYTES] + " … ".encode() + line[-_KEPT_BYTES:]
 
 
 class OutputPipe:

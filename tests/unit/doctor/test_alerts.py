@@ -211,7 +211,7 @@ dynamo_router_ttft_error_seconds_count{worker_id="1"} 3
 dynamo_component_router_time_to_first_token_seconds_sum{worker_id="1"} 2.5
 dynamo_component_router_time_to_first_token_seconds_count{worker_id="1"} 3
 """
-    assert parse_counts(page, "own", 7) == FrontendCounts(
+    assert parse_counts(page.encode(), "own", 7) == FrontendCounts(
         pid=7,
         requests={'a "b"': 10},
         failed={'a "b"': 2},

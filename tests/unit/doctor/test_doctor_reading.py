@@ -178,8 +178,8 @@ def test_silent_workers_are_read_from_the_metrics_of_the_frontend(
         'dynamo_router_ttft_error_seconds_count{worker_id="2"} 49\n'
     )
 
-    async def metrics(address: object) -> str:
-        return page
+    async def metrics(address: object) -> bytes:
+        return page.encode()
 
     monkeypatch.setattr(read_deployment, "_metrics", metrics)
     with socket.socket() as frontend:

@@ -16,48 +16,8 @@ from dynamo.frontend.apis.operator.content import (
     ContentCopy,
     ContentRecording,
     HeldBytes,
-    cleaned,
     response_body,
 )
-from dynamo.http.api_keys import new_key
-
-KEYS = [
-    "sk-proj-0123456789abcdefghij",
-    "hf_abcdefghijklmnopqrstuvwxyz",
-    "ghp_0123456789abcdefghijABCDEFGHIJ",
-    "AKIA0123456789ABCDEF",
-    "eyJhbGciOiJIUzI1NiIsInR5.eyJzdWIiOiIxMjM0NTY3.SflKxwRJSMeKKF2QT4",
-    "Bearer abcdefghijklmnop12345",
-    f"dyn-{'Ab3_' * 10}xyz",
-]
-
-
-def test_keys_of_this_kind_are_replaced() -> None:
-    assert cleaned(new_key().encode()) == "[redacted]"
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_keys_are_replaced_and_the_text_stays_json(key: str) -> None:
-    body = json.dumps({"messages": [{"role": "user", "content": f"use ({key}), please"}]})
-    found = json.loads(cleaned(body.encode()))
-    assert found["messages"][0]["content"] == "use ([redacted]), please"
-
-
-def test_passwords_in_fields_and_private_keys_are_replaced() -> None:
-    arguments = json.dumps({"password": "a b c", "Api_Key": "x", "user": "me"})
-    body = json.dumps({"arguments": arguments, "api-key": "y", "max_tokens": 5})
-    found = json.loads(cleaned(body.encode()))
-    assert found["api-key"] == "[redacted]" and found["max_tokens"] == 5
-    assert json.loads(found["arguments"]) == {
-        "password": "[redacted]",
-        "Api_Key": "[redacted]",
-        "user": "me",
-    }
-    pem = "-----BEGIN RSA PRIVATE KEY-----\nMIIEow+/=\n-----END RSA PRIVATE KEY-----"
-    assert "MIIE" not in cleaned(json.dumps({"content": pem}).encode())
-    kept = "skip-level task-force, hf_short, a bearer of news and the password is long"
-    assert cleaned(kept.encode()) == kept
-    assert cleaned(b"\xff") == "\ufffd"
 
 
 def test_the_body_of_a_response_with_any_framing() -> None:
@@ -155,8 +115,10 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     end(recording, begun(recording, 10), "foreign", model="other")
     client.above_high_water = True
     sending = asyncio.ensure_future(recording.send())
-    for _ in range(100):
-        await asyncio.sleep(0)
+    for _ in range(60_000):  # a thread cleans each record
+        if recording.lost == 5:
+            break
+        await asyncio.sleep(0.001)
     assert recording.lost == 5
     client.above_high_water = False
     dropped = [recording.find(f"r{number}") is None for number in range(4)]

@@ -1,0 +1,34 @@
+"""Reads samples of a Prometheus page, which another program wrote. Pure; O(bytes)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+_LABELS = rb'(?:\{((?:[^"}]|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+)\})?'
+_LABEL = re.compile(rb'(?<!\w)(\w++)="([^"\\]*+(?:\\.[^"\\]*+)*+)"')
+_ESCAPED = re.compile(r"\\(.)")
+
+
+def samples(page: bytes, *names: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield (name, labels, value) of each sample of ``names`` on a Prometheus page."""
+    wanted = tuple(name.encode() for name in names)
+    any_name = b"|".join(map(re.escape, wanted))
+    sample = re.compile(rb"(%b)%b[ \t]++(\S++)" % (any_name, _LABELS))
+    for line in page.split(b"\n"):
+        if not line.startswith(wanted) or (match := sample.match(line)) is None:
+            continue
+        labels = {
+            key.decode(): _unescaped(value.decode(errors="replace"))
+            for key, value in _LABEL.findall(match[2] or b"")
+        }
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        yield match[1].decode(), labels, value
+
+
+def _unescaped(value: str) -> str:
+    """Return the value of a label, in which quotes, backslashes and line ends are escaped."""
+    return _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], value)

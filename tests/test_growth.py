@@ -1,0 +1,414 @@
+"""No regular expression and no parser of foreign bytes takes more than linear time.
+
+Every pattern in ``dynamo`` is found by its syntax and gets inputs that are made of its own parts:
+a beginning that matches, a piece many times, an end that does not match. The measure is CPU time
+of a text against that of one a quarter as long, far from both four times and sixteen.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import re
+import re._constants as sre
+import re._parser as sre_parser
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from dynamo.attach.profiles import LoadNames, prometheus_load
+from dynamo.doctor.alert_watch import parse_counts
+from dynamo.errors import ConfigError
+from dynamo.frontend.apis.operator.content import response_body
+from dynamo.frontend.apis.operator.redaction import cleaned_answer, cleaned_body
+from dynamo.serve.graph.graph import MAX_TEXT_BYTES, parse_yaml
+from dynamo.serve.supervision.output import (
+    cause_in,
+    kept_of,
+    last_line_in,
+    refusal_in,
+    telling_line,
+)
+from dynamo.setup.llama_swap import convert
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "dynamo").rglob("*.py"))
+CHARACTERS = 8192
+SLOW_S = 0.4e-6
+"""For each character; a linear search takes a fraction of it."""
+HANGS_S = 2.0
+RATIO = 9.0
+CALLS = {"compile", "match", "search", "fullmatch", "sub", "subn", "findall", "finditer", "split"}
+REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT)
+REPEATED = {"sub", "subn", "findall", "finditer", "split"}
+
+FORMATS = "dynamo/frontend/formats/"
+"""Not yet: its patterns are replaced in another change."""
+
+
+class Used(NamedTuple):
+    """A pattern, where it is, and by which methods it is used."""
+
+    place: str
+    pattern: re.Pattern[Any]
+    methods: frozenset[str]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def methods_by_name() -> dict[str, set[str]]:
+    """Return, by the name of a pattern, the methods that any module calls on it."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for name, method in re.findall(r"\b(\w+)\.(\w+)\b", path.read_text()):
+            if method in CALLS:
+                found.setdefault(name, set()).add(method)
+    return found
+
+
+def patterns() -> Iterator[Used]:
+    """Yield every pattern of the package that is known without running a function."""
+    for path in SOURCES:
+        text = path.read_text()
+        if not re.search(r"^(import re|from re import)\b", text, re.MULTILINE):
+            continue
+        tree = ast.parse(text)
+        where = str(path.relative_to(ROOT))
+        named = {
+            target.id: node.lineno
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign) and "re.compile" in ast.unparse(node)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        module = importlib.import_module(module_of(path)) if named else None
+        for name, line in named.items():
+            value = getattr(module, name)
+            methods = frozenset(methods_by_name().get(name, ())) or frozenset(("search",))
+            for pattern in value.values() if isinstance(value, dict) else [value]:
+                yield Used(f"{where}:{line} {name}", pattern, methods)
+        inside = {
+            id(one) for node in tree.body if hasattr(node, "targets") for one in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if id(node) not in inside and (used := in_function(node, where)) is not None:
+                yield used
+
+
+def in_function(node: ast.AST, where: str) -> Used | None:
+    """Return the pattern of a call within a function; escaped parts of it are one letter."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return None
+    if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "re"):
+        return None
+    if node.func.attr not in CALLS:
+        return None
+    method = "finditer" if node.func.attr == "compile" else node.func.attr
+    text = literal(node.args[0])
+    flags = re.MULTILINE if "re.M" in ast.unparse(node) else 0
+    pattern: Any = re.compile(text, flags)
+    return Used(f"{where}:{node.lineno} {node.func.attr}", pattern, frozenset((method,)))
+
+
+def literal(node: ast.expr) -> Any:
+    """Return the pattern of an expression, with "x" for what only a run knows."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.BinOp(op=ast.Add()):
+            return literal(node.left) + literal(node.right)
+        case ast.JoinedStr():
+            return "".join(map(literal, node.values))
+        case ast.BinOp(op=ast.Mod()):
+            return literal(node.left).replace(b"%b", b"x")
+    return "x"
+
+
+def shortest(items: Any, least: int = 0) -> str:
+    """Return a text that matches parsed ``items``, as far as that is easy.
+
+    Of what may be left out there are ``least``.
+    """
+    made = ""
+    for operator, argument in items:
+        if operator is sre.LITERAL:
+            made += chr(argument)
+        elif operator in (sre.NOT_LITERAL, sre.ANY):
+            made += "a" if argument != ord("a") else "b"
+        elif operator is sre.IN:
+            made += next(iter(members(argument)), "a")
+        elif operator in REPEATS:
+            made += shortest(argument[2], least) * max(argument[0], least)
+        elif operator is sre.SUBPATTERN:
+            made += shortest(argument[3], least)
+        elif operator is sre.BRANCH:
+            made += shortest(argument[1][0], least)
+        elif operator is sre.ATOMIC_GROUP:
+            made += shortest(argument, least)
+    return made
+
+
+def members(argument: Any) -> Iterator[str]:
+    """Yield some members of a character class."""
+    if argument[0][0] is sre.NEGATE:
+        refused = set(members(argument[1:]))
+        yield from (one for one in "a 0-=\"'\\.{<" if one not in refused)
+        return
+    for operator, value in sorted(argument, key=lambda one: one[0] is not sre.LITERAL):
+        match operator:
+            case sre.LITERAL:
+                yield chr(value)
+            case sre.RANGE:
+                yield chr(value[1])
+            case sre.CATEGORY:
+                yield {
+                    sre.CATEGORY_DIGIT: "0",
+                    sre.CATEGORY_SPACE: " ",
+                    sre.CATEGORY_WORD: "a",
+                    sre.CATEGORY_NOT_SPACE: "a",
+                    sre.CATEGORY_NOT_WORD: " ",
+                    sre.CATEGORY_NOT_DIGIT: "a",
+                }.get(value, "a")
+
+
+def parts(items: Any) -> Iterator[str]:
+    """Yield texts that the parts of a parsed pattern match: each part, branch and character."""
+    for operator, argument in items:
+        if (one := shortest([(operator, argument)])) != "":
+            yield one
+        match operator:
+            case sre.IN:
+                yield from itertools.islice(members(argument), 6)
+            case sre.MAX_REPEAT | sre.MIN_REPEAT | sre.POSSESSIVE_REPEAT:
+                yield from parts(argument[2])
+            case sre.SUBPATTERN:
+                yield from parts(argument[3])
+            case sre.BRANCH:
+                for branch in argument[1]:
+                    yield shortest(branch)
+                    yield from parts(branch)
+            case sre.ATOMIC_GROUP:
+                yield from parts(argument)
+            case sre.ASSERT | sre.ASSERT_NOT:
+                yield from parts(argument[1])
+
+
+def hostile(pattern: re.Pattern[Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (beginning, piece, end) of texts on which the pattern may work hardest."""
+    text: Any = pattern.pattern
+    source = text if isinstance(text, str) else text.decode("latin1")
+    items = list(sre_parser.parse(source, pattern.flags & ~re.DEBUG))
+    small = list(dict.fromkeys(one for one in parts(items) if one))[:24]
+    single = [one for one in small if len(one) == 1][:8]
+    whole, longer = shortest(items), shortest(items, 1)
+    begins = {"", whole, longer}
+    for number, (operator, _) in enumerate(items):
+        if operator is not sre.LITERAL:
+            begins |= {shortest(items[:number]), shortest(items[:number], 1)}
+    begins |= {longer[:size] for size in range(1, min(len(longer), 8))}
+    apart = [one for one in single if not one.isalnum()] + ["\n"]
+    large = [a + b for a, b in itertools.permutations(single, 2)]
+    large += [a + b for a in ("", *apart) for b in begins]
+    large.append(whole[:-1])
+    for begin, piece in itertools.chain(
+        itertools.product(begins, small), itertools.product(("", whole), large)
+    ):
+        if piece:
+            yield begin, piece, "\0"
+    yield from (("", piece, "") for piece in (*small, *large) if piece)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the CPU time of a call, which is interrupted when it takes too long."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, HANGS_S)
+    begin = time.process_time()
+    try:
+        call()
+    except TimeoutError:
+        return HANGS_S
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    return time.process_time() - begin
+
+
+def grows_too_fast(call: Callable[[int], object], most: int = CHARACTERS) -> bool:
+    """Whether ``call(n)`` takes far more than four times as long for four times as much."""
+    slow_s = most * SLOW_S
+    if (large := seconds(lambda: call(most))) < slow_s:
+        return False
+    if large < HANGS_S:
+        large = min(large, *(seconds(lambda: call(most)) for _ in range(2)))
+    small = min(seconds(lambda: call(most // 4)) for _ in range(3))
+    return large > slow_s and large > RATIO * small
+
+
+def work(pattern: re.Pattern[Any], method: str, parts: tuple[str, str, str], size: int) -> None:
+    """Use ``pattern`` on a text of about ``size`` characters."""
+    begin, piece, end = parts
+    text: Any = begin + piece * (size // len(piece)) + end
+    if isinstance(pattern.pattern, bytes):
+        text = text.encode("latin1", "replace")
+    if method in REPEATED:
+        for _ in pattern.finditer(text):
+            pass
+    else:
+        getattr(pattern, method)(text)
+
+
+def too_fast_for(used: Used) -> str | None:
+    """Return how the pattern is superlinear, as the parts of a text; None if it is not."""
+    for method in used.methods - {"compile"}:
+        for parts in hostile(used.pattern):
+            # As many pieces as a short one has: what grows is work for each.
+            size = min(CHARACTERS * 8, CHARACTERS * (len(parts[1]) + 15) // 16)
+            if grows_too_fast(functools.partial(work, used.pattern, method, parts), size):
+                return "{}({!r} + {!r} * n + {!r})".format(method, *parts)
+    return None
+
+
+def test_no_pattern_takes_more_than_linear_time() -> None:
+    slow = []
+    for used in patterns():
+        if not used.place.startswith(FORMATS) and (text := too_fast_for(used)) is not None:
+            slow.append(f"{used.place}: {text}")
+    assert not slow, "\n".join(slow)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        rb"^(up)(?:\{((?:[^\"}]|\"(?:[^\"\\]|\\.)*\")*)\})?[ \t]+(\S+)",
+        rb"(?<![A-Za-z0-9])eyJ[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_.-]{16,}",
+        rb"\S+: error: (.+)",
+        r'^silent_workers\{[^}]*\bmodel="((?:[^"\\]|\\.)*)"[^}]*\} (\d+)',
+        r"\s*name\s*=\s*\"?([^\">]+?)\"?\s*>",
+    ],
+)
+def test_the_check_finds_what_was_wrong_once(pattern: Any) -> None:
+    used = Used("", re.compile(pattern, re.MULTILINE), frozenset(("finditer",)))
+    assert too_fast_for(used) is not None
+
+
+def _profile(page: str) -> object:
+    return prometheus_load(page.encode(), LOAD_NAMES, 10)
+
+
+def _causes(text: str) -> object:
+    lines = [kept_of(line).decode(errors="replace") for line in [text.encode()] * 200]
+    return cause_in(lines), telling_line(lines), refusal_in(lines)
+
+
+def _yaml(text: str) -> object:
+    with contextlib.suppress(ConfigError):
+        return parse_yaml(text[:MAX_TEXT_BYTES], "graph")
+    return None
+
+
+LOAD_NAMES = LoadNames(("up",), ("waiting",), ("usage",), "engine")
+PARSERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
+    "a server's metrics": (
+        _profile,
+        ("up{", 'up{a="', 'up{a="\\', "up a", 'up{a="b"} 1\n', "up{\n", "a", 'a="', "up{a=b,"),
+    ),
+    "a frontend's metrics": (
+        lambda text: parse_counts(text.encode(), "own", 7),
+        ("own_requests_total{\n", 'own_requests_total{model="a"} 1\n', 'own_requests_total{a="'),
+    ),
+    "the end of a log": (_causes, ("a", "a.", "Error", "a: error: ", "\x1b[0", " fail", "\r")),
+    "a line of a log": (
+        lambda text: (last_line_in([text]), cause_in([text]), refusal_in([text])),
+        ("a", "a.", "Error", "ValueError: ", "a: error: ", "\x1b[0", "\x1b[", " fail", "\r"),
+    ),
+    "a recorded body": (
+        lambda text: cleaned_body(text.encode()),
+        (
+            "-eyJ",
+            "sk-",
+            "token",
+            "password: ",
+            '"password": "',
+            "\\",
+            '\\"',
+            "://",
+            "bearer ",
+            "{",
+            "-----BEGIN PRIVATE KEY-----",
+            "'",
+            '{"a":',
+            "[",
+            "secret=\\",
+            "\\u0041",
+        ),
+    ),
+    "a recorded answer": (
+        lambda text: cleaned_answer(f"data: {text}".encode()),
+        ('{"a":"b"}\n\ndata: ', "\n", "data: {\n", "data:", '{"id":"sk-"}\ndata: '),
+    ),
+    "a framed response": (
+        lambda text: response_body(text.encode()),
+        ("1\r\na\r\n", "0", "\r\n", "HTTP/"),
+    ),
+    "a graph": (
+        _yaml,
+        (
+            "a: ",
+            "- ",
+            "[",
+            "{",
+            "? ",
+            "&a ",
+            "*a ",
+            '"',
+            "'",
+            "a\n",
+            "|\n",
+            "# ",
+            "a: b\n",
+            "!",
+            "%",
+        ),
+    ),
+}
+
+
+def parsed(parse: Callable[[str], object], piece: str, end: str, size: int) -> None:
+    parse(piece * (size // len(piece)) + end)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_no_parser_of_foreign_bytes_takes_more_than_linear_time(name: str) -> None:
+    parse, pieces = PARSERS[name]
+    slow = [
+        repr(piece)
+        for piece in pieces
+        for end in ("", "\0")
+        if grows_too_fast(
+            lambda n, piece=piece, end=end: parse(piece * (n // len(piece)) + end), 32768
+        )
+    ]
+    assert not slow, f"{name}: {slow}"
+
+
+def test_macros_of_macros_are_bounded_as_aliases_are() -> None:
+    macros = {"m0": "x" * 9, **{f"m{n}": f"${{m{n - 1}}}" * 4 for n in range(1, 19)}}
+    text = json.dumps({"macros": macros, "models": {"a": {"cmd": "run ${m18} ${PORT}"}}})
+    with pytest.raises(ConfigError, match="with all macros expanded"):
+        convert(text, "swap.yaml", {}, {"namespace": "a", "http-host": "b", "http-port": 1})
