@@ -160,10 +160,19 @@ class HttpClient(asyncio.Protocol):
         """Whether a request is in flight: bytes that arrive otherwise were not requested."""
         return self._on_complete is not None
 
-    async def connect(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
-        """Connect. Raises OSError, or UnicodeError for an invalid host name."""
+    async def connect(
+        self,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        server_name: str | None = None,
+    ) -> None:
+        """Connect. Raises OSError, or UnicodeError for an invalid host name.
+
+        ``server_name`` is that of the certificate, if ``host`` is an address.
+        """
         loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: self, host, port, ssl=tls)
+        await loop.create_connection(lambda: self, host, port, ssl=tls, server_hostname=server_name)
 
     def close(self) -> None:
         """Close the connection; a request in flight fails as disconnected."""

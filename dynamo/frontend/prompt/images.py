@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import http.client
 import re
+import socket
+import ssl
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 
@@ -25,6 +26,7 @@ from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.bounds import MAX_IMAGES, MAX_IMAGES_BYTES
 from dynamo.frontend.prompt.messages import IMAGE
 from dynamo.frontend.prompt.template import ChatTemplate
+from dynamo.http.client import HttpClient, ResponseError, request_head
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.control import MAX_IMAGES_KEY, ModelCard
@@ -36,7 +38,7 @@ _KEPT_TOKENS = 1 << 20
 _HASH_BYTES = 32
 _TIMEOUT_S = 10.0
 _AT_ONCE = 8
-_CHUNK_BYTES = 1 << 16
+_IN_TARGET = "/?&=%:;@+$,!~*'()[]"
 _LIMIT_BYTES = MAX_IMAGES_BYTES * 3 // 4
 """As a data: URL it is a third larger."""
 
@@ -46,12 +48,15 @@ class ImageFetcher:
 
     A client could make the frontend send requests inside the operator's network. So only hosts
     that the operator has listed are asked, redirects are not followed, size and time are bounded.
+    A server, or its name server, decides how long a fetch takes: no thread waits for the former,
+    and only threads of this class for the latter.
     """
 
     def __init__(self, hosts: Sequence[str], timeout_s: float = _TIMEOUT_S) -> None:
         self._hosts = frozenset(host.lower() for host in hosts)
         self._timeout_s = timeout_s
         self._permits = asyncio.Semaphore(_AT_ONCE)
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "images")
 
     def wanted(self, messages: Sequence[dict[str, Any]]) -> bool:
         """Return whether ``messages`` name an image by http(s) URL."""
@@ -73,12 +78,34 @@ class ImageFetcher:
         parsed = [(field, part, self._check(field, part)) for field, part in found]
         size_bytes = 0
         for field, part, url in parsed:
-            async with self._permits:
-                data_url = await asyncio.to_thread(_get, field, url, self._timeout_s)
+            data_url = await self._get(field, url)
             size_bytes += len(data_url)
             if size_bytes > MAX_IMAGES_BYTES:
                 raise _too_large(field)
             part["image_url"] = {"url": data_url}
+
+    async def _get(self, field: str, url: SplitResult) -> str:
+        """Return the image as a data: URL; the deadline is that of the whole exchange."""
+        client = HttpClient(_LIMIT_BYTES)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeout_s), self._permits:
+                found = await loop.run_in_executor(self._threads, _resolve, url)
+                await _connect(client, url.hostname or "", found)
+                await client.request(_request(url))
+                _check_answer(field, client)
+                image = await loop.run_in_executor(self._threads, base64.b64encode, client.body)
+        except (OSError, ValueError, ResponseError) as error:
+            if len(client.body) > _LIMIT_BYTES:
+                raise _too_large(field) from None
+            late = f"no whole answer in {self._timeout_s:g} s"
+            reason = late if isinstance(error, TimeoutError) else repr(error)
+            raise InvalidArgument(
+                f"Validation: {field}: cannot be fetched: {shorten(reason)}"
+            ) from None
+        finally:
+            client.close()
+        return f"data:{client.content_type.decode('latin1')};base64,{image.decode()}"
 
     def _check(self, field: str, part: dict[str, Any]) -> SplitResult:
         text = part["image_url"]["url"]
@@ -106,34 +133,46 @@ def _is_remote(part: dict[str, Any]) -> bool:
     return isinstance(url, str) and url[:8].lower().startswith(("http://", "https://"))
 
 
-def _get(field: str, url: SplitResult, timeout_s: float) -> str:
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    connection = kind(url.hostname or "", url.port, timeout=timeout_s)
-    deadline = time.monotonic() + timeout_s
-    try:
-        connection.request("GET", (url.path or "/") + (f"?{url.query}" if url.query else ""))
-        response = connection.getresponse()
-        if response.status != 200:
-            raise InvalidArgument(f"Validation: {field}: the server replied {response.status}")
-        media_type = response.headers.get_content_type()
-        if not media_type.startswith("image/"):
-            raise InvalidArgument(f"Validation: {field}: expected an image, got `{media_type}`")
-        return f"data:{media_type};base64,{_read(field, response, deadline)}"
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise InvalidArgument(f"Validation: {field}: cannot be fetched: {error!r:.200}") from None
-    finally:
-        connection.close()
+class _Resolved(NamedTuple):
+    """The addresses of a server, and the context for https."""
+
+    addresses: list[tuple[str, int]]
+    tls: ssl.SSLContext | None
 
 
-def _read(field: str, response: http.client.HTTPResponse, deadline: float) -> str:
-    body = bytearray()
-    while chunk := response.read1(_CHUNK_BYTES):
-        body += chunk
-        if len(body) > _LIMIT_BYTES:
-            raise _too_large(field)
-        if time.monotonic() > deadline:
-            raise TimeoutError("timed out")
-    return base64.b64encode(body).decode()
+def _resolve(url: SplitResult) -> _Resolved:
+    """Ask the name server, and read the system's authorities: both block."""
+    tls = ssl.create_default_context() if url.scheme == "https" else None
+    port = url.port or (443 if tls else 80)
+    found = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_STREAM)
+    return _Resolved([(str(one[4][0]), port) for one in found], tls)
+
+
+async def _connect(client: HttpClient, host: str, found: _Resolved) -> None:
+    """Connect to the first address that accepts. Raises OSError."""
+    refused: OSError = OSError("no address")
+    for address, port in found.addresses:
+        try:
+            await client.connect(address, port, found.tls, host if found.tls else None)
+            return
+        except OSError as error:
+            refused = error
+    raise refused
+
+
+def _request(url: SplitResult) -> bytes:
+    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname or ""
+    authority = host if url.port is None else f"{host}:{url.port}"
+    target = quote((url.path or "/") + (f"?{url.query}" if url.query else ""), _IN_TARGET)
+    return request_head("GET", target, authority, ("accept: image/*", "connection: close"))
+
+
+def _check_answer(field: str, client: HttpClient) -> None:
+    if client.status != 200:
+        raise InvalidArgument(f"Validation: {field}: the server replied {client.status}")
+    if not client.content_type.startswith(b"image/"):
+        media_type = shorten(client.content_type.decode("latin1"))
+        raise InvalidArgument(f"Validation: {field}: expected an image, got `{media_type}`")
 
 
 def _too_large(field: str) -> InvalidArgument:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.attach.profiles import PROFILES, LoadNames, json_load, prometheus_load, samples
+from dynamo.attach.profiles import PROFILES, LoadNames, json_load, prometheus_load
+from dynamo.observability.metrics_page import samples
 
 NAMES = PROFILES["vllm"].load_names or LoadNames((), (), ())
 
