@@ -74,9 +74,7 @@ DECIMAL_IDS_ALLOWED = {
     "dynamo/runtime/endpoints/client.py",
 }
 ID_NAME = re.compile(r"(?:^|_)(?:worker|instance|lease|publisher|router)_id$")
-NUMBER_OR_NONE = re.compile(
-    r"(?:^|dp_)rank$|(?:^|_)(?:worker_id|instance_id|lease_id|publisher_id)$"
-)
+NUMBER_OR_NONE = re.compile(r"(?:^|_)(?:dp_rank|worker_id|instance_id|lease_id|publisher_id)$")
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 FORMAT_FIELD = re.compile(r"%(?:%|[-#0 +]*[\d.*]*([a-zA-Z]))")
 

@@ -194,7 +194,13 @@ class Frontend:
     def _install_operators(self, routes: Routes, guard: OperatorGuard) -> None:
         """Add the routes that show or change what the frontend does."""
         requests, models, tasks = self._requests, self.models, self._tasks
-        explain = ExplainRoutes(models, tasks, requests.overload_status, requests.off_loop)
+        explain = ExplainRoutes(
+            models,
+            tasks,
+            requests.overload_status,
+            requests.off_loop,
+            requests.settings.disable_nvext,
+        )
         explain.install(routes)
         BusyThresholdRoutes(models, tasks).install(routes)
         RecordRoutes(requests, models, tasks).install(routes)

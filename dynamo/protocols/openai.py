@@ -254,6 +254,12 @@ class EmbeddingBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     user: str | None = None
     add_special_tokens: bool | None = None
 
+    @property
+    def count(self) -> int:
+        """The number of inputs."""
+        given = self.input
+        return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
+
 
 class StrictEmbeddingBody(
     EmbeddingBody, kw_only=True, omit_defaults=True, forbid_unknown_fields=True

@@ -64,6 +64,9 @@ class _EmbeddingResponse:
         """Submit the inputs. O(tokens)."""
         options = None if request.dimensions is None else {"dimensions": request.dimensions}
         self._tokens = sum(map(len, request.token_ids))
+        rank = None
+        if request.routing is not None and self._engine.info.data_parallel_size > 1:
+            rank = request.routing.dp_rank
         if not request.token_ids:
             self.fail(InvalidArgument("'token_ids' has no inputs"))
         for place, ids in enumerate(request.token_ids):
@@ -73,7 +76,7 @@ class _EmbeddingResponse:
                 request.model, ids, routing=request.routing, extra_args=options
             )
             try:
-                self._running[place] = self._engine.submit(one, _Input(self, place), None)
+                self._running[place] = self._engine.submit(one, _Input(self, place), rank)
             except DynamoError as error:
                 self.fail(error)
 

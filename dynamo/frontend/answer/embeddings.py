@@ -61,6 +61,9 @@ class EmbeddingsAnswer:
             output = _decode(payload)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise EngineFailure(f"not an output of an embedding model: {error}") from None
+        self._take(output)
+
+    def _take(self, output: EmbeddingsEngineOutput) -> None:
         if self._output is not None or len(output.embeddings) != self._inputs:
             raise EngineFailure(
                 f"expected one output with {self._inputs} embeddings, got {len(output.embeddings)}"
@@ -127,6 +130,57 @@ class EmbeddingsAnswer:
         """Return the worker's count of tokens, else ours."""
         reported = 0 if self._output is None else self._output.prompt_tokens
         return Usage(reported or self._prompt_tokens, 0, None)
+
+
+class _Vector(msgspec.Struct):
+    """One element of the list in an OpenAI body: numbers, or base64 of their bytes."""
+
+    embedding: list[float] | str
+
+
+class _Usage(msgspec.Struct):
+    """The counts of an OpenAI body."""
+
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+
+
+class _Body(msgspec.Struct):
+    """An OpenAI body of embeddings."""
+
+    data: list[_Vector]
+    usage: _Usage | None = None
+
+
+_decode_body = codec.decoder(_Body).decode
+
+
+class BodyEmbeddingsAnswer(EmbeddingsAnswer):
+    """The vectors of a worker that yields an OpenAI body, in the encoding of the request."""
+
+    __slots__ = ()
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model, 0, 0, False)
+
+    def expect(self, inputs: int, as_base64: bool) -> None:
+        """Set what the request asks for, once it is parsed."""
+        self._inputs, self._as_base64 = inputs, as_base64
+
+    def receive(self, payload: bytes) -> None:
+        """Add the worker's body. Raises EngineFailure: not one vector for each input."""
+        try:
+            body = _decode_body(payload)
+            vectors = [
+                base64.b64decode(one.embedding, validate=True)
+                if isinstance(one.embedding, str)
+                else one.embedding
+                for one in body.data
+            ]
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise EngineFailure(f"not an OpenAI body of embeddings: {error}") from None
+        usage = body.usage or _Usage()
+        self._take(EmbeddingsEngineOutput(vectors, max(usage.prompt_tokens, 0)))
 
 
 def _size(vector: list[float] | bytes) -> int:

@@ -26,7 +26,7 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request_metrics import EMBEDDINGS
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
-from dynamo.protocols.codec import Tokens, encode, tokens
+from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import PreprocessedEmbeddingRequest, PreprocessedRequest, Routing
 from dynamo.protocols.openai import MAX_EMBEDDING_INPUTS, EmbeddingBody, StrictEmbeddingBody
 from dynamo.runtime.process.tasks import Tasks
@@ -216,13 +216,12 @@ class EmbeddingRoutes:
             token_ids=inputs,
             dimensions=asked.dimensions,
             mdc_sum=loaded.card.checksum or None,
-            routing=routing,
         )
         preprocessed = PreprocessedRequest(
             asked.model, ids, routing=routed(routing, request.exchange.headers)
         )
         dispatch = loaded.dispatch
-        one = RelayedEngineRequest(request, answer, dispatch, preprocessed, encode(message))
+        one = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
         request.engine_requests = [one]
         dispatch.decode(one)
         if not request.closed:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.answer.sse import json_bytes
-from dynamo.frontend.apis.chat.generation import GenerationApi
+from dynamo.frontend.apis.chat.generation import GenerationApi, adapt
 from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, MAX_COUNTED_TOKENS
@@ -25,7 +25,7 @@ from dynamo.frontend.requests.errors import error_response, explained, with_retr
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes, in_task
-from dynamo.protocols.openai import ChatCompletionRequest
+from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from dynamo.runtime.process.tasks import Tasks
 
 _INLINE_BYTES = 4 << 10
@@ -67,6 +67,7 @@ class PromptCountRoutes:
                 loaded = await self._models.find_loaded(model, api.model_type)
                 if api.complete is not None:
                     api.complete(parsed, exchange)
+                adapt(self._models, registry.settings.disable_nvext, parsed, loaded)
                 prepared = await api.prepare_off_loop(loaded.preprocessor, parsed, threads)
         except DynamoError as error:
             registry.hold_or_refuse(exchange, api.endpoint, error, model)
@@ -81,7 +82,7 @@ class TokenizePrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str
     model: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -90,9 +91,9 @@ class TokenizeChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     messages: list[dict[str, Any]]
     model: str | None = None
-    add_special_tokens: bool = False
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -124,6 +125,7 @@ class DetokenizedPrompt(msgspec.Struct):
 
 
 TokenizeBody = TokenizePrompt | TokenizeChat
+Adapt = Callable[[GenerationRequest], None]
 
 
 class _TokenizeShape(msgspec.Struct):
@@ -161,7 +163,9 @@ def parse_tokenize(body: bytes) -> TokenizeBody:
             "Validation: 'chat_template' of a request is not run; leave it out for the model's own "
             "template, which takes 'chat_template_kwargs'"
         )
-    check_chat(_request(found))
+    request = _request(found)
+    assert isinstance(request, ChatCompletionRequest)
+    check_chat(request)
     return found
 
 
@@ -180,12 +184,21 @@ def parse_detokenize(body: bytes) -> DetokenizeBody:
     return found
 
 
-def tokenized(preprocessor: Preprocessor, asked: TokenizeBody) -> bytes:
-    """The answer of /tokenize, as JSON. Thread-safe. Raises InvalidArgument. O(characters)."""
-    if isinstance(asked, TokenizeChat):
-        found = preprocessor.chat_tokens(_request(asked))
+def tokenized(
+    preprocessor: Preprocessor, asked: TokenizeBody, adapted: Adapt | None = None
+) -> bytes:
+    """The answer of /tokenize, as JSON; ``adapted`` changes the request as for its generation.
+
+    Thread-safe. Raises InvalidArgument. O(characters).
+    """
+    request = _request(asked)
+    if adapted is not None:
+        adapted(request)
+    if isinstance(request, ChatCompletionRequest):
+        found = preprocessor.chat_tokens(request)
     else:
-        found = preprocessor.text_tokens(asked.prompt, asked.add_special_tokens)
+        special = request.add_special_tokens is not False
+        found = preprocessor.text_tokens(str(request.prompt), special)
     ids = found.tolist()
     texts = None
     if asked.return_token_strs:
@@ -196,7 +209,9 @@ def tokenized(preprocessor: Preprocessor, asked: TokenizeBody) -> bytes:
     return _encode(answer)
 
 
-def detokenized(preprocessor: Preprocessor, asked: DetokenizeBody) -> bytes:
+def detokenized(
+    preprocessor: Preprocessor, asked: DetokenizeBody, adapted: Adapt | None = None
+) -> bytes:
     """The answer of /detokenize; as :func:`tokenized`."""
     tokenizer = preprocessor.tokenizer
     largest = max(asked.tokens, default=0)
@@ -208,7 +223,10 @@ def detokenized(preprocessor: Preprocessor, asked: DetokenizeBody) -> bytes:
     return _encode(DetokenizedPrompt(tokenizer.decode(asked.tokens, skip_special_tokens=False)))
 
 
-def _request(asked: TokenizeChat) -> ChatCompletionRequest:
+def _request(asked: TokenizeBody) -> ChatCompletionRequest | CompletionRequest:
+    if isinstance(asked, TokenizePrompt):
+        special = asked.add_special_tokens
+        return CompletionRequest(model="", prompt=asked.prompt, add_special_tokens=special)
     return ChatCompletionRequest(
         model=asked.model or "",
         messages=asked.messages,
@@ -224,7 +242,7 @@ class _Conversion(NamedTuple):
     """The difference between the routes."""
 
     parse: Callable[[bytes], Any]
-    convert: Callable[[Preprocessor, Any], bytes]
+    convert: Callable[[Preprocessor, Any, Adapt | None], bytes]
 
 
 _TOKENIZE = _Conversion(parse_tokenize, tokenized)
@@ -253,9 +271,12 @@ class TokenizeRoutes:
             registry.check(exchange)
             with registry.off_loop.hold(len(exchange.body)):
                 asked = await self._run(exchange, conversion.parse, exchange.body)
+                model = asked.model or model
                 loaded = await self._loaded(asked.model)
                 model = loaded.name
-                found = await self._run(exchange, conversion.convert, loaded.preprocessor, asked)
+                adapted = self._adapted(loaded)
+                arguments = loaded.preprocessor, asked, adapted
+                found = await self._run(exchange, conversion.convert, *arguments)
             exchange.respond(200, found)
         except DynamoError as error:
             shown = explained(error, model)
@@ -263,6 +284,11 @@ class TokenizeRoutes:
             exchange.respond(status, body, headers=with_retry(shown, ()))
         finally:
             registry.leave()
+
+    def _adapted(self, loaded: LoadedModel) -> Adapt:
+        """What changes a request as for its generation."""
+        ignores_nvext = self._registry.settings.disable_nvext
+        return partial(adapt, self._models, ignores_nvext, loaded=loaded)
 
     async def _run(self, exchange: Exchange, function: Callable[..., Any], *args: Any) -> Any:
         if len(exchange.body) > _INLINE_BYTES:

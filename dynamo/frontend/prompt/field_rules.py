@@ -30,6 +30,19 @@ _OWN_NAMES: Mapping[str, Mapping[str, str]] = {
     "/v1/chat/completions": {},
 }
 """The paths whose bodies have such fields, and the names there that differ."""
+_COUNTED = {
+    "/v1/messages/count_tokens": "/v1/messages",
+    "/v1/responses/input_tokens": "/v1/responses",
+    "/tokenize": "/v1/chat/completions",
+}
+"""Paths that count the prompt of another: of its fields, these bodies have those of a prompt."""
+_PROMPT_FIELDS = frozenset(
+    (
+        *("tools", "tool_choice", "chat_template_kwargs", "chat_template_args", "documents"),
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
+        *("reasoning_effort", "response_format"),
+    )
+)
 _ECHOED = {"temperature": 1.0, "top_p": 1.0, "max_output_tokens": None}
 """What a response of ``/v1/responses`` shows of a request without these fields."""
 _CHAT_ONLY = _CHAT - _COMPLETION
@@ -66,9 +79,10 @@ class FieldRules:
 
     def rewrite(self, path: str, fields: dict[str, msgspec.Raw]) -> None:
         """Change the members of a JSON body of ``path``; other paths have no such fields."""
-        own = _OWN_NAMES.get(path)
+        own = _OWN_NAMES.get(_COUNTED.get(path, path))
         if own is None:
             return
+        counted = path in _COUNTED
         for name in self._forbid:
             fields.pop(own.get(name, name), None)
         limited = any(fields.get(own.get(name, name), _NULL) != _NULL for name in _LIMITS)
@@ -77,12 +91,16 @@ class FieldRules:
                 limited and name in _LIMITS
             ):
                 continue
+            if counted and name not in _PROMPT_FIELDS:
+                continue
             if fields.get(own.get(name, name), _NULL) == _NULL:  # null means absent, here as well
                 fields[own.get(name, name)] = msgspec.Raw(msgspec.json.encode(value))
 
 
-def rewritten(path: str, body: bytes, model: str, rules: FieldRules | None) -> bytes:
-    """Return a JSON body that names ``model``, with its fields by ``rules``.
+def rewritten(
+    path: str, body: bytes, model: str, rules: FieldRules | None, salt: str | None = None
+) -> bytes:
+    """Return a JSON body that names ``model``, with its fields by ``rules``, and with ``salt``.
 
     All else is unchanged; a body that is no JSON object stays as it is. O(bytes).
     """
@@ -94,6 +112,8 @@ def rewritten(path: str, body: bytes, model: str, rules: FieldRules | None) -> b
         fields["model"] = msgspec.Raw(msgspec.json.encode(model))
     if rules is not None:
         rules.rewrite(path, fields)
+    if salt is not None:
+        fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
     return msgspec.json.encode(fields)
 
 

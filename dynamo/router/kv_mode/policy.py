@@ -24,7 +24,7 @@ from dynamo.observability.metrics import Registry, counter, gauge, histogram
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.active_load import DecisionMetrics
-from dynamo.router.eligibility.filters import apply_preferred_taints
+from dynamo.router.eligibility.filters import Constraints, apply_preferred_taints
 from dynamo.router.kv_mode.cost import CopyOffer, CostParams
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.kv_mode.policy_types import (
@@ -39,7 +39,7 @@ from dynamo.router.kv_mode.policy_types import (
 )
 from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.metrics import RouterLabels
-from dynamo.router.receipt import Constraints, KvInputs
+from dynamo.router.receipt import KvInputs
 
 SLOW_S = 0.001
 """What a policy may take for a decision."""

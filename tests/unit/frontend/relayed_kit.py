@@ -13,6 +13,7 @@ from text_kit import card
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
+from dynamo.frontend.apis.messages.route import MessagesRoutes
 from dynamo.frontend.apis.relay.request import RelayedEngineRequest
 from dynamo.frontend.apis.relay.route import RelayRoutes
 from dynamo.frontend.apis.responses.route import ResponseRoutes
@@ -130,6 +131,7 @@ class RelaySite(Site):
         self.store = ResponseStore(1 << 20)
         responses = ResponseRoutes(self.store, relay.has_route, relay.serve_rest)
         responses.install(routes, openai, counts)
+        MessagesRoutes(self.active, openai, counts).install(routes)
         TokenizeRoutes(*of).install(routes)
         relay.install(routes)
         relay.go_first(routes)

@@ -11,7 +11,7 @@ import pytest
 from test_request import Site, turn
 
 from dynamo.frontend.apis.embeddings import EmbeddingRoutes
-from dynamo.protocols.codec import encode, tokens
+from dynamo.protocols.codec import encode, plain_decode, tokens
 from dynamo.protocols.engine import PreprocessedRequest
 
 INPUTS, LENGTH = 300, 1024
@@ -19,14 +19,17 @@ VECTORS = [array("f", [number / 7] * LENGTH) for number in range(INPUTS)]
 
 
 class EmbeddingSite(Site):
+    payload = b""
+
     def open(self, worker_id: int, payload: bytes, sink: Any, headers: Any) -> Any:
+        self.payload = payload
         return super().open(
             worker_id, encode(PreprocessedRequest("tiny", tokens([1]))), sink, headers
         )
 
 
 @pytest.fixture
-async def site() -> Site:
+async def site() -> EmbeddingSite:
     site = EmbeddingSite()
     site.entry.card = type("Card", (), {"lora_name": None, "checksum": ""})()
     EmbeddingRoutes(site.active, site, site.tasks).install(site.routes)  # type: ignore[arg-type]
@@ -88,3 +91,11 @@ async def test_a_client_that_leaves(site: Site) -> None:
     await turn()
     assert not site.active.admitted
     site.settled()
+
+
+async def test_the_worker_gets_rank_and_tenant(site: EmbeddingSite) -> None:
+    site.post({"model": "tiny", "input": "hi"}, "/v1/embeddings", x_tenant_id="T", x_dp_rank="1")
+    routing = plain_decode(site.payload)["routing"]
+    assert routing["dp_rank"] == 1
+    assert routing["cache_namespace"] and len(site.routings) == 1
+    assert routing["cache_namespace"] == site.routings[0].cache_namespace

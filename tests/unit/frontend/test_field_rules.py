@@ -112,3 +112,15 @@ def test_rules_are_checked(defaults: dict[str, Any], forbid: list[str], text: st
 
 def test_right_rules_pass() -> None:
     check_rules({"temperature": 0.6, "logprobs": True, "suffix": "x"}, ["top_k", "echo"])
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/messages/count_tokens", "/v1/responses/input_tokens", "/tokenize"]
+)
+def test_paths_that_count_a_prompt_get_its_fields(path: str) -> None:
+    rules = FieldRules(
+        {"temperature": 1, "chat_template_kwargs": {"a": 1}}, ["tools", "max_tokens"]
+    )
+    body = {"model": "m", "messages": [], "tools": [{}]}
+    found = json.loads(rewritten(path, json.dumps(body).encode(), "m", rules))
+    assert found == {"model": "m", "messages": [], "chat_template_kwargs": {"a": 1}}

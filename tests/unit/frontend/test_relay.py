@@ -483,6 +483,33 @@ async def test_routing_headers_count(site: RelaySite) -> None:
     assert "x-dynamo-session-id" not in dict(site.relayed[0].request.headers)
 
 
+async def test_salt_and_adapter_name_the_blocks(site: RelaySite) -> None:
+    site.far_card.lora_name = "far"
+    stream = site.ask(cache_salt="s")
+    assert (site.routings[0].lora_name, site.routings[0].cache_namespace) == ("far", "s")
+    assert json.loads(stream.request.body)["cache_salt"] == "s"
+
+
+@pytest.mark.parametrize("salt", [None, "s"])
+@pytest.mark.parametrize("path", [PATHS[0], PATHS[1], "/v1/embeddings", "/v1/responses"])
+async def test_the_server_gets_the_tenant_as_a_salt(
+    site: RelaySite, path: str, salt: str | None
+) -> None:
+    site.far.paths |= {"/v1/responses"}
+    salts = {} if salt is None else {"cache_salt": salt}
+    stream = site.ask(path, {"x_tenant_id": "T"}, input="hi", **salts)
+    namespace = site.routings[0].cache_namespace
+    assert namespace not in (None, salt)
+    assert json.loads(stream.request.body)["cache_salt"] == namespace
+
+
+async def test_a_tenant_is_refused_where_the_server_takes_no_salt(site: RelaySite) -> None:
+    site.far.paths |= {"/v1/messages"}
+    site.post({"model": "far", "messages": []}, "/v1/messages", x_tenant_id="T")
+    assert site.status == 400 and b"x-tenant-id" in site.body and not site.relayed
+    site.settled()
+
+
 @pytest.mark.parametrize("error", [Overloaded("busy"), NoInstances()])
 async def test_no_worker_can_be_chosen(site: RelaySite, error: Any) -> None:
     site.pick_error = error
@@ -582,6 +609,40 @@ async def test_after_an_event_the_error_is_an_event(site: RelaySite) -> None:
     assert site.events[0] == {"a": 1} and site.events[1]["error"]["code"] == 503
     assert site.events[2] == "[DONE]"
     site.settled()
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("/v1/messages", b"event: error\ndata: "),
+        ("/v1/responses", b"event: error\ndata: "),
+        ("/v1/chat/completions", b"data: [DONE]"),
+    ],
+)
+async def test_a_stream_that_breaks_off_ends_with_an_error_of_its_api(
+    site: RelaySite, path: str, wanted: bytes
+) -> None:
+    site.far.paths |= {path}
+    stream = site.ask(path, stream=True)
+    stream.head(content_type="text/event-stream")
+    stream.body(b'event: x\ndata: {"a":1}\n\n')
+    await turn()
+    stream.sink.on_error(Disconnected("killed"))
+    await turn()
+    assert wanted in site.body
+    assert (b"[DONE]" in site.body) is (path != "/v1/messages")
+    assert b'data: {"error"' not in site.body or path == "/v1/chat/completions"
+    site.settled()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_that_closes_at_once_is_named(site: RelaySite, stream: bool) -> None:
+    site.far.dispatch.migrations.limit = 1
+    site.ask(stream=stream)
+    for one in site.relayed:  # grows with each attempt
+        one.sink.on_error(Disconnected("closed"))
+    assert len(site.relayed) == 2 and site.status == 503
+    assert site.answer["message"].startswith("The server of this model closed the connection")
 
 
 @pytest.mark.parametrize("content_type", ["text/event-stream", "audio/wav"])

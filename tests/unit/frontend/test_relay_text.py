@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from typing import Any
 
 import pytest
@@ -78,11 +80,61 @@ async def test_chunks_become_one_body(site: RelaySite) -> None:
 
 
 async def test_an_embedding_is_one_item(site: RelaySite) -> None:
-    stream = ask(site, "/v1/embeddings", input="hi", stream=True)
-    answer = {"object": "list", "data": [{"embedding": [0.5, 1e-7]}], "model": "far"}
-    stream.items(answer)
+    stream = ask(site, "/v1/embeddings", input="hi")
+    stream.items(vectors([0.5, 1e-7]))
     stream.sink.on_end()
-    assert (site.status, site.answer) == (200, answer)
+    assert site.status == 200 and site.answer == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": [0.5, 1e-7]}],
+        "model": "far",
+        "usage": {"prompt_tokens": 3, "total_tokens": 3},
+    }
+    site.settled()
+
+
+def vectors(*given: Any) -> dict[str, Any]:
+    data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(given)]
+    usage = {"prompt_tokens": 3, "total_tokens": 3}
+    return {"object": "list", "data": data, "model": "far", "usage": usage}
+
+
+@pytest.mark.parametrize("as_base64", [False, True])
+@pytest.mark.parametrize("encoding", ["base64", "float"])
+async def test_embeddings_have_the_encoding_that_is_asked_for(
+    site: RelaySite, encoding: str, as_base64: bool
+) -> None:
+    stream = ask(site, "/v1/embeddings", input=["a", "b"], encoding_format=encoding)
+    packed = base64.b64encode(struct.pack("<2f", 0.5, 2.0)).decode()
+    stream.items(vectors(*[packed if as_base64 else [0.5, 2.0]] * 2))
+    stream.sink.on_end()
+    wanted = packed if encoding == "base64" else [0.5, 2.0]
+    assert [one["embedding"] for one in site.answer["data"]] == [wanted] * 2
+    site.settled()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "missing required field `input`"),
+        ({"input": []}, "cannot be empty"),
+        ({"input": ["a", 1]}, "not a mixture"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+    ],
+)
+async def test_bodies_of_embeddings_are_checked(
+    site: RelaySite, body: dict[str, Any], words: str
+) -> None:
+    site.post({"model": "far", **body}, "/v1/embeddings")
+    assert site.status == 400 and words in site.answer["message"] and not site.relayed
+    site.settled()
+
+
+@pytest.mark.parametrize("item", [vectors([1.0], [2.0]), vectors("?"), vectors("YWI="), {"a": 1}])
+async def test_a_body_that_has_not_one_vector_for_each_input(site: RelaySite, item: Any) -> None:
+    stream = ask(site, "/v1/embeddings", input="hi")
+    stream.items(item)
+    assert site.status == 500 and stream.calls == ["kill"]
     site.settled()
 
 

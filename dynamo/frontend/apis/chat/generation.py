@@ -14,6 +14,7 @@ import msgspec
 from dynamo.errors import DynamoError, Overloaded
 from dynamo.frontend.answer.events import ParsedChatStream
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
+from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.off_loop import OffLoop
@@ -22,6 +23,7 @@ from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.requests.errors import ErrorShape
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
+from dynamo.protocols.openai import GenerationRequest
 
 
 class _Named(msgspec.Struct):
@@ -52,18 +54,19 @@ def reject_early(
             return True
     if len(exchange.body) > INLINE_BODY_BYTES:
         return False
-    return _reject(registry, models, exchange, endpoint, _named(exchange.body))
+    return _reject(registry, models, exchange, endpoint, named_model(exchange.body))
 
 
 async def reject_large(
     registry: RequestRegistry, models: Models, exchange: Exchange, endpoint: str
 ) -> bool:
     """As :func:`reject_early` for a large body, which a thread reads."""
-    asked = await registry.off_loop.run(_named, exchange.body)
+    asked = await registry.off_loop.run(named_model, exchange.body)
     return _reject(registry, models, exchange, endpoint, asked)
 
 
-def _named(body: bytes) -> _Named | None:
+def named_model(body: bytes) -> _Named | None:
+    """Read the model's name, and whether to stream; None without a name."""
     try:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -88,6 +91,16 @@ def _reject(
         registry.hold_or_refuse(exchange, endpoint, error, loaded.name, kind)
         return True
     return False
+
+
+def adapt(
+    models: Models, ignores_nvext: bool, request: GenerationRequest, loaded: LoadedModel
+) -> None:
+    """Set and remove the fields that the operator decides about, for every use of a prompt."""
+    if ignores_nvext:
+        request.nvext = None
+    if models.rules and (rules := models.rules.get(loaded.name)) is not None:
+        rules.apply(request)
 
 
 class GenerationApi(NamedTuple):

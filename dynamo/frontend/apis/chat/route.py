@@ -18,6 +18,7 @@ from dynamo.frontend.apis.chat.generation import (
     CHAT,
     COMPLETION,
     GenerationApi,
+    adapt,
     reject_early,
     reject_large,
 )
@@ -95,7 +96,7 @@ class OpenAIRoutes:
         self._lenient = registry.settings.ignore_unsupported_fields
         domains = registry.settings.allowed_media_domains
         self._images = ImageFetcher(domains) if domains else None
-        self._ignores_nvext = registry.settings.disable_nvext
+        self._adapt = partial(adapt, models, registry.settings.disable_nvext)
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
@@ -145,13 +146,6 @@ class OpenAIRoutes:
             self._dispatch(request, loaded, api, parsed, api.prepare(preprocessor, parsed))
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             request.crashed(error)
-
-    def _adapt(self, parsed: GenerationRequest, loaded: TokenModel) -> None:
-        """Set and remove the fields that the operator decides about."""
-        if self._ignores_nvext:
-            parsed.nvext = None
-        if self._models.rules and (rules := self._models.rules.get(loaded.name)) is not None:
-            rules.apply(parsed)
 
     async def _serve_large(self, api: GenerationApi, exchange: Exchange) -> None:
         """As :meth:`_serve`, with all work on the body in a thread; wait for a loading model."""

@@ -7,17 +7,20 @@ single model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, NoInstances
+from dynamo.frontend.apis.chat.generation import adapt, named_model
 from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, peek, prompt_ids
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.model import LoadedModel
 from dynamo.frontend.models.registry import Models
+from dynamo.frontend.prompt.field_rules import rewritten
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
 from dynamo.frontend.requests.errors import error_response, explained
@@ -46,12 +49,18 @@ class ExplainRoutes:
     """For operators: takes the body and headers of a generation request. kv mode only."""
 
     def __init__(
-        self, models: Models, tasks: Tasks, overload_status: int, threads: OffLoop
+        self,
+        models: Models,
+        tasks: Tasks,
+        overload_status: int,
+        threads: OffLoop,
+        ignores_nvext: bool = False,
     ) -> None:
         self._models = models
         self._tasks = tasks
         self._overload_status = overload_status
         self._threads = threads
+        self._adapt = partial(adapt, models, ignores_nvext)
 
     def install(self, routes: Routes) -> None:
         """Add the route to the table."""
@@ -60,12 +69,15 @@ class ExplainRoutes:
         routes.get("/v1/route", route)
 
     async def _answer(self, exchange: Exchange) -> None:
+        body = exchange.body
         try:
-            posted = exchange.method == "POST"
-            body = exchange.body if posted else self._from_query(exchange.query)
+            if exchange.method != "POST":
+                body = self._from_query(exchange.query)
             found = await self._explanation(body, exchange.headers)
         except DynamoError as error:
-            status, text = error_response(explained(error, "unknown"), self._overload_status)
+            named = await self._threads.run(named_model, body)
+            shown = explained(error, "unknown" if named is None else named.model)
+            status, text = error_response(shown, self._overload_status)
             exchange.respond(status, text)
         else:
             exchange.respond(200, found)
@@ -100,9 +112,11 @@ class ExplainRoutes:
         parsed = await threads.run(_parse, body)
         if isinstance(parsed, ChatCompletionRequest):
             loaded = self._models.find(parsed.model, "Chat")
+            self._adapt(parsed, loaded)
             prepared = await loaded.preprocessor.chat_off_loop(parsed, threads)
         else:
             loaded = self._models.find(parsed.model, "Completions")
+            self._adapt(parsed, loaded)
             prepared = await loaded.preprocessor.completion_off_loop(parsed, threads)
         return loaded, prepared.requests[0]
 
@@ -117,9 +131,12 @@ class ExplainRoutes:
         if not entry.served or loaded is None:
             raise NoInstances
         path = CHAT if bytes(asked.messages) else COMPLETIONS
-        most = loaded.context_length
+        most, rules = loaded.context_length, self._models.rules.get(loaded.name)
+        if rules is not None:
+            body = await threads.run(rewritten, path, body, loaded.name, rules)
         ids = await threads.run(prompt_ids, loaded.preprocessor, path, body, asked, most)
-        return loaded, PreprocessedRequest(asked.model, ids)
+        routing = asked.routing(loaded.card.lora_name)
+        return loaded, PreprocessedRequest(asked.model, ids, routing=routing)
 
 
 def _parse(body: bytes) -> ChatCompletionRequest | CompletionRequest:

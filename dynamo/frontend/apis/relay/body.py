@@ -18,6 +18,7 @@ from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
 from dynamo.http.routes import field_span
 from dynamo.protocols.codec import Tokens
+from dynamo.protocols.engine import Routing
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -34,6 +35,7 @@ class RelayedBody(msgspec.Struct):
 
     model: str
     stream: Any = None
+    cache_salt: Any = None
     tools: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
@@ -45,6 +47,13 @@ class RelayedBody(msgspec.Struct):
     def streams(self) -> bool:
         """Whether the client asked for a stream."""
         return self.stream is True
+
+    def routing(self, lora_name: str | None) -> Routing | None:
+        """Return what names the caches of the prompt; the server ignores a salt of no text."""
+        salt = self.cache_salt if isinstance(self.cache_salt, str) else None
+        if lora_name is None and salt is None:
+            return None
+        return Routing(lora_name=lora_name, cache_namespace=salt)
 
     def prompt_members(self) -> tuple[msgspec.Raw, ...]:
         """The JSON of the members that make the prompt; that of absent ones is empty."""

@@ -18,7 +18,6 @@ import msgspec
 
 from dynamo.errors import DynamoError, EngineFailure
 from dynamo.frontend.answer.generation import Usage
-from dynamo.frontend.answer.sse import DONE, error_event
 from dynamo.protocols.engine import EngineOutput, HttpResponseHead
 
 _decode_head = msgspec.msgpack.Decoder(HttpResponseHead).decode
@@ -216,8 +215,8 @@ class HttpAnswer:
         return self.flush()
 
     def error(self, error: DynamoError, /) -> bytes:
-        """The parts that are left and an error event."""
-        return self.flush() + error_event(error) + DONE
+        """The parts that are left; the event of the error is that of the API."""
+        return self.flush()
 
     def unary(self) -> bytes:
         """The collected body."""

@@ -9,7 +9,13 @@ import asyncio
 import time
 from typing import Protocol
 
-from dynamo.errors import DynamoError, EngineFailure, HttpFailure, shorten
+from dynamo.errors import (
+    Disconnected,
+    DynamoError,
+    EngineFailure,
+    HttpFailure,
+    shorten,
+)
 from dynamo.frontend.answer.embeddings import EmbeddingsAnswer
 from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
@@ -22,7 +28,8 @@ from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.http import NEVER, Exchange
-from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.protocols.codec import encode
+from dynamo.protocols.engine import PreprocessedEmbeddingRequest, PreprocessedRequest
 
 _LOST_WORKERS = 1
 """A request that a lost worker may have received is sent again this often: if it is what ends
@@ -31,6 +38,12 @@ _OK = 200
 _SHOWN_ERROR = 500
 """Characters of an error body that a stream shows which has begun already."""
 _PLAIN_TYPES = frozenset(("application/json", "text/event-stream", "text/plain"))
+
+
+class _BrokenOff(Disconnected):
+    """The server ended the connection without the rest of its answer; clients get the text."""
+
+    code = "unavailable"
 
 
 class RelayedAnswer(Answer, Protocol):
@@ -121,7 +134,9 @@ class RelayedHttpRequest(RelayedActiveRequest):
 
     def _end_with(self, error: DynamoError) -> None:
         if self.generation.can_add_event:
-            self.exchange.end(self.generation.error(error))
+            # The client of each API has to find the error: without one, its stream looks complete.
+            event = self._shared.error_shape(self.info.endpoint, self.exchange).event(error)
+            self.exchange.end(self.generation.flush() + event)
         else:
             self.exchange.abort()
 
@@ -189,7 +204,7 @@ class EmbeddingRequest(RelayedActiveRequest):
 
 class RelayedEngineRequest(EngineRequest):
     """The only engine request of a relayed one. ``message`` is sent in place of ``preprocessed``,
-    which has the prompt and the routing for the router."""
+    which has the prompt and the routing for the router; one of inputs to embed gets the routing."""
 
     __slots__ = ("_answer", "_message")
 
@@ -199,7 +214,7 @@ class RelayedEngineRequest(EngineRequest):
         answer: RelayedAnswer,
         dispatch: Dispatch,
         preprocessed: PreprocessedRequest,
-        message: bytes,
+        message: bytes | PreprocessedEmbeddingRequest,
     ) -> None:
         super().__init__(request, 0, dispatch, request.engine_id, preprocessed)
         self._answer = answer
@@ -207,7 +222,11 @@ class RelayedEngineRequest(EngineRequest):
 
     def payload(self) -> bytes:
         """The message for the worker."""
-        return self._message
+        message = self._message
+        if isinstance(message, bytes):
+            return message
+        message.routing = self.preprocessed.routing
+        return encode(message)
 
     def on_data(self, payload: bytes) -> None:
         """Pass an item on and count its tokens."""
@@ -268,6 +287,18 @@ class RelayedEngineRequest(EngineRequest):
     def migration_limit(self) -> int:
         """As for every request, and at least one."""
         return super().migration_limit or _LOST_WORKERS
+
+    def fail(self, error: DynamoError) -> None:
+        """End the request with an error of the workers; the client is told what its server did."""
+        if isinstance(error, Disconnected):
+            what = "server" if isinstance(self._answer, HttpAnswer) else "worker"
+            did = "broke off its answer" if self._answer.begun else "closed the connection at once"
+            error = _BrokenOff(f"The {what} of this model {did}; see its log")
+        super().fail(error)
+
+    def _exhausted(self, error: DynamoError) -> DynamoError:
+        """The error itself: it says more than how often a request was sent."""
+        return error
 
     def _count(self, count: int, now: float) -> None:
         if self.tokens:

@@ -18,6 +18,8 @@ from urllib.parse import parse_qs
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
+from dynamo.frontend.answer.embeddings import BodyEmbeddingsAnswer
+from dynamo.frontend.apis.embeddings import parse_embedding
 from dynamo.frontend.apis.relay.body import (
     CHAT,
     COMPLETIONS,
@@ -29,6 +31,7 @@ from dynamo.frontend.apis.relay.body import (
 )
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
 from dynamo.frontend.apis.relay.request import (
+    EmbeddingRequest,
     RelayedActiveRequest,
     RelayedAnswer,
     RelayedEngineRequest,
@@ -63,6 +66,8 @@ _OWN_HEADERS = frozenset(
         *("proxy-authorization", "proxy-connection"),
     )
 )
+_UNSALTED = frozenset(("/v1/messages", "/v1/messages/count_tokens"))
+"""Paths on which vLLM's server takes no ``cache_salt``."""
 _ROUTING_PREFIX = "x-dynamo-"
 _decode = msgspec.json.Decoder().decode
 
@@ -349,27 +354,45 @@ class RelayRoutes:
         self, exchange: Exchange, model: LoadedModel, asked: RelayedBody, label: str
     ) -> _Relay:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
-        text = model.card.model_input == TEXT_INPUT
-        kind = RelayedActiveRequest if text else RelayedHttpRequest
-        streams = asked.streams and exchange.path != EMBEDDINGS
-        answer: RelayedAnswer = TextAnswer(streams) if text else HttpAnswer()
+        streams = asked.streams
+        kind: type[RelayedActiveRequest] = RelayedHttpRequest
+        answer: RelayedAnswer = HttpAnswer()
         body = exchange.body
+        if model.card.model_input == TEXT_INPUT and exchange.path == EMBEDDINGS:
+            kind, streams = EmbeddingRequest, False
+            answer = BodyEmbeddingsAnswer(asked.model)
+        elif model.card.model_input == TEXT_INPUT:
+            kind, answer = RelayedActiveRequest, TextAnswer(streams)
         self._registry.release_body(exchange)
         info = RequestInfo(label, *request_id(exchange.headers))
         request = kind(self._registry, exchange, info, model.metrics, streams)
         request.generation = answer
         return _Relay(request, answer, model, asked, body)
 
-    def _prepare(self, relay: _Relay) -> tuple[Tokens, bytes]:
-        """The prompt for the router and the message for the worker. Raises InvalidArgument.
+    def _prepare(self, relay: _Relay) -> tuple[Tokens, bytes, Routing | None]:
+        """The prompt and the constraints for the router, the message for the worker.
 
-        Thread-safe. O(bytes).
+        Raises InvalidArgument. Thread-safe. O(bytes).
         """
         model, body, exchange = relay.model, relay.body, relay.request.exchange
         path, settings = exchange.path, self._registry.settings
         rules = self._models.rules.get(model.name)
-        if rules is not None or relay.asked.model in self._models.aliases:
-            body = self._rewritten(exchange, body, model.name, rules)
+        asked, salt = relay.asked, None
+        given = asked.routing(model.card.lora_name)
+        routing = routed(given, exchange.headers)
+        if routing is not None and routing.cache_namespace != asked.cache_salt:
+            salt = routing.cache_namespace  # with that of the tenant
+        if salt is not None and path in _UNSALTED:
+            raise InvalidArgument(
+                f"Header 'x-tenant-id' has no effect on {path} of this model, whose server takes "
+                f"no `cache_salt` there; use {CHAT}"
+            )
+        if rules is not None or asked.model in self._models.aliases or salt is not None:
+            body = self._rewritten(exchange, body, model.name, rules, salt)
+        if isinstance(relay.answer, BodyEmbeddingsAnswer):
+            lenient = settings.ignore_unsupported_fields
+            embedding = parse_embedding(body, ignore_unsupported=lenient)
+            relay.answer.expect(embedding.count, embedding.encoding_format == "base64")
         if model.card.model_input == TEXT_INPUT:
             message = text_message(
                 path,
@@ -382,10 +405,15 @@ class RelayRoutes:
             head = exchange.method, exchange.headers
             message = http_message(target, head, body, relay.request.engine_id)
         ids = prompt_ids(model.preprocessor, path, body, relay.asked, model.context_length)
-        return ids, message
+        return ids, message, routing
 
     def _rewritten(
-        self, exchange: Exchange, body: bytes, name: str, rules: FieldRules | None
+        self,
+        exchange: Exchange,
+        body: bytes,
+        name: str,
+        rules: FieldRules | None,
+        salt: str | None,
     ) -> bytes:
         """Return ``body`` for the model ``name``, which the server has under this name alone."""
         content_type = exchange.headers.get("content-type")
@@ -396,25 +424,21 @@ class RelayRoutes:
                 if span is None
                 else b"".join((body[: span[0]], name.encode(), body[span[1] :]))
             )
-        return rewritten(exchange.path, body, name, rules)
+        return rewritten(exchange.path, body, name, rules, salt)
 
     async def _send_off_loop(self, relay: _Relay) -> None:
         try:
-            ids, message = await self._registry.off_loop.run(self._prepare, relay)
+            prepared = await self._registry.off_loop.run(self._prepare, relay)
             if not relay.request.closed:
-                self._send(relay, ids, message)
+                self._send(relay, *prepared)
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             relay.request.crashed(error)
 
-    def _send(self, relay: _Relay, ids: Tokens, message: bytes) -> None:
+    def _send(self, relay: _Relay, ids: Tokens, message: bytes, routing: Routing | None) -> None:
         """Choose a worker, reserve its load, send."""
         request, answer, model, asked, _ = relay
         request.metrics.prepared_s = time.monotonic()
-        lora_name = model.card.lora_name
-        routing = None if lora_name is None else Routing(lora_name=lora_name)
-        preprocessed = PreprocessedRequest(
-            asked.model, ids, routing=routed(routing, request.exchange.headers)
-        )
+        preprocessed = PreprocessedRequest(asked.model, ids, routing=routing)
         dispatch = model.dispatch
         one = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
         request.engine_requests = [one]
