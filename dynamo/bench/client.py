@@ -107,6 +107,12 @@ def error_message(body: bytes, characters: int = _SHOWN_CHARS) -> str:
     return _shown(body)
 
 
+def refusal(status: int, body: bytes, characters: int = _SHOWN_CHARS) -> str:
+    """Return the status and message of an error, and where a key goes that is missing or wrong."""
+    hint = "; give a key with --api-key or OPENAI_API_KEY" if status == 401 else ""
+    return f"{status}: {error_message(body, characters)}{hint}"
+
+
 def _read(outcome: Outcome, data: bytes) -> AnswerChunk | None:
     try:
         answer = _decode(data)
@@ -238,7 +244,7 @@ class LoadConnection(HttpClient):
         """Set the outcome's error if a complete response is not a complete answer."""
         outcome = self._outcome
         if outcome.status != 200:
-            outcome.error = f"{outcome.status}: {error_message(body)}"
+            outcome.error = refusal(outcome.status, body)
         elif not self._stream:
             read_answer(outcome, body)
         elif not self._ended:

@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from dynamo.bench.client import error_message
+from dynamo.bench.client import refusal
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
 from dynamo.http.client import HttpClient, Target, cause, remedy
 from dynamo.http.tls import client_context
@@ -149,8 +149,8 @@ class RecordClient(HttpClient):
         self._counted.set()
         if not self.stopped.is_set():
             if self.status not in (0, 200):
-                text = error_message(bytes(self.body))
-                reason = f"{self._target.url} answered {self.status}: {text}"
+                text = refusal(self.status, bytes(self.body))
+                reason = f"{self._target.url} answered {text}"
             else:
                 reason = f"the frontend ended the recording: {reason or 'it stops'}"
             self._fail(DynamoError(reason))

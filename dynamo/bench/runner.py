@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from dynamo.bench.client import LoadConnection, error_message
+from dynamo.bench.client import LoadConnection, error_message, refusal
 from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
 from dynamo.config.client import BenchSettings
@@ -171,7 +171,7 @@ async def first_model(target: Target) -> str:
             await connection.request(target.head("GET", "/v1/models", 0))
         body = bytes(connection.body)
         if connection.status != 200:
-            reason = f"{connection.status}: {error_message(body)}"
+            reason = refusal(connection.status, body)
         elif models := msgspec.json.decode(body, type=ModelList).data:
             return models[0].id
     except TimeoutError:

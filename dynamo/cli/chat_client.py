@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo.bench.client import AnswerChunk, AnswerUsage, EventParser, error_message
+from dynamo.bench.client import AnswerChunk, AnswerUsage, EventParser, error_message, refusal
 from dynamo.cli.frontend_client import START, call, connect
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
 from dynamo.http.client import HttpClient, ResponseError, Target, cause, remedy
@@ -134,8 +134,8 @@ async def request_answer(
     finally:
         stream.close()
     if stream.status != 200:
-        text = error_message(bytes(stream.body), _ERROR_CHARS)
-        raise DynamoError(f"{endpoint.url} answered {stream.status}: {text}")
+        text = refusal(stream.status, bytes(stream.body), _ERROR_CHARS)
+        raise DynamoError(f"{endpoint.url} answered {text}")
     if stream.error:
         raise DynamoError(stream.error)
     if not stream.ended:
@@ -158,8 +158,8 @@ async def list_models(target: Target) -> list[str]:
     try:
         answer = await call(target, "GET", "/v1/models", b"", _MODELS_S)
         if answer.status != 200:
-            text = error_message(bytes(answer.body), _ERROR_CHARS)
-            raise DynamoError(f"{target.url} answered {answer.status}: {text}")
+            text = refusal(answer.status, bytes(answer.body), _ERROR_CHARS)
+            raise DynamoError(f"{target.url} answered {text}")
         return [one.id for one in msgspec.json.decode(answer.body, type=ModelList).data]
     except (OSError, UnicodeEncodeError) as error:
         raise _unreachable(target, error) from None

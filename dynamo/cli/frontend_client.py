@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from dynamo.bench.client import error_message
+from dynamo.bench.client import refusal
 from dynamo.cli.options import WebSettings
 from dynamo.cli.text_table import printable
 from dynamo.config import environ, load
@@ -24,7 +24,7 @@ from dynamo.http.tls import client_context, unverified_context
 from dynamo.protocols.status import BoxStatus
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import Document
-from dynamo.serve.state.frontends import frontends_in
+from dynamo.serve.state.frontends import frontends_in, local_key
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.deployment import chosen_runtime
 from dynamo.status.reading import BoxCollector, worker_names
@@ -45,29 +45,37 @@ _PAGE_S = 5.0
 def find_target(settings: ClientSettings) -> Target:
     """Return the frontend to call. Raises ConfigError if there are several to choose from.
 
-    Without a deployment of ``dynamo serve`` it is the default address.
+    Without a deployment of ``dynamo serve`` it is the default address. A frontend of this user that
+    needs a key gets that of its deployment, unless the settings have one.
     """
-    return parse_url(find_url(settings), settings.api_key, settings.tls_ca_cert_path)
+    url, key = settings.url, settings.api_key
+    if url is None:
+        url, local = _running(settings.namespace) or (_DEFAULT_URL, None)
+        key = local if key is None else key
+    return parse_url(url, key, settings.tls_ca_cert_path)
 
 
 def find_url(settings: ClientSettings) -> str:
     """As :func:`find_target`, the URL."""
-    return settings.url or _running(settings.namespace) or _DEFAULT_URL
+    return find_target(settings).url
 
 
-def _running(namespace: str | None) -> str | None:
+def _running(namespace: str | None) -> tuple[str, str | None] | None:
+    """Return the URL of the only frontend, and the key of its deployment if it needs one."""
     runtime = chosen_runtime(namespace)
     try:
         document = Statefile(state_path(runtime), runtime.namespace).read()
     except StatefileError as error:
         raise ConfigError(f"{error}. Or name the frontend with --url") from None
-    known = frontends_in(document or Document())
+    known = list(frontends_in(document or Document()))
     urls = sorted({one.address.url for one in known if one.address is not None})
     if len(urls) > 1:
         raise ConfigError(f"several frontends are running; name one with --url: {', '.join(urls)}")
     if not urls and namespace is not None:
         raise ConfigError(f"no frontend runs in namespace {namespace!r}; name one with --url")
-    return urls[0] if urls else None
+    if not urls:
+        return None
+    return urls[0], local_key(runtime) if any(one.has_keys for one in known) else None
 
 
 def known_names(settings: FrontendClientSettings) -> Names:
@@ -96,8 +104,8 @@ def ask(settings: FrontendClientSettings, path: str, kind: type[_T], body: bytes
     except (OSError, UnicodeError, ResponseError) as error:
         raise Unavailable(f"can't reach {url}: {cause(error)}; {remedy(error, START)}") from None
     if answer.status != 200:
-        message = error_message(bytes(answer.body), _SHOWN)
-        raise DynamoError(f"{url} answered {answer.status}: {message}")
+        text = refusal(answer.status, bytes(answer.body), _SHOWN)
+        raise DynamoError(f"{url} answered {text}")
     try:
         return msgspec.json.decode(answer.body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -130,6 +130,13 @@ class _Questions:
         local = self.settings.http_host in ("127.0.0.1", "localhost", "::1")
         return self.ask(f"Access: {shown}", "local" if local else "keys", _access)
 
+    def ui(self) -> bool:
+        """Ask whether operators get the web page, which is off on a network by default."""
+        if self.settings.ui is not None:
+            return self.settings.ui
+        question = "Web page at /ui, for operators' keys (yes or no)"
+        return self.ask(question, "yes", lambda text: text[:1].lower() == "y")
+
 
 def _engine(model: NamedModel, name: str, installed: Sequence[InstalledEngine]) -> InstalledEngine:
     if any(engine.name == name for engine in installed) or name not in engine_names(model):
@@ -176,6 +183,7 @@ def _write(settings: InitSettings, questions: _Questions) -> None:
     devices = probe_gpus()
     workers, gpus = questions.places(model, devices)
     access = questions.access()
+    with_keys = access == "keys"
     graph = NewGraph(
         model=model,
         engine=engine,
@@ -185,12 +193,13 @@ def _write(settings: InitSettings, questions: _Questions) -> None:
         port=settings.http_port,
         namespace=settings.namespace,
         name=settings.served_model_name,
-        api_key_file=_KEYS if access == "keys" else None,
+        api_key_file=_KEYS if with_keys else None,
+        ui=questions.ui() if with_keys else settings.ui,
         engine_url=running_ollama() if engine.name == "ollama" else None,
         cpu_share=None if devices else cpu_share(workers),
     )
     _check(graph)
-    key = _new_key(path.absolute().parent / _KEYS) if access == "keys" else ""
+    key = _new_key(path.absolute().parent / _KEYS) if with_keys else ""
     _replace(path, f"# {graph.served_name} on {engine.name}\n{graph.text()}")
     print(_next_steps(graph, path, key))
 
@@ -263,6 +272,9 @@ def _next_steps(graph: NewGraph, path: Path, key: str) -> str:
             f"wrote {path.absolute().parent / _KEYS} with the key of {_KEY_NAME}, shown once:"
         ]
         lines += [f"  {key}"]
+    if graph.api_key_file is not None:
+        file = shlex.quote(str(path.absolute().parent / _KEYS))
+        lines += [f"a key for a colleague: dynamo key add NAME --api-key-file {file}"]
     if graph.engine.install:
         lines += [f"first install {graph.engine.install}"]
     return _steps(path, lines)

@@ -1,4 +1,4 @@
-"""``dynamo key``: add an API key to a key file."""
+"""``dynamo key``: add, list and remove the API keys of a key file."""
 
 from __future__ import annotations
 
@@ -8,50 +8,100 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo.cli.options import KeySettings
+from dynamo.cli.text_table import aligned
 from dynamo.config import load
 from dynamo.errors import ConfigError
 from dynamo.http.api_keys import KEY_NAME, key_line, new_key, read_keys
+from dynamo.runtime.process.paths import write_atomic
+from dynamo.serve.state.frontends import KnownFrontend, frontends_in
+from dynamo.status.deployment import chosen_runtime, running_deployment
 
-DESCRIPTION = """Make an API key: print it once, and store its SHA-256 digest in the key file.
-To revoke a key, delete its line. Running frontends load the changed file within two seconds."""
+DESCRIPTION = """Add, list and remove API keys. A new key is printed once; the key file has its
+SHA-256 digest. Running frontends load the changed file within two seconds."""
 EPILOG = """examples:
-  dynamo key add alice --api-key-file keys.txt
+  dynamo key add alice
   dynamo key add admin --role operator --api-key-file keys.txt
+  dynamo key list
+  dynamo key remove alice
+Without --api-key-file it is the file of the running deployment.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; return the exit status."""
     (settings,) = load("dynamo key", DESCRIPTION, [KeySettings], argv, epilog=EPILOG)
-    key = _add(settings)
-    print(key)
+    if not settings.action:
+        raise ConfigError("nothing to do; try: dynamo key add NAME")
+    if settings.action != "list":
+        _check_name(settings.name, settings.action)
+    path = settings.api_key_file or _running_file(settings.namespace)
+    if settings.action == "list":
+        keys = sorted(read_keys(path).values(), key=lambda one: one.name)
+        rows = [("NAME", "ROLE"), *((o.name, "operator" if o.operator else "user") for o in keys)]
+        print("\n".join(aligned(rows)))
+        return 0
+    if settings.action == "remove":
+        remove_key(path, settings.name)
+        print(f"dynamo key: removed {settings.name} from {path}", file=sys.stderr)
+        return 0
+    print(add_key(path, settings.name, settings.role))
     print(
-        f"dynamo key: added {settings.name} ({settings.role}) to {settings.api_key_file}; "
+        f"dynamo key: added {settings.name} ({settings.role}) to {path}; "
         "the key is not stored, so keep it now",
         file=sys.stderr,
     )
     return 0
 
 
-def _add(settings: KeySettings) -> str:
-    path, name = settings.api_key_file, settings.name
-    if settings.action != "add":
-        raise ConfigError("nothing to do; try: dynamo key add NAME")
-    if path is None and KEY_NAME.fullmatch(name):
-        raise ConfigError("--api-key-file (DYN_API_KEY_FILE) is missing: which file gets the key?")
-    return add_key(path or "", name, settings.role)
+def _running_file(namespace: str | None) -> str:
+    """Return the key file of the running deployment. Raises ConfigError."""
+    document = running_deployment(chosen_runtime(namespace))
+    frontends = [] if document is None else list(frontends_in(document))
+    files = sorted({_path(one) for one in frontends if one.runs and one.key_file})
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise ConfigError(f"name the file with --api-key-file: {', '.join(files)}")
+    why = "the running deployment has no keys" if frontends else "no deployment runs"
+    raise ConfigError(f"--api-key-file (DYN_API_KEY_FILE) is missing, and {why}: name the file")
+
+
+def _path(frontend: KnownFrontend) -> str:
+    """Return the absolute path of its key file, which is relative to where it runs."""
+    return str(Path(f"/proc/{frontend.pid}/cwd").resolve() / frontend.key_file)
+
+
+def _check_name(name: str, action: str) -> None:
+    if not KEY_NAME.fullmatch(name):
+        raise ConfigError(
+            f"the name must be 1 to 64 letters, digits and . _ @ -, got {name!r:.80}; "
+            f"try: dynamo key {action} NAME"
+        )
+
+
+def remove_key(path: str, name: str) -> None:
+    """Remove the key of ``name`` from the file at ``path``. Raises ConfigError."""
+    names = {one.name for one in read_keys(path).values()}
+    if name not in names:
+        raise ConfigError(f"{path} has no key of the name {name}; dynamo key list shows them")
+    if len(names) == 1:
+        raise ConfigError(
+            f"{name} is the only key of {path}, and a frontend keeps its last: add another first"
+        )
+    file = Path(path).resolve()
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.strip().partition(":")[0] != name]
+    try:
+        write_atomic(file, "".join(kept).encode(), durable=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def add_key(path: str, name: str, role: str) -> str:
     """Add a new key to the file at ``path``, made if need be; return it. Raises ConfigError."""
-    if not KEY_NAME.fullmatch(name):
-        raise ConfigError(
-            f"the name must be 1 to 64 letters, digits and . _ @ -, got {name!r:.80}; "
-            "try: dynamo key add NAME"
-        )
     if os.path.lexists(path) and any(one.name == name for one in read_keys(path).values()):
         raise ConfigError(
-            f"{path} has a key of the name {name}; choose another name, or delete its line"
+            f"{path} has a key of the name {name}; choose another name, or remove it first"
         )
     key = new_key()
     try:

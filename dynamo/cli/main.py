@@ -51,7 +51,7 @@ VERBS = {
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
     "explain": ("dynamo.cli.explain", "show why a request went to its worker, and its times"),
     "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),
-    "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
+    "key": ("dynamo.cli.key", "add, list and remove the API keys of a deployment"),
     "install-service": ("dynamo.cli.install_service", "write a systemd unit for a graph"),
     "completion": ("dynamo.cli.completion", "print a script that completes commands by Tab"),
     "version": ("dynamo.cli.main:version", "print versions"),

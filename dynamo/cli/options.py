@@ -215,7 +215,12 @@ class TopSettings:
 class KeySettings:
     """key: the name of the key, its role, and the file"""
 
-    action: str = option("", "action", choices=("add",), help="add: make a key and print it, once")
+    action: str = option(
+        "",
+        "action",
+        choices=("add", "list", "remove"),
+        help="add: make a key and print it, once; list: print names and roles; remove: revoke one",
+    )
     name: str = option(
         "", "name", help="name of the key in metrics: letters, digits and . _ @ -, at most 64"
     )
@@ -229,7 +234,13 @@ class KeySettings:
         None,
         "--api-key-file",
         env="DYN_API_KEY_FILE",
-        help="the file of the frontend; made with mode 0600 if it does not exist",
+        help="the file of the frontend, made with mode 0600 if it does not exist; default: that of "
+        "the running deployment",
+    )
+    namespace: str | None = option(
+        None,
+        "--namespace",
+        help="namespace of the deployment; default: DYN_NAMESPACE, else the only one",
     )
 
 
@@ -378,6 +389,11 @@ class InitSettings(GraphChoices):
         "--access",
         choices=("local", "keys", "open"),
         help="who may use it: this machine, the network with API keys, the network without keys",
+    )
+    ui: bool | None = option(
+        None,
+        "--ui",
+        help="with --access keys: serve the web page, to operators; default: asked for",
     )
     write: str = option("graph.yaml", "--write", metavar="FILE", help="the file to write")
     source: str | None = option(

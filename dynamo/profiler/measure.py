@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 
 from dynamo.attach.launch import free_port
-from dynamo.bench.client import LoadConnection, error_message
+from dynamo.bench.client import LoadConnection, refusal
 from dynamo.config import environ, from_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -354,7 +354,7 @@ class WorkerProbe:
             client.close()
         if client.status != 200:
             raise MeasurementFailed(
-                f"a request failed: {client.status}: {error_message(bytes(client.body))}"
+                f"a request failed: {refusal(client.status, bytes(client.body))}"
             )
         raise MeasurementFailed(
             f"a request ended before all {step.concurrency} of them had decoded for long enough"

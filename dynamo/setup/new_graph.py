@@ -217,6 +217,7 @@ class NewGraph:
     name: str | None = None
     flags: tuple[str, ...] = ()
     api_key_file: str | None = None
+    ui: bool | None = None
     engine_url: str | None = None
     idle_timeout: str | None = None
     keeps: bool = False
@@ -242,6 +243,8 @@ class NewGraph:
         }
         if self.api_key_file is not None:
             frontend["api-key-file"] = self.api_key_file
+        if self.ui is not None:
+            frontend["ui"] = self.ui
         worker = self._own_worker() if not self._is_attached else self._attached_worker()
         args: dict[str, Any] = {"workers": self.workers, "graceful_timeout": _DRAIN_S}
         if self.gpus and self._is_attached and self.engine_url is None:

@@ -36,7 +36,7 @@ from dynamo.runtime.process.paths import run_dir
 from dynamo.runtime.process.stop_order import STOP_STAGE, is_supervised
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.graph.service import ModelArgs, merged
-from dynamo.serve.state.entries import ServiceEntries, read_services
+from dynamo.serve.state.entries import ServiceEntries, argv_flags, model_name, read_services
 from dynamo.serve.state.statefile import Statefile
 
 _PLANNER = "planner"
@@ -51,6 +51,7 @@ _ALMOST = 99
 """The per cent of a load that takes longer than the last one."""
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
+_ADAPTERS = {"lora-modules", "enable-lora"}
 
 
 class GraphModels:
@@ -59,11 +60,14 @@ class GraphModels:
     A model without workers is unavailable for a while, unless a reload has removed all of these.
     A model that was never one of the graph's is not removed by it, such as that of a worker that a
     person has started. ``args`` are what the graph says about its models, by name; ``on_args`` is
-    called when they have changed.
+    called when they have changed. ``names`` are the models that workers of the graph will bring;
+    empty unless the box ``is_alone``, or if a worker may bring others.
     """
 
-    def __init__(self, statefile: Statefile) -> None:
+    def __init__(self, statefile: Statefile, is_alone: bool = False) -> None:
         self._statefile = statefile
+        self._is_alone = is_alone
+        self.names: list[str] = []
         self._modified_ns = 0
         self._stated: dict[str, str] = {}
         self._leases: dict[int, str] = {}
@@ -88,6 +92,8 @@ class GraphModels:
     def read(self, services: Mapping[str, ServiceEntries]) -> None:
         """Take the services of the statefile as it is now."""
         self._stated = {name: service.model for name, service in services.items()}
+        brings_more = any(_brings_more(one.template.argv) for one in services.values())
+        self.names = [] if brings_more or not self._is_alone else sorted({*self._stated.values()})
         self._leases = {
             entry.lease: name
             for name, service in services.items()
@@ -117,6 +123,11 @@ class GraphModels:
             if not any(self._stated.get(name) == stated for name, stated in services.items())
         ]
 
+    @property
+    def hint(self) -> str:
+        """Return the names that will be served, for an error; "" if others may be, too."""
+        return f"; this deployment loads {', '.join(self.names)}" if self.names else ""
+
     def has(self, model: str) -> bool:
         """Whether a service of the graph serves ``model``, which may have no worker yet."""
         return model in self._stated.values() or any(
@@ -139,6 +150,13 @@ class GraphModels:
         if document is None:
             raise FileNotFoundError(self._statefile.path)
         return read_services(document)
+
+
+def _brings_more(argv: tuple[str, ...]) -> bool:
+    """Whether a worker of this command may register models that the command does not name."""
+    flags = argv_flags(argv)
+    several = "," in flags.get("served-model-name", "")
+    return several or not model_name(argv) or bool(flags.keys() & _ADAPTERS)
 
 
 class OnDemandModels:

@@ -155,7 +155,7 @@ class Models:
         self._watch: Watch | None = None
         self._forgot = False
         statefile = Statefile(state_path(runtime.settings), runtime.settings.namespace)
-        self._graph = GraphModels(statefile)
+        self._graph = GraphModels(statefile, runtime.settings.discovery_backend == "file")
         self._graph.on_args = self._use_args
         self.rules: dict[str, FieldRules] = {}
         self.aliases: dict[str, str] = {}
@@ -187,14 +187,14 @@ class Models:
         """The model for a request of ``model_type`` (Chat, Completions).
 
         Raises ModelNotFound, or NoInstances if the model is known, or of the graph, but has no
-        worker now. Before the first model is known any may come: clients repeat a request after
-        503, not after 404.
+        worker now. Before the first one any may come, unless the graph has all names.
         """
         entry = self._names.get(name)
         if entry is None:
-            if (not self._names and not self._forgot) or self._graph.has(name):
+            first = not self._names and not self._forgot
+            if self._graph.has(name) or (first and not self._graph.names):
                 raise NoInstances
-            raise ModelNotFound(f"Model not found: {shorten(name)}")
+            raise ModelNotFound(f"Model not found: {shorten(name)}{self._graph.hint * first}")
         if model_type not in entry.types:
             raise missing_route(name, model_type, entry.paths, entry.types)
         loaded = entry.loaded

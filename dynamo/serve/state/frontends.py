@@ -82,8 +82,8 @@ LOCAL_KEY = "local.key"
 class KnownFrontend:
     """Where a frontend listens, the prefix of its metrics, and the path of its certificate.
 
-    ``has_keys``: it needs a key. Without an ``address``, ``problem`` says why. ``pid`` is 0 and
-    ``runs`` false without a process.
+    It needs a key if it has a ``key_file``. Without an ``address``, ``problem`` says why. ``pid``
+    is 0 and ``runs`` false without a process.
     """
 
     entry: Entry
@@ -91,9 +91,14 @@ class KnownFrontend:
     problem: str
     prefix: str
     cert_path: str
-    has_keys: bool
+    key_file: str
     pid: int
     runs: bool
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether it needs a key."""
+        return bool(self.key_file)
 
 
 def local_key(runtime: RuntimeSettings) -> str | None:
@@ -130,7 +135,7 @@ def _known(entry: Entry) -> KnownFrontend:
         or env.get("DYN_METRICS_PREFIX")
         or DEFAULT_FRONTEND_PREFIX,
         cert_path=flags.get("tls-cert-path") or env.get("DYN_TLS_CERT_PATH") or "",
-        has_keys=bool(flags.get("api-key-file") or env.get("DYN_API_KEY_FILE")),
+        key_file=flags.get("api-key-file") or env.get("DYN_API_KEY_FILE") or "",
         pid=process.pid if process is not None else 0,
         runs=process is not None and same_process(process.pid, process.start_ticks),
     )

@@ -15,6 +15,7 @@ from dynamo.http.api_keys import ApiKeys
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that the variable names; it does not exist yet."""
     monkeypatch.setenv("DYN_API_KEY_FILE", str(tmp_path / "keys"))
+    monkeypatch.setenv("DYN_LOCAL_STATE_DIR", str(tmp_path))
     return tmp_path / "keys"
 
 
@@ -48,7 +49,8 @@ def test_a_last_line_without_its_end(file: Path, capsys: pytest.CaptureFixture[s
         (["add"], "the name must be 1 to 64 letters"),
         (["add", "a:b"], "got 'a:b'"),
         (["add", "a", "--api-key-file", "/nowhere/keys"], "cannot write /nowhere/keys: No such"),
-        (["add", "a", "--api-key-file", ""], "which file gets the key?"),
+        (["add", "a", "--api-key-file", ""], "no deployment runs: name the file"),
+        (["remove", "a:b"], "try: dynamo key remove NAME"),
         (["add", "taken"], "has a key of the name taken; choose another name"),
     ],
 )
@@ -74,3 +76,20 @@ def test_other_actions_and_roles(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             cli.main(["key", *words])
         assert "must be one of" in capsys.readouterr().err
+
+
+def test_keys_are_listed_and_removed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["alice"], ["bob", "--role", "operator"]):
+        assert cli.main(["key", "add", *words]) == 0
+    file.write_text("# our keys\n" + file.read_text())
+    capsys.readouterr()
+    assert cli.main(["key", "list"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [["NAME", "ROLE"], ["alice", "user"], ["bob", "operator"]]
+    assert cli.main(["key", "remove", "carol"]) == 2
+    assert cli.main(["key", "remove", "alice"]) == 0
+    assert [one.name for one in ApiKeys(str(file)).entries.values()] == ["bob"]
+    assert file.read_text().startswith("# our keys\n")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert cli.main(["key", "remove", "bob"]) == 2 and "only key" in capsys.readouterr().err
+    assert len(ApiKeys(str(file)).entries) == 1

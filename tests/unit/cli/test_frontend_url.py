@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo.bench.client import refusal
 from dynamo.cli import bench
 from dynamo.cli.frontend_client import find_target
 from dynamo.config.client import ClientSettings
@@ -84,3 +85,21 @@ def test_several_or_none_are_an_error_with_a_remedy(state_dir: Path) -> None:
 )
 def test_the_remedy_fits_the_cause(error: Exception, remedy_text: str) -> None:
     assert remedy_text in remedy(error, "start it")
+
+
+def test_the_key_of_the_deployment_is_used_where_one_is_needed(state_dir: Path) -> None:
+    """As `dynamo ps` does: chat, bench, route, explain, record and replay of its own user."""
+    (state_dir / "box").mkdir()
+    (state_dir / "box" / "local.key").write_text("local")
+    running(state_dir, 8123)
+    assert find_target(ClientSettings()).api_key is None
+    path = state_dir / "box.json"
+    path.write_text(
+        path.read_text().replace('"--http-port"', '"--api-key-file", "k", "--http-port"')
+    )
+    assert find_target(ClientSettings()).api_key == "local"
+    assert find_target(ClientSettings(api_key="mine")).api_key == "mine"
+    assert find_target(ClientSettings(url="http://127.0.0.1:8123")).api_key is None
+    hint = "401: no; give a key with --api-key or OPENAI_API_KEY"
+    assert refusal(401, b'{"message": "no"}') == hint
+    assert refusal(404, b'{"message": "no"}') == "404: no"

@@ -100,9 +100,11 @@ def test_keys_are_made_once(
     assert key not in (here / "keys.txt").read_text()
     found = graph()["Frontend"]
     assert found["http-host"] == "0.0.0.0" and found["api-key-file"] == "keys.txt"
+    assert found["ui"] is True and "colleague: dynamo key add NAME --api-key-file" in shown
     before = (here / "keys.txt").read_text()
-    assert main([*words, "--write", "other.yaml"]) == 0
+    assert main([*words, "--write", "other.yaml", "--no-ui"]) == 0
     assert (here / "keys.txt").read_text() == before and "dyn-" not in capsys.readouterr().out
+    assert graph("other.yaml")["Frontend"]["ui"] is False
 
 
 def test_a_file_is_never_replaced_unasked(

@@ -797,3 +797,28 @@ async def test_progress_without_a_known_load_time(tmp_path: Path) -> None:
         past = OnDemandModel("ns", "tiny", load_s=3.0, loading_since=time.time() - 12)
         await site.planner.announce(past)
         await until(lambda: models._progress("tiny") == "loading 99 %")
+
+
+async def test_a_typo_before_the_first_worker_is_no_model(tmp_path: Path) -> None:
+    """Clients repeat a request after 503: only a name that will be served is worth it."""
+    models = graph.GraphModels(Statefile(tmp_path, "ns"), is_alone=True)
+    shared = graph.GraphModels(Statefile(tmp_path, "ns"))
+    write_graph(tmp_path, "Worker")
+    for one in (models, shared):
+        await one.load()
+    assert models.names == ["tiny"] and shared.names == [] and models.has("tiny")
+    async with running(tmp_path) as site:
+        site.frontend.models._graph = models
+        await site.planner.runtime.close()
+        answer = await site.complete(model="tinny")
+        assert answer.status_code == 404
+        text = "Model not found: tinny; this deployment loads tiny"
+        assert answer.json()["message"] == text
+        assert (await site.complete(model="tiny")).status_code == 503
+        site.frontend.models._graph = shared
+        assert (await site.complete(model="tinny")).status_code == 503
+    write_graph(tmp_path, "Worker")
+    path = tmp_path / "ns.json"
+    path.write_text(path.read_text().replace('"--model-name"', '"--enable-lora", "--model-name"'))
+    await models.load()
+    assert models.names == []

@@ -35,7 +35,7 @@ def test_the_last_line_is_what_the_terminal_shows(tmp_path: Path) -> None:
     os.utime(log, (1, 100))
     assert last_line(log, since_s=101) == "" and last_line(log, since_s=99)
     log.write_bytes(b"x" * 20_000)
-    assert 0 < len(last_line(log)) <= 200
+    assert 0 < len(last_line(log)) <= 1000
 
 
 def test_the_last_output_is_that_of_the_process_that_lives(tmp_path: Path) -> None:
