@@ -19,7 +19,7 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.llm.model_source import NamedModel, named_model
 from dynamo.observability.logs import counted
 from dynamo.operations.stored_models import running_ollama
-from dynamo.runtime.process.paths import write_atomic
+from dynamo.runtime.process.paths import owner_only, write_atomic
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.graph import parse_graph, read_text
 from dynamo.setup.graph_plan import prepare
@@ -221,7 +221,12 @@ def _write_converted(settings: InitSettings, source: str, path: Path) -> None:
     prepare(parsed, from_env(ServeSettings, dry_run=True), runtime)
     left_out = [" ".join(line.split()) for line in made.left_out]  # names may have any character
     comments = "".join(f"# left out: {line}\n" for line in left_out)
-    _replace(path, f"# from {Path(source).name}\n{comments}{made.text}")
+    text = f"# from {Path(source).name}\n{comments}{made.text}"
+    with owner_only() if made.has_secrets else contextlib.nullcontext():
+        _replace(path, text)
+    if made.has_secrets:
+        path.chmod(0o600)
+        print(f"{path} has keys or values of your environment: its mode is 0600")
     for line in left_out:
         print(f"left out: {line}")
     print(_steps(path, [f"wrote {path}: {counted(len(parsed.services) - 2, 'model')}"]))

@@ -25,6 +25,7 @@ from dynamo.setup.graph_plan import prepare, read_graph
 HEADER = "# Written by dynamo install-service. Changes belong into: systemctl edit"
 """First line of each unit of ours, which may be replaced."""
 
+_DEFAULT_NAME = "dynamo"
 _EXIT_S = 30
 _FILES = 1 << 20
 
@@ -163,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     _check_access(unit)
     path = _directory(settings) / f"{unit.name}.service"
+    if unit.name == _DEFAULT_NAME:
+        _check_graph(path, unit)
     print(f"{_write(path, unit.text())} {path}")
     print(_next_steps(settings, unit))
     return 0
@@ -265,6 +268,20 @@ def _directory(settings: InstallServiceSettings) -> Path:
         return Path("/etc/systemd/system")
     base = environ().get("XDG_CONFIG_HOME") or "~/.config"
     return expanded(base) / "systemd/user"
+
+
+def _check_graph(path: Path, unit: SystemdUnit) -> None:
+    """Raise ConfigError if the unit of this name serves another graph."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return
+    start = next((line for line in text.splitlines() if line.startswith("ExecStart=")), "")
+    if text.startswith(HEADER.partition(".")[0]) and _command([unit.graph]) not in start:
+        raise ConfigError(
+            f"{path} serves another graph ({start.partition('=')[2]}); choose another --name, or "
+            f"remove it: systemctl disable --now {unit.name}, then delete {path}"
+        )
 
 
 def _write(path: Path, text: str) -> str:

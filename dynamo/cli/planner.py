@@ -56,13 +56,17 @@ def _set(words: Sequence[str]) -> int:
     settings, deployment = load(
         "dynamo planner set", _SET_DESCRIPTION, [SetSettings, DeploymentSettings], words
     )
-    change = PlannerChange(
+    given = PlannerChange(
         ttft_ms=settings.ttft_ms,
         itl_ms=settings.itl_ms,
         max_gpu_budget=settings.max_gpu_budget,
         min_gpu_budget=settings.min_gpu_budget,
         minima=_minima(settings.minima) or None,
     )
+    try:
+        change = msgspec.convert(msgspec.to_builtins(given), PlannerChange)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"planner set: {error}") from None
     runtime = chosen_runtime(deployment.namespace)
     state = asyncio.run(BoxActions(runtime).change_planner(change))
     if change != PlannerChange():

@@ -97,7 +97,7 @@ class HttpServer:
     ) -> tuple[str, int]:
         """Bind and return the address (port 0 binds a free one). Raises OSError.
 
-        ``listen_fd`` is a bound socket that is used instead.
+        ``listen_fd`` is a bound socket that is used instead. The host ``::`` takes IPv4, too.
 
         ``names`` are the hosts that requests may name beside localhost, ``host`` and IP addresses;
         ``*`` allows all. Without names every host is allowed, except on a loopback address. With
@@ -105,6 +105,8 @@ class HttpServer:
         """
         loop = asyncio.get_running_loop()
         backlog = self.limits.backlog
+        if listen_fd is None and host == "::":
+            listen_fd = _bind_both_families(port)
         if listen_fd is None:
             self._server = await loop.create_server(
                 self._connection, host, port, backlog=backlog, start_serving=False
@@ -372,6 +374,15 @@ def _client_of(peer: str | None) -> str:
     address = ipaddress.IPv6Address(peer)
     mapped = address.ipv4_mapped
     return address.packed[:8].hex() if mapped is None else str(mapped)
+
+
+def _bind_both_families(port: int) -> int:
+    """Return a socket bound to ``::`` that takes IPv4, too: asyncio's own would refuse it."""
+    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind(("::", port))
+        return bound.detach()
 
 
 def _detect_lost_peers(listener: socket.socket, timeout_s: float) -> None:

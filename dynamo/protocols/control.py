@@ -122,6 +122,10 @@ class EngineCommand(msgspec.Struct, omit_defaults=True):
     body: dict[str, Any] | None = None
 
 
+# Larger numbers are an error of the request: the request plane cannot carry them.
+_Count = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
 class PlannerChange(msgspec.Struct, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
     """What a running planner is to change; None leaves a setting as it is, nothing at all asks.
 
@@ -132,9 +136,9 @@ class PlannerChange(msgspec.Struct, omit_defaults=True, kw_only=True, forbid_unk
     paused: bool | None = None
     ttft_ms: float | None = None
     itl_ms: float | None = None
-    max_gpu_budget: int | None = None
-    min_gpu_budget: int | None = None
-    minima: dict[str, int | None] | None = None
+    max_gpu_budget: _Count | None = None
+    min_gpu_budget: _Count | None = None
+    minima: dict[str, _Count | None] | None = None
 
 
 class PlannerState(msgspec.Struct, kw_only=True):

@@ -44,8 +44,10 @@ def check_free(address: FrontendAddress) -> None:
         with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                # An IPv4 listener on the same port is no conflict: it has its own row in ``found``.
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                # "::" takes IPv4, too. Of other hosts an IPv4 listener on the same port is no
+                # conflict: it has its own row in ``found``.
+                only = bool(address.host) and where[0] == "::"
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not only)
             try:
                 probe.bind(where)
             except OSError as error:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, count
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -24,6 +25,9 @@ _MACRO = re.compile(r"\$\{([A-Za-z0-9_.-]+)\}")
 _PROFILES = {"llama-server": "llama.cpp", "vllm": "vllm", "sglang": "sglang", "ollama": "ollama"}
 _OWN = ("PORT", "PID")
 _MACRO_DEPTH = 20
+_INHERITED = "\0"
+_SECRET_FLAG = re.compile(r"--[\w-]*(api-?key|auth-?token|hf-?token|secret|passw)", re.IGNORECASE)
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _WIDE = 10_000
 _TAKEN = ("Frontend", "Planner", "Common", "namespace")
 _LEFT_OUT = {
@@ -55,10 +59,14 @@ _READ_OF_MODEL = (
 
 @dataclass(frozen=True)
 class Converted:
-    """The YAML of the graph, and a line for each thing that it does not have."""
+    """The YAML of the graph, and a line for each thing that it does not have.
+
+    ``has_secrets``: it has values of the environment, which may be secrets.
+    """
 
     text: str
     left_out: Sequence[str]
+    has_secrets: bool = False
 
 
 def convert(text: str, source: str, env: Mapping[str, str], place: Mapping[str, Any]) -> Converted:
@@ -77,6 +85,7 @@ class _Converter:
     env: Mapping[str, str]
     left_out: list[str] = field(default_factory=list)
     expanded_chars: int = 0
+    has_secrets: bool = False
 
     def graph(self, place: Mapping[str, Any]) -> Converted:
         models = self._mapping(self.values, "models")
@@ -110,7 +119,9 @@ class _Converter:
         planner = {"run": PLANNER, "max-gpu-budget": max(8, len(services))}
         document = {**head, "Frontend": frontend, "Planner": planner, **services}
         made: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=_WIDE)
-        return Converted(re.sub(r"^(?=[A-Z])", "\n", made, flags=re.MULTILINE), self.left_out)
+        return Converted(
+            re.sub(r"^(?=[A-Z])", "\n", made, flags=re.MULTILINE), self.left_out, self.has_secrets
+        )
 
     def _service(self, model: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the service of ``model``; None if it cannot be one."""
@@ -133,12 +144,15 @@ class _Converter:
         profile = next((_PROFILES[word] for word in _PROFILES if word in words), None)
         if profile is not None:
             service["profile"] = profile
+        self.has_secrets |= _SECRET_FLAG.search(command) is not None
         service["exec"] = command.replace("${PORT}", "{port}")
         if "${PORT}" not in command:
             if not given.get("proxy"):
                 self.left_out.append(f"{model}: its cmd has no ${{PORT}}, and it has no proxy")
                 return None
             service["url"] = str(given["proxy"]).rstrip("/")
+        elif path := urlsplit(str(given.get("proxy") or "")).path.rstrip("/"):
+            self.left_out.append(f"{model}.proxy: its path {path}: the server is asked at /v1")
         service["served-model-name"] = f"{model}={upstream}" if upstream else model
         service |= self._limits(given)
         service["ServiceArgs"] = self._args(model, given)
@@ -175,9 +189,25 @@ class _Converter:
                 self.left_out.append(f"{model}.aliases: all are hidden, or none; these are hidden")
         if given.get("sendLoadingState", self.values.get("sendLoadingState")):
             args["show_loading"] = True
-        if env := self._list(given, "env"):
-            args["envs"] = dict(str(one).partition("=")[::2] for one in env)
+        if envs := self._envs(model, self._list(given, "env")):
+            args["envs"] = envs
         return args
+
+    def _envs(self, model: str, given: Sequence[Any]) -> dict[str, str]:
+        """Return the variables of a model, without those that it inherits anyway."""
+        envs = {}
+        for name, _, value in (str(one).partition("=") for one in given):
+            if any(f"${{{own}}}" in value for own in _OWN):
+                text = "it is chosen at each start; only cmd may name it, as ${PORT}"
+                self.left_out.append(f"{model}.env: {name}={value}: {text}")
+            elif value == _INHERITED:
+                self.left_out.append(
+                    f"{model}.env: {name}: taken from the environment of dynamo serve: set it there"
+                )
+            else:
+                envs[name] = value
+                self.has_secrets |= _SECRET.search(name) is not None
+        return envs
 
     def _filters(self, model: str, filters: Mapping[str, Any], args: dict[str, Any]) -> None:
         stripped = str(filters.get("stripParams") or filters.get("strip_params") or "")
@@ -266,6 +296,7 @@ class _Converter:
         macros: dict[str, Any] = {"MODEL_ID": model}
         for table in (self.values, given):
             macros |= self._mapping(table, "macros")
+        given = {**given, "env": [_inherited(one) for one in self._list(given, "env")]}
         return {
             key: self._replaced(value, macros, f"{model}.{key}")
             for key, value in given.items()
@@ -302,6 +333,7 @@ class _Converter:
         if name.startswith("env."):
             if name[4:] not in self.env:
                 raise ConfigError(f"{self.source}: {where}: no variable {name[4:]} is set")
+            self.has_secrets = True
             return self.env[name[4:]]
         if name not in macros:
             raise ConfigError(f"{self.source}: {where}: no macro {name}")
@@ -337,6 +369,12 @@ class _Group:
     def ends(self, other: _Group) -> bool:
         """Whether a load of a member ends models of ``other``."""
         return self.exclusive and not other.persistent
+
+
+def _inherited(variable: Any) -> Any:
+    """Mark ``X=${env.X}``: a server has the variables of ``dynamo serve``, so none is written."""
+    name = str(variable).partition("=")[0]
+    return f"{name}={_INHERITED}" if variable == f"{name}=${{env.{name}}}" else variable
 
 
 def _cliques(models: Collection[str], pairs: Collection[frozenset[str]]) -> dict[str, list[str]]:

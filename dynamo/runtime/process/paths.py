@@ -273,15 +273,18 @@ def _record(path: Path, text: str) -> None:
 def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
     """Replace ``path`` in one step: readers see the old or the new content, never a part.
 
-    ``durable``, for a file of the user's: its mode stays, and the disk has it on return. What is
-    left of a writer that is killed: :func:`remove_unfinished`.
+    ``durable``, for a file of the user's: owner and mode stay, and the disk has it on return. What
+    is left of a writer that is killed: :func:`remove_unfinished`.
     """
     temporary = _unfinished(path, str(os.getpid())) if durable else temporary_beside(path)
     try:
         temporary.write_bytes(data)
         if durable:
             with temporary.open("rb+") as file:
-                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+                before = path.stat()
+                with contextlib.suppress(PermissionError):  # only root gives files away
+                    os.fchown(file.fileno(), before.st_uid, before.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
                 os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:

@@ -136,7 +136,7 @@ class Allocator:
             raise ConfigError(
                 f"{name}: {count:g} GPUs: must be a whole number or a fraction below 1"
             )
-        ids, ranks = self.inventory.ids, rank or {}
+        ids, ranks = self.inventory.ids, {} if rank is None else rank
         order = sorted(self._order, key=lambda slot: ranks.get(ids[slot], 0))
         slots = self._shared(order, count, ranks) if count < 1 else self._whole(order, int(count))
         if not slots:

@@ -237,14 +237,17 @@ class GraphEdit:
         return text
 
     def write(self, file: Path) -> None:
-        """Change ``file``; its mode stays. After a ConfigError or OSError it is as it was.
+        """Change ``file``; its owner, mode and line ends stay.
 
-        What its owner has removed from it already is no error.
+        After a ConfigError or OSError it is as it was. What its owner has removed from it already
+        is no error.
         """
         file = file.resolve()  # a symbolic link stays one
         text = read_text(file)
         present = set(self._remove) & parse_yaml(text, str(file)).values.keys()
         made = GraphEdit(self._add, present).applied(text, str(file))
+        if file.read_bytes().count(b"\r\n") * 2 > text.count("\n"):
+            made = made.replace("\n", "\r\n")
         write_atomic(file, made.encode(), durable=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,21 @@ def test_the_downloaded_model_is_the_default(here: Path) -> None:
         (directory / "config.json").write_text("{}")
     os.utime(directory / "config.json", (1, 1))
     assert cached_model() == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(("secret", "mode"), [("--api-key ${env.K}", 0o600), ("", 0o644)])
+def test_a_converted_graph_with_secrets_is_its_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str, mode: int
+) -> None:
+    monkeypatch.setenv("K", "sk-1")
+    (tmp_path / "swap.yaml").write_text(
+        f"models: {{a: {{cmd: '{sys.executable} --port ${{PORT}} {secret}'}}}}"
+    )
+    path = tmp_path / "made.yaml"
+    umask = os.umask(0o022)
+    try:
+        words = ["init", "--from", str(tmp_path / "swap.yaml"), "--write", str(path), "--yes"]
+        assert cli.main(words) == 0
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == mode

@@ -182,3 +182,20 @@ def test_systemd_accepts_the_unit(graph: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     complaints = [line for line in done.stderr.splitlines() if "llm.service" in line]
     assert done.returncode == 0 and complaints == [], done.stderr
+
+
+def test_the_unit_of_another_graph_is_kept_unless_it_is_named(
+    graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = ["--user", "--directory", str(tmp_path / "units")]
+    assert main([str(graph), *target]) == 0
+    other = tmp_path / "other.yaml"
+    other.write_text(GRAPH.replace("installed", "elsewhere"))
+    capsys.readouterr()
+    assert main([str(other), *target]) == 2
+    error = capsys.readouterr().err
+    assert "serves another graph" in error and "choose another --name" in error
+    assert str(other) not in (tmp_path / "units/dynamo.service").read_text()
+    assert main([str(graph), *target]) == 0
+    assert main([str(other), *target, "--name", "other"]) == 0
+    assert str(other) in (tmp_path / "units/other.service").read_text()

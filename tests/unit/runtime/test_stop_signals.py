@@ -47,7 +47,7 @@ def test_a_hangup_that_is_ignored_at_entry_stays_so(trap: str) -> None:
 
 
 def test_no_handler_takes_a_hangup_unasked() -> None:
-    """Whoever names SIGHUP asks heeded() for it."""
+    """Each module that names SIGHUP asks heeded() for it."""
     root = Path(__file__).parents[3] / "dynamo"
     lines = [
         (path, line)

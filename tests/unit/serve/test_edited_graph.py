@@ -148,3 +148,18 @@ def test_a_file_that_became_wrong_is_not_touched(tmp_path: Path) -> None:
 def test_overrides_of_a_removed_service_go_with_it(word: str) -> None:
     assert GraphEdit({}, ["Worker2"]).is_of_removed(word)
     assert not GraphEdit({}, ["Worker"]).is_of_removed(word)
+
+
+def test_the_file_keeps_its_line_ends_and_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_bytes(b"namespace: a\r\nA:\r\n  run: x\r\n")
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 23456)
+    before = path.stat()
+    GraphEdit({"B": "run: y\nsay: z\n"}, ()).write(path)
+    GraphEdit({}, ["A"]).write(path)
+    lines = path.read_bytes().split(b"\n")
+    assert b"B:\r" in lines and b"  say: z\r" in lines
+    assert all(line.endswith(b"\r") for line in lines[:-1]), lines
+    assert (path.stat().st_uid, path.stat().st_gid) == (before.st_uid, before.st_gid)
+    assert path.stat().st_mode == before.st_mode

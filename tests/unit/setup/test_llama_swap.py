@@ -215,3 +215,39 @@ def test_names_of_several_lines_stay_in_comments(
     assert [path.name for path in tmp_path.glob(".*")] == []
     assert cli.main(["init", "--from", str(source), "--write", str(tmp_path / "none/g.yaml")]) == 1
     assert f"cannot write {tmp_path}/none/g.yaml: No such file" in capsys.readouterr().err
+
+
+def test_variables_of_the_environment_stay_references() -> None:
+    values = {"models": {"a": {"cmd": "srv --port ${PORT}", "env": ["HF_TOKEN=${env.HF_TOKEN}"]}}}
+    made = convert(yaml.safe_dump(values), "swap.yaml", {"HF_TOKEN": "hf_secret"}, PLACE)
+    assert "hf_secret" not in made.text and not made.has_secrets
+    assert made.left_out == [
+        "a.env: HF_TOKEN: taken from the environment of dynamo serve: set it there"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "secret"),
+    [
+        ({"cmd": "srv --port ${PORT} --api-key ${env.K}"}, True),
+        ({"cmd": "srv --port ${PORT}", "env": ["X=${env.K}"]}, True),
+        ({"cmd": "srv --port ${PORT}", "env": ["OPENAI_API_KEY=sk-1"]}, True),
+        ({"cmd": "srv --port ${PORT} --api-key sk-1"}, True),
+        ({"cmd": "srv --port ${PORT} --max-tokens 5", "env": ["X=1"]}, False),
+    ],
+)
+def test_a_graph_with_literal_secrets_is_known(model: dict[str, Any], secret: bool) -> None:
+    made = convert(yaml.safe_dump({"models": {"a": model}}), "swap.yaml", {"K": "v"}, PLACE)
+    assert made.has_secrets is secret
+
+
+def test_ports_in_variables_and_paths_of_proxies_are_said() -> None:
+    model = {
+        "cmd": "srv --port ${PORT}",
+        "env": ["URL=http://localhost:${PORT}", "X=1"],
+        "proxy": "http://localhost:${PORT}/api",
+    }
+    made = convert(yaml.safe_dump({"models": {"a": model}}), "swap.yaml", {}, PLACE)
+    assert "URL" not in made.text and "X: '1'" in made.text
+    assert [line.partition(":")[0] for line in made.left_out] == ["a.proxy", "a.env"]
+    assert "/api" in made.left_out[0] and "URL=" in made.left_out[1]

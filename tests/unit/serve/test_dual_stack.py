@@ -1,0 +1,58 @@
+"""A frontend at ``::`` is reached by IPv4, too, however it gets its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+
+import pytest
+
+from dynamo.errors import ConfigError
+from dynamo.http.server import HttpServer
+from dynamo.serve.readiness import check_free
+from dynamo.serve.state.frontends import FrontendAddress
+from dynamo.serve.supervision.supervised_process import FrontendListener
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(("host", "families"), [("::", 2), ("::1", 1), ("0.0.0.0", 1)])
+def test_the_arbiter_binds_both_families(host: str, families: int) -> None:
+    port = free_port()
+    listener = FrontendListener(FrontendAddress(host, port))
+    _, (number,) = listener.inherited({})
+    with contextlib.closing(listener), socket.socket(fileno=os.dup(number)) as bound:
+        bound.listen()
+        reached = 0
+        for target in ("127.0.0.1", "::1"):
+            with contextlib.suppress(OSError), socket.create_connection((target, port), 5):
+                reached += 1
+        assert reached == families
+
+
+def test_an_ipv4_listener_is_in_the_way_of_both() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = int(other.getsockname()[1])
+        check_free(FrontendAddress("::1", port))
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            check_free(FrontendAddress("::", port))
+
+
+def test_a_frontend_alone_binds_both_families() -> None:
+    async def connect() -> None:
+        server = HttpServer(lambda exchange: exchange.respond(200, b""))
+        _, port = await server.start("::", 0)
+        try:
+            for target in ("127.0.0.1", "::1"):
+                _, writer = await asyncio.open_connection(target, port)
+                writer.close()
+                await writer.wait_closed()
+        finally:
+            await server.close()
+
+    asyncio.run(connect())
