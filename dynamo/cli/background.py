@@ -20,6 +20,8 @@ from dynamo.runtime.process.stop_order import STOP_STAGE
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.events import BoxEventLog, actor
 from dynamo.serve.state.process_table import is_halted, runs_here
+from dynamo.serve.state.rundir import OWNER_LOCK
+from dynamo.serve.state.statefile import FileLock
 from dynamo.status.deployment import chosen_runtime, main_pid, running_deployment
 
 DESCRIPTION = """End the running deployment: frontends refuse new requests and finish those in
@@ -42,11 +44,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     (settings,) = load("dynamo stop", DESCRIPTION, [DeploymentSettings], argv, epilog=EPILOG)
     runtime = chosen_runtime(settings.namespace)
     document = running_deployment(runtime)
-    if document is None:
+    if document is not None:
+        _stop(document, runtime)
+    elif not _stop_start(runtime):
         raise DynamoError(f"no deployment runs in namespace {runtime.namespace!r}")
-    _stop(document, runtime)
     print("stopped")
     return 0
+
+
+def _stop_start(runtime: RuntimeSettings) -> bool:
+    """Stop a deployment that has no statefile yet, if one starts: it holds the namespace's lock."""
+    lock = FileLock(state_path(runtime) / runtime.namespace / OWNER_LOCK)
+    try:
+        pid = int(lock.path.read_text(encoding="ascii"))
+        starting = os.pidfd_open(pid)
+    except (OSError, ValueError):
+        return False
+    try:
+        if lock.try_acquire():  # of a process that was killed; its number is another's now
+            lock.release(remove=True)
+            return False
+        _terminate(starting, pid)
+        print(f"stopping {runtime.namespace}, which is about to start", flush=True)
+        select.select([starting], [], [])
+        return True
+    finally:
+        os.close(starting)
 
 
 def _stop(document: Document, runtime: RuntimeSettings) -> None:

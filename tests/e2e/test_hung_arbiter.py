@@ -12,6 +12,19 @@ import psutil
 import pytest
 from serving import Serving
 
+STARTS = """
+import signal, sys
+from pathlib import Path
+from dynamo.serve.state.rundir import RunDirectory
+from dynamo.serve.state.statefile import Statefile
+from dynamo.serve.supervision.guard import hold_signals
+state, namespace = Path(sys.argv[1]), sys.argv[2]
+(state / namespace).mkdir(parents=True, mode=0o700)
+hold_signals()
+RunDirectory(state / namespace, state / "store", Statefile(state, namespace)).acquire()
+print("locked", flush=True)
+signal.sigwait({signal.SIGTERM})
+"""
 GRAPH = "A: {run: SLEEPER}\n"
 SOON_S = 30  # generous: the verbs wait for some seconds, before they waited for ever
 
@@ -95,3 +108,14 @@ def test_a_stop_ends_an_arbiter_that_does_not_react(serving: Serving) -> None:
     assert serving.wait() == 128 + signal.SIGKILL
     assert not psutil.pid_exists(worker)
     assert not serving.statefile.exists()
+
+
+def test_a_stop_finds_a_start_without_a_statefile(serving: Serving) -> None:
+    words = [sys.executable, "-c", STARTS, str(serving.state_dir), serving.namespace]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as starting:
+        assert starting.stdout is not None and starting.stdout.readline() == "locked\n"
+        status, text = verb(serving, "stop")
+        assert status == 0 and "about to start" in text, text
+        assert starting.wait() == 0
+    status, text = verb(serving, "stop")  # its lock file is left, as after kill -9
+    assert status == 1 and "no deployment runs" in text, text

@@ -41,6 +41,8 @@ from dynamo.serve.state.statefile import FileLock, Statefile
 
 _END_TIMEOUT_S = 5.0
 _ABANDONED_AFTER_S = 60.0
+OWNER_LOCK = "serve.lock"
+"""Held by a deployment from before its statefile is written, with the pid of its guard."""
 PLANNER_CONTROL = "planner-control.json"
 """Changes of an operator to the planner, which end with the deployment."""
 PLANNER_FILE = "planner.json"
@@ -62,7 +64,7 @@ class RunDirectory:
         self.path = path
         self.store = store
         self.statefile = statefile
-        self._owner = FileLock(path / "serve.lock")
+        self._owner = FileLock(path / OWNER_LOCK)
 
     @property
     def logs(self) -> Path:
