@@ -86,12 +86,12 @@ def alternating(messages: Sequence[Message], joins_results: bool) -> list[Messag
         runs.append((message, [message.get("content")]))
         last = role
     return [
-        first if len(contents) == 1 else {**first, "content": _joined(contents)}
+        first if len(contents) == 1 else {**first, "content": joined_contents(contents)}
         for first, contents in runs
     ]
 
 
-def _joined(contents: list[Any]) -> Any:
+def joined_contents(contents: list[Any]) -> Any:
     """One content; a text if all are texts."""
     if all(isinstance(each, str) for each in contents):
         return "\n\n".join(contents)

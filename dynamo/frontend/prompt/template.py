@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
+from dynamo.frontend.prompt.message_roles import PrintedRoles, printable
 from dynamo.frontend.prompt.messages import (
     IMAGE,
     CallForm,
@@ -40,6 +41,9 @@ _RENDER_ERRORS = (
     ValueError,
 )
 _SHOWN = 1000
+_KNOWN_ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
+_SWITCHES = frozenset(("enable_thinking", "thinking"))
+"""The names by which templates switch reasoning on and off."""
 _REMEDY = "correct it or give another with --custom-jinja-template"
 _END_MARK = f"end-{secrets.token_hex(8)} "
 """Behind the text of a message that the model continues, to find its end in the prompt: the text
@@ -54,11 +58,14 @@ _CALL_FORMS = [CallForm(text, null) for null in (False, True) for text in (False
 
 _QUESTION: list[Message] = [{"role": "user", "content": "q"}]
 _CALL = {"id": "callcall1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _RESULT: list[Message] = [
     *_QUESTION,
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    _CALLED,
     {"role": "tool", "tool_call_id": "callcall1", "name": "f", "content": "r"},
 ]
+_ANSWER: Message = {"role": "assistant", "content": "a"}
+_FOREIGN_IDS = ("call_abcdef0123456789", "a")
 
 
 class TemplateTimeout(InvalidArgument):
@@ -96,6 +103,7 @@ class ChatTemplate:
             template.globals = dict(template.globals)
         self._default = compiled.get("default") or next(iter(compiled.values()))
         self._with_tools = compiled.get("tool_use") or self._default
+        self._has_developer = any("developer" in text for text in named.values())
         try:
             self._try_forms()
         except OutOfTime as error:
@@ -107,12 +115,18 @@ class ChatTemplate:
         """Find out which messages the template can print."""
         self._content = self._content_form()
         self._takes_parts = self._content is ContentForm.PARTS
-        form = next(filter(self._prints_call, _CALL_FORMS), _CALL_FORMS[0])
+        call_form = next(filter(self._prints_call, _CALL_FORMS), None)
+        form = call_form or _CALL_FORMS[0]
         null = form._replace(null_content=True)
         form = form._replace(keeps_null=self._prints_call(null) and not self._prints_none(null))
         thinking = form._replace(thinking=True)
         self._call_form = thinking if self._prints_call(thinking) else form
         self._alternates = self._joins_results = False
+        self._always = frozenset(("user", "assistant", "system", "tool", "developer"))
+        self._roles = PrintedRoles()
+        if self._probed([{"role": "user", "content": _PROBE}]):
+            self._roles = self._printed_roles(call_form is not None)
+        self._always = self._roles.always()
         self._joins_results = self._fails_after(_RESULT)
         self._alternates = self._joins_results or self._fails_after(_QUESTION)
 
@@ -147,6 +161,10 @@ class ChatTemplate:
         """
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1])]
+        roles = {message.get("role") for message in messages}
+        if not roles <= self._always:
+            self._check_roles(roles)
+            messages = printable(messages, self._roles)
         if self._alternates:
             messages = alternating(messages, self._joins_results)
         ready = messages
@@ -225,15 +243,55 @@ class ChatTemplate:
 
         The templates of Mistral and Gemma fail so; agents send such messages.
         """
+        return self._renders(messages) and not self._renders([*messages, *_QUESTION])
+
+    def _printed_roles(self, calls: bool) -> PrintedRoles:
+        """Find out which messages are printed, by rendering each with a probe in its text."""
+        system: Message = {"role": "system", "content": _PROBE}
+        developer: Message = {"role": "developer", "content": _PROBE}
+        brief: Message = {"role": "system", "content": "s"}
+        first = self._probed([system, *_QUESTION])
+        later = first and self._probed([brief, system, *_QUESTION])
+        foreign = [
+            [*_QUESTION, {**_CALLED, "tool_calls": [{**_CALL, "id": one}]}] for one in _FOREIGN_IDS
+        ]
+        results = self._renders(_RESULT)
+        return PrintedRoles(
+            system=first,
+            later_system=later and self._probed([brief, *_QUESTION, _ANSWER, system, *_QUESTION]),
+            result_system=not results or self._probed([system, *_RESULT]),
+            developer=self._has_developer and self._probed([developer, *_QUESTION]),
+            tool=self._probed([*_RESULT[:-1], {**_RESULT[-1], "content": _PROBE}]),
+            calls=calls,
+            foreign_ids=not calls or all(map(self._renders, foreign)),
+        )
+
+    def _check_roles(self, roles: set[Any]) -> None:
+        """Refuse a role of no API that the template drops. Raises InvalidArgument."""
+        for role in roles - _KNOWN_ROLES:
+            try:
+                text = self._render([*_QUESTION, {"role": role, "content": _PROBE}], None, True)
+            except (InvalidArgument, OutOfTime):
+                continue  # so does the prompt, with the template's own message
+            if "probe" not in text:
+                raise InvalidArgument(
+                    f"Validation: messages: the chat template does not print the role "
+                    f"`{shorten(role)}`; use system, developer, user, assistant or tool"
+                )
+
+    def _probed(self, messages: list[Message]) -> bool:
+        """Whether ``messages`` can be rendered and the probe in them is printed."""
+        try:
+            return "probe" in self.render(messages)
+        except InvalidArgument:
+            return False
+
+    def _renders(self, messages: list[Message]) -> bool:
         try:
             self.render(messages)
         except InvalidArgument:
             return False
-        try:
-            self.render([*messages, *_QUESTION])
-        except InvalidArgument:
-            return True
-        return False
+        return True
 
     def _prints(self, content: Any) -> bool:
         try:
@@ -267,8 +325,11 @@ def template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
         variables.update(request.chat_template_args)
     if request.chat_template_kwargs:
         variables.update(request.chat_template_kwargs)
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    effort = request.reasoning_effort
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
+        if not _SWITCHES & variables.keys():  # else the client has said it itself
+            variables.update(dict.fromkeys(_SWITCHES, effort != "none"))
     if request.documents is not None:
         variables["documents"] = request.documents
     if variables:

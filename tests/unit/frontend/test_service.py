@@ -150,7 +150,7 @@ async def test_without_the_page_there_is_no_page(tmp_path: Path) -> None:
         reader, writer = await asyncio.open_connection(host, port)
         for path in ("/ui", "/ui/ui.js", "/ui/about.json", "/ui/events"):
             writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 404 ")
+            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 404 ")
         writer.close()
 
 

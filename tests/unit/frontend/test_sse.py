@@ -88,7 +88,7 @@ class Teapot(DynamoError):
     ],
 )
 def test_errors(error: DynamoError, kind: str, code: int, message: str) -> None:
-    expected = {"error": {"message": message, "type": kind, "code": code}}
+    expected = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     assert payload(error_event(error)) == expected
     assert public_message(error) == message
 

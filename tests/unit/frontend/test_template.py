@@ -21,7 +21,12 @@ from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.frontend.prompt import template_environment
 from dynamo.frontend.prompt.messages import IMAGE, ContentForm, alternating
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.frontend.prompt.template import ChatTemplate, TemplateTimeout, load_template
+from dynamo.frontend.prompt.template import (
+    ChatTemplate,
+    TemplateTimeout,
+    load_template,
+    template_variables,
+)
 from dynamo.frontend.prompt.template_environment import TemplateEnvironment
 from dynamo.protocols.openai import ChatCompletionRequest
 
@@ -47,7 +52,8 @@ STRICT = (
     "{% set ns = namespace(n=0) %}{% for m in messages %}"
     "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
     "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('must alternate') }}"
-    "{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.p }}{% endif %}{% endfor %}"
 )
 """As the templates of Mistral check it."""
 
@@ -75,7 +81,8 @@ def test_turns_that_must_alternate() -> None:
         "[user]Hi\n\nb\n\nc[assistant][tool]r\n\nb\n\nc[assistant]a[user]Hi"
     )
     assert template(LOOP).render(given) == (
-        "[user]Hi[user]b[user]c[assistant][tool]r[user]b[user]c[assistant]a[user]Hi"
+        "[user]Hi[user]b[user]c[assistant]"
+        '{"name":"f","arguments":{}}[tool]r[user]b[user]c[assistant]a[user]Hi'
     )
     with pytest.raises(InvalidArgument, match="must alternate"):
         template(STRICT).render([said])
@@ -417,3 +424,24 @@ def test_look_ups_fail_as_in_the_sandbox(expression: str) -> None:
             environment.from_string("{{ " + expression + " }}").render(_VALUES)
         errors.append((type(caught.value), str(caught.value)))
     assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    ("effort", "given", "thinks"),
+    [
+        (None, None, {}),
+        ("none", None, {"enable_thinking": False, "thinking": False}),
+        ("low", None, {"enable_thinking": True, "thinking": True}),
+        ("none", {"enable_thinking": True}, {"enable_thinking": True}),
+        ("none", {"thinking": True}, {"thinking": True}),
+    ],
+)
+def test_reasoning_effort_switches_thinking(
+    effort: str | None, given: dict[str, Any] | None, thinks: dict[str, bool]
+) -> None:
+    request = ChatCompletionRequest(
+        model="m", messages=[], reasoning_effort=effort, chat_template_kwargs=given
+    )
+    found = template_variables(request)
+    assert found.pop("reasoning_effort", None) == effort
+    assert found == thinks

@@ -1,0 +1,184 @@
+"""Give a chat template only messages that it prints.
+
+A template drops or refuses what its author did not think of: the role ``developer``, a system
+message that is not the first, results of tools. Such messages take another form, with their text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dynamo.frontend.prompt.messages import joined_contents
+
+Message = Mapping[str, Any]
+
+_ID_CHARACTERS = 9
+_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+class PrintedRoles(NamedTuple):
+    """What a template prints: ``system`` first, and ``later_system`` anywhere; ``result_system``
+    also if the last message is none of the user. ``calls``: the tool calls of the assistant.
+    ``foreign_ids``: call ids of any form."""
+
+    system: bool = True
+    later_system: bool = True
+    result_system: bool = True
+    developer: bool = True
+    tool: bool = True
+    calls: bool = True
+    foreign_ids: bool = True
+
+    def always(self) -> frozenset[str]:
+        """The roles whose messages are printed wherever they are."""
+        roles = {"user"}
+        if self.calls and self.foreign_ids:
+            roles.add("assistant")
+        if self.tool and self.foreign_ids:
+            roles.add("tool")
+        if self.system and self.later_system and self.result_system:
+            roles.add("system")
+        if self.developer:
+            roles.add("developer")
+        return frozenset(roles)
+
+
+def printable(messages: Sequence[Message], roles: PrintedRoles) -> list[Message]:
+    """``messages`` in forms that a template with ``roles`` prints. O(messages)."""
+    ready: Sequence[Message] = messages
+    if any(message.get("role") == "function" for message in ready):
+        ready = _with_tools(ready)
+    if not roles.developer:
+        ready = [_as(message, "system", "developer") for message in ready]
+    if not roles.foreign_ids:
+        ready = [_with_short_ids(message) for message in ready]
+    if not roles.calls:
+        ready = [_with_written_calls(message) for message in ready]
+    if not roles.tool:
+        ready = [_as(message, "user", "tool") for message in ready]
+    return _with_placed_system(ready, roles)
+
+
+def _as(message: Message, role: str, of_role: str) -> Message:
+    return {**message, "role": role} if message.get("role") == of_role else message
+
+
+def _with_placed_system(messages: Sequence[Message], roles: PrintedRoles) -> list[Message]:
+    """Join what the system says first, or put it into a message of the user; later: as a user."""
+    count = len(messages)
+    if not roles.system or not roles.later_system:
+        first = (at for at, message in enumerate(messages) if message.get("role") != "system")
+        count = next(first, count)
+    elif messages and messages[0].get("role") == "system":
+        count = 1
+    else:
+        return list(messages)
+    leading, rest = messages[:count], list(messages[count:])
+    if not roles.later_system:
+        rest = [_as(message, "user", "system") for message in rest]
+    if not leading:
+        return rest
+    system = leading[0] if count == 1 else {**leading[0], "content": _joined(leading)}
+    turns = _user_turns(rest)
+    kept = roles.result_system or (
+        turns and all(message.get("role") == "user" for message in rest[turns[-1] :])
+    )
+    if roles.system and (kept or not rest):
+        return [system, *rest]
+    if not turns:
+        return [{**system, "role": "user"}, *rest]
+    at = turns[-1 if roles.system else 0]  # the last is where such a template prints it
+    rest[at] = {**rest[at], "content": _joined((system, rest[at]))}
+    return rest
+
+
+def _user_turns(messages: Sequence[Message]) -> list[int]:
+    """Where turns of the user begin; text behind a result may become part of the result."""
+    turns, last = [], None
+    for at, message in enumerate(messages):
+        role = message.get("role")
+        if role == "user" and last not in ("user", "tool"):
+            turns.append(at)
+        last = role
+    return turns
+
+
+def _joined(messages: Sequence[Message]) -> Any:
+    return joined_contents([message.get("content") for message in messages])
+
+
+def _with_tools(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` with calls and results of tools in place of OpenAI's older ones of functions."""
+    ready: list[Message] = []
+    call_id = ""
+    for number, message in enumerate(messages):
+        call = message.get("function_call")
+        if call is not None and message.get("role") == "assistant":
+            call_id = f"call{number:05d}"
+            calls = [{"id": call_id, "type": "function", "function": call}]
+            kept = {name: value for name, value in message.items() if name != "function_call"}
+            ready.append({**kept, "tool_calls": calls})
+        elif message.get("role") == "function":
+            call_id = call_id or f"call{number:05d}"
+            ready.append({**message, "role": "tool", "tool_call_id": call_id})
+        else:
+            ready.append(message)
+    return ready
+
+
+def _with_short_ids(message: Message) -> Message:
+    changed = message
+    if isinstance(message.get("tool_call_id"), str):
+        changed = {**changed, "tool_call_id": _short_id(message["tool_call_id"])}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        short = [
+            {**call, "id": _short_id(call["id"])}
+            if isinstance(call, dict) and isinstance(call.get("id"), str)
+            else call
+            for call in calls
+        ]
+        changed = {**changed, "tool_calls": short}
+    return changed
+
+
+def _short_id(call_id: str) -> str:
+    """``call_id`` as nine letters and digits, always the same ones, so that prompts stay equal."""
+    if len(call_id) == _ID_CHARACTERS and call_id.isascii() and call_id.isalnum():
+        return call_id
+    digest = hashlib.blake2b(call_id.encode(errors="surrogatepass"), digest_size=8).digest()
+    number, letters = int.from_bytes(digest, "big"), ""
+    for _ in range(_ID_CHARACTERS):
+        number, place = divmod(number, len(_LETTERS))
+        letters += _LETTERS[place]
+    return letters
+
+
+def _with_written_calls(message: Message) -> Message:
+    """``message`` with its calls as JSON behind its text."""
+    calls = message.get("tool_calls")
+    if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
+        return message
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    if not all(isinstance(function, dict) for function in functions):
+        return message  # refused where its calls are converted
+    written = "\n".join(msgspec.json.encode(_named(one)).decode() for one in functions)
+    content = [message["content"]] if message.get("content") else []
+    return {**message, "tool_calls": None, "content": joined_contents([*content, written])}
+
+
+def _named(function: Any) -> dict[str, Any]:
+    return {"name": function.get("name"), "arguments": _parsed(function.get("arguments"))}
+
+
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return msgspec.Raw(arguments) if msgspec.json.decode(arguments) is not None else {}
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
