@@ -38,6 +38,7 @@ dynamo serve.
   dynamo run Qwen/Qwen3-0.6B Qwen/Qwen3-4B --idle-timeout 15m --keep Qwen/Qwen3-0.6B
 Exit status: 0 stopped, 1 a service failed and was not restarted, 2 the model or a flag is wrong."""
 
+_ELSEWHERE = "flags of the engine go to the end, after --: dynamo run MODEL -- --enforce-eager"
 _SOURCE = "the graph of dynamo run"
 
 
@@ -47,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut = words.index("--") if "--" in words else len(words)
     own, flags = words[:cut], tuple(words[cut + 1 :])
     rest, overrides = split_overrides(own)
-    (settings,) = load("dynamo run", DESCRIPTION, [RunSettings], rest, epilog=EPILOG)
+    (settings,) = load(
+        "dynamo run", DESCRIPTION, [RunSettings], rest, epilog=EPILOG, unknown_hint=_ELSEWHERE
+    )
     graphs = _graphs(settings, flags)
     text = _text(_loaded_first(graphs))
     if settings.write is not None:

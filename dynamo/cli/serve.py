@@ -17,6 +17,7 @@ from typing import Any
 from dynamo.cli.background import detach
 from dynamo.cli.console import Console, ConsoleLog
 from dynamo.config import environ, from_env, load_known
+from dynamo.config.check import did_you_mean
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -107,7 +108,8 @@ def _unrecognized(
             source = graph_source(replace(settings, graph=path), overrides)
             if hint := override_hint(parsed(source, settings.namespace), flag):
                 return f"{problem}; {hint}"
-    return f"{problem}\nTry 'dynamo serve --help'."
+    hint = did_you_mean(flag.lstrip("-"), [ServeSettings])
+    return f"{problem}{hint}\nTry 'dynamo serve --help'."
 
 
 def _reason(error: DynamoError | OSError) -> str:

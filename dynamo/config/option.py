@@ -65,15 +65,19 @@ def load(
     argv: Sequence[str] | None = None,
     env: Mapping[str, str] | None = None,
     epilog: str | None = None,
+    unknown_hint: str = "",
 ) -> tuple[Any, ...]:
     """Build one instance of each group, in order, from ``argv`` over ``env`` over defaults.
 
     Exits with status 2 and a one-line message for a bad flag or variable, 0 after ``--help``.
+    ``unknown_hint`` says where flags go that are like none of these.
     """
     parser = _parser(prog, description, groups, epilog)
     given, rest = parser.read(argv)
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        also = f"; {unknown_hint}" if unknown_hint and rest[0].startswith("-") else ""
+        hint = parser.did_you_mean(rest)
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint or also}")
     return _build_all(parser, given, groups, env)
 
 

@@ -95,6 +95,14 @@ class Parser(argparse.ArgumentParser):
             self.refuse(asked.flag, asked.absent.text)
         return given, rest
 
+    def did_you_mean(self, words: Sequence[str]) -> str:
+        """Return a hint at the flag that is most like the first unknown one; "" without any."""
+        import difflib  # slow to import: only for an error
+
+        flag = next((word for word in words if word.startswith("--")), "").partition("=")[0]
+        close = difflib.get_close_matches(flag, self._option_string_actions, n=1) if flag else []
+        return f" (did you mean {close[0]}?)" if close else ""
+
     def refuse(self, flag: str, text: str) -> NoReturn:
         """Exit with status 2 because of ``flag``."""
         self.error(f"{flag} {text}")

@@ -6,7 +6,7 @@ A new engine is a folder with its options and its ``__main__``, and a row of eac
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,9 @@ class Program:
     It needs the Python ``package``, which ``install`` installs.
 
     An engine with a parser of its own gets the flags that are not ours: ``flags_check`` is the
-    module that checks them. It reserves ``memory_share`` of each GPU by default, and its parallel
-    sizes say how many GPUs a worker has.
+    module that checks them, and ``known_flags`` a function that finds an unknown one much faster,
+    or returns "". It reserves ``memory_share`` of each GPU by default, and its parallel sizes say
+    how many GPUs a worker has.
     """
 
     module: str
@@ -64,11 +65,16 @@ class Program:
     package: str = ""
     install: str = ""
     flags_check: str = ""
+    known_flags: str = ""
     memory_share: float = 0.0
 
     def groups(self) -> tuple[type[Any], ...]:
         """Return the classes of its options, in the order of its ``--help``."""
         return tuple(group.load() for group in self.options)
+
+    def unknown_flag(self, words: Sequence[str]) -> str:
+        """Return the first of ``words`` that is no flag of its engine, as text for an error."""
+        return str(_imported(self.known_flags)(words)) if self.known_flags else ""
 
     def checked_groups(self) -> tuple[type[Any], ...]:
         """Return the same, and those that are set by variables only."""
@@ -126,6 +132,7 @@ PROGRAMS = {
             package="vllm",
             install="pip install 'dynamo-appliance[vllm]'",
             flags_check="dynamo.vllm.check",
+            known_flags="vllm.known_flags.unknown_flag",
             memory_share=0.9,  # of --gpu-memory-utilization; newer versions: 0.92
         ),
         Program(

@@ -140,6 +140,10 @@ def _problems(service: Service, env: Mapping[str, str]) -> list[str]:
             subject = f"{_place(service, key)}" + ("" if key == flag else f": --{flag}")
             hint = did_you_mean(flag, program.groups())
             problems.append(f"{subject} is not an option of {program.module}{hint}")
+    elif "PYTHONPATH" not in service.envs:  # which may have another version of it
+        for key, flag in found.unknown:
+            if text := program.unknown_flag([f"--{flag}"]):
+                problems.append(f"{_place(service, key)}: {program.package} has no flag {text}")
     for problem in found.problems:
         place = f"{_place(service, problem.key)} " if problem.key else f"{where}: "
         problems.append(place + problem.text)

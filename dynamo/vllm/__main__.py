@@ -21,6 +21,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.os_process import freeze_heap
 from dynamo.vllm.arguments import INSTALL, PROG, VllmArguments, check, parse
 from dynamo.vllm.engine import TESTED_VERSIONS, Engine, is_tested
+from dynamo.vllm.known_flags import unknown_flag
 from dynamo.vllm.worker import (
     VllmPlan,
     VllmWorker,
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs, system = from_env(LogSettings), from_env(SystemSettings)
         setup_logging("vllm", logs.level, logs.jsonl)
         check(arguments)
+        if text := unknown_flag(arguments.engine_argv):
+            raise ConfigError(f"vLLM has no flag {text}")
         plan = make_plan(arguments, system.namespace_worker_suffix)
         config = _engine_config(arguments, plan)
     except DynamoError as error:

@@ -22,6 +22,7 @@ from dynamo.serve.graph.graph import parse_graph
 from dynamo.setup import service_checks
 from dynamo.setup.new_graph import InstalledEngine
 from dynamo.setup.service_checks import check_engine_flags, check_engines, check_services
+from dynamo.vllm import known_flags
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"
 
@@ -327,3 +328,43 @@ def test_a_graph_of_this_machine_has_no_planner_of_a_cluster(tmp_path: Path) -> 
     text = problems(tmp_path, f"A: {{run: dynamo.planner, {keys}}}")
     assert "A: environment: kubernetes scales a cluster, and this graph starts workers" in text
     assert "run the planner in the cluster" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--max-model-len", "8", "--enforce_eager", "--no-enable-prefix-caching", "-tp", "2"), ""),
+        (("--compilation-config.mode=3", "--config", "x.yaml", "-O3"), ""),
+        (("--max-modellen=8",), "--max-modellen (did you mean --max-model-len?)"),
+        (("--zzz",), "--zzz"),
+    ],
+)
+def test_flags_of_vllm_are_found_without_importing_it(
+    words: tuple[str, ...], found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert known_flags.unknown_flag(words) == ""  # not installed
+    monkeypatch.setattr(known_flags.metadata, "version", lambda name: "0.32.0")
+    assert known_flags.unknown_flag(words) == found
+    if found:
+        key = words[0].lstrip("-").partition("=")[0]
+        text = f"W: {{run: dynamo.vllm, model-path: org/m, {key}: 8}}"
+        with pytest.raises(ConfigError, match=r"g:1.*: W\..* vllm has no flag") as refused:
+            check_services(parse_graph(text, "g"), tmp_path, {})
+        assert found in refused.value.message
+    monkeypatch.setattr(known_flags.metadata, "version", lambda name: "9.0")
+    assert known_flags.unknown_flag(words) == ""
+
+
+def test_unknown_flags_of_verbs_have_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, hint in (
+        (["run", "m", "--enforce-eager"], "flags of the engine go to the end, after --"),
+        (["run", "m", "--max-model-len", "8"], "flags of the engine go to the end, after --"),
+        (["run", "m", "--worker", "2"], "(did you mean --workers?)"),
+        (["ps", "--jsn"], "(did you mean --json?)"),
+        (["serve", "--dry-rn", "g.yaml"], "(did you mean dry-run?)"),
+    ):
+        try:
+            status = cli.main(words)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        assert status == 2 and hint in capsys.readouterr().err, words
