@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dynamo.bench.trace import read_trace
@@ -13,7 +14,7 @@ from dynamo.config import load
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.capacity.interpolation import read_capacity
-from dynamo.planner.policies.factory import resolve_mode
+from dynamo.planner.policies.factory import resolve_targets
 from dynamo.simulation.compare import Comparison, compare, comparison_figure, draw_comparison
 from dynamo.simulation.request import (
     ReplayRequest,
@@ -52,10 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, planner = load(
         "dynamo planner replay", DESCRIPTION, [ReplaySettings, PlannerSettings], argv, epilog=EPILOG
     )
-    if not settings.policy or "auto" in settings.policy:
-        planner, reason = resolve_mode(planner)
-        if reason:
-            print(f"--mode auto: {reason}", file=sys.stderr)
+    if "auto" in (settings.policy or (planner.mode,)):
+        _, reason = resolve_targets(replace(planner, mode="auto"))
+        print(f"--mode auto: {reason}", file=sys.stderr)
     if settings.plot is not None:
         comparison_figure()
     found = compare(

@@ -23,7 +23,8 @@ class Option(NamedTuple):
     ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
     ``maximum`` are inclusive unless ``exclusive_minimum``. ``aliases`` maps accepted spellings to
     the canonical choice. ``heading`` starts a section of ``--help`` at this field. A flag that may
-    ``repeat`` takes one value each time, or ``several``.
+    ``repeat`` takes one value each time, or ``several``. Unless it ``shows_default``, its help says
+    what is in force without it.
     """
 
     flags: tuple[str, ...]
@@ -39,6 +40,7 @@ class Option(NamedTuple):
     repeat: bool = False
     several: bool = False
     heading: str = ""
+    shows_default: bool = True
 
 
 class Parser(argparse.ArgumentParser):
@@ -170,7 +172,7 @@ def _metavar(spec: Option, kind: str) -> str | None:
 def _text(spec: Option, default: Any) -> str:
     old = f" (deprecated: {spec.deprecated})" if spec.deprecated else ""
     limits = [range_text(spec)] if range_text(spec) else []
-    if default not in (None, (), ""):
+    if spec.shows_default and default not in (None, (), ""):
         limits.append(f"default: {default}")
     shown = f" ({'; '.join(limits)})" if limits else ""
     variables = f" [env: {', '.join(spec.env)}]" if spec.flags and spec.env else ""

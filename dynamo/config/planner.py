@@ -43,12 +43,13 @@ class PlannerSettings:
         help="kubernetes: its namespace; default: that of the pod, or of the kubeconfig's context",
     )
     mode: str = option(
-        "auto",
+        "load",
         "--mode",
         choices=("auto", "load", "sla", "load+sla"),
         help="load: KV load and prefill queue against thresholds; sla: forecast of the traffic "
         "against --ttft and --itl; load+sla: the forecast and a fast reaction to load; auto: load "
-        "if a threshold is given, else load+sla",
+        "until the cost of a request is learned, then load+sla, at most twice the workers in an "
+        "--adjustment-interval",
     )
     config_file: str | None = option(
         None,
@@ -73,7 +74,7 @@ class PlannerSettings:
         exclusive_minimum=True,
         metavar="SECONDS",
         heading="intervals and budget",
-        help="time between decisions",
+        help="time between decisions; load+sla and auto decide at least every 5 s",
     )
     metric_pulling_interval_s: float = option(
         1.0,
@@ -141,7 +142,9 @@ class PlannerSettings:
         exclusive_minimum=True,
         metavar="MS",
         heading="sla: targets and forecast",
-        help="target of the time to first token; auto without it: from the profile, else 2000",
+        shows_default=False,
+        help="target of the time to first token; without it 500 (sla, load+sla), or that of the "
+        "profile, else 2000 (auto); none in mode load",
     )
     itl_ms: float = option(
         50.0,
@@ -149,7 +152,9 @@ class PlannerSettings:
         minimum=0,
         exclusive_minimum=True,
         metavar="MS",
-        help="target of the time between tokens; auto without it: from the profile, else 50",
+        shows_default=False,
+        help="target of the time between tokens; without it 50, with auto that of the profile, if "
+        "there is one; none in mode load",
     )
     load_predictor: str = option(
         "kalman",
@@ -205,9 +210,16 @@ class PlannerSettings:
     """Names of the options that a command line has set, be it to their defaults."""
 
     def is_set(self, *names: str) -> bool:
-        """Return whether one of the options ``names`` is given, or not at its default."""
-        defaults = {field.name: field.default for field in fields(self)}
-        return any(name in self.given or getattr(self, name) != defaults[name] for name in names)
+        """Return whether one of the options ``names`` has another value than its default.
+
+        An option whose default depends on the mode is set by whatever value is given.
+        """
+        return any(
+            getattr(self, field.name) != field.default
+            or (field.name in self.given and not field.metadata["option"].shows_default)
+            for field in fields(self)
+            if field.name in names
+        )
 
     def __post_init__(self) -> None:
         """Reject another backend, and values that contradict each other."""

@@ -32,7 +32,7 @@ from dynamo.planner.live.local_connector import gpu_capacity, open_connector
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.live.sources import Frontends, LiveSources, frontends_of
 from dynamo.planner.policies.base import Policy
-from dynamo.planner.policies.factory import make_policy, resolve_mode
+from dynamo.planner.policies.factory import make_policy, resolve_targets
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
 from dynamo.planner.reports.explain import StateFile, serve_control, serve_explain
 from dynamo.planner.reports.metrics import PlannerMetrics, TensorboardLog, default_log_dir
@@ -55,6 +55,7 @@ In a graph, the service `Planner: {run: dynamo.planner}` has these options as it
 _EPILOG = """examples:
   dynamo planner --namespace dynamo --no-operation
   dynamo planner --adjustment-interval 10 --max-gpu-budget 4
+  dynamo planner --mode auto
   dynamo planner --environment kubernetes --graph-deployment my-graph
 """
 
@@ -82,9 +83,10 @@ async def run_planner(settings: PlannerSettings, runtime_settings: RuntimeSettin
 
     Raises ConfigError without a deployment, or if another planner scales it.
     """
-    settings, reason = resolve_mode(settings)
+    settings, reason = resolve_targets(settings)
     if reason:
-        log.info("--mode auto: %s", reason)
+        level = logging.INFO if settings.mode == "auto" else logging.WARNING
+        log.log(level, "--mode %s: %s", settings.mode, reason)
     scale = _scale_cluster if settings.environment == "kubernetes" else _scale_local
     await scale(settings, runtime_settings)
 

@@ -116,7 +116,7 @@ class _Converter:
             "http-host": place["http-host"],
             "http-port": place["http-port"],
         }
-        planner = {"run": PLANNER, "max-gpu-budget": max(8, len(services))}
+        planner = {"run": PLANNER, "mode": "auto", "max-gpu-budget": max(8, len(services))}
         document = {**head, "Frontend": frontend, "Planner": planner, **services}
         made: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=_WIDE)
         return Converted(

@@ -257,7 +257,7 @@ class NewGraph:
         if self.idle_timeout is not None:
             args |= {"min": self.workers} if self.keeps else {"idle_timeout": self.idle_timeout}
             args["max"] = max(self.most, self.workers)
-            graph["Planner"] = {"run": PLANNER}
+            graph["Planner"] = {"run": PLANNER, "mode": "auto"}
         return graph
 
     @property

@@ -46,6 +46,7 @@ Other:
   ServiceArgs: {{workers: 0, min: 0, resources: {{gpu: 1}}}}
 Planner:
   run: dynamo.planner
+  mode: auto
   adjustment-interval: 600
   max-gpu-budget: 2
   log-dir: {logs}
@@ -237,7 +238,7 @@ def _kill_planner(box: Box) -> None:
     url = f"http://127.0.0.1:{box.port}/v1/planner"
     box.serving.until(lambda: httpx.get(url, timeout=20).status_code == 200)
     state = httpx.get(url, timeout=20).json()
-    assert (state["paused"], state["ttft_ms"], state["mode"]) == (True, 900, "load+sla")
+    assert (state["paused"], state["ttft_ms"], state["mode"]) == (True, 900, "auto")
     changed = httpx.post(url, json={"itl_ms": 40, "minima": {"Other": None}}, timeout=20)
     assert changed.status_code == 200 and changed.json()["itl_ms"] == 40
     refused = httpx.post(url, json={"minima": {"None": 1}}, timeout=20)
@@ -264,7 +265,7 @@ def test_top_and_its_keys(box: Box) -> None:
     assert once.returncode == 0
     assert "\x1b" not in once.stdout
     assert re.search(r"tiny +ready", once.stdout)
-    assert "\nplanner: running, mode load+sla, next decision in " in once.stdout
+    assert "\nplanner: running, mode auto, next decision in " in once.stdout
 
 
 def _press_keys(box: Box, top: PtyScreen) -> None:

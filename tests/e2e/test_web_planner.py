@@ -30,6 +30,7 @@ Worker:
   ServiceArgs: {{workers: 1, resources: {{gpu: 1}}}}
 Planner:
   run: dynamo.planner
+  mode: auto
   adjustment-interval: 600
   max-gpu-budget: 2
   log-dir: {logs}

@@ -149,8 +149,8 @@ def changed(settings: PlannerSettings, change: PlannerChange) -> PlannerSettings
             raise InvalidArgument(f"{name} must be above 0 and at most {_MOST}, got {given[name]}")
     if settings.mode == "load" and given.keys() & set(_TARGETS):
         raise InvalidArgument(
-            "mode load has thresholds and no targets (ttft_ms, itl_ms): start the planner without "
-            "--mode load and thresholds, or with --mode load+sla"
+            "mode load has thresholds and no targets (ttft_ms, itl_ms): start the planner with "
+            "--mode auto or load+sla"
         )
     try:
         return replace(settings, **given)

@@ -307,7 +307,7 @@ class ScalingLoop:
 
     def _fallback(self) -> LoadFallback | None:
         """Return what decides while the traffic is unknown, for the modes that need it."""
-        if self._settings.mode not in ("sla", "load+sla"):
+        if self._settings.mode == "load":
             return None
         # As long as the traffic of a silent frontend is waited for, see LiveSources.
         return LoadFallback(self._settings, 2 * self._settings.adjustment_interval_s)

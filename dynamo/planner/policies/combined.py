@@ -141,9 +141,20 @@ class CombinedPolicy(TargetedPolicy):
             backlog=backlog(seen.traffic.queued, self._forecast.rate, sizing.targets.mean_ttft_ms),
         )
 
+    def _unlearned(self, seen: Observation) -> Mapping[str, PoolDecision]:
+        """Return the decisions for pools while the cost of a request is not learned."""
+        rule = "the cost of a request is not learned yet"
+        return {
+            name: PoolDecision(pool=name, wanted=_pool(seen, name).workers, rule=rule)
+            for name in self._pools
+        }
+
     def _decision(self, needs: Mapping[str, _Need], seen: Observation) -> ScalingDecision:
         """Return the needs within the budget and the limit of actions."""
         wanted = {name: _pool(seen, name).workers for name in (PREFILL, DECODE)}
+        unlearned = self._unlearned(seen) if needs.keys() != self._pools.keys() else {}
+        for name in self._pools.keys() - needs.keys():
+            wanted[name] = unlearned[name].wanted
         for name in needs:
             wanted[name] = needs[name].change(wanted[name], self._actions)
         within = allowed(Workers(wanted[PREFILL], wanted[DECODE]), seen)
@@ -153,10 +164,15 @@ class CombinedPolicy(TargetedPolicy):
             count = within.of(name)
             pool, need = _pool(seen, name), needs.get(name)
             if count != pool.workers:
-                self._actions.use()
+                if need is not None:
+                    self._actions.use()
                 sizing.start_up.changed(pool, count, seen.now_s)
             if need is None:
-                made.append(kept(name, pool, count, "the cost of a request is not learned yet"))
+                first = unlearned[name]
+                if count == first.wanted:
+                    made.append(first)
+                else:
+                    made.append(kept(name, pool, count, f"{first.rule}; the limits allow {count}"))
                 continue
             made.append(need.decision(name, pool.workers, count))
             forecast |= need.forecast(name, pool.workers, count)

@@ -19,6 +19,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.observability.logs import counted
 from dynamo.planner.capacity.interpolation import read_capacity
+from dynamo.planner.policies.auto import AutoPolicy
 from dynamo.planner.policies.base import (
     DECODE,
     PREFILL,
@@ -36,17 +37,14 @@ from dynamo.planner.policies.sla import SlaPolicy
 Factory = Callable[[PlannerSettings, bool], Policy]
 """Makes a policy; the second argument is True in disaggregated serving."""
 POLICIES: dict[str, Factory] = {
-    "auto": lambda settings, prefill: make_policy(replace(settings, mode="auto"), prefill),
+    "auto": lambda settings, prefill: AutoPolicy(
+        resolve_targets(replace(settings, mode="auto"))[0], prefill
+    ),
     "load": lambda settings, prefill: LoadPolicy(settings),
     "sla": SlaPolicy,
     "load+sla": CombinedPolicy,
 }
 """Policies without an argument. Those of --mode must be here."""
-_THRESHOLDS = tuple(
-    f"{metric}_scale_{way}_threshold"
-    for metric in ("decode_kv", "prefill_queue")
-    for way in ("up", "down")
-)
 _TTFT_MS, _ITL_MS = 2000.0, 50.0
 """Targets where nothing is known: for people who wait for an answer and read it."""
 _TIGHT_TTFT_MS, _TIGHT_ITL_MS = 500.0, 50.0
@@ -207,16 +205,17 @@ _WITH_ARGUMENT: dict[str, Callable[[PlannerSettings, bool, str], Policy]] = {
 }
 
 
-def resolve_mode(settings: PlannerSettings) -> tuple[PlannerSettings, str]:
-    """Return the settings with a mode and targets instead of ``auto``, and why; "" if given.
+def resolve_targets(settings: PlannerSettings) -> tuple[PlannerSettings, str]:
+    """Return the settings with the targets of mode ``auto``, and where they come from.
 
-    Raises ConfigError for a profile that cannot be read.
+    Other modes keep theirs, with "", or with a warning that ``load`` has none. Raises ConfigError
+    for a profile that cannot be read.
     """
+    if settings.mode == "load" and settings.is_set("ttft_ms", "itl_ms"):
+        return settings, "--ttft and --itl have no effect: --mode auto keeps targets"
     if settings.mode != "auto":
         return settings, ""
-    if settings.is_set(*_THRESHOLDS):
-        return replace(settings, mode="load"), "mode load: thresholds are given"
-    chosen = replace(settings, mode="load+sla")
+    chosen = settings
     ttft_ms, itl_ms = _targets(settings.profile_results_dir)
     source = "conservative" if settings.profile_results_dir is None else "of the profile"
     reasons = []
@@ -230,7 +229,9 @@ def resolve_mode(settings: PlannerSettings) -> tuple[PlannerSettings, str]:
     else:
         chosen = replace(chosen, itl_ms=itl_ms)
         reasons.append(f"ITL {itl_ms:g} ms ({source}; --itl sets it)")
-    return chosen, f"mode load+sla: {', '.join(reasons)}"
+    # A second call finds them given.
+    chosen = replace(chosen, given=chosen.given | {"ttft_ms", "itl_ms"})
+    return chosen, ", ".join(reasons)
 
 
 def _targets(profile: str | None) -> tuple[float, float]:
@@ -246,7 +247,6 @@ def _targets(profile: str | None) -> tuple[float, float]:
 
 def make_policy(settings: PlannerSettings, prefill: bool) -> Policy:
     """Return the policy of ``settings.mode``; ``prefill``: serving is disaggregated."""
-    settings, _ = resolve_mode(settings)
     return named_policy(settings.mode, settings, prefill)
 
 

@@ -68,7 +68,7 @@ def test_json_has_the_figures_of_the_issue(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_policy_of_the_mode_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     (result,) = figures(capsys, *SHORT, "--no-score")["policies"]
-    assert result["policy"] == "load+sla"
+    assert result["policy"] == "load"
 
 
 def test_a_worker_starts_as_long_as_its_profile_says(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dynamo.config.option import load
+from dynamo.config.option import fields_of, load
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.capacity.interpolation import (
@@ -23,7 +24,7 @@ from dynamo.planner.policies.factory import (
     FixedPolicy,
     make_policy,
     named_policy,
-    resolve_mode,
+    resolve_targets,
 )
 from dynamo.planner.policies.load import LoadPolicy
 
@@ -88,8 +89,8 @@ def test_a_wrong_name_says_what_is_right(name: str, prefill: bool, text: str) ->
 
 
 def test_policies_are_made_by_name_or_imported() -> None:
-    assert isinstance(make_policy(SETTINGS, prefill=False), CombinedPolicy)
-    assert isinstance(make_policy(replace(SETTINGS, mode="load"), prefill=False), LoadPolicy)
+    assert isinstance(make_policy(SETTINGS, prefill=False), LoadPolicy)
+    assert isinstance(make_policy(replace(SETTINGS, mode="auto"), prefill=False), CombinedPolicy)
     own = named_policy(f"{__name__}:own_policy", SETTINGS, False)
     assert wanted(own, seen(0, Pool(ready=1))) == (3,)
 
@@ -167,21 +168,44 @@ def test_hpa_does_not_remove_the_last_worker() -> None:
 
 def resolved(*words: str) -> tuple[str, float, float, str]:
     (settings,) = load("planner", "", [PlannerSettings], words, env={})
-    chosen, reason = resolve_mode(settings)
+    chosen, reason = resolve_targets(settings)
     return chosen.mode, chosen.ttft_ms, chosen.itl_ms, reason
 
 
-def test_auto_is_load_if_a_threshold_is_given_even_at_its_default() -> None:
-    mode, *_, reason = resolved("--decode-kv-scale-up-threshold", "0.9", "--ttft", "300")
-    assert (mode, reason) == ("load", "mode load: thresholds are given")
+def test_the_mode_is_load_and_says_that_it_has_no_targets() -> None:
+    assert resolved()[0] == "load"
+    mode, *_, reason = resolved("--ttft", "300")
+    assert mode == "load" and "no effect: --mode auto" in reason
+
+
+def test_a_default_that_is_given_changes_nothing_in_any_mode() -> None:
+    for mode in ("auto", "load", "sla", "load+sla"):
+        words = ["--mode", mode]
+        plain = resolved(*words)
+        for field in fields_of(PlannerSettings):
+            spec = field.metadata["option"]
+            shown = field.default not in (None, "") and spec.shows_default
+            if shown and not isinstance(field.default, bool) and field.name != "mode":
+                assert resolved(*words, f"{spec.flags[0]}={field.default}") == plain, field.name
+
+
+def test_the_help_shows_no_default_that_is_not_in_force(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        load("planner", "", [PlannerSettings], ["--help"], env={})
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "default: load" in text
+    for flag in ("--ttft MS", "--itl MS"):
+        assert "default" not in text.split(flag)[1].split(" --")[0]
 
 
 def test_auto_takes_given_targets_and_conservative_ones_for_the_rest() -> None:
-    mode, ttft_ms, itl_ms, reason = resolved()
-    assert (mode, ttft_ms, itl_ms) == ("load+sla", 2000.0, 50.0)
+    mode, ttft_ms, itl_ms, reason = resolved("--mode", "auto")
+    assert (mode, ttft_ms, itl_ms) == ("auto", 2000.0, 50.0)
     assert reason.count("(conservative; ") == 2
-    mode, ttft_ms, itl_ms, reason = resolved("--ttft", "500")  # the default of --ttft, but given
-    assert (mode, ttft_ms, itl_ms) == ("load+sla", 500.0, 50.0)
+    mode, ttft_ms, itl_ms, reason = resolved("--mode", "auto", "--ttft", "500")
+    assert (mode, ttft_ms, itl_ms) == ("auto", 500.0, 50.0)
     assert "TTFT 500 ms as given" in reason and "ITL 50 ms (conservative" in reason
 
 
@@ -200,8 +224,10 @@ def test_auto_has_targets_that_a_profiled_worker_can_keep(
     )
     prefill = PrefillPoints(isl=isl, ttft_ms=factor * isl / 10, tokens_per_s=rate)
     write_profile(tmp_path, WorkerProfile(prefill=prefill, decode=decode))
-    mode, ttft_ms, itl_ms, reason = resolved("--profile-results-dir", str(tmp_path))
-    assert (mode, ttft_ms, itl_ms) == ("load+sla", *targets)
+    mode, ttft_ms, itl_ms, reason = resolved(
+        "--mode", "auto", "--profile-results-dir", str(tmp_path)
+    )
+    assert (mode, ttft_ms, itl_ms) == ("auto", *targets)
     assert reason.count("(of the profile; ") == 2
 
 
