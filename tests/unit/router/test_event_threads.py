@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from live_kit import CHAINED, Box, stored, until
+from live_kit import CHAINED, Box, Worker, stored, until
 from test_live_router import (
     overlap,
     test_a_dump_on_discovery_then_live_events,
@@ -75,10 +75,16 @@ def counted(live: ConnectedKvRouter, name: str) -> float:
     )
 
 
+def is_followed(live: ConnectedKvRouter, worker: Worker) -> bool:
+    """Whether the router has found the worker and has asked for its blocks."""
+    assert live.events is not None
+    return worker.id in live.picker.worker_pool.members and not live.events.indexer.recovering()
+
+
 async def test_events_are_applied_by_a_thread_and_counted(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
-    await until(lambda: live.events is not None and not live.events.indexer.recovering())
+    await until(lambda: is_followed(live, worker))
     assert live.events is not None and live.events.threads is not None
     ingest = live.events.threads.ingest
 
@@ -121,7 +127,7 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
 async def test_events_over_another_transport_are_pushed(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
-    await until(lambda: live.events is not None and not live.events.indexer.recovering())
+    await until(lambda: is_followed(live, worker))
     assert live.events is not None and live.events.threads is not None
     batch = KvEventBatch(worker.id, [stored(1, 0, 3)])
     live.events.threads.push(worker.id, 0, codec.encode(batch))
@@ -131,7 +137,7 @@ async def test_events_over_another_transport_are_pushed(box: Box) -> None:
 async def test_a_worker_that_dies_in_a_storm_leaves_nothing(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
-    await until(lambda: live.events is not None and not live.events.indexer.recovering())
+    await until(lambda: is_followed(live, worker))
     for event_id in range(1, 2000, 2):
         worker.publish(stored(event_id, 0, 4))
         worker.publish(KvEvent(event_id + 1, BlocksRemoved(CHAINED[1:].tobytes())))
