@@ -21,13 +21,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class Hub:
     """Serves one model, ``name``, with ``files``. ``status`` replaces every answer.
 
-    While ``gate`` is not set, the download of a large file stops after its first half.
+    While ``gate`` is not set, the download of a large file stops after its first half. ``etags``
+    replaces those of files, ``commit`` that of the repository.
     """
 
     def __init__(self, name: str, files: Mapping[str, bytes], status: int = 200) -> None:
         self.name, self.files, self.status = name, dict(files), status
         self.requests: list[str] = []
         self.tokens: set[str | None] = set()
+        self.etags: dict[str, str] = {}
+        self.commit = COMMIT
         self.gate = threading.Event()
         self.gate.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -70,7 +73,7 @@ class Hub:
         api = f"/api/models/{self.name}"
         if path.startswith((f"{api}/revision/", api)) and "/tree/" not in path:
             siblings = [{"rfilename": name, "size": len(data)} for name, data in self._sorted()]
-            return 200, _json({"id": self.name, "sha": COMMIT, "siblings": siblings}), {}
+            return 200, _json({"id": self.name, "sha": self.commit, "siblings": siblings}), {}
         if path.startswith(f"{api}/tree/"):
             rows = [
                 {"type": "file", "path": name, "size": len(data), "oid": _etag(data)}
@@ -82,7 +85,8 @@ class Hub:
             code = "EntryNotFound" if path.startswith(f"/{self.name}/") else "RepoNotFound"
             return 404, b"{}", {"X-Error-Code": code, "X-Repo-Commit": COMMIT}
         data = self.files[name]
-        return 200, data, {"ETag": f'"{_etag(data)}"', "X-Repo-Commit": COMMIT}
+        etag = self.etags.get(name, _etag(data))
+        return 200, data, {"ETag": f'"{etag}"', "X-Repo-Commit": self.commit}
 
     def _sorted(self) -> list[tuple[str, bytes]]:
         return sorted(self.files.items())

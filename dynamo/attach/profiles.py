@@ -27,9 +27,8 @@ def prometheus_load(page: bytes, names: LoadNames, total_blocks: int | None) -> 
     ranks: dict[int, dict[str, float]] = {}
     for name, labels, value in samples(page, *names.running, *names.waiting, *names.usage):
         number = labels.get(names.rank_label or "", "0")
-        rank = _MAX_RANKS if len(number) > _RANK_DIGITS else 0
-        if not rank and number.isascii() and number.isdigit():
-            rank = int(number)
+        is_number = number.isascii() and number.isdigit()
+        rank = int(number[: _RANK_DIGITS + 1]) if is_number else 0
         if rank < _MAX_RANKS and 0 <= value < math.inf:
             found = ranks.setdefault(rank, {})
             found[name] = max(value, found.get(name, 0.0))

@@ -17,7 +17,7 @@ from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.model_source import OnProgress, named_model
-from dynamo.observability.logs import counted
+from dynamo.observability.logs import counted, terminal_text
 from dynamo.operations.pull import pull as pull_model
 from dynamo.operations.stored_models import StoredModel, deletable, delete, stored_models
 from dynamo.serve.state.document import Document
@@ -38,7 +38,11 @@ def list_models(argv: Sequence[str] | None = None) -> int:
         print(json.dumps([{**asdict(one), "path": str(one.path)} for one in found], indent=2))
         return 0
     rows = [_COLUMNS, *map(_row, found)]
-    print("\n".join(aligned(rows)) if found else "no model on disk; try: dynamo pull MODEL")
+    print(
+        terminal_text("\n".join(aligned(rows)))
+        if found
+        else "no model on disk; try: dynamo pull MODEL"
+    )
     return 0
 
 
@@ -66,7 +70,7 @@ def pull(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"message": message}))
         return 0
     on_progress = _on_lines(model.name) if model.kind == "ollama" else None
-    print(pull_model(model, settings.verify, on_progress))
+    print(terminal_text(pull_model(model, settings.verify, on_progress)))
     return 0
 
 
@@ -79,6 +83,8 @@ def remove(argv: Sequence[str] | None = None) -> int:
     if not settings.yes and not _agrees(f"delete {model.name}, {size}, from {model.path}?"):
         print("nothing was deleted")
         return 1
+    if not settings.yes:  # it may have come into use during the question
+        model = deletable(str(model.path), _documents())
     delete(model)
     print(f"deleted {model.name}; {size} are free")
     return 0

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from dynamo import __version__
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
+from dynamo.observability.logs import terminal_text
 
 VERBS = {
     "run": (
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DynamoError, OSError) as error:
-        print(f"dynamo {verb}: {error}", file=sys.stderr)
+        print(f"dynamo {verb}: {terminal_text(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
     return status
 

@@ -10,6 +10,7 @@ import errno
 import io
 import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -19,7 +20,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, file_download, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -41,7 +42,44 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 _LINE_EVERY_S = 5.0
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 _PASSING = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+# What a server may choose of a name in the cache: no separator, and nothing that is hidden.
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 log = logging.getLogger(__name__)
+
+
+class _UnsafeName(ValueError):
+    """A server gave a path where a checksum or a commit belongs."""
+
+
+def _check_name(what: str, name: str | None) -> None:
+    if name is not None and _SAFE_NAME.fullmatch(name) is None:
+        raise _UnsafeName(f"it gives {name[:80]!a} as {what}, which would be a path here")
+
+
+def _refuse_paths() -> None:
+    """Let the Hub's library refuse a server's names before it makes a file or a directory of them.
+
+    It takes an ETag for the name of a blob, and a commit for that of a directory.
+    """
+    metadata = file_download._get_metadata_or_catch_error
+    repo_info = HfApi.repo_info
+
+    def checked_metadata(*words: Any, **options: Any) -> Any:
+        found = metadata(*words, **options)
+        _check_name("the ETag of a file", found[1])
+        _check_name("the commit of a file", found[2])
+        return found
+
+    def checked_info(self: HfApi, *words: Any, **options: Any) -> Any:
+        found = repo_info(self, *words, **options)
+        _check_name("a commit", found.sha)
+        return found
+
+    file_download._get_metadata_or_catch_error = checked_metadata
+    HfApi.repo_info = checked_info  # type: ignore[method-assign]
+
+
+_refuse_paths()
 
 
 class HubModel:

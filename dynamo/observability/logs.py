@@ -308,6 +308,11 @@ def one_line(text: str) -> str:
     return _CONTROL.sub(_escaped, text)
 
 
+def terminal_text(text: str) -> str:
+    """Escape control characters of ``text``, which may quote another program; keep its lines."""
+    return _CONTROL_IN_LINES.sub(_escaped, text)
+
+
 class LineFormatter(logging.Formatter):
     """``2026-01-31T12:00:00.123Z INFO dynamo.frontend: message``."""
 

@@ -27,6 +27,7 @@ _FORMATS = {".safetensors": "safetensors", ".gguf": "GGUF", ".bin": "PyTorch", "
 _LIBRARY = ("registry.ollama.ai", "library")
 _WEIGHTS = "application/vnd.ollama.image.model"
 _PIECE_BYTES = 1 << 22
+_HEX = re.compile(r"[0-9a-f]+")
 _UNUSED_PART = re.compile(r"\.[0-9a-f]{8}\.incomplete$")
 
 
@@ -71,7 +72,7 @@ def _hub_models() -> Iterator[StoredModel]:
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    root = Path(constants.HF_HUB_CACHE)
+    root = Path(constants.HF_HUB_CACHE).resolve()
     try:
         scanned = {repo.repo_path: repo for repo in scan_cache_dir(root).repos}
     except (CacheNotFound, OSError, RuntimeError):  # RuntimeError: there is no home directory
@@ -96,6 +97,7 @@ def _hub_models() -> Iterator[StoredModel]:
 def _llama_models() -> Iterator[StoredModel]:
     given = environ().get("LLAMA_CACHE")
     root = Path(given) if given else expanded("~/.cache/llama.cpp")
+    root = root.resolve()
     for path in sorted(root.glob("*.gguf")):
         yield StoredModel(
             name=str(path),
@@ -110,6 +112,7 @@ def _llama_models() -> Iterator[StoredModel]:
 def _ollama_models() -> Iterator[StoredModel]:
     given = environ().get("OLLAMA_MODELS")
     root = Path(given) if given else expanded("~/.ollama/models")
+    root = root.resolve()
     manifests = root / "manifests"
     for path in sorted(manifests.glob("*/*/*/*")):
         host, owner, name, tag = path.relative_to(manifests).parts
@@ -139,9 +142,11 @@ def _services(document: Document) -> Iterator[tuple[str, frozenset[str]]]:
     """Yield each service of a deployment with the words of its commands."""
     words: dict[str, set[str]] = {}
     for entry in document.components.values():
-        words.setdefault(entry.service, set()).update(_words(entry.argv))
-    for service, found in words.items():
-        yield f"{document.namespace}/{service}", frozenset(found)
+        found = words.setdefault(entry.service, set())
+        for word in _words(entry.argv):
+            found |= {word, str(Path(word).resolve())} if word.startswith(os.sep) else {word}
+    for service, named in words.items():
+        yield f"{document.namespace}/{service}", frozenset(named)
 
 
 def _words(argv: Iterable[str]) -> Iterator[str]:
@@ -212,7 +217,8 @@ def deletable(name: str, documents: Iterable[Document]) -> StoredModel:
     matches = [
         one
         for one in stored_models(documents)
-        if name in (one.name, str(one.path)) or one.name == f"{name}:latest"
+        if {name, str(Path(name).resolve())} & {one.name, str(one.path)}
+        or one.name == f"{name}:latest"
     ]
     if not matches:
         raise ConfigError(f"no model {name!r} on disk; see: dynamo list")
@@ -237,7 +243,7 @@ def empty_parts(repository: str, delete: bool = False) -> None:
     from huggingface_hub import constants  # takes 0.2 s
 
     name = f"models--{repository.replace('/', '--')}"
-    for path in Path(constants.HF_HUB_CACHE, name, "blobs").glob("*.incomplete"):
+    for path in Path(constants.HF_HUB_CACHE, name, "blobs").resolve().glob("*.incomplete"):
         if _UNUSED_PART.search(path.name) and not users_of(path):
             with contextlib.suppress(OSError):
                 path.unlink() if delete else os.truncate(path, 0)
@@ -245,6 +251,7 @@ def empty_parts(repository: str, delete: bool = False) -> None:
 
 def users_of(path: Path) -> list[int]:
     """Return the processes that have ``path``, or a file in it, open, as far as we may see."""
+    path = path.resolve()  # as the kernel shows it
     inside = f"{path}{os.sep}" if path.is_dir() else str(path)
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -285,32 +292,55 @@ def _unless_gone(function: object, path: str, error: Any) -> None:
 def check_blobs(snapshot: Path, since_s: float) -> int:
     """Compare each file that was written after ``since_s`` with the checksum in its name.
 
-    Returns how many were compared. A wrong file is deleted, and a ConfigError names it.
+    Returns how many were compared. Each file must be in the repository's ``blobs``. A wrong one is
+    deleted, a link out of the cache is left as it is; a ConfigError names it.
     """
     count = 0
     for file in sorted(snapshot.rglob("*")):
-        blob = file.resolve()
-        digest = _digest(blob) if blob.is_file() and blob.stat().st_mtime >= since_s else None
-        if digest is None:
+        if not file.is_symlink():  # a directory, or a file system without links
             continue
+        entry, blob = Path(os.path.normpath(file.parent / file.readlink())), file.resolve()
+        if not _is_in_cache(entry, blob):
+            raise ConfigError(
+                f"{file.name!a} is a link out of the cache, to {str(blob)!a}, where nothing was "
+                "changed now; delete the model with dynamo rm, and pull it from another server"
+            )
+        if not blob.is_file() or blob.stat().st_mtime < since_s:
+            continue
+        digest = _digest(blob, entry.name)
+        if digest is None:
+            raise ConfigError(
+                f"{file.name!a} was not compared: the server gave no checksum but {entry.name!a}; "
+                "delete the model with dynamo rm, or keep it if you trust that server"
+            )
         count += 1
-        if digest != blob.name:
-            blob.unlink()
+        if digest != entry.name:
             file.unlink()
+            entry.unlink()
             raise ConfigError(
                 f"{file.name} differs from its checksum, and was deleted; pull the model again"
             )
     return count
 
 
-def _digest(blob: Path) -> str | None:
-    """Return the checksum of the kind that the name of ``blob`` is; None if it is none.
+def _is_in_cache(entry: Path, blob: Path) -> bool:
+    """Whether a link to ``entry`` names a blob of its repository, which ``blob`` is.
+
+    The Hub's library may make that one a link to a blob that several repositories share.
+    """
+    repository = entry.parent.parent
+    is_blob = entry.parent.name == "blobs" and repository.name.startswith("models--")
+    return is_blob and repository.parent.resolve() in blob.parents
+
+
+def _digest(blob: Path, name: str) -> str | None:
+    """Return the checksum of ``blob`` of the kind that ``name`` is; None if it is none.
 
     SHA-256 for large files; for others that of Git, SHA-1 with a header.
     """
     kinds: Mapping[int, str] = {64: "sha256", 40: "sha1"}
-    kind = kinds.get(len(blob.name))
-    if kind is None:
+    kind = kinds.get(len(name))
+    if kind is None or not _HEX.fullmatch(name):
         return None
     found = hashlib.new(kind, usedforsecurity=False)
     if kind == "sha1":

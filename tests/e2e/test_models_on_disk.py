@@ -107,8 +107,13 @@ class Disk:
         (self.ollama / "blobs" / DIGEST.replace(":", "-")).write_bytes(b"x")
 
 
-@pytest.fixture
-def disk(tmp_path: Path, serving: Serving) -> Disk:
+@pytest.fixture(params=["directory", "link"])
+def disk(tmp_path: Path, serving: Serving, request: pytest.FixtureRequest) -> Disk:
+    """The caches, also where their names are below a symbolic link."""
+    if request.param == "link":
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "home").symlink_to("disk")
+        return Disk(tmp_path / "home", serving)
     return Disk(tmp_path, serving)
 
 
@@ -137,7 +142,7 @@ def test_each_store_is_listed(disk: Disk) -> None:
     assert found["acme/prompts"]["formats"] == [] and found["acme/prompts"]["is_complete"]
     assert (found["acme/half"]["size_bytes"], found["acme/half"]["is_complete"]) == (40, False)
     assert found["qwen3:0.6b"]["size_bytes"] == 77 and found["qwen3:0.6b"]["store"] == "Ollama"
-    assert found[str(disk.llama / "a.Q8_0.gguf")]["store"] == "llama.cpp"
+    assert found[str(disk.llama.resolve() / "a.Q8_0.gguf")]["store"] == "llama.cpp"
     table = disk.dynamo("list").stdout
     assert "LAST USED" in table and "no weights, incomplete" in table and "today" in table
 
@@ -167,6 +172,79 @@ def test_a_model_is_pulled_listed_and_deleted(disk: Disk, hub: Hub) -> None:
     assert deleted.returncode == 0 and "3.0 MB are free" in deleted.stdout
     assert disk.listed() == {} and "no model" in disk.dynamo("rm", NAME, "--yes").stderr
     assert list((disk.hub_home / "hub").glob("models--*")) == []
+
+
+@pytest.mark.parametrize(
+    ("etag", "commit"),
+    [
+        ("../../../../autostart/x.desktop", COMMIT),
+        ("/tmp/dynamo-test-etag", COMMIT),
+        ("..", COMMIT),
+        ("a/b", COMMIT),
+        ("", "../../../../autostart"),
+        ("", "a/b"),
+        ("\x1b[2J", COMMIT),
+        ("not-a-checksum", COMMIT),
+    ],
+)
+def test_a_hostile_hub_makes_no_file_outside_of_the_cache(
+    disk: Disk, hub: Hub, etag: str, commit: str, tmp_path: Path
+) -> None:
+    """And none that is not compared."""
+    disk.env["HF_ENDPOINT"] = hub.url
+    hub.etags = {"tokenizer.json": etag} if etag else {}
+    hub.commit = commit
+    (tmp_path / "autostart").mkdir()
+    done = disk.dynamo("pull", NAME)
+    assert done.returncode in (1, 2) and "is here" not in done.stdout, done.stdout
+    assert "would be a path here" in done.stderr or "was not compared" in done.stderr, done.stderr
+    assert "\x1b[2J" not in done.stderr
+    made = {path.resolve() for path in tmp_path.rglob("*") if path.is_file()}
+    cache = disk.hub_home.resolve() / "hub"
+    assert {one for one in made if one.read_bytes() == b"{ }"} <= set(cache.rglob("blobs/*"))
+    assert not [*(tmp_path / "autostart").iterdir()] and not Path("/tmp/dynamo-test-etag").exists()
+
+
+def test_a_link_out_of_the_cache_is_reported_and_nothing_deleted(
+    disk: Disk, hub: Hub, tmp_path: Path
+) -> None:
+    disk.env["HF_ENDPOINT"] = hub.url
+    assert disk.dynamo("pull", NAME).returncode == 0
+    mine = tmp_path / ("a" * 40)
+    mine.write_bytes(b"mine")
+    file = disk.hub_home / f"hub/models--acme--tiny/snapshots/{COMMIT}/tokenizer.json"
+    file.unlink()
+    file.symlink_to(mine)
+    done = disk.dynamo("pull", NAME, "--verify")
+    assert done.returncode == 2 and "is a link out of the cache" in done.stderr, done.stderr
+    assert mine.read_bytes() == b"mine" and file.is_symlink()
+
+
+def test_a_model_that_is_opened_during_the_question_is_not_deleted(disk: Disk, hub: Hub) -> None:
+    snapshot = cache_model(disk.hub_home, NAME, FILES)
+    code = (
+        "import os, pty, sys\n"
+        "pid, fd = pty.fork()\n"
+        "if pid == 0:\n"
+        f"    os.execv(sys.executable, [sys.executable, '-m', 'dynamo', 'rm', {NAME!r}])\n"
+        "shown = b''\n"
+        "while b'[y/N]' not in shown:\n"
+        "    shown += os.read(fd, 1000)\n"
+        f"file = open({str(snapshot / 'model.safetensors')!r})\n"
+        "os.write(fd, b'y\\n')\n"
+        "try:\n"
+        "    while piece := os.read(fd, 1000):\n"
+        "        shown += piece\n"
+        "except OSError:\n"
+        "    pass\n"
+        "print(shown.decode())\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=disk.env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "is open in process" in done.stdout, done
+    assert (snapshot / "model.safetensors").exists()
 
 
 def test_an_interrupted_pull_goes_on_where_it_was(disk: Disk, hub: Hub) -> None:
