@@ -241,6 +241,14 @@ class OnDemandModels:
             if timer is not None:
                 timer.cancel()
 
+    def idle_s(self, model: str) -> float | None:
+        """Return how long a model on demand is idle, as the planner counts; None for others."""
+        record = self._names.get(model)
+        if record is None or record.model not in self._activity:
+            return None
+        models = [self._metrics.model(name) for name in self.together(record.model)]
+        return self._activity[record.model].idle_s(len(self._queue(record.model)), models)
+
     def record(self, name: str) -> OnDemandModel | None:
         """The record of the model called ``name``."""
         return self._names.get(name)
@@ -309,8 +317,10 @@ class OnDemandModels:
         return True
 
     def release(self, name: str) -> None:
-        """Continue the requests of the model: it has a worker."""
+        """Continue the requests of the model: it has a worker, and begins to be idle now."""
         record = self._names.get(name)
+        if record is not None and record.model in self._activity:
+            self._activity[record.model].begin()
         queue = self._queues.get(name if record is None else record.model)
         if queue is not None:
             queue.release()
@@ -430,9 +440,7 @@ class OnDemandModels:
                 made = self._tasks.spawn(self._advertise(namespace), name="on-demand state")
                 made.add_done_callback(lambda _: self._advertising.discard(namespace))
             return
-        queue = self._queue(record.model)
-        models = [self._metrics.model(name) for name in self.together(record.model)]
-        idle_s = self._activity[record.model].idle_s(len(queue), models)
+        queue, idle_s = self._queue(record.model), self.idle_s(record.model) or 0.0
         state = OnDemandState(
             record.model, len(queue), round(queue.oldest_s(), 3), round(idle_s, 3)
         )
@@ -440,10 +448,14 @@ class OnDemandModels:
 
 
 class _Activity:
-    """When the last request of a model was in progress, according to its metrics."""
+    """When a request of a model was last in progress, by its metrics, or a worker came."""
 
     def __init__(self) -> None:
         self._ended = 0
+        self._last_s = time.monotonic()
+
+    def begin(self) -> None:
+        """Count from now on: a worker has begun to serve, maybe because an operator wants it."""
         self._last_s = time.monotonic()
 
     def idle_s(self, waiting: int, models: Collection[ModelMetrics]) -> float:

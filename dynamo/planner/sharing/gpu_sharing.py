@@ -248,6 +248,7 @@ class GpuSharing:
         self._capacity = capacity
         self._clock = clock
         self._serving_since_s: dict[str, float] = {}
+        self._newest: dict[str, tuple[frozenset[str], float]] = {}
         self._loads: dict[str, _Load] = {}
         self._plan = Sharing()
 
@@ -280,6 +281,7 @@ class GpuSharing:
                     self._serving_s(name, pools[DECODE].ready, now_s),
                     state.wanted,
                 ),
+                newest_s=self._newest_s(state.model, now_s),
                 pauses=now_s < state.retry_s,
                 load_s=self._load(name).seconds,
             )
@@ -344,6 +346,20 @@ class GpuSharing:
             self._serving_since_s.pop(model, None)
             return 0.0
         return now_s - self._serving_since_s.setdefault(model, now_s)
+
+    def _newest_s(self, model: ScaledModel, now_s: float) -> float:
+        """Return for how long no worker of ``model`` has begun to serve."""
+        ready = frozenset(
+            worker.name
+            for service in model.services
+            for worker in service.workers
+            if worker.state == READY
+        )
+        known, since_s = self._newest.get(model.name, (frozenset(), now_s))
+        if not ready <= known:
+            since_s = now_s
+        self._newest[model.name] = ready, since_s
+        return now_s - since_s
 
     def _sharing_limits(self) -> SharingLimits:
         settings, capacity = self._settings, self._capacity()

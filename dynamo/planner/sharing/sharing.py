@@ -115,7 +115,8 @@ class SharedModel:
     """One model: its decode service, then its prefill service if it has one.
 
     ``waiting`` requests have no worker, the oldest for ``oldest_s``. There were no requests for
-    ``idle_s``; None if that is unknown. Its first worker has served for ``serving_s``. ``pauses``:
+    ``idle_s``; None if that is unknown. Its first worker has served for ``serving_s``, its newest
+    one for ``newest_s``, so an operator has wished for it since. ``pauses``:
     its last start has failed, and nothing is started for a while. ``load_s``: the time that its
     last load took, None if there was none. ``idle_timeout_s``: its own, None for that of all.
     ``groups``: see the module.
@@ -128,6 +129,7 @@ class SharedModel:
     oldest_s: float = 0.0
     idle_s: float | None = None
     serving_s: float = 0.0
+    newest_s: float = math.inf
     pauses: bool = False
     load_s: float | None = None
     idle_timeout_s: float | None = None
@@ -269,7 +271,9 @@ class _Round:
         limit_s = model.idle_timeout_s
         if limit_s is None:
             limit_s = self._limits.idle_timeout_s
-        if model.has_been_idle(limit_s) and not any(one.starting for one in model.services):
+        # A load or a wake without requests is an operator's wish: the clock begins when it serves.
+        idle = model.has_been_idle(limit_s) and model.newest_s >= limit_s
+        if idle and not any(one.starting for one in model.services):
             for service in model.services:
                 if service.workers > service.minimum:
                     self._give_up(service, service.minimum, f"no requests for {limit_s:g} s")

@@ -597,6 +597,25 @@ async def test_the_planner_sees_how_long_a_model_is_idle(
     await until(lambda: any(one.idle_s == 0 for one in site.planner.states[before:]))
 
 
+async def test_the_idle_time_begins_when_a_worker_serves(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load or a wake of an operator comes without requests."""
+    monkeypatch.setattr(on_demand, "_TICK_S", 0.05)
+    first = await site.worker()
+    assert (await site.complete()).status_code == 200
+    await first.runtime.close()
+    await until(lambda: not site.frontend.models.instances())
+    await until(lambda: bool(site.planner.states) and site.planner.states[-1].idle_s > 0.3)
+    idle_s = site.planner.states[-1].idle_s
+    before = len(site.planner.states)
+    await site.worker()
+    await until(lambda: any(one.idle_s < idle_s for one in site.planner.states[before:]))
+    (shown,) = [one for one in site.frontend._status.status().models if one.model == "tiny"]
+    counted = site.frontend.models.on_demand.idle_s("tiny")
+    assert shown.idle_s is not None and counted is not None and shown.idle_s <= counted
+
+
 async def test_a_model_that_was_loaded_keeps_its_aliases(site: Site) -> None:
     worker = await site.worker(model_aliases=["other"], context_length=1024)
     assert (await site.complete(model="other")).status_code == 200

@@ -76,6 +76,13 @@ def test_nothing_changes_without_a_reason() -> None:
     assert shared(model("a", 1, idle_s=None)) == {}
 
 
+def test_a_model_that_was_loaded_is_idle_when_its_worker_serves_and_not_before() -> None:
+    loaded = replace(model("a", 1, idle_s=9000), newest_s=1.0)
+    assert shared(loaded) == {}
+    assert shared(replace(loaded, newest_s=299.0)) == {}
+    assert shared(replace(loaded, newest_s=300.0)) == {"a": 0}
+
+
 def test_an_idle_model_drops_to_its_minimum() -> None:
     assert shared(model("a", 1, idle_s=299)) == {}
     assert shared(model("a", 1, idle_s=300)) == {"a": 0}

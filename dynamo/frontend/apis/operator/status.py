@@ -292,6 +292,9 @@ class StatusRoutes:
 
     def _idle_s(self, model: str, traffic: Mapping[str, ModelTraffic]) -> float | None:
         """Return how long the workers of a model are not used, by its adapters neither."""
+        idle_s = self._models.on_demand.idle_s(model)
+        if idle_s is not None:
+            return idle_s
         names = self._models.on_demand.together(model)
         found = (traffic[name].idle_s for name in names if name in traffic)
         return min((idle_s for idle_s in found if idle_s is not None), default=None)
