@@ -48,6 +48,7 @@ class ExtensionRoutes:
         self._requests = requests
         self._tasks = tasks
         self._free = threading.BoundedSemaphore(_MAX_RUNNING)
+        self._off: dict[str, str] = {}
 
     def install(self, routes: Routes) -> None:
         """Add the routes, after all others. Raises ConfigError for a path that is taken."""
@@ -59,6 +60,9 @@ class ExtensionRoutes:
             log.info("route GET %s is that of an extension", extension.path)
 
     async def _serve(self, extension: FrontendRoute, exchange: Exchange) -> None:
+        if (reason := self._off.get(extension.path)) is not None:
+            exchange.refuse(503, f"This extension is switched off until a restart: {reason}")
+            return
         context = self._context()
         if not self._free.acquire(blocking=False):
             exchange.refuse(503, "Too many requests to extensions are running, please retry")
@@ -71,6 +75,15 @@ class ExtensionRoutes:
         """Call the handler. Its thread outlives a client that leaves, and counts until it ends."""
         try:
             return _answer(extension, context)
+        except Exception:
+            raise
+        except BaseException as error:  # it asks to end the process, which is not its own
+            reason = f"it raised {type(error).__name__}"
+            self._off[extension.path] = reason
+            log.exception(
+                "route GET %s is switched off until a restart: %s", extension.path, reason
+            )
+            raise RuntimeError(reason) from error
         finally:
             self._free.release()
 
@@ -96,7 +109,7 @@ def _routes_of(name: str) -> list[FrontendRoute]:
         if provided is None:
             return []
         routes = [provided] if isinstance(provided, FrontendRoute) else list(provided)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     for route in routes:
         if not isinstance(route, FrontendRoute):
@@ -124,7 +137,7 @@ def _provider(name: str, where: str) -> Callable[[], FrontendRoute | Iterable[Fr
             )
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: can't be loaded: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ConfigError(f"{where}: is no function")

@@ -273,7 +273,7 @@ def named_policy(name: str, settings: PlannerSettings, prefill: bool) -> Policy:
 def _imported(name: str, module: str, attribute: str) -> Factory:
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SystemExit) as error:
         raise ConfigError(f"policy {name!r}: {error}; is it importable from here?") from error
     if not callable(found):
         raise ConfigError(f"policy {name!r}: it is no class or function that makes a policy")

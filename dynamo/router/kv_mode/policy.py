@@ -101,7 +101,7 @@ class Guard(Generic[P]):
         begun_s = self._clock()
         try:
             answer = policy()
-        except Exception as error:  # noqa: BLE001 - a policy is code of users
+        except BaseException as error:  # noqa: BLE001 - code of users, which may call sys.exit()
             self._failures["raised"].value += 1
             self._switch_off(f"it raised {type(error).__name__}: {error}", error)
             return None
@@ -117,7 +117,7 @@ class Guard(Generic[P]):
             self._switch_off(f"a decision took {1e3 * took_s:.1f} ms, more than {limit_ms:g} ms")
         return answer
 
-    def _switch_off(self, reason: str, error: Exception | None = None) -> None:
+    def _switch_off(self, reason: str, error: BaseException | None = None) -> None:
         self.active = False
         self._shown.value = 0
         log.warning(

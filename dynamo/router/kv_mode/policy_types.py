@@ -161,7 +161,7 @@ def _made(
         attempt(policy)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     return policy
 
@@ -249,7 +249,7 @@ def _policy_class(kind: str, directory: Path, where: str) -> Callable[..., Any]:
             found = known[kind].load()
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: can't be loaded: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ConfigError(f"{where}: {name} is no class")

@@ -102,7 +102,10 @@ async def get(port: int, path: str) -> tuple[int, Any]:
     return int(head.split()[1]), json.loads(body) if body else None
 
 
-async def test_requests_to_extensions(extension: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+async def test_requests_to_extensions(
+    extension: Any, tmp_path: Path, kind: type[BaseException]
+) -> None:
     main, threads = threading.get_ident(), set()
 
     def names(context: FrontendExtensionContext) -> Any:
@@ -112,7 +115,11 @@ async def test_requests_to_extensions(extension: Any, tmp_path: Path) -> None:
     def fails(context: FrontendExtensionContext) -> Any:
         raise RuntimeError("boom")
 
+    def exits(context: FrontendExtensionContext) -> Any:
+        raise kind("bye")
+
     extension.routes = lambda: [
+        FrontendRoute("GET", "/exits", exits),
         FrontendRoute("GET", "/names", names),
         FrontendRoute("GET", "/refused", lambda context: FrontendResponse(418, {"tea": 1})),
         FrontendRoute("GET", "/fails", fails),
@@ -124,6 +131,9 @@ async def test_requests_to_extensions(extension: Any, tmp_path: Path) -> None:
         assert await get(port, "/names") == (200, {"models": [], "ready": True})
         assert await get(port, "/refused") == (418, {"tea": 1})
         assert (await get(port, "/fails"))[0] == 500
+        assert (await get(port, "/exits"))[0] == 500
+        status, body = await get(port, "/exits")
+        assert status == 503 and f"it raised {kind.__name__}" in json.dumps(body)
         assert await get(port, "/v1/mine") == (200, [1])
         assert main not in threads
 

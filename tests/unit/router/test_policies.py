@@ -242,13 +242,16 @@ def test_scores_filters_and_picks_decide() -> None:
     assert {row.excluded for row in explained.candidates} == {"rejected by the policy"}
 
 
-def test_a_policy_that_raises_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, KeyboardInterrupt])
+def test_a_policy_that_raises_is_switched_off(
+    caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
     class Raises:
         asked = 0
 
         def score(self, request: Any, workers: Any) -> list[float]:
             self.asked += 1
-            raise RuntimeError("my mistake")
+            raise kind("my mistake")
 
     policy = Raises()
     made = picker(policy)
@@ -258,7 +261,7 @@ def test_a_policy_that_raises_is_switched_off(caplog: pytest.LogCaptureFixture) 
     assert first != second  # the built-in cost goes on
     assert policy.asked == 1
     assert "policy mine is switched off until the router restarts" in caplog.text
-    assert "it raised RuntimeError: my mistake" in caplog.text
+    assert f"it raised {kind.__name__}: my mistake" in caplog.text
 
 
 def test_a_slow_policy_is_switched_off() -> None:
