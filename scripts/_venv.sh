@@ -5,7 +5,7 @@
 # Fast while the packaging files and the compiled sources are unchanged.
 
 venv_ready() {
-    local extra="${1:-}" root stamp now spec
+    local extra="${1:-}" root stamp now spec packages
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     mkdir -p "$root/.venv"
     (
@@ -17,10 +17,14 @@ venv_ready() {
             ! { [ -z "$extra" ] && [ "$(cat "$root/.venv/.installed-test" 2>/dev/null)" = "$now" ]; }; then
             _venv_create "$root" || exit 1
             spec="$root${extra:+[$extra]}"
-            echo "scripts: installing into .venv; compiling costs 75 s of CPU time, once" >&2
+            echo "scripts: installing into .venv; compiling costs 75 s of CPU time, once for all" >&2
             # pip shows no output of a build: setup.py writes its progress to our terminal.
             export DYNAMO_PROGRESS="/proc/$BASHPID/fd/2"
-            if [ -z "$extra" ] && _venv_locked "$root" >&2; then
+            if [ -n "$extra" ] && [ "$(cat "$root/.venv/.installed" 2>/dev/null)" = "$now" ]; then
+                # The package is built: its extra adds packages alone.
+                mapfile -t packages < <(_venv_extra "$root" "$extra")
+                _venv_pip "$root" "${packages[@]}" >&2 || exit 1
+            elif [ -z "$extra" ] && _venv_locked "$root" >&2; then
                 _venv_pip "$root" --no-deps --no-build-isolation -e "$root" >&2 || exit 1
             else
                 _venv_pip "$root" -e "$spec" >&2 || exit 1
@@ -38,6 +42,21 @@ _venv_locked() {
     echo "scripts: requirements.lock has no packages for this Python and machine, or they were" >&2
     echo "  changed: installing what pyproject.toml allows, without checking hashes" >&2
     return 1
+}
+
+# Print the packages of extra $2, also of the extras that it contains.
+_venv_extra() {
+    "$1/.venv/bin/python" -c '
+import sys, tomllib
+project = tomllib.load(open(sys.argv[1], "rb"))["project"]
+def packages(extra):
+    for package in project["optional-dependencies"][extra]:
+        name, _, extras = package.partition("[")
+        if name != project["name"]:
+            yield package
+        for inner in extras.rstrip("]").split(",") if name == project["name"] else ():
+            yield from packages(inner)
+print("\n".join(packages(sys.argv[2])))' "$1/pyproject.toml" "$2"
 }
 
 _venv_pip() {

@@ -165,7 +165,8 @@ def _write(text: str, path: str, overrides: Sequence[Override]) -> int:
 def _dry_run(text: str, overrides: Sequence[Override]) -> int:
     parsed = parse_graph(text, _SOURCE, overrides)
     runtime = from_env(RuntimeSettings, namespace=parsed.namespace)
-    _, warnings = dry_run(parsed, from_env(ServeSettings, dry_run=True), runtime)
+    checked = replace(from_env(ServeSettings, dry_run=True), port_flag="--port")
+    _, warnings = dry_run(parsed, checked, runtime)
     print(text, end="")
     for warning in warnings:
         print(f"dynamo run: warning: {warning}", file=sys.stderr)
@@ -206,5 +207,9 @@ def _announce(graphs: Sequence[NewGraph]) -> None:
 def _serve_settings(text: str, settings: RunSettings) -> ServeSettings:
     made = from_env(ServeSettings, quiet=settings.quiet)
     return replace(
-        made, deployment_config=text, deployment_source=_SOURCE, unreachable_starts=TRIES
+        made,
+        deployment_config=text,
+        deployment_source=_SOURCE,
+        port_flag="--port",
+        unreachable_starts=TRIES,
     )

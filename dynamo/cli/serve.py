@@ -146,11 +146,12 @@ def parsed(source: GraphSource, namespace: str | None) -> Graph:
     return parse_graph(source.text, source.label, overrides, namespace, default)
 
 
-def _check_ports(specs: Sequence[WatcherSpec]) -> None:
+def _check_ports(specs: Sequence[WatcherSpec], settings: ServeSettings) -> None:
     """Raise ConfigError if another program listens where a frontend should."""
     for spec in specs:
         if spec.is_frontend:
-            check_port(spec, frontend_address(spec.options, {**environ(), **spec.env}))
+            address = frontend_address(spec.options, {**environ(), **spec.env})
+            check_port(spec, address, settings.port_flag)
 
 
 def dry_run(
@@ -176,7 +177,7 @@ def dry_run(
         )
         return planned, warnings
     try:
-        _check_ports(planned.specs)
+        _check_ports(planned.specs, settings)
     except ConfigError as error:
         warnings.append(error.message)
     return planned, warnings
@@ -236,7 +237,7 @@ def _serve(
     run_directory.acquire()
     try:
         notes = run_directory.reconcile()
-        _check_ports(planned.specs)
+        _check_ports(planned.specs, settings)
         run_directory.make_key()
         # Hold the fallback directory of long paths again: reconcile() removes a crashed one.
         for name in (*SOCKETS, STATUS_SOCKET):

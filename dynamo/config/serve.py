@@ -76,6 +76,8 @@ class ServeSettings:
     )
     deployment_source: str = "DYN_DEPLOYMENT_CONFIG"
     """Where ``deployment_config`` comes from, for errors: ``dynamo run`` makes one."""
+    port_flag: str = ""
+    """The flag of the command for the frontend's port, for errors; "": that of the graph."""
     unreachable_starts: int = 0
     """After so many failed downloads a model that was never served is given up; 0: never."""
 

@@ -26,6 +26,10 @@ _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _ID = re.compile(rf"{_NAME}/{_NAME}")
 _OLD_ID = re.compile(_NAME)
 _GGUF_IN_ID = re.compile(rf"({_NAME}/{_NAME})/(.+{re.escape(_GGUF)})")
+_ADDRESS = re.compile(
+    rf"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/({_NAME}/{_NAME})"
+    r"(?:/(?:blob|resolve|tree)/[^/?#]+(?:/([^?#]*))?)?/*(?:[?#].*)?$"
+)
 _OLLAMA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9._-]+)?")
 _PROMPT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 
@@ -81,6 +85,7 @@ class ResolvedModel:
 
 def named_model(text: str) -> NamedModel:
     """Return the model that ``text`` names; looks at local files only. Raises ConfigError."""
+    text = _pasted(text)
     path = expanded(text)
     try:
         is_dir, is_file = path.is_dir(), path.is_file()
@@ -161,6 +166,15 @@ def resolve_model(
         return ResolvedModel(model.fetch_file(file, download), Path(file).stem)
     patterns = None if weights else _PROMPT_FILES
     return ResolvedModel(model.fetch(patterns, download), repository)
+
+
+def _pasted(text: str) -> str:
+    """Return the id in an address of a model or a file on Hugging Face, else ``text`` itself."""
+    match = _ADDRESS.match(text.strip())
+    if match is None:
+        return text
+    file = match[2] or ""
+    return f"{match[1]}/{file}" if file.endswith(_GGUF) else match[1]
 
 
 def is_hub_id(source: str) -> bool:

@@ -1,7 +1,7 @@
 """Requests of the OpenAI API as typed structs: one decode, no intermediate dicts.
 
-Ranges live in :data:`RANGES` and are checked while decoding; ``frontend.validation`` turns a
-failure into the text of the HTTP response. Chat messages stay plain dicts, because the
+Ranges live in :data:`RANGES` and are checked while decoding; ``frontend.prompt.validation`` turns
+a failure into the text of the HTTP response. Chat messages stay plain dicts, because the
 chat template reads them unchanged.
 """
 
@@ -207,7 +207,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     """Body of POST /v1/completions.
 
     ``prompt`` is a text, a list of texts, a list of token ids, or a list of lists of token ids;
-    ``frontend.validation`` refuses mixtures.
+    ``frontend.prompt.validation`` refuses mixtures.
     """
 
     prompt: str | list[str | TokenId | list[TokenId]]

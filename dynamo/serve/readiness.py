@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
+import psutil
 
 from dynamo.errors import ConfigError
 from dynamo.http.client import ResponseError, get
@@ -55,17 +56,33 @@ def check_free(address: FrontendAddress) -> None:
                 raise ConfigError(f"cannot listen on {address.url}: {reason}") from None
 
 
-def check_port(spec: WatcherSpec, address: FrontendAddress) -> None:
-    """Raise ConfigError, which names a free port, if the frontend ``spec`` cannot listen there."""
+def check_port(spec: WatcherSpec, address: FrontendAddress, flag: str = "") -> None:
+    """Raise ConfigError, which names a free port, if the frontend ``spec`` cannot listen there.
+
+    ``flag`` is that of the command for the port; without it, that of the graph is named.
+    """
     try:
         check_free(address)
     except ConfigError as error:
         port = free_port(address)
+        name = flag or f"--{spec.service}.http-port"
+        host = "--host" if flag else f"--{spec.service}.http-host"
+        pid = _listener(address.port)
         raise ConfigError(
-            f"{spec.name}: {error.message}; choose another address with "
-            f"--{spec.service}.http-host or --{spec.service}.http-port"
-            + (f", such as --{spec.service}.http-port={port}" if port else "")
+            f"{spec.name}: {error.message}"
+            + (f", process {pid} listens there" if pid else "")
+            + f"; choose another address with {host} or {name}"
+            + (f", such as {name}={port}" if port else "")
         ) from None
+
+
+def _listener(port: int) -> int:
+    """Return the process that listens on ``port``; 0 if that is not known."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
+                return one.pid or 0
+    return 0
 
 
 def free_port(address: FrontendAddress) -> int:

@@ -231,4 +231,5 @@ def _redirect(exchange: Exchange) -> None:
     if "text/html" in exchange.headers.get("accept", ""):
         exchange.respond(307, b"", "", [("location", PAGE), ("cache-control", "no-store")])
     else:
-        exchange.refuse(404, f"Route not found: {exchange.method} {exchange.path}")
+        text = f"Route not found: {exchange.method} /; the web page is at {PAGE}, the API at /v1"
+        exchange.refuse(404, text)

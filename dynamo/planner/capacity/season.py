@@ -2,8 +2,7 @@
 
 A day has :data:`SLOTS` slots. Each slot of the day, and each of the week, has the mean rate of the
 times that it was seen. Earlier times fade, so the means follow a change of habits within a week or
-so. All of it has a fixed size. A
-file keeps it over restarts of planner and deployment.
+so. All of it has a fixed size. A file keeps it over restarts of planner and deployment.
 """
 
 from __future__ import annotations

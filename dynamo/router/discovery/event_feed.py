@@ -28,7 +28,6 @@ What it publishes before the subscription has arrived there is lost, and nothing
 show the gap. Later losses are found by the next event, or the sweep of the maintenance.
 """
 _decode_batch = codec.decoder(KvEventBatch).decode
-"""Endpoint of the worker's component that answers a ``KvQuery`` with one ``KvQueryAnswer``."""
 BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 """Pauses between attempts; after one attempt more than pauses the query is abandoned."""
 ANSWER_TIMEOUT_S = 5.0

@@ -343,7 +343,7 @@ def test_flags_of_vllm_are_found_without_importing_it(
     words: tuple[str, ...], found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert known_flags.unknown_flag(words) == ""  # not installed
-    monkeypatch.setattr(known_flags.metadata, "version", lambda name: "0.32.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.32.0")
     assert known_flags.unknown_flag(words) == found
     if found:
         key = words[0].lstrip("-").partition("=")[0]
@@ -351,7 +351,7 @@ def test_flags_of_vllm_are_found_without_importing_it(
         with pytest.raises(ConfigError, match=r"g:1.*: W\..* vllm has no flag") as refused:
             check_services(parse_graph(text, "g"), tmp_path, {})
         assert found in refused.value.message
-    monkeypatch.setattr(known_flags.metadata, "version", lambda name: "9.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.0")
     assert known_flags.unknown_flag(words) == ""
 
 

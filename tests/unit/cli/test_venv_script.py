@@ -21,6 +21,8 @@ case "$*" in
 *venv*) echo "$*" >>"$LOG"; mkdir -p "${{!#}}/bin"; cat "$0" >"${{!#}}/bin/python"
         chmod +x "${{!#}}/bin/python"; : >"${{!#}}/bin/activate" ;;
 *require-hashes*) echo "locked $version" >>"$LOG"; [ -z "${{LOCK_FAILS:-}}" ] ;;
+*tomllib*) echo dependency-of-extra ;;
+*dependency-of-extra*) echo "extra $version" >>"$LOG" ;;
 *pip*) echo "pip $version" >>"$LOG" ;;
 esac
 """
@@ -50,9 +52,9 @@ class Machine:
     def python(self, name: str, version: str, headers: bool = True) -> None:
         self.program(name, PYTHON.format(version=version, headers=headers))
 
-    def run(self, **env: str) -> tuple[int, str]:
+    def run(self, extra: str = "", **env: str) -> tuple[int, str]:
         done = subprocess.run(
-            ["bash", "-euc", ". scripts/_venv.sh; venv_ready", "scripts/serve"],
+            ["bash", "-euc", f". scripts/_venv.sh; venv_ready {extra}", "scripts/serve"],
             cwd=self.root,
             env={"PATH": str(self.path), "LOG": str(self.log), **env},
             capture_output=True,
@@ -159,3 +161,14 @@ def test_a_package_that_does_not_help_is_installed_once(machine: Machine) -> Non
     assert status and "scripts: missing: the C++ compiler fake-c++" in text
     assert "  sudo apt-get install -y g++" in text
     assert machine.done() == ["install -qq -y g++"]
+
+
+def test_the_tests_use_the_build_of_serve(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.python("python3", "3.12")
+    machine.program("fake-c++")
+    for extra in ("", "test", "", "test"):
+        status, output = machine.run(extra)
+        assert status == 0, output
+    lines = machine.log.read_text().splitlines()
+    assert lines[-3:] == ["locked 3.12", "pip 3.12", "extra 3.12"]

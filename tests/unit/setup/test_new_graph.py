@@ -291,3 +291,17 @@ def test_vllm_gets_a_share_of_the_memory_on_a_box_without_a_gpu() -> None:
         assert worker(flagged).get("gpu-memory-utilization") in (None, "0.3", 0.3)
     assert "gpu-memory-utilization" not in worker(dataclasses.replace(graph, engine=MOCKER))
     assert 0.01 <= cpu_share(2) <= 0.25 and cpu_share(100) <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("pasted", "source"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("huggingface.co/Qwen/Qwen3-0.6B/", "Qwen/Qwen3-0.6B"),
+        ("https://hf.co/Qwen/Qwen3-0.6B/tree/main?not-for-all=1#files", "Qwen/Qwen3-0.6B"),
+        ("https://huggingface.co/o/m-GGUF/blob/main/m.Q4.gguf", "o/m-GGUF/m.Q4.gguf"),
+        ("https://huggingface.co/o/m/resolve/main/config.json?download=true", "o/m"),
+    ],
+)
+def test_an_address_of_hugging_face_is_its_id(pasted: str, source: str) -> None:
+    assert named_model(pasted).source == source

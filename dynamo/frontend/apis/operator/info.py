@@ -13,6 +13,7 @@ import msgspec
 import orjson
 from msgspec import Meta
 
+from dynamo import __version__
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.apis.messages.answer import error_message
 from dynamo.frontend.apis.messages.route import model_info, model_page
@@ -321,7 +322,7 @@ def _openapi(routes: Routes) -> dict[str, Any]:
             paths.setdefault(shown, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": "NVIDIA Dynamo OpenAI Frontend", "version": "1.0.0"},
+        "info": {"title": "dynamo-appliance", "version": __version__},
         "paths": paths,
     }
 
