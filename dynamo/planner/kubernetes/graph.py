@@ -5,6 +5,7 @@ Field names are those of ``nvidia.com/v1alpha1`` in the API reference of Dynamo'
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ _POOLS = {"prefill": PREFILL, "decode": DECODE, "worker": DECODE}
 _MODEL_FLAGS = ("--served-model-name", "--model-name", "--model", "--model-path")
 _PREFILL_FLAGS = ("--is-prefill-worker", "--disaggregation-mode=prefill")
 _UPDATING = ("Pending", "InProgress", "Restarting")
+_GPU_RESOURCE = re.compile(r"/(gpu|mig-)")
 _WORKER_HASH = re.compile(r"-[0-9a-f]{8}")
 
 
@@ -57,10 +59,11 @@ def worker_services(deployment: Manifest) -> Iterator[WorkerService]:
             name=name,
             pool=pool,
             model=_model(spec),
-            gpus=_gpus(spec),
+            gpus=_gpus(spec, status),
             replicas=_count(spec.get("replicas"), 1),
             listed=_reported(status, "replicas"),
-            ready=_reported(status, "readyReplicas"),
+            # Of a PodCliqueScalingGroup (several nodes) there are available replicas only.
+            ready=_reported(status, "availableReplicas", "readyReplicas"),
             updated=_reported(status, "updatedReplicas"),
         )
 
@@ -172,25 +175,43 @@ def _model(spec: Manifest) -> str:
     except ValueError:  # a quote without its end, in a script
         return ""
     for flag in _MODEL_FLAGS:
-        for word, following in zip(words, (*words[1:], ""), strict=True):
+        for word, following in zip(words, (*words, "")[1:], strict=True):
             name, joined, value = word.partition("=")
             if name == flag and (value or following):
                 return value if joined else following
     return ""
 
 
-def _gpus(spec: Manifest) -> float:
-    """Return the GPUs of one replica: those of a pod, times the nodes of a replica."""
-    resources = _mapping(spec.get("resources"))
-    for part in ("limits", "requests"):
-        amount = _mapping(resources.get(part)).get("gpu")
-        if amount is not None:
-            try:
-                nodes = _count(_mapping(spec.get("multinode")).get("nodeCount"), 1)
-                return float(amount) * nodes
-            except ValueError:
-                return 0.0
-    return 0.0
+def _gpus(spec: Manifest, status: Manifest) -> float:
+    """Return the GPUs of one replica: as the operator reports, or those of a pod times the nodes.
+
+    The most that a place says counts, so that the budget is never exceeded.
+    """
+    container = _mapping(_mapping(spec.get("extraPodSpec")).get("mainContainer"))
+    amounts = [
+        amount
+        for resources in (_mapping(spec.get("resources")), _mapping(container.get("resources")))
+        for part in ("limits", "requests")
+        for amount in _gpu_amounts(_mapping(resources.get(part)))
+    ]
+    nodes = max(1, _count(_mapping(spec.get("multinode")).get("nodeCount"), 1))
+    return max([_amount(status.get("gpusPerReplica")), *(nodes * one for one in amounts)])
+
+
+def _gpu_amounts(resources: Manifest) -> Iterator[float]:
+    """Yield the GPUs that limits or requests name: Dynamo's ``gpu``, the extended resources of
+    Kubernetes, and those in Dynamo's ``custom``."""
+    for name, value in (*resources.items(), *_mapping(resources.get("custom")).items()):
+        if name == "gpu" or _GPU_RESOURCE.search(str(name)):
+            yield _amount(value)
+
+
+def _amount(value: object) -> float:
+    try:
+        found = float(value) if isinstance(value, int | float | str) else 0.0
+    except ValueError:
+        return 0.0
+    return found if 0 <= found < math.inf else 0.0
 
 
 def _variables(deployment: Manifest, spec: Manifest) -> dict[str, str]:
@@ -198,9 +219,10 @@ def _variables(deployment: Manifest, spec: Manifest) -> dict[str, str]:
     return {one["name"]: str(one["value"]) for one in given if one.get("value") is not None}
 
 
-def _reported(status: Manifest, field: str) -> int | None:
-    """Return a count of a service's status: a count that is absent from a status is zero."""
-    return _count(status.get(field), 0) if status else None
+def _reported(status: Manifest, *fields: str) -> int | None:
+    """Return the first count of ``fields`` that a service's status has; None if it has none."""
+    counts = (status.get(field) for field in fields)
+    return next((one for one in counts if isinstance(one, int) and one >= 0), None)
 
 
 def _count(value: object, default: int) -> int:

@@ -53,6 +53,10 @@ def test_the_model_of_a_service(args: tuple[str, ...], model: str) -> None:
     assert only(worker(args=args)).model == model
 
 
+def _container(resources: dict[str, Any]) -> dict[str, Any]:
+    return {"extraPodSpec": {"mainContainer": {"resources": resources}}}
+
+
 @pytest.mark.parametrize(
     ("resources", "more", "gpus"),
     [
@@ -61,6 +65,11 @@ def test_the_model_of_a_service(args: tuple[str, ...], model: str) -> None:
         ({"limits": {"gpu": "4"}}, {"multinode": {"nodeCount": 2}}, 8.0),
         ({"limits": {"gpu": "many"}}, {}, 0.0),
         ({"limits": {"cpu": "2"}}, {}, 0.0),
+        ({"limits": {"custom": {"nvidia.com/gpu": "4"}}}, {}, 4.0),
+        ({"limits": {"gpu": "1"}}, _container({"limits": {"nvidia.com/gpu": "4"}}), 4.0),
+        ("none", _container({"requests": {"amd.com/gpu": 2}}), 2.0),
+        ({"limits": {"nvidia.com/mig-1g.5gb": 1}}, {"multinode": {"nodeCount": 0}}, 1.0),
+        ({"limits": {"gpu": "inf"}}, {}, 0.0),
         ("none", {}, 0.0),
     ],
 )
@@ -72,7 +81,12 @@ def test_counts_that_the_operator_does_not_report() -> None:
     service = only(worker(replicas=3))
     assert (service.replicas, service.ready, service.updated, service.listed) == (3,) + (None,) * 3
     service = only(worker(), Worker={"replicas": 1, "updatedReplicas": 1})
-    assert (service.ready, service.updated, service.listed) == (0, 1, 1)
+    assert (service.ready, service.updated, service.listed) == (None, 1, 1)
+    service = only(worker(), Worker={"replicas": 2, "availableReplicas": 1})  # several nodes
+    assert (service.ready, service.updated, service.listed) == (1, None, 2)
+    service = only(worker(), Worker={"availableReplicas": 0, "readyReplicas": 2})
+    assert service.ready == 0
+    assert only(worker(), Worker={"replicas": 1, "gpusPerReplica": 8}).gpus == 8.0
     spec = worker()
     del spec["replicas"]
     assert only(spec).replicas == 1
