@@ -40,6 +40,7 @@ REASONING_PARSERS = (
     "kimi_k25",
     "minimax_append_think",
     "minimax_m2",
+    "minimax_m2_append_think",
     "minimax_m3",
     "mistral",
     "nemotron_deci",
@@ -82,7 +83,6 @@ REASONING_ALIASES = {
     "nemotron-v3": "nemotron_nano",
     **_dashed(REASONING_PARSERS),
     # vLLM's names
-    "minimax_m2_append_think": "minimax_append_think",
     "openai_gptoss": "gpt_oss",
 }
 """Other spellings, in flags and in the cards of other workers."""

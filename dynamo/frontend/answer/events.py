@@ -73,16 +73,13 @@ class ParsedChoice(Choice):
         if self._finished:
             return
         self._finished = True
+        # A stop string may have cut a call: the client must not run that.
+        message, stopped = self.message, not isinstance(self.stop_reason, str)
+        message.stopped = stopped and self.finish_reason in ("stop", "tool_calls")
         self._parser.finish()
-        # A stop string may have cut a call: the client must not run that. OpenAI and vLLM say stop
-        # if the request named the function.
-        if (
-            self.message.called
-            and not self._named
-            and self.finish_reason == "stop"
-            and not isinstance(self.stop_reason, str)
-        ):
-            self.finish_reason = "tool_calls"
+        # OpenAI and vLLM say stop if the request named the function.
+        if message.stopped and message.called and not self._named:
+            self.finish_reason = "stop" if message.in_call or message.cut else "tool_calls"
 
 
 class ParsedChatStream(ChatStream):
@@ -131,7 +128,12 @@ class ParsedChatStream(ChatStream):
         if writer.finished or not (message.pending or reason is not None):
             return b""
         logprobs, nvext = self._extras(choice, writer)
-        return writer.message_chunk(message.drain(), logprobs, reason, nvext)
+        *deltas, last = message.deltas() or [{}]
+        chunks = []
+        for delta in deltas:
+            chunks.append(writer.message_chunk(delta, logprobs))
+            logprobs = None
+        return b"".join((*chunks, writer.message_chunk(last, logprobs, reason, nvext)))
 
 
 def named_event(name: str, data: dict[str, Any]) -> bytes:
@@ -178,7 +180,7 @@ class EventStream(ChatStream):
     def _reasoning_tokens(self) -> int:
         """Generated tokens before the content or the first tool call, if there is reasoning."""
         choice = self.choices[0]
-        return choice.reasoning_tokens if isinstance(choice, _CountingChoice) else 0
+        return choice.reasoning_tokens if isinstance(choice, CountingChoice) else 0
 
     # --- what the request calls
 
@@ -234,17 +236,23 @@ class EventStream(ChatStream):
     ) -> Choice:
         if prepared.answer is None:
             return Choice(tokenizer, rules, collector)
-        return _CountingChoice(prepared.answer, rules, collector)
+        return CountingChoice(prepared.answer, rules, collector)
 
 
-class _CountingChoice(ParsedChoice):
-    """Counts the tokens of the reasoning, which the usage of these APIs shows."""
+class CountingChoice(ParsedChoice):
+    """Counts the tokens of the reasoning, which the usage of these APIs shows.
 
-    __slots__ = ("_answering", "_before")
+    The log probabilities of tokens whose text is content are kept by its delta, those of markup,
+    reasoning and calls are dropped. A token that is held back belongs to what the next one shows.
+    """
+
+    __slots__ = ("_answering", "_before", "_entries", "_undecided")
 
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
         self._before = 0
+        self._undecided: list[dict[str, Any]] = []
+        self._entries: dict[int, list[dict[str, Any]]] = {}
         self._answering = False
         self._one_by_one = True
 
@@ -255,9 +263,40 @@ class _CountingChoice(ParsedChoice):
 
     def push(self, output: EngineOutput) -> bool:
         """Add one engine output; return whether the choice is finished, as in :class:`Choice`."""
+        before = self.message.size
         done = super().push(output)
         self._note()
+        # Of several tokens each was pushed by itself.
+        if self.logprobs is not None and (len(output.token_ids) < 2 or output.text is not None):
+            self._attribute(before)
         return done
+
+    def close(self) -> None:
+        """As in :class:`Choice`."""
+        before = self.message.size
+        super().close()
+        if self.logprobs is not None:
+            self._attribute(before)
+
+    def content_logprobs(self, deltas: int) -> list[list[dict[str, Any]]]:
+        """The log probabilities of the content of the next ``deltas``."""
+        entries, self._entries = self._entries, {}
+        return [entries.get(each, []) for each in range(deltas)]
+
+    def _attribute(self, before: tuple[int, int, int]) -> None:
+        assert self.logprobs is not None
+        self._undecided += (self.logprobs.drain() or {}).get("content") or ()
+        after = self.message.size
+        if after == before:
+            return
+        # What precedes the tokens of the new text was markup.
+        left = len(self.message.content_since(before).encode())
+        first = len(self._undecided)
+        while left > 0 and first:
+            first -= 1
+            left -= max(1, len(self._undecided[first]["bytes"]))
+        self._entries.setdefault(after[0], []).extend(self._undecided[first:])
+        self._undecided.clear()
 
     def count(self, ids: list[int]) -> None:
         """As in :class:`Choice`; several tokens before the answer are parsed one by one."""
@@ -278,5 +317,5 @@ class _CountingChoice(ParsedChoice):
             self._answering = self.message.answering
             if not self._answering:
                 self._before = self.tokens
-            elif self._stops is None:
+            elif self._stops is None and self.logprobs is None:
                 self._one_by_one = False

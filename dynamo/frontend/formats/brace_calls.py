@@ -44,11 +44,24 @@ class BraceCallParser(CallSteps):
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
+        if self._message.stopped and self._open:
+            self._close_call()
         if self._step == self._plain_value:
             self._message.add_arguments(self._take_aside().strip())
         elif self._step in (self._outside, self._name):
             self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
+
+    def _close_call(self) -> None:
+        """Close what the model has left open."""
+        if self._step == self._text_value:
+            self._message.add_arguments('"')
+        elif self._step == self._plain_value:
+            self._message.add_arguments(value_json(self._take_aside()))
+        elif self._step in (self._colon, self._any_value):
+            self._message.add_arguments('""')
+        self._end()
+        self._text = ""
 
     def _outside(self) -> bool:
         """Content up to a call."""
@@ -158,6 +171,8 @@ class BraceCallParser(CallSteps):
     def _leave(self) -> None:
         self._message.add_arguments(_CLOSES[self._open.pop()])
         self._first = False
+        if not self._open:
+            self._message.end_call()
         self._step = self._item if self._open else self._after
 
     def _separate(self) -> None:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
 from dynamo.frontend.formats.scan import (
     MAX_HELD,
+    SPACE,
     Markers,
+    attribute_value,
     begins_value,
     escaped,
     is_text,
@@ -24,7 +26,8 @@ _CALL, _END_CALL = f"{_NS}<tool_call>", f"{_NS}</tool_call>"
 _INVOKE, _END_INVOKE = f"{_NS}<invoke", f"{_NS}</invoke>"
 MINIMAX_M3_MARKERS = (_NS, "<tool_call>", "</tool_call>")
 _MAX_NAME = 256
-_NAME = re.compile(r"\s*name\s*=\s*\"?([^\">]+?)\"?\s*>")
+_MAX_TAG = len(_NS) + _MAX_NAME
+_NAME = re.compile(r"\s*name\s*=")
 _TAG = re.compile(re.escape(_NS) + r"<(/?)([^<>/\s]+)>")
 _ITEM = "item"
 
@@ -46,6 +49,7 @@ class ElementCallParser(CallSteps):
     """
 
     __slots__ = (
+        "_final",
         "_first",
         "_in_section",
         "_kinds",
@@ -66,14 +70,31 @@ class ElementCallParser(CallSteps):
         self._schema: Any = None  # of the value that is read
         self._kinds: set[str] = set()
         self._first = True
+        self._final = False  # nothing follows the text
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
+        self._final = True
+        while self._step():
+            pass
+        if self._message.stopped and self._message.in_call:
+            self._close_call()
         if self._step in (self._json_value, self._either_value):
             self._message.add_arguments(self._take_aside().strip())
         elif self._step in (self._outside, self._between, self._name):
             self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
+
+    def _close_call(self) -> None:
+        """Close what the model has left open."""
+        if self._step in (self._json_value, self._either_value):
+            self._end_json()
+        elif self._step == self._text_value:
+            self._message.add_arguments('"')
+        elif self._step == self._value:
+            self._message.add_arguments('""')
+        self._leave("tool_call")
+        self._text = ""
 
     def _outside(self) -> bool:
         """Content up to a call."""
@@ -95,14 +116,17 @@ class ElementCallParser(CallSteps):
         end = self._text.find(">")
         if end < 0 and len(self._text) <= _MAX_NAME:
             return False
-        found = _NAME.fullmatch(self._text[: end + 1])
-        if found is None or end > _MAX_NAME:
+        tag = self._text[:end] if 0 <= end <= _MAX_NAME else ""
+        found = _NAME.match(tag)
+        named = None if found is None else attribute_value(tag[found.end() :])
+        if named is None:
             self._step = self._outside
             return True
+        name = named[0]
         self._take(end + 1)
         self._take_aside()
-        self._message.begin_call(found[1])
-        self._enter({"properties": self._schemas.get(found[1], {})}, "}")
+        self._message.begin_call(name)
+        self._enter({"properties": self._schemas.get(name, {})}, "}")
         return True
 
     def _child(self) -> bool:
@@ -176,17 +200,48 @@ class ElementCallParser(CallSteps):
 
     def _text_value(self) -> bool:
         count, marker = self._tag.find(self._text)
-        self._message.add_arguments(escaped(self._take(count)))
-        if marker:
+        ends = self._ends_value(count) if marker else None
+        text = self._take(count + (ends is False))
+        missing = ends and not self._text.startswith(f"{_NS}</")  # the tag of its end
+        if text.endswith("\n") and (missing or not ends):  # dropped if another value follows
+            text = text[:-1]
+            self._text = self._text if missing else "\n" + self._text
+        self._message.add_arguments(escaped(text))
+        if ends:
             self._message.add_arguments('"')
             self._step = self._end_value
-        return bool(marker)
+        return ends is not None
+
+    def _ends_value(self, start: int) -> bool | None:
+        """Whether the token at ``start`` begins a tag that ends the value.
+
+        A closing tag does if another tag follows, or nothing: the value may contain one. None: more
+        text decides.
+        """
+        found = _TAG.match(self._text, start, start + _MAX_TAG)
+        if found is None:
+            more = len(self._text) < start + _MAX_TAG and ">" not in self._text[start + len(_NS) :]
+            return (True if self._final else None) if more else False
+        if not found[1] or found[2] == "tool_call":
+            return True
+        follows = self._text[found.end() : found.end() + _MAX_NAME].lstrip(SPACE)
+        if follows.startswith(_NS):
+            return True
+        if not self._tag.may_begin(follows) or len(self._text) >= found.end() + _MAX_NAME:
+            return False
+        return True if self._final else None
 
     def _json_value(self) -> bool:
         count, marker = self._tag.find(self._text)
-        self._put_aside(count)
-        if not marker and self._aside_size <= MAX_HELD:
-            return False
+        ends = self._ends_value(count) if marker else None
+        self._put_aside(count + (ends is False))
+        if ends or self._aside_size > MAX_HELD:
+            self._end_json()
+            self._step = self._end_value
+            return True
+        return ends is not None
+
+    def _end_json(self) -> None:
         text = self._take_aside()
         kinds = kinds_of(self._schema)
         if "string" in kinds:
@@ -195,13 +250,11 @@ class ElementCallParser(CallSteps):
             self._message.add_arguments("[]" if "array" in kinds else "{}")
         else:
             self._message.add_arguments(value_json(text))
-        self._step = self._end_value
-        return True
 
     def _end_value(self) -> bool:
         """After a value without elements: drop its end."""
         found = _TAG.match(self._text)
-        if found is None and len(self._text) <= len(_NS) + _MAX_NAME:
+        if found is None and len(self._text) <= _MAX_TAG:
             return False
         self._first = False
         self._step = self._child
@@ -222,6 +275,7 @@ class ElementCallParser(CallSteps):
             self._message.add_arguments(self._open.pop().closes)
         self._first = False
         if not self._open:
+            self._message.end_call()
             self._step = self._outside if name == "tool_call" else self._between
 
 

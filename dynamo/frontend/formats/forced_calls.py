@@ -51,8 +51,10 @@ class NamedCallParser(TextSteps):
         if not self._text:
             return False
         end = self._span.end(self._text)
-        self._message.add_arguments(self._take(len(self._text) if end < 0 else end))
+        self._message.add_json(self._take(len(self._text) if end < 0 else end))
         if end >= 0:
+            if not self._span.open:
+                self._message.end_call()
             self._step = self._rest
         return end >= 0
 

@@ -28,7 +28,7 @@ from dynamo.frontend.formats.json_calls import (
     JsonCallShape,
     MistralCallParser,
 )
-from dynamo.frontend.formats.message import AnswerMessage, AnswerParser
+from dynamo.frontend.formats.message import AnswerMessage, AnswerParser, CallProbe
 from dynamo.frontend.formats.pythonic_calls import PythonicCallParser
 from dynamo.frontend.formats.reasoning import ContentParser, ReasoningParser, ReasoningShape
 from dynamo.frontend.formats.section_calls import (
@@ -124,7 +124,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         begins=GEMMA_4_MARKERS[:1],
     ),
     "glm45": _xml(GLM_45),
-    "harmony": ToolFormat(lambda message, tools: HarmonyParser(message, True), HARMONY_MARKERS),
+    "harmony": ToolFormat(
+        lambda message, tools: HarmonyParser(message, tools.names), HARMONY_MARKERS
+    ),
     "hermes": _tagged("<tool_call>", "</tool_call>"),
     "jamba": _tagged("<tool_calls>", "</tool_calls>"),
     "kimi_k2": _section(KIMI_K2),
@@ -165,6 +167,7 @@ REASONING_FORMATS: Mapping[str, ReasoningShape | None] = {
     "kimi_k25": _FORCED,
     "minimax_append_think": _FORCED,
     "minimax_m2": _THINK,
+    "minimax_m2_append_think": _THINK._replace(as_content=True),
     "minimax_m3": ReasoningShape("<mm:think>", "</mm:think>"),
     "mistral": ReasoningShape("[THINK]", "[/THINK]"),
     "nemotron_deci": _THINK,
@@ -260,15 +263,25 @@ class ModelFormats:
         message: AnswerMessage,
     ) -> AnswerParser:
         if self._harmony:
-            return HarmonyParser(message, self._calls and tool is not None)
+            known = tools.names if self._calls and tool is not None else None
+            return HarmonyParser(message, known)
         parser = ContentParser(message) if tool is None else _calls(request, tool, tools, message)
         if self._shape is None:
             return parser
-        shape, forced = self._shape, False
-        if tool is not None:
-            forced = is_forced(request.tool_choice)
-            shape = shape._replace(calls=() if forced else tool.begins)
-        return ReasoningParser(message, shape, inside, parser, forced)
+        if self._shape.as_content:
+            message.add_content("" if request.continue_final_message else self._shape.opens)
+            return parser
+        if tool is None:
+            return ReasoningParser(message, self._shape, inside, parser)
+        if is_forced(request.tool_choice):
+            return ReasoningParser(message, self._shape, inside, parser, True)
+        shape = self._shape._replace(calls=tool.begins)
+        probe = partial(CallProbe, partial(_tool_parser, tool, tools), tools.names)
+        return ReasoningParser(message, shape, inside, parser, probe=probe)
+
+
+def _tool_parser(tool: ToolFormat, tools: RequestTools, message: AnswerMessage) -> AnswerParser:
+    return tool.make(message, tools)
 
 
 def answer_format(

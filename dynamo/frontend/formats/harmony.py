@@ -23,16 +23,17 @@ _MAX_HEADER = 1024
 class HarmonyParser(TextSteps):
     """``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…``.
 
-    Analysis is reasoning, a message to ``functions.NAME`` is a tool call if ``calls``, and all else
-    is content. The prompt ends with ``<|start|>assistant``, so an answer begins inside a header.
+    Analysis is reasoning; with ``known``, the names of the request's tools, a message to
+    ``functions.NAME`` is a tool call, and so is one to a known ``NAME``; all else is content. The
+    prompt ends with ``<|start|>assistant``, so an answer begins inside a header.
     """
 
-    __slots__ = ("_calls", "_channel", "_message")
+    __slots__ = ("_channel", "_known", "_message")
 
-    def __init__(self, message: AnswerMessage, calls: bool) -> None:
+    def __init__(self, message: AnswerMessage, known: frozenset[str] | None) -> None:
         super().__init__(self._beginning)
         self._message = message
-        self._calls = calls
+        self._known = known
         self._channel = ""  # of the current body: reasoning, call or content
 
     def finish(self) -> None:
@@ -40,6 +41,8 @@ class HarmonyParser(TextSteps):
         if self._step == self._body:
             if not _BODY_END.may_begin(self._text):
                 self._add(self._text)
+            if self._channel == "call" and not self._message.in_string and self._message.stopped:
+                self._message.end_call()
         elif not self._channel:
             self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
@@ -78,14 +81,23 @@ class HarmonyParser(TextSteps):
     def _begin(self, header: str) -> None:
         """Begin the message that ``header`` describes."""
         recipient = _RECIPIENT.search(header)
-        if recipient is not None and self._calls and recipient[1].startswith("functions."):
+        name = None if recipient is None else self._called(recipient[1])
+        if name is not None:
             self._channel = "call"
-            self._message.begin_call(recipient[1].removeprefix("functions."))
+            self._message.begin_call(name)
             return
         channel = header.rpartition(_CHANNEL)[2].split()
-        analysis = channel[:1] == ["analysis"] or (recipient is not None and self._calls)
+        analysis = channel[:1] == ["analysis"]
         self._channel = "reasoning" if analysis else "content"
         self._message.next_part(analysis)
+
+    def _called(self, recipient: str) -> str | None:
+        """The function that ``recipient`` is, None for another. Models leave the namespace out in
+        long contexts."""
+        if self._known is None:
+            return None
+        name = recipient.removeprefix("functions.")
+        return name if name != recipient or name in self._known else None
 
     def _body(self) -> bool:
         count, marker = _BODY_END.find(self._text)
@@ -94,12 +106,14 @@ class HarmonyParser(TextSteps):
             self._take(len(marker) if marker in _ENDS else 0)
             if self._channel == "reasoning":
                 self._message.end_reasoning()
+            elif self._channel == "call":
+                self._message.end_call()
             self._step = self._outside
         return bool(marker)
 
     def _add(self, text: str) -> None:
         if self._channel == "call":
-            self._message.add_arguments(text)
+            self._message.add_json(text)
         elif self._channel == "reasoning":
             self._message.add_reasoning(text)
         else:

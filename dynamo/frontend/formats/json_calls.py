@@ -13,7 +13,7 @@ from dynamo.frontend.formats.scan import MAX_HELD, SPACE, JsonSpan, Markers, Tex
 _BEFORE_CALL = SPACE + "["
 _AFTER_CALL = ",;]"
 _MAX_HEADER = 512
-_HEADER = re.compile(r"([A-Za-z0-9_.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*")
+_HEADER = re.compile(r"([\w.\-]+)\s*+(?:\[CALL_ID\]\s*+\w+\s*+)?(?:\[ARGS\])?\s*+", re.ASCII)
 _ARGUMENTS = frozenset(("arguments", "parameters"))
 _SCALAR = re.compile(r"[^\s,}\]<\"{\[]+")
 _SEPARATORS = " \t\r\n,"
@@ -73,9 +73,9 @@ class JsonObjectCall(TextSteps):
     def finish(self) -> None:
         """Nothing follows: a call with a name is kept with the arguments so far."""
         if self._named and not self._streams and self._key in _ARGUMENTS and self._parts:
-            self._message.add_arguments(_unquoted_part("".join(self._parts)))
+            self._message.add_json(_unquoted_part("".join(self._parts)))
         self._argued = True
-        self._close()
+        self._close(self._message.stopped)
 
     def _open(self) -> bool:
         if not self._text:
@@ -137,7 +137,7 @@ class JsonObjectCall(TextSteps):
         end = self._span.end(self._text)
         piece = self._take(len(self._text) if end < 0 else end)
         if self._streams:
-            self._message.add_arguments(piece)
+            self._message.add_json(piece)
         else:
             self._parts.append(piece)
         if end < 0:
@@ -156,9 +156,12 @@ class JsonObjectCall(TextSteps):
             return self._name(_unquoted(text))
         if text and self._takes_arguments():
             self._argued = True
-            self._arguments = "{}" if text == "null" else _unquoted(text) or text
+            unquoted = _unquoted(text)
+            self._arguments = text if unquoted is None else unquoted
+            if text == "null" or not self._arguments.strip():
+                self._arguments = "{}"
             if self._named:
-                self._message.add_arguments(self._arguments)
+                self._message.add_json(self._arguments)
         return True
 
     def _name(self, name: str | None) -> bool:
@@ -167,16 +170,18 @@ class JsonObjectCall(TextSteps):
         self._named = True
         self._raw.clear()
         self._message.begin_call(name)
-        self._message.add_arguments(self._arguments)
+        self._message.add_json(self._arguments)
         return True
 
     def _takes_arguments(self) -> bool:
         return self._key in _ARGUMENTS and not self._argued
 
-    def _close(self) -> bool:
+    def _close(self, whole: bool = True) -> bool:
         if self._named:
             if not self._argued:
                 self._message.add_arguments("{}")
+            if whole and not self._span.open:
+                self._message.end_call()
             self.rest = self._text
         else:
             self.rejected = True
@@ -301,7 +306,7 @@ class JsonCallParser(CallSteps):
             self._put_aside(count)
             return count > 0
         if text[0] in SPACE:
-            self._message.add_content(self._take_space())
+            self._put_space_aside()
         elif text[0] in _AFTER_CALL:
             self._take(1)
         else:
@@ -359,7 +364,7 @@ class MistralCallParser(JsonCallParser):
 
     def _header(self) -> bool:
         """The name, up to the arguments."""
-        brace = self._text.find("{")
+        brace = self._text.find("{", 0, _MAX_HEADER + 2)
         if brace < 0 and len(self._text) <= _MAX_HEADER:
             return False
         found = _HEADER.fullmatch(self._text, 0, max(0, brace))
@@ -377,9 +382,11 @@ class MistralCallParser(JsonCallParser):
         if not self._text:
             return False
         end = self._span.end(self._text)
-        self._message.add_arguments(self._take(len(self._text) if end < 0 else end))
+        self._message.add_json(self._take(len(self._text) if end < 0 else end))
         if end < 0:
             return False
+        if not self._span.open:
+            self._message.end_call()
         self._after_call = True
         self._step = self._between
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from dynamo.frontend.formats.scan import SPACE, Markers, TextSteps
+from dynamo.frontend.formats.scan import SPACE, Markers, StringEscapes, TextSteps
 
 
 class AnswerParser(Protocol):
@@ -53,11 +53,12 @@ class AnswerDelta(NamedTuple):
 class _TextPart:
     """Pieces of text. White space at the end is held back until more text follows."""
 
-    __slots__ = ("_space", "pieces", "started")
+    __slots__ = ("_space", "calls", "pieces", "started")
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
         self.started = False
+        self.calls = 0  # that precede the part of it begun last
         self._space: list[str] = []
 
     def add(self, text: str) -> None:
@@ -86,22 +87,29 @@ class _TextPart:
 
 
 class AnswerMessage:
-    """What a parser has found since the last :meth:`drain`; nothing is drained for one body.
+    """What a parser has found since the last :meth:`take`; nothing is taken for one body.
 
     ``max_calls`` bounds the tool calls; later ones are dropped. ``called``: there is a tool call.
     ``new_id`` makes the id of a call. White space between a text and a call is dropped.
+    ``in_call``: the call begun last is not whole; ``cut``: one before is not. ``stopped``: the
+    model ended the answer itself, so it has nothing to add to a call that is open.
     """
 
     __slots__ = (
+        "_blank",
         "_calls",
         "_content",
         "_count",
         "_earlier",
+        "_escapes",
         "_max_calls",
         "_muted",
         "_new_id",
         "_reasoning",
+        "cut",
+        "in_call",
         "reasoning_field",
+        "stopped",
     )
 
     def __init__(
@@ -119,6 +127,10 @@ class AnswerMessage:
         self._muted = False
         self._max_calls = max_calls
         self._new_id = new_id
+        self._escapes = StringEscapes()
+        self._blank = False  # the call begun last has no arguments yet
+        self.in_call = self.cut = False
+        self.stopped = False
 
     @property
     def called(self) -> bool:
@@ -137,7 +149,7 @@ class AnswerMessage:
 
     @property
     def pending(self) -> bool:
-        """Whether :meth:`drain` has anything to return."""
+        """Whether :meth:`take` has anything to return."""
         return bool(self._content.pieces or self._reasoning.pieces or self._calls or self._earlier)
 
     def add_reasoning(self, text: str) -> None:
@@ -157,16 +169,24 @@ class AnswerMessage:
         self._content.add(text)
 
     def next_part(self, reasoning: bool) -> None:
-        """Separate what follows from the reasoning, or the content, so far with a line break."""
+        """Separate what follows from the reasoning, or the content, so far with a line break.
+
+        A call in between separates them already.
+        """
         part = self._reasoning if reasoning else self._content
         if part.started:
             part.drop_space()
-            part.add("\n")
+            if part.calls == self._count:
+                part.add("\n")
+        part.calls = self._count
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
         """Begin a tool call, with the id that the model gave it, if any; its arguments follow."""
         self._content.drop_space()
         self._muted = self._count == self._max_calls
+        self._escapes = StringEscapes()
+        self.cut = self.cut or self.in_call
+        self._blank = self.in_call = True
         if not self._muted:
             self._calls.append(ToolCallPart(self._count, call_id or self._new_id(), name))
             self._count += 1
@@ -175,6 +195,8 @@ class AnswerMessage:
         """Add to the arguments of the call begun last."""
         if self._muted or not text:
             return
+        if self._blank:
+            self._blank = text.isspace()
         calls = self._calls
         if not calls and self._earlier:  # a text came in between
             calls = self._earlier[-1].calls
@@ -182,6 +204,35 @@ class AnswerMessage:
             calls = self._calls
             calls.append(ToolCallPart(self._count - 1, None, None))
         calls[-1].arguments.append(text)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """How many deltas :meth:`take` has beside the last one, and the pieces of the content and
+        of the rest in that one."""
+        calls, rest = self._calls, len(self._reasoning.pieces)
+        if calls:
+            rest += len(calls) + len(calls[-1].arguments)
+        return len(self._earlier), len(self._content.pieces), rest
+
+    def content_since(self, size: tuple[int, int, int]) -> str:
+        """The content that the last delta has got since :attr:`size` was ``size``."""
+        first = size[1] if size[0] == len(self._earlier) else 0
+        return "".join(self._content.pieces[first:])
+
+    def add_json(self, text: str) -> None:
+        """Add to the arguments what the model writes as JSON."""
+        self.add_arguments(self._escapes.push(text))
+
+    @property
+    def in_string(self) -> bool:
+        """Whether :meth:`add_json` is inside a string."""
+        return self._escapes.quote != ""
+
+    def end_call(self) -> None:
+        """The call begun last is whole; without arguments they are an empty object."""
+        if self._blank:
+            self.add_arguments("{}")
+        self.in_call = False
 
     def finish(self) -> None:
         """Nothing follows: keep the white space held back, unless it follows a call."""
@@ -207,17 +258,22 @@ class AnswerMessage:
         call = calls.pop()
         return call.index, "".join(call.arguments)
 
-    def drain(self) -> dict[str, Any]:
-        """The ``delta`` of everything since the last time, in which a text has no place."""
-        delta: dict[str, Any] = {}
-        reasoning, content, calls = self._joined()
-        if reasoning is not None:
-            delta[self.reasoning_field] = reasoning
-        if content is not None:
-            delta["content"] = content
-        if calls:
-            delta["tool_calls"] = [call.delta() for call in calls]
-        return delta
+    def deltas(self) -> list[dict[str, Any]]:
+        """Everything since the last time as ``delta`` objects, of one kind and one call each.
+
+        Clients that look at one member of a delta would lose the others.
+        """
+        found: list[dict[str, Any]] = []
+        for reasoning, content, calls in self.take():
+            parts = [{"tool_calls": [call.delta()]} for call in calls]
+            first = 1 if calls and calls[0].name is None else 0
+            found += parts[:first]
+            if reasoning is not None:
+                found.append({self.reasoning_field: reasoning})
+            if content is not None:
+                found.append({"content": content})
+            found += parts[first:]
+        return found
 
     def take(self) -> list[AnswerDelta]:
         """Everything since the last time, in its order; nothing is an empty list."""
@@ -255,6 +311,34 @@ class AnswerMessage:
             "".join(content) if content else None,
             [call for one in deltas for call in one.calls],
         )
+
+
+class CallProbe(AnswerMessage):
+    """Finds out whether a text begins with a call of one of the tools ``known``.
+
+    ``found`` is None until the first content or call decides.
+    """
+
+    __slots__ = ("_known", "found", "parser")
+
+    def __init__(
+        self, make: Callable[[AnswerMessage], AnswerParser], known: frozenset[str]
+    ) -> None:
+        super().__init__(str)
+        self._known = known
+        self.found: bool | None = None
+        self.parser = make(self)
+
+    def add_content(self, text: str) -> None:
+        """Text that is content is no call."""
+        if text and self.found is None:
+            self.found = False
+
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        """A call decides, if it is one of a tool."""
+        super().begin_call(name, call_id)
+        if self.found is None:
+            self.found = name in self._known
 
 
 class CallSteps(TextSteps):

@@ -35,7 +35,11 @@ class PythonicCallParser(TextSteps):
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        if self._step == self._value:
+        if self._message.stopped and self._message.in_call:
+            if self._step == self._value:
+                self._message.add_arguments(value_json(self._text))
+            self._end_call()
+        elif self._step == self._value:
             self._message.add_arguments(self._text.strip())
         elif self._step != self._keyword or self._name:
             self._message.add_content(self._take_aside() + self._text)
@@ -57,7 +61,7 @@ class PythonicCallParser(TextSteps):
 
     def _call(self) -> bool:
         """At the name of a function."""
-        found = _NAME.match(self._text)
+        found = _NAME.match(self._text, 0, _MAX_NAME + 1)
         if found is None and self._incomplete(_NAME_BEGINS):
             return False
         if found is None or found.end() > _MAX_NAME or found[1] not in self._known:
@@ -71,7 +75,7 @@ class PythonicCallParser(TextSteps):
 
     def _keyword(self) -> bool:
         """At the name of an argument, or the end of the call."""
-        found = _KEYWORD.match(self._text)
+        found = _KEYWORD.match(self._text, 0, _MAX_NAME + 1)
         complete = found is not None and found.end() < len(self._text)  # "=" may become "=="
         if not complete and self._incomplete(_KEYWORD_BEGINS):
             return False
@@ -124,6 +128,7 @@ class PythonicCallParser(TextSteps):
 
     def _end_call(self) -> None:
         self._message.add_arguments("}" if self._arguments else "{}")
+        self._message.end_call()
 
     def _incomplete(self, beginning: re.Pattern[str]) -> bool:
         """Whether more text may make the beginning of something out of all text so far."""

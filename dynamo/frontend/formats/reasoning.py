@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from dynamo.frontend.formats.message import AnswerMessage, AnswerParser
+from dynamo.frontend.formats.message import AnswerMessage, AnswerParser, CallProbe
 from dynamo.frontend.formats.scan import SPACE, Markers, TextSteps
+
+_MAX_PROBED = 1024
+"""Characters from the marker of a call to its name, in reasoning."""
 
 
 class ReasoningShape(NamedTuple):
     """The tags. ``forced``: an answer is reasoning from its beginning even without the first tag,
-    unless the prompt ends with the second. ``calls``: markers of tool calls, which end it too.
-    ``tokens``: special tokens that are parts of the tags."""
+    unless the prompt ends with the second. ``calls``: markers of tool calls, which end it too
+    if a call follows.
+    ``tokens``: special tokens that are parts of the tags. ``as_content``: the answer is content
+    with the first tag, which the prompt has, before it."""
 
     opens: str
     closes: str
     forced: bool = False
     calls: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
+    as_content: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -62,10 +69,13 @@ class ReasoningParser(TextSteps):
     begins with a bracket has none.
 
     A tool call inside the reasoning goes to ``rest``, and so does all that follows, without the
-    second tag.
+    second tag. ``probe`` finds out whether it is a call, or reasoning that mentions its marker.
     """
 
-    __slots__ = ("_close", "_ends", "_inside", "_json_only", "_message", "_open", "_rest")
+    __slots__ = (
+        "_close", "_ends", "_inside", "_json_only", "_make_probe", "_marker", "_message", "_open",
+        "_probe", "_rest",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -74,19 +84,24 @@ class ReasoningParser(TextSteps):
         inside: bool,
         rest: AnswerParser,
         json_only: bool = False,
+        probe: Callable[[], CallProbe] | None = None,
     ) -> None:
         super().__init__(self._beginning)
         self._message = message
         self._open = Markers(shape.opens)
         self._close = Markers(shape.closes)
-        self._ends = Markers(shape.closes, *shape.calls)
+        self._ends = Markers(shape.closes, *(() if probe is None else shape.calls))
+        self._make_probe = probe
+        self._probe: CallProbe | None = None
+        self._marker = ""
         self._inside = inside
         self._json_only = json_only
         self._rest = rest
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        if self._step == self._reasoning:
+        if self._step in (self._reasoning, self._probing):
+            self._message.add_reasoning(self._take_aside())
             self._message.add_reasoning(self._text)
         elif text := self._take_aside() + self._text:
             self._rest.push(text)
@@ -120,20 +135,48 @@ class ReasoningParser(TextSteps):
         count, marker = self._ends.find(self._text)
         if count:
             self._message.add_reasoning(self._take(count))
-        if marker:
+        if marker == self._close.texts[0]:
             self._message.end_reasoning()
-            self._step = self._unclosed
-            if marker == self._close.texts[0]:
-                self._take(len(marker))
-                self._step = self._gap
+            self._take(len(marker))
+            self._step = self._gap
+        elif marker and self._make_probe is not None:
+            self._probe = self._make_probe()
+            self._marker = marker
+            self._step = self._probing
         return bool(marker)
 
+    def _probing(self) -> bool:
+        """From the marker of a call: find out whether that is one."""
+        probe = self._probe
+        assert probe is not None
+        count, closes = self._close.find(self._text)
+        count = min(count, _MAX_PROBED - self._aside_size)
+        piece = self._text[:count]
+        self._put_aside(count)
+        probe.parser.push(piece)
+        if probe.found is None and not closes and self._aside_size < _MAX_PROBED:
+            return False
+        self._probe = None
+        held = self._take_aside()
+        if probe.found:
+            self._message.end_reasoning()
+            self._text = held + self._text
+            self._step = self._unclosed
+        else:
+            # What follows the marker may have another.
+            self._message.add_reasoning(self._marker)
+            self._text = held[len(self._marker) :] + self._text
+            self._step = self._reasoning
+        return True
+
     def _unclosed(self) -> bool:
-        """After a call in the reasoning: drop the tag that may still follow."""
+        """After a call in the reasoning: drop the tag that may still follow, outside calls."""
         count, marker = self._close.find(self._text)
         if count:
             self._rest.push(self._take(count))
-        if marker:
+        if marker and self._message.in_call:
+            self._rest.push(self._take(len(marker)))
+        elif marker:
             self._take(len(marker))
             self._step = self._gap
         return bool(marker)

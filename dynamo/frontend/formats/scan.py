@@ -19,6 +19,9 @@ SPACE = " \t\r\n"
 MAX_HELD = 1 << 16
 """Characters that a parser may hold back to find out what they are."""
 _IN_STRING = re.compile(r'["\\]')
+_IN_JSON_STRING = re.compile(r'\\[\s\S]?|["\x00-\x1f]')
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_IN_ANY_STRING = re.compile(r"""\\[\s\S]?|["'\x00-\x1f]""")
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _TEXT = frozenset(("string",))
@@ -36,6 +39,9 @@ _BRACKETS = {"{": "object", "[": "array"}
 _WORDS = {"true": "boolean", "false": "boolean", "null": "null"}
 _NUMBER_BEGINS = re.compile(r"-?\d*(?:\.\d*)?(?:[eE][-+]?\d*)?")
 _MAX_SCALAR = 64
+_MAX_LITERAL = 8192
+_QUOTED = re.compile(r"""\s*(["'])([^"'<>=\r\n]+)\1""")
+_UNQUOTED = re.compile(r"""\s*["']?([^\s"'<>=]+)""")
 
 
 def well_formed(text: str) -> str:
@@ -78,7 +84,7 @@ def value_json(text: str) -> str:
     """The value that ``text`` is in JSON or else in Python, as JSON; a string if it is neither."""
     text = text.strip()
     try:
-        return json_text(json.loads(text))
+        return json_text(_json_value(text))
     except (ValueError, RecursionError):
         pass
     try:
@@ -92,11 +98,11 @@ def text_or_value_json(text: str, schema: Any) -> str:
 
     It is another value if the schema allows that one, as in vLLM, and else a string.
     """
-    for read in (json.loads, _python_value):
+    for read in (_json_value, _python_value):
         try:
             value = read(text.strip())
             # Python has other names for true and null, which are texts here.
-            if _allows(schema, value) and (read is json.loads or isinstance(value, dict | list)):
+            if _allows(schema, value) and (read is _json_value or isinstance(value, dict | list)):
                 return json_text(value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             pass
@@ -118,6 +124,15 @@ def begins_value(text: str, kinds: set[str]) -> bool | None:
         return None
     is_number = not kinds.isdisjoint(_NUMBERS) and _NUMBER_BEGINS.fullmatch(begun)
     return None if is_number or not begun else False
+
+
+def attribute_value(text: str) -> tuple[str, str] | None:
+    """The value at the beginning of ``text``, in quotes or not, and what follows; None if there is
+    none. A quote may be missing. O(characters)."""
+    if found := _QUOTED.match(text):
+        return found[2].strip(), text[found.end() :]
+    found = _UNQUOTED.match(text)
+    return None if found is None else (found[1], text[found.end() :])
 
 
 def is_text(schema: Any) -> bool:
@@ -164,8 +179,20 @@ def _allows(schema: Any, value: Any) -> bool:
     return kind in own or (kind == "integer" and "number" in own)
 
 
+def _json_value(text: str) -> Any:
+    """The value of a JSON text, in whose strings a model may write line breaks and tabs."""
+    return json.loads(text, strict=False)
+
+
 def _python_value(text: str) -> Any:
-    """The value of a Python literal, in which JSON's names are allowed too."""
+    """The value of a Python literal, in which JSON's names are allowed too.
+
+    Raises ValueError for a long text: its syntax tree would hold the event loop.
+    """
+    if len(text) > _MAX_LITERAL:
+        raise ValueError(f"a literal of {len(text)} characters")
+    if _CONTROL.search(text) is not None:
+        text = StringEscapes(_IN_ANY_STRING).push(text)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an unknown escape in a string is only a warning
         tree = ast.parse(text, mode="eval")
@@ -230,6 +257,45 @@ def _searched(
     return tuple({text[0] for text in texts}), max(map(len, texts), default=0), find
 
 
+class StringEscapes:
+    """Escapes the control characters inside strings of JSON text, which arrives in pieces.
+
+    JSON allows none there, but models write line breaks and tabs. ``marks`` finds them, quotes, and
+    a backslash with the character behind it.
+    """
+
+    __slots__ = ("_escaped", "_marks", "quote")
+
+    def __init__(self, marks: re.Pattern[str] = _IN_JSON_STRING) -> None:
+        self._marks = marks
+        self._escaped = False  # the last character was a backslash
+        self.quote = ""  # of the string that is open
+
+    def push(self, text: str) -> str:
+        """Return ``text`` with its control characters escaped. O(characters)."""
+        first = ""
+        if self._escaped and text:
+            self._escaped, first = False, self._after_backslash(text[0])
+            text = text[1:]
+        return first + self._marks.sub(self._replaced, text)
+
+    def _replaced(self, found: re.Match[str]) -> str:
+        mark = found[0]
+        if mark[0] == "\\":
+            self._escaped = len(mark) == 1  # the text ends
+            return mark if self._escaped else "\\" + self._after_backslash(mark[1])
+        if mark < " ":
+            return escaped(mark) if self.quote else mark
+        if not self.quote:
+            self.quote = mark
+        elif self.quote == mark:
+            self.quote = ""
+        return mark
+
+    def _after_backslash(self, char: str) -> str:
+        return escaped(char)[1:] if char < " " and self.quote else char
+
+
 class JsonSpan:
     """Finds the end of one JSON string, array or object.
 
@@ -242,6 +308,11 @@ class JsonSpan:
         self._depth = 0
         self._quoted = False
         self._escaped = False
+
+    @property
+    def open(self) -> bool:
+        """Whether the value has begun and not ended."""
+        return self._quoted or self._depth != 0
 
     def end(self, text: str) -> int:
         """The number of characters of ``text`` up to the end of the value, -1 if all belong to it.

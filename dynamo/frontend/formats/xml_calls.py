@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
 from dynamo.frontend.formats.scan import (
     MAX_HELD,
+    SPACE,
     Markers,
+    attribute_value,
     begins_value,
     escaped,
     is_text,
@@ -20,9 +22,11 @@ from dynamo.frontend.formats.scan import (
 )
 
 _MAX_NAME = 256
+_MAX_GAP = 256
+"""White space that may be between the end of a value and the next tag."""
 _QUOTES = "\"'"
 _BARE_NAME = re.compile(r"[\w./:-]+")
-_TYPED = re.compile(r'(.*?)"?\s+string\s*=\s*"(true|false)"', re.DOTALL)
+_TYPED = re.compile(r"""\bstring\s*=\s*["']?(true|false)\b""")
 
 
 class XmlCallShape(NamedTuple):
@@ -80,19 +84,36 @@ DEEPSEEK_V4 = DEEPSEEK_V3_2._replace(call=("<｜DSML｜tool_calls>", "</｜DSML�
 
 
 class _Tags:
-    """The tags of one shape, as what is searched for in each step."""
+    """The tags of one shape, as what is searched for in each step.
 
-    __slots__ = ("call_end", "function", "in_function", "starts", "value", "value_end")
+    ``after`` are the tags that may follow each tag that ends a value.
+    """
+
+    __slots__ = (
+        "after", "bare_name_end", "begins", "call_end", "function", "in_function", "name_end",
+        "starts", "value", "value_end",
+    )  # fmt: skip
 
     def __init__(self, shape: XmlCallShape) -> None:
         functions = (shape.function[0],) if shape.function[0] else ()
-        closes = dict.fromkeys((shape.function[1], shape.call[1]))
-        self.starts = Markers(shape.call[0], *functions)
+        closes = tuple(dict.fromkeys((shape.function[1], shape.call[1])))
+        opens, ends = shape.parameter
+        value_opens = (shape.value_opens,) if shape.value_opens else ()
+        self.begins = (shape.call[0], *functions)
+        self.starts = Markers(*self.begins)
         self.function = Markers(*functions)
         self.call_end = Markers(shape.call[1])
-        self.in_function = Markers(shape.parameter[0], *closes)
-        self.value = Markers(*((shape.value_opens,) if shape.value_opens else ()))
-        self.value_end = Markers(shape.parameter[1])
+        self.bare_name_end = Markers(opens, *closes)
+        self.in_function = Markers(opens, ends, *closes, *self.begins)
+        self.name_end = Markers(shape.name_ends, *value_opens, opens, ends, *closes)
+        self.value = Markers(*value_opens)
+        self.value_end = Markers(ends, opens, *closes)
+        between = Markers(shape.call[1], *self.begins)
+        self.after = {
+            ends: Markers(opens, *closes, *self.begins),
+            shape.function[1]: between,
+            shape.call[1]: self.starts,
+        }
 
 
 _TAGS = {
@@ -109,7 +130,9 @@ class XmlCallParser(CallSteps):
     """
 
     __slots__ = (
+        "_final",
         "_kinds",
+        "_names",
         "_parameters",
         "_reads_text",
         "_schema",
@@ -132,6 +155,8 @@ class XmlCallParser(CallSteps):
         self._schemas = schemas
         self._types: Mapping[str, Any] = {}
         self._parameters = 0
+        self._names: set[str] = set()  # of the parameters so far
+        self._final = False  # nothing follows the text
         self._reads_text = False
         self._kinds: set[str] = set()
         self._schema: Any = None  # of the value, while it may be a text or another value
@@ -139,6 +164,11 @@ class XmlCallParser(CallSteps):
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
+        self._final = True
+        while self._step():
+            pass
+        if self._message.stopped and self._message.in_call:
+            self._close_call()
         self._end_stray()
         # What is held back of a text value is the beginning of its end.
         if self._step in (self._json_value, self._either_value):
@@ -146,6 +176,18 @@ class XmlCallParser(CallSteps):
         elif self._step in (self._outside, self._tag, self._name, self._bare_name):
             self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
+
+    def _close_call(self) -> None:
+        """Close what the model has left open."""
+        if self._step in (self._json_value, self._either_value):
+            self._end_json(self._take_aside())
+        elif self._step == self._text_value:
+            self._message.add_arguments('"')
+        elif self._step in (self._before_value, self._value):
+            self._message.add_arguments('"' if self._reads_text else '""')
+        self._end_call()
+        self._step = self._outside
+        self._text = ""
 
     def _outside(self) -> bool:
         """Content up to a call."""
@@ -172,18 +214,30 @@ class XmlCallParser(CallSteps):
         end = self._text.find(">")
         if end < 0 and len(self._text) <= _MAX_NAME:
             return False
-        name = self._text[: max(0, end)].strip().strip(_QUOTES)
-        if not name or end > _MAX_NAME:
+        named = self._named(self._text[:end]) if 0 <= end <= _MAX_NAME else None
+        if named is None or (not self._known(named[0], self._schemas)):
             self._step = self._outside
             return True
         self._take(end + 1)
-        self._begin(name)
+        self._begin(named[0])
         return True
+
+    def _named(self, text: str) -> tuple[str, str] | None:
+        """The name in a tag and the attributes behind it; None for a tag without a name."""
+        if self._shape.function[0].endswith("name="):
+            return attribute_value(text)
+        name = text.strip().strip(_QUOTES)
+        return (name, "") if name else None
+
+    @staticmethod
+    def _known(name: str, names: Mapping[str, Any]) -> bool:
+        """Whether ``name`` can be one: no white space and no tag, unless it is one of ``names``."""
+        return name in names or not (set("<> \t\r\n") & set(name))
 
     def _bare_name(self) -> bool:
         """After ``<tool_call>``, where the name follows: up to the next tag."""
         self._put_space_aside()
-        count, marker = self._tags.in_function.find(self._text)
+        count, marker = self._tags.bare_name_end.find(self._text)
         name = self._text[:count].strip()
         plain = count <= _MAX_NAME and _BARE_NAME.fullmatch(name) is not None
         if not marker and (plain or not name):
@@ -199,6 +253,7 @@ class XmlCallParser(CallSteps):
         self._take_aside()
         self._types = self._schemas.get(name, {})
         self._parameters = 0
+        self._names = set()
         self._message.begin_call(name)
         self._step = self._function
 
@@ -208,17 +263,28 @@ class XmlCallParser(CallSteps):
         if self._tags.in_function.may_begin(self._text):
             return False
         marker = self._tags.in_function.leading(self._text)
-        if marker == self._shape.parameter[0]:
+        opens, ends = self._shape.parameter
+        if marker == opens:
             self._take(len(marker))
             self._step = self._parameter
+        elif marker == ends:  # of a parameter without a name
+            self._take(len(marker))
+        elif marker in self._tags.begins:  # the end of this call is missing
+            self._end_call()
+            self._end_stray()
+            self._step = self._outside
         elif marker:
-            self._message.add_arguments("}" if self._parameters else "{}")
+            self._end_call()
             self._take(len(marker) if marker == self._shape.function[1] else 0)
             self._end_stray()
             self._step = self._after
         else:
             self._step = self._stray
         return True
+
+    def _end_call(self) -> None:
+        self._message.add_arguments("}" if self._parameters else "{}")
+        self._message.end_call()
 
     def _stray(self) -> bool:
         """Text between parameters, which belongs to none of them: content behind the call."""
@@ -234,18 +300,25 @@ class XmlCallParser(CallSteps):
 
     def _parameter(self) -> bool:
         """After ``<parameter=``."""
-        ends = self._shape.name_ends
-        end = self._text.find(ends)
-        if end < 0 and len(self._text) < _MAX_NAME + len(ends):
+        count, marker = self._tags.name_end.find(self._text)
+        if not marker and len(self._text) <= _MAX_NAME + len(self._shape.function[1]):
             return False
-        if not 0 <= end <= _MAX_NAME:
+        named = self._named(self._text[:count]) if count <= _MAX_NAME else None
+        if (
+            marker not in (self._shape.name_ends, self._shape.value_opens)
+            or named is None
+            or not self._known(named[0], self._types)
+        ):
+            if marker == self._shape.name_ends:
+                self._take(count + len(marker))
             self._step = self._stray
             return True
-        name = self._take(end + len(ends))[:end].strip()
-        typed = _TYPED.fullmatch(name) if self._shape.token else None
-        name = (name if typed is None else typed[1]).strip(_QUOTES)
+        self._take(count + (len(marker) if marker == self._shape.name_ends else 0))
+        name, attributes = named
+        self._names.add(name)
+        typed = _TYPED.search(attributes) if self._shape.token else None
         schema = None if typed is not None else self._types.get(name)
-        self._reads_text = is_text(schema) if typed is None else typed[2] == "true"
+        self._reads_text = is_text(schema) if typed is None else typed[1] == "true"
         self._kinds = kinds_of(schema)
         self._schema = schema if "string" in self._kinds and not self._reads_text else None
         quote = '"' if self._reads_text else ""
@@ -276,19 +349,56 @@ class XmlCallParser(CallSteps):
         return True
 
     def _text_value(self) -> bool:
-        trims = self._shape.trims
         count, marker = self._tags.value_end.find(self._text)
-        if trims and not marker and self._text[:count].endswith("\n"):
-            count -= 1  # dropped if the tag follows
+        ends = self._ends_value(count, marker) if marker else None
+        if ends is False:
+            count += 1  # the tag is text; its first character is not searched again
         text = self._take(count)
-        if marker:
-            self._take(len(marker))
-            self._step = self._function
-            text = text.removesuffix("\n") if trims else text
-            self._message.add_arguments(escaped(text) + '"')
+        if not ends and text.endswith("\n"):  # dropped if the end follows
+            self._text, text = "\n" + self._text, text[:-1]
+        if ends:
+            self._message.add_arguments(escaped(self._end_value(text, marker)) + '"')
         else:
             self._message.add_arguments(escaped(text))
-        return bool(marker)
+        return ends is not None
+
+    def _end_value(self, text: str, marker: str) -> str:
+        """Return the value ``text`` without the line break that the format puts before the tag
+        ``marker``, and drop that, unless it is the next tag: then the end is missing."""
+        closes = marker == self._shape.parameter[1]
+        self._take(len(marker) if closes else 0)
+        self._step = self._function
+        return text.removesuffix("\n") if self._shape.trims or not closes else text
+
+    def _ends_value(self, start: int, marker: str) -> bool | None:
+        """Whether the tag at ``start`` ends the value, which may contain such a tag.
+
+        It does if another tag of the call follows, or nothing. None: more text decides.
+        """
+        start += len(marker)
+        if marker == self._shape.parameter[0]:
+            return self._begins_parameter(start)
+        after = self._tags.after[marker]
+        follows = self._text[start : start + _MAX_GAP].lstrip(SPACE)
+        if after.leading(follows):
+            return True
+        if not after.may_begin(follows) or len(self._text) >= start + _MAX_GAP:
+            return False
+        return True if self._final else None
+
+    def _begins_parameter(self, start: int) -> bool | None:
+        """Whether a parameter begins before ``start``, in a value whose end is missing: then it is
+        one of the function, and a new one. None: more text decides."""
+        text = self._text[start : start + _MAX_NAME + len(self._shape.function[1])]
+        count, marker = self._tags.name_end.find(text)
+        if not marker:
+            return None if len(text) <= _MAX_NAME and not self._final else False
+        named = self._named(text[:count])
+        if marker not in (self._shape.name_ends, self._shape.value_opens) or named is None:
+            return False
+        name = named[0]
+        known = name in self._types if self._types else self._known(name, self._types)
+        return known and name not in self._names
 
     def _either_value(self) -> bool:
         """At the beginning of a value that may be a text: find out whether it can be another."""
@@ -306,22 +416,20 @@ class XmlCallParser(CallSteps):
 
     def _json_value(self) -> bool:
         count, marker = self._tags.value_end.find(self._text)
-        self._put_aside(count)
-        if marker:
-            self._end_json(self._take_aside())
-            self._take(len(marker))
-            self._step = self._function
+        ends = self._ends_value(count, marker) if marker else None
+        self._put_aside(count + (ends is False))
+        if ends:
+            self._end_json(self._end_value(self._take_aside(), marker))
         elif self._aside_size > MAX_HELD:
             self._begin_text()
         else:
-            return False
+            return ends is not None
         return True
 
     def _end_json(self, text: str) -> None:
         if self._schema is None:
             self._message.add_arguments(value_json(text))
             return
-        text = text.removesuffix("\n") if self._shape.trims else text
         self._message.add_arguments(text_or_value_json(text, self._schema))
 
     def _begin_text(self) -> None:
@@ -332,9 +440,12 @@ class XmlCallParser(CallSteps):
 
     def _after(self) -> bool:
         """After ``</function>``."""
-        self._message.add_content(self._take_space())
+        self._put_space_aside()
         if self._tags.call_end.may_begin(self._text):
             return False
-        self._take(len(self._tags.call_end.leading(self._text)))
+        end = self._tags.call_end.leading(self._text)
+        space = self._take_aside()
+        self._message.add_content("" if end else space)
+        self._take(len(end))
         self._step = self._outside
         return True

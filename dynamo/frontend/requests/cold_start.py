@@ -379,7 +379,7 @@ class HeldExchange:
                 "choices": [
                     {
                         "index": 0,
-                        "delta": {"role": "assistant", self.reasoning_field: f"{text}\n"},
+                        "delta": {self.reasoning_field: f"{text}\n"},
                         "finish_reason": None,
                     }
                 ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dynamo.frontend.formats.formats import TOOL_FORMATS, RequestTools
-from dynamo.frontend.formats.message import AnswerMessage, AnswerParser
+from dynamo.frontend.formats.message import AnswerMessage, AnswerParser, CallProbe
 
 CITY = {"type": "string", "description": "The city"}
 TOOLS: list[dict[str, Any]] = [
@@ -228,8 +230,8 @@ CASES = (
         "qwen3_coder",
         "<tool_call><function=get_weather>well<parameter=city>Paris</parameter> so\n"
         "<parameter=days>3</parameter></function></tool_call>",
-        (("get_weather", '{"city": "Paris", "days": 3}'),),
-        "wellso",
+        (("get_weather", '{"city": "Paris</parameter> so", "days": 3}'),),
+        "well",
     ),
     *_typed(
         "qwen3_coder",
@@ -484,9 +486,21 @@ CASES = (
 
 
 def tool_parser(name: str) -> tuple[AnswerMessage, AnswerParser]:
-    numbers = iter(range(100))
+    numbers = itertools.count()
     message = AnswerMessage(lambda: f"call_{next(numbers)}")
     return message, TOOL_FORMATS[name].make(message, RequestTools.of(TOOLS))
+
+
+def tool_probe(name: str) -> Callable[[], CallProbe]:
+    tools = RequestTools.of(TOOLS)
+    return lambda: CallProbe(lambda message: TOOL_FORMATS[name].make(message, tools), tools.names)
+
+
+def merge_all(message: dict[str, Any], answer: AnswerMessage) -> None:
+    """Add what is new in ``answer``, each delta of one kind."""
+    for delta in answer.deltas():
+        assert len(delta) == 1 and len(delta.get("tool_calls", [0])) == 1, delta
+        merge(message, delta)
 
 
 def expected(case: Case) -> dict[str, Any]:

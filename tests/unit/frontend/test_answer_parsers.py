@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from answer_cases import CASES, TOOLS, Case, expected, merge, tool_parser
+from answer_cases import CASES, TOOLS, Case, expected, merge_all, tool_parser, tool_probe
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,9 +56,9 @@ def test_answer_in_single_characters_is_the_same_in_a_stream(case: Case) -> None
     found = {"role": "assistant", "content": None, "refusal": None}
     for char in case.text:
         parser.push(char)
-        merge(found, message.drain())
+        merge_all(found, message)
     parser.finish()
-    merge(found, message.drain())
+    merge_all(found, message)
     assert found == expected(case)
 
 
@@ -232,7 +232,7 @@ def test_a_call_ends_unclosed_reasoning(
     for pieces in ([text], list(text)):
         message, rest = tool_parser("hermes")
         shape = THINK._replace(calls=TOOL_FORMATS["hermes"].begins)
-        parser = ReasoningParser(message, shape, False, rest)
+        parser = ReasoningParser(message, shape, False, rest, probe=tool_probe("hermes"))
         for piece in pieces:
             parser.push(piece)
         parser.finish()

@@ -397,3 +397,50 @@ def test_models_without_parsers_answer_as_before() -> None:
     prepared = prepare(model, tools=TOOLS, tool_choice="auto")
     assert model.formats is None and prepared.answer is None
     assert ChatStream._chunks is not ParsedChatStream._chunks
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_vllms_append_think_is_content(streamed: bool) -> None:
+    config = RuntimeConfig(tool_call_parser="hermes", reasoning_parser="minimax_m2_append_think")
+    model = Preprocessor(card(runtime_config=config))
+    text = f"Hm.</think>Hi{CALL}"
+    if streamed:
+        message, _ = stream(text, model=model, tools=TOOLS)
+    else:
+        whole = answer(text, model=model, tools=TOOLS).unary()
+        message = json.loads(whole)["choices"][0]["message"]
+    assert message["content"] == "<think>Hm.</think>Hi" and len(message["tool_calls"]) == 1
+    assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_a_delta_has_one_kind(logprobs: bool) -> None:
+    """Clients that read a member of a delta and skip the others lose nothing."""
+    request = parse_chat(chat_body(stream=True, tools=TOOLS, logprobs=logprobs))
+    model = preprocessor()
+    made = ParsedChatStream(request, model.chat(request), model.tokenizer, "chatcmpl-1", 17)
+    found = outputs(f"<think>Hm.</think>Look.{CALL}{CALL}", "stop")
+    ids = [token for each in found for token in each.token_ids]
+    made.choices[0].push(
+        EngineOutput(token_ids=ids, log_probs=[-0.5] * len(ids), finish_reason="stop")
+    )
+    chunks = [chunk["choices"][0] for chunk in events(made.flush() + made.end())]
+    deltas = [{**chunk["delta"]} for chunk in chunks]
+    assert deltas[0].pop("role") == "assistant" and deltas[0].pop("content") is None
+    assert [list(each) for each in deltas] == [
+        ["reasoning_content"], ["content"], ["tool_calls"], ["tool_calls"]
+    ]  # fmt: skip
+    assert [chunk["finish_reason"] for chunk in chunks] == [None, None, None, "tool_calls"]
+    shown = [len((chunk["logprobs"] or {"content": ()})["content"]) for chunk in chunks]
+    assert shown == [len(ids) * logprobs, 0, 0, 0]
+
+
+@pytest.mark.parametrize("text", [f"{CALL[:-20]}", CALL.replace("Paris", "Pa").partition('"}')[0]])
+def test_a_call_that_is_no_json_does_not_end_with_tool_calls(text: str) -> None:
+    choice = body(text, tools=TOOLS)
+    (call,) = choice["message"]["tool_calls"]
+    try:
+        json.loads(call["function"]["arguments"])
+        assert choice["finish_reason"] == "tool_calls"
+    except ValueError:
+        assert choice["finish_reason"] == "stop"

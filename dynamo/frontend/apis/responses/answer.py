@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import deque
 from typing import Any
 
 import orjson
 
 from dynamo.errors import DynamoError
-from dynamo.frontend.answer.events import EventStream
+from dynamo.frontend.answer.events import CountingChoice, EventStream
 from dynamo.frontend.answer.sse import DONE, json_bytes, public_message
 from dynamo.frontend.apis.responses.input_items import INPUT, OfferedTools
 from dynamo.frontend.apis.responses.prompt import ResponseChatRequest
@@ -270,7 +271,7 @@ class ResponsesStream(EventStream):
             summarizes=origin.summarizes,
             streams=bool(request.stream),
         )
-        self._skipped = 0
+        self._logprobs: deque[list[dict[str, Any]] | None] = deque()
 
     def opening(self) -> bytes:
         """The events before the first delta."""
@@ -279,7 +280,18 @@ class ResponsesStream(EventStream):
         return event("response.created", shown) + event("response.in_progress", shown)
 
     def _events(self, delta: AnswerDelta) -> bytes:
-        return self._output.add(delta, self._logprobs(delta))
+        return self._output.add(delta, self._logprobs.popleft() if self._logprobs else None)
+
+    def _take(self) -> list[AnswerDelta]:
+        deltas, choice = super()._take(), self.choices[0]
+        if choice.logprobs is None:
+            return deltas
+        if isinstance(choice, CountingChoice):
+            entries = choice.content_logprobs(len(deltas))
+        else:
+            entries = [(choice.logprobs.drain() or {}).get("content") or [] for _ in deltas]
+        self._logprobs.extend(list(map(_logprob, each)) for each in entries)
+        return deltas
 
     def _last_events(self) -> bytes:
         status = self._status
@@ -349,16 +361,6 @@ class ResponsesStream(EventStream):
         )
         counts = (given, usage.cached_tokens or 0, made, self._reasoning_tokens, given + made)
         return orjson.Fragment(text % counts)
-
-    def _logprobs(self, delta: AnswerDelta) -> list[dict[str, Any]] | None:
-        """The log probabilities of the content in ``delta``; those of other text are dropped."""
-        collector = self.choices[0].logprobs
-        if collector is None or delta.content is None:
-            return None
-        entries = (collector.drain() or {}).get("content") or []
-        reasoning = max(0, self._reasoning_tokens - self._skipped)
-        self._skipped += reasoning
-        return [_logprob(each) for each in entries[reasoning:]]
 
 
 def response_error(status: int, error: DynamoError) -> bytes:
