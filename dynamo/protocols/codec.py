@@ -54,6 +54,18 @@ def _ext_list(code: int, data: memoryview) -> Any:
     return ids.tolist()
 
 
+def _dec_hook(kind: type, value: Any) -> Any:
+    """Return the token ids of a field, sent as an array or as a list. O(ids)."""
+    if kind is not array or type(value) is array:
+        return value
+    try:
+        return array("I", value if type(value) is list else None)
+    except (TypeError, OverflowError):
+        raise ValueError(
+            "Expected token ids: integers from 0 to 4294967295, as a list or as an array"
+        ) from None
+
+
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
 _PLAIN = msgspec.msgpack.Decoder(ext_hook=_ext_list)
 
@@ -65,5 +77,8 @@ plain_decode = _PLAIN.decode
 
 
 def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """Return a decoder of ``kind`` that keeps token ids as ``array('I')``; build it at import."""
-    return msgspec.msgpack.Decoder(kind, ext_hook=_ext_array)
+    """Return a decoder of ``kind`` with token ids as ``array('I')``; build it at import.
+
+    A list of ids is accepted too: handlers get one, and may send their request on.
+    """
+    return msgspec.msgpack.Decoder(kind, ext_hook=_ext_array, dec_hook=_dec_hook)

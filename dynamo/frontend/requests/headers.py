@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 
@@ -52,10 +53,14 @@ new_request_id = _new_request_ids().__next__
 which is ten times as fast as a random one each."""
 
 
+_PLAIN_ID = re.compile(r"[A-Za-z0-9._:@+=/-]{1,128}")
+
+
 def request_id(headers: Mapping[str, str]) -> tuple[str, str | None]:
     """Return the internal id, and the client's id, if any, which the response echoes.
 
-    The client's id becomes the internal one if it is a UUID.
+    The client's id is the internal one, a UUID in its usual form; other ids if they are short and
+    plain: they are in logs, in the ids of responses and in those of engines.
     """
     given = headers.get("x-request-id")
     if given is None:
@@ -63,7 +68,7 @@ def request_id(headers: Mapping[str, str]) -> tuple[str, str | None]:
     try:
         return str(uuid.UUID(given)), given
     except ValueError:
-        return new_request_id(), given
+        return (given if _PLAIN_ID.fullmatch(given) else new_request_id()), given
 
 
 def routed(routing: Routing | None, headers: Mapping[str, str]) -> Routing | None:

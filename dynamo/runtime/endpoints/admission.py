@@ -18,7 +18,7 @@ from dynamo.runtime.requests.stream import ServerStream
 _UNLIMITED = (10_000, 40_000)
 """(limit, queue limit) if none is set: bounds on memory, not on load."""
 _ENGINE_REQUEST = gauge("dynamo_engine_request", "Requests in the engine")
-_REQUEST_QUEUE = gauge("dynamo_request_queue", "Queued requests behind the next one")
+_REQUEST_QUEUE = gauge("dynamo_request_queue", "Queued requests, the next one included")
 _REJECTIONS = counter("dynamo_rejection_request_total", "Requests rejected by a full worker")
 _QUEUE_DEPTH = gauge("dynamo_work_handler_queue_depth", "Queued requests behind the next one")
 _ENQUEUE_REJECTED = counter(
@@ -121,8 +121,8 @@ def _check(labels: MetricsLabels) -> None:
 class AdmissionQueue:
     """At most ``limit`` requests run and ``queue_limit`` are queued; unlimited: 10000 and 40000.
 
-    Dynamo's dispatcher takes the head out of its channel before it waits for a permit. Its gauges
-    of queue depth and capacity therefore count one less than this queue, and so do ours.
+    Dynamo's dispatcher takes the head out of its channel before it waits for a permit. Its work
+    handler's gauges of depth and capacity therefore count one less than this queue; so do ours.
     """
 
     def __init__(self, limit: int | None, queue_limit: int, registry: Registry) -> None:
@@ -202,7 +202,7 @@ class AdmissionQueue:
         for spec, read in (
             (_ENGINE_REQUEST, lambda: self._running),
             (POOL_ACTIVE, lambda: self._running),
-            (_REQUEST_QUEUE, lambda: max(0, len(self._queue) - 1)),
+            (_REQUEST_QUEUE, lambda: len(self._queue)),
             (_QUEUE_DEPTH, lambda: max(0, len(self._queue) - 1)),
             (POOL_CAPACITY, lambda: self._limit),
             (_QUEUE_CAPACITY, lambda: max(1, self._queue_limit - 1)),

@@ -46,8 +46,9 @@ class Context:
     ``stop`` asks for an early but orderly end (items already produced may still be read), ``kill``
     ends the request. A kill implies a stop; neither can be undone.
 
-    Any thread may read the state, stop and kill: listeners, children and waiters are then notified
-    on the loop of the first of them. All other methods belong on the loop's thread.
+    Any thread may read the state, stop and kill: children are then stopped at once, listeners and
+    waiters notified on the loop of the first of them. All other methods belong on the loop's
+    thread.
     """
 
     __slots__ = ("_id", "_level", "_listeners", "_loop", "_notified", "_waiters", "metadata")
@@ -139,6 +140,8 @@ class Context:
     def link_child(self, child: Context) -> None:
         """Forward every stop and kill to ``child``; a past one at once."""
         self.on_cancel(child._cancel)
+        if self._level > self._notified:  # another thread has cancelled it since the last turn
+            child._cancel(_KIND[self._level])
 
     def unlink_child(self, child: Context) -> None:
         """Stop forwarding to ``child``; ignore one that is not linked."""
@@ -168,6 +171,10 @@ class Context:
         if loop is None or loop is _running_loop():
             self._notify(kind)
         else:
+            for callback in tuple(self._listeners or ()):
+                child = getattr(callback, "__self__", None)
+                if isinstance(child, Context):
+                    child._cancel(kind)
             with contextlib.suppress(RuntimeError):  # the loop is closed: no listener is left
                 loop.call_soon_threadsafe(self._notify, kind)
 

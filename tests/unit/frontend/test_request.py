@@ -643,8 +643,16 @@ async def test_request_ids(site: Site) -> None:
     assert site.answer["id"] == f"chatcmpl-{given}"
     site = Site()
     site.post({"model": "tiny", "messages": [{"role": "user", "content": "a"}]}, x_request_id="me")
+    assert site.streams[0].engine_id == "me"
     site.streams[0].sink.on_error(Disconnected())
     assert "x-request-id: me" in site.head
+    assert site.metrics.recent.find("me").info.request_id == "me"
+    site = Site()
+    site.chat()
+    for odd in ("a b", "x" * 129, "\x1b[2J"):
+        site.bench = Bench(handler=site.bench.server.handler)
+        site.post({"model": "tiny", "prompt": "a"}, "/v1/completions", x_request_id=odd)
+        assert str(uuid.UUID(site.streams[-1].engine_id)) == site.streams[-1].engine_id
 
 
 async def test_the_same_id_twice_at_once(site: Site) -> None:

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.protocols import codec
-from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, StopConditions
+from dynamo.protocols.engine import (
+    EngineOutput,
+    PreprocessedEmbeddingRequest,
+    PreprocessedRequest,
+    StopConditions,
+)
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 
 
@@ -22,6 +27,26 @@ def test_tokens_round_trip_typed_and_plain(ids: list[int]) -> None:
     assert again == request and isinstance(again.token_ids, array)
     plain = codec.plain_decode(wire)
     assert plain["token_ids"] == ids and plain["stop_conditions"] == {"max_tokens": 3}
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=30))
+def test_lists_of_token_ids_are_accepted(ids: list[int]) -> None:
+    image = {"routing_token_ids": ids, "mm_objects": []}
+    wire = codec.encode({"model": "m", "token_ids": ids, "routing": {"mm_routing_info": image}})
+    request = codec.decoder(PreprocessedRequest).decode(wire)
+    assert request.token_ids == codec.tokens(ids)
+    assert request.routing is not None and request.routing.mm_routing_info is not None
+    assert request.routing.mm_routing_info.routing_token_ids == codec.tokens(ids)
+    inputs = codec.encode({"model": "m", "token_ids": [ids, codec.tokens(ids)]})
+    embedding = codec.decoder(PreprocessedEmbeddingRequest).decode(inputs)
+    assert embedding.token_ids == [codec.tokens(ids)] * 2
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], ["a"], [1.5], "ab", b"abcd", 5, None])
+def test_other_token_ids_are_refused_with_the_field(ids: object) -> None:
+    wire = codec.encode({"model": "m", "token_ids": ids})
+    with pytest.raises(msgspec.ValidationError, match=r"integers from 0 to .* `\$.token_ids`"):
+        codec.decoder(PreprocessedRequest).decode(wire)
 
 
 def test_token_ids_are_little_endian_bytes_on_the_wire() -> None:

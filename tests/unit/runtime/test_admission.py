@@ -24,7 +24,7 @@ def test_exactly_n_plus_q_are_admitted() -> None:
     text = registry.render().decode().replace(".0\n", "\n")
     for line in (
         "dynamo_engine_request 2",
-        "dynamo_request_queue 1",
+        "dynamo_request_queue 2",
         "dynamo_work_handler_queue_capacity 1",
         "dynamo_work_handler_pool_capacity 2",
         "dynamo_rejection_request_total 1",

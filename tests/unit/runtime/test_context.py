@@ -127,6 +127,8 @@ async def test_any_thread_may_cancel_and_listeners_run_on_the_loop() -> None:
     here = threading.get_ident()
     for cancel in (Context.stop, Context.kill):
         context, child, late = Context(), Context(), Context()
+        grandchild = Context()
+        child.link_child(grandchild)
         received: list[tuple[str, int]] = []
         context.link_child(child)
         child.on_cancel(partial(note_thread, received))
@@ -135,7 +137,9 @@ async def test_any_thread_may_cancel_and_listeners_run_on_the_loop() -> None:
         thread.start()
         thread.join()
         assert context.is_stopped() and not received  # the state at once, the listeners later
+        assert child.is_stopped() and grandchild.is_stopped()
         context.link_child(late)
+        assert late.is_stopped()
         assert await waiter is True
         assert received == [("stop" if cancel is Context.stop else "kill", here)]
         assert late.is_stopped()

@@ -847,7 +847,7 @@ async def test_handlers_share_the_limit_of_the_process(
     page = worker.metrics.render().decode().replace(".0\n", "\n")
     for line in (
         "dynamo_engine_request 1",
-        "dynamo_request_queue 1",
+        "dynamo_request_queue 2",
         "dynamo_rejection_request_total 1",
         "dynamo_work_handler_pool_capacity 1",
     ):
