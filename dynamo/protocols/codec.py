@@ -59,11 +59,11 @@ def _dec_hook(kind: type, value: Any) -> Any:
     if kind is not array or type(value) is array:
         return value
     try:
-        return array("I", value if type(value) is list else None)
+        if type(value) is list:
+            return array("I", value)
     except (TypeError, OverflowError):
-        raise ValueError(
-            "Expected token ids: integers from 0 to 4294967295, as a list or as an array"
-        ) from None
+        pass
+    raise ValueError("Expected token ids: integers from 0 to 4294967295, as a list or as an array")
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)

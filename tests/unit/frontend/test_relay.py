@@ -21,6 +21,7 @@ from dynamo.errors import (
     NoInstances,
     Overloaded,
 )
+from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
 from dynamo.frontend.prompt.field_rules import FieldRules
 
@@ -748,3 +749,62 @@ async def test_a_silent_server_is_timed_out() -> None:
             await turn()
     assert site.status == 500 and stream.calls == ["kill"]
     site.settled()
+
+
+# -- entrances that count or explain a prompt
+
+
+async def answered(site: RelaySite, body: dict[str, Any], path: str) -> Any:
+    site.bench = Bench(handler=site.routes)
+    site.post(body, path)
+    async with asyncio.timeout(10):
+        while not site.bench.transport.out:
+            await turn()
+    assert site.status == 200, site.body
+    return site.answer
+
+
+async def test_an_explanation_counts_salt_adapter_and_tenant(site: RelaySite) -> None:
+    site.far_card.lora_name = "far"
+    seen: list[Any] = []
+
+    def note(tokens: Any, routing: Any, *_: Any) -> dict[str, Any]:
+        seen.append(routing)
+        return {}
+
+    vars(site)["explain"] = note
+    explain = ExplainRoutes(site, site.tasks, 503, site.active.off_loop)  # type: ignore[arg-type]
+    explain.install(site.routes)
+    await answered(site, {"model": "far", "prompt": "hi", "cache_salt": "s"}, "/v1/route")
+    assert (seen[0].lora_name, seen[0].cache_namespace) == ("far", "s")
+
+
+async def test_every_entrance_counts_by_the_rules_of_the_graph(site: RelaySite) -> None:
+    seen: list[Any] = []
+
+    def note(tokens: Any, *_: Any) -> dict[str, Any]:
+        seen.append(len(tokens))
+        return {}
+
+    vars(site)["explain"] = note
+    explain = ExplainRoutes(site, site.tasks, 503, site.active.off_loop)  # type: ignore[arg-type]
+    explain.install(site.routes)
+    call = {"name": "w", "description": "long " * 50, "parameters": {"type": "object"}}
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    tools = {"tools": [{"type": "function", "function": call}]}
+    own = {"tools": [{"name": "w", "description": "long " * 50, "input_schema": {}}]}
+    flat = {"model": "tiny", "input": "a", "tools": [{"type": "function", **call}]}
+
+    async def counts() -> list[int]:
+        await answered(site, {**chat, **tools}, "/v1/route")
+        return [
+            seen.pop(),
+            (await answered(site, {**chat, **tools}, "/tokenize"))["count"],
+            (await answered(site, {**chat, **own}, "/v1/messages/count_tokens"))["input_tokens"],
+            (await answered(site, flat, "/v1/responses/input_tokens"))["input_tokens"],
+        ]
+
+    before = await counts()
+    site.rules["tiny"] = FieldRules({}, ["tools"])
+    after = await counts()
+    assert max(after) < min(before) and max(after) - min(after) <= 1
