@@ -9,8 +9,10 @@ their hashes alone, without tokens.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -56,15 +58,19 @@ _TIER_OF = {
 }
 _decode = msgspec.msgpack.Decoder().decode
 HIGH_WATER_MESSAGES = 100_000
+REPLAY_TIMEOUT_S = 5.0
 _SEQUENCE = struct.Struct(">Q")
+_END_OF_REPLAY = _SEQUENCE.pack(_U64)
 log = logging.getLogger(__name__)
 
 
 class EngineEventRelay:
-    """A SUB socket on the engine's ``endpoint``.
+    """A SUB socket on the engine's ``endpoint``, and its replay socket, if it has one.
 
-    Calls ``on_events(dp_rank or None, events)`` once per message, ``on_dropped(count)`` for a gap
-    in the engine's sequence numbers, ``on_malformed(error)`` for each event that is dropped.
+    Calls ``on_events(dp_rank or None, events)`` once per message, ``on_dropped(count)`` for lost
+    messages, ``on_malformed(error)`` for each event that is dropped. Before the events that follow
+    a restart of the engine, or a loss that the replay did not repair, it calls ``on_reset()``: a
+    removal may be lost, so no earlier block counts.
     """
 
     def __init__(
@@ -74,6 +80,8 @@ class EngineEventRelay:
         on_events: Callable[[int | None, list[EngineEvent]], None],
         on_dropped: Callable[[int], None],
         on_malformed: Callable[[Exception], None],
+        on_reset: Callable[[], None],
+        replay_endpoint: str | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.malformed = 0
@@ -81,7 +89,10 @@ class EngineEventRelay:
         self._on_events = on_events
         self._on_dropped = on_dropped
         self._on_malformed = on_malformed
-        self._expected: int | None = None
+        self._on_reset = on_reset
+        self._replay_endpoint = replay_endpoint
+        self._newest: int | None = None  # the last number that the SUB socket delivered
+        self._expected: int | None = None  # the next number to apply; a replay may be ahead
 
     async def run(self) -> None:
         """Relay until cancelled; ZMQ reconnects when the engine restarts."""
@@ -92,25 +103,82 @@ class EngineEventRelay:
             socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
             socket.connect(self.endpoint)
             while True:
-                self._on_message(await socket.recv_multipart())
+                await self._on_message(await socket.recv_multipart())
         finally:
             socket.close()
 
-    def _on_message(self, frames: list[bytes]) -> None:
+    async def _on_message(self, frames: list[bytes]) -> None:
+        message = self._decoded(frames)
+        if message is None:
+            return  # the next message shows the gap
+        if self._newest is not None and message.number <= self._newest:
+            log.warning("%s: the engine restarted; cleared its blocks", self.endpoint)
+            self._expected = 0
+            self._on_reset()
+        self._newest = message.number
+        # Later messages wait in the socket until the replay is complete.
+        lost = message.number - (self._expected or 0)
+        if lost > 0 and (self._expected is not None or self._replay_endpoint is not None):
+            await self._repair(message.number)
+        self._deliver(message)
+
+    def _deliver(self, message: _Message) -> None:
+        if self._expected is None or message.number >= self._expected:  # else already replayed
+            self._expected = message.number + 1
+            self._on_events(message.dp_rank, message.events)
+
+    async def _repair(self, end: int) -> None:
+        """Apply the messages before ``end`` from the replay; reset if one of them is missing."""
+        start = self._expected or 0
+        replayed = await self._replay(start)
+        complete = [message.number for message in replayed[: end - start]] == [*range(start, end)]
+        if not complete and self._expected is not None:
+            self._on_dropped(end - start)
+            log.warning(
+                "%s: messages %d to %d of the engine are lost; cleared its blocks",
+                self.endpoint,
+                start,
+                end - 1,
+            )
+            self._on_reset()
+        for message in replayed:
+            self._deliver(message)
+
+    async def _replay(self, start: int) -> list[_Message]:
+        """Return what the engine still has of its messages since ``start``."""
+        if self._replay_endpoint is None:
+            return []
+        replayed: list[_Message] = []
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+            socket.connect(self._replay_endpoint)
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                await socket.send_multipart([b"", _SEQUENCE.pack(start)])
+                while len(replayed) < HIGH_WATER_MESSAGES:
+                    frames = (await socket.recv_multipart())[1:]  # after the empty delimiter
+                    if frames[1:2] == [_END_OF_REPLAY]:
+                        break
+                    message = self._decoded(frames)
+                    if message is not None:
+                        replayed.append(message)
+        except TimeoutError:
+            log.warning("%s: no complete replay in %g s", self._replay_endpoint, REPLAY_TIMEOUT_S)
+        finally:
+            socket.close()
+        return replayed
+
+    def _decoded(self, frames: list[bytes]) -> _Message | None:
         try:
             _, number, payload = frames
             (sequence,) = _SEQUENCE.unpack(number)
-            dp_rank, events = decode_events(payload, self._on_malformed)
+            return _Message(sequence, *decode_events(payload, self._on_malformed))
         except (ValueError, struct.error) as error:
             self.malformed += 1
             if self.malformed == 1:
                 log.warning("%s: dropped a malformed message: %.200s", self.endpoint, error)
-            return
-        # A lower number is a restarted engine, not a gap.
-        if self._expected is not None and sequence > self._expected:
-            self._on_dropped(sequence - self._expected)
-        self._expected = sequence + 1
-        self._on_events(dp_rank, events)
+            return None
 
 
 class EngineStored(NamedTuple):
@@ -151,32 +219,99 @@ class EngineCleared(NamedTuple):
 EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 
-class AttentionGroup:
-    """Selects the events of one group of layers: a hybrid model stores each block in several.
+class _Message(NamedTuple):
+    """One message of the engine."""
 
-    All groups use the same hashes, and a group with a sliding window drops its blocks early. The
-    group with full attention decides which prompts are cached; without one, the first that appears.
+    number: int
+    dp_rank: int | None
+    events: list[EngineEvent]
+
+
+class AttentionGroup:
+    """Selects the events of the groups of layers that decide which prompts are cached.
+
+    A hybrid model stores each block in several groups, under the same hash, and a group with a
+    sliding window drops its blocks early. Groups with full attention decide, whenever they appear;
+    until then, the first group does.
     """
 
     def __init__(self) -> None:
-        self._group: int | None = None
+        self._first: int | None = None
+        self._full: set[int | None] = set()
 
     def select(self, events: list[EngineEvent]) -> list[EngineEvent]:
-        """Return the events of the group, and those without a group."""
-        if self._group is None:
-            self._group = _main_group(events)
-        return [
-            event
-            for event in events
-            if isinstance(event, EngineCleared) or event.group in (None, self._group)
+        """Return the events of the deciding groups, and those without a group.
+
+        The first event of full attention clears the blocks of a group that decided before it.
+        """
+        stored = [each for each in events if isinstance(each, EngineStored)]
+        groups = [each.group for each in stored if each.group is not None]
+        full: set[int | None] = {
+            each.group
+            for each in stored
+            if each.group is not None and each.attention in _FULL_ATTENTION
+        }
+        replaced = bool(full) and not self._full and self._first is not None
+        self._full |= full
+        if self._first is None and not self._full and groups:
+            self._first = groups[0]
+        accepted = {None, *(self._full or {self._first})}
+        selected: list[EngineEvent] = [
+            event for event in events if isinstance(event, EngineCleared) or event.group in accepted
         ]
+        return [EngineCleared(), *selected] if replaced else selected
 
 
-def _main_group(events: list[EngineEvent]) -> int | None:
-    stored = [each for each in events if isinstance(each, EngineStored) and each.group is not None]
-    full = [each.group for each in stored if each.attention in _FULL_ATTENTION]
-    groups = full or [each.group for each in stored]
-    return groups[0] if groups else None
+class BlockCopies:
+    """The blocks that one rank of an engine holds, with the number of copies of each.
+
+    vLLM keeps several blocks of equal content and publishes the removal of each copy. Groups of
+    layers count separately: a prompt is cached as far as all of them have it. The salt of a block
+    is known as long as any tier has it.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int | None], Counter[int]] = {}
+        self._salts: dict[int, str] = {}
+
+    def stored(self, event: EngineStored) -> str | None:
+        """Count a copy of each block. Return the salt of their chain."""
+        held = self._held.setdefault((event.storage_tier, event.group), Counter())
+        held.update(event.block_hashes)
+        salt = event.cache_salt
+        if self._salts and salt is None:
+            if event.parent_hash is not None:
+                salt = self._salts.get(event.parent_hash)
+            elif not event.token_ids:
+                return None
+        if salt is not None:
+            self._salts |= dict.fromkeys(event.block_hashes, salt)
+        return salt
+
+    def removed(self, event: EngineRemoved) -> list[int]:
+        """Discount a copy of each block. Return the blocks of which none is left."""
+        held = self._held.get((event.storage_tier, event.group), Counter[int]())
+        gone = []
+        for block_hash in event.block_hashes:
+            copies = held.pop(block_hash, 1) - 1
+            if copies:
+                held[block_hash] = copies
+            else:
+                gone.append(block_hash)
+        self._forget_salts(gone)
+        return gone
+
+    def cleared(self, storage_tier: str = _DEVICE) -> None:
+        """Forget the blocks of a tier; for the device, all."""
+        for key in [key for key in self._held if storage_tier in (_DEVICE, key[0])]:
+            del self._held[key]
+        self._forget_salts(list(self._salts))
+
+    def _forget_salts(self, block_hashes: list[int]) -> None:
+        if self._salts:
+            for block_hash in block_hashes:
+                if not any(block_hash in held for held in self._held.values()):
+                    self._salts.pop(block_hash, None)
 
 
 def tier_of(medium: str | None) -> str | None:

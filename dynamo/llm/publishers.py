@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -18,6 +19,7 @@ from dynamo._fast.hashing import block_hashes as hash_blocks
 from dynamo._fast.hashing import seed_for
 from dynamo.llm.engine_events import (
     AttentionGroup,
+    BlockCopies,
     EngineEvent,
     EngineEventRelay,
     EngineRemoved,
@@ -88,7 +90,8 @@ class KvEventPublisher:
 
     Create it on the loop of the runtime; publish from any thread, events keep their order. Hashes
     are the engine's own 64-bit ids, signed or unsigned. With ``zmq_endpoint`` the engine's own
-    events are relayed. The local index, which answers queries of routers, is always on:
+    events are relayed; lost messages are read from ``zmq_replay_endpoint``, and without one the
+    engine's blocks are cleared. The local index, which answers queries of routers, is always on:
     ``enable_local_indexer`` has no effect, nor do ``image_token_id``, ``video_token_id`` and
     ``kv_state_endpoint``. ValueError for a block size of 0.
     """
@@ -106,6 +109,8 @@ class KvEventPublisher:
         image_token_id: int | None = None,
         kv_state_endpoint: str | None = None,
         video_token_id: int | None = None,
+        *,
+        zmq_replay_endpoint: str | None = None,
     ) -> None:
         if kv_block_size <= 0:
             raise ValueError(f"kv_block_size cannot be {kv_block_size}")
@@ -124,8 +129,8 @@ class KvEventPublisher:
         labels = (target.component, target.namespace, str(self._sender.worker_id))
         self._dropped = runtime.metrics.child(_DROPPED, *labels)
         self._malformed = 0
-        self._group = AttentionGroup()
-        self._salts: dict[int, str] = {}  # of the engine's blocks that have one
+        self._groups: defaultdict[int, AttentionGroup] = defaultdict(AttentionGroup)
+        self._copies: defaultdict[int, BlockCopies] = defaultdict(BlockCopies)
         self._relay: asyncio.Task[None] | None = None
         if zmq_endpoint is not None:
             relay = EngineEventRelay(
@@ -134,6 +139,8 @@ class KvEventPublisher:
                 self._on_engine_events,
                 self._dropped.inc,
                 self._on_malformed,
+                self._on_reset,
+                zmq_replay_endpoint,
             )
             self._relay = runtime.tasks.spawn(relay.run(), name=f"relay {zmq_endpoint}")
 
@@ -193,6 +200,7 @@ class KvEventPublisher:
 
     def publish_all_cleared(self) -> None:
         """Publish that all blocks were removed."""
+        self._copies.pop(self.dp_rank, None)
         self._record(self.dp_rank, [BlocksCleared()], STORAGE_TIERS[0])
 
     def shutdown(self) -> None:
@@ -248,18 +256,25 @@ class KvEventPublisher:
 
     def _on_engine_events(self, dp_rank: int | None, events: list[EngineEvent]) -> None:
         rank = self.dp_rank if dp_rank is None else dp_rank
-        selected = self._group.select(events)
+        selected = self._groups[rank].select(events)
+        copies = self._copies[rank]
         for tier, group in groupby(selected, key=attrgetter("storage_tier")):
             changes = []
             for event in group:
                 try:
-                    change = self._to_change(event)
+                    change = self._to_change(event, copies)
                 except (ValueError, TypeError) as error:  # token ids that are not uint32
                     self._on_malformed(error)
                     continue
                 if change is not None:
                     changes.append(change)
             self._record(rank, changes, tier)
+
+    def _on_reset(self) -> None:
+        """Clear all ranks of this engine: what they hold is unknown."""
+        for rank in {self.dp_rank, *self._copies}:
+            self._copies.pop(rank, None)
+            self._record(rank, [BlocksCleared()], STORAGE_TIERS[0])
 
     def _on_malformed(self, error: Exception) -> None:
         self._malformed += 1
@@ -272,26 +287,25 @@ class KvEventPublisher:
                 _DROPPED.name,
             )
 
-    def _to_change(self, event: EngineEvent) -> BlocksStored | BlocksRemoved | BlocksCleared | None:
+    def _to_change(
+        self, event: EngineEvent, copies: BlockCopies
+    ) -> BlocksStored | BlocksRemoved | BlocksCleared | None:
         if isinstance(event, EngineStored):
+            salt = copies.stored(event)
             if not event.token_ids:
                 return self._by_id(event)
             count = self._complete_blocks([event.block_size] * len(event.block_hashes))
-            salt = event.cache_salt
-            if self._salts and event.parent_hash is not None:
-                salt = self._salts.get(event.parent_hash)
-            if salt is not None:
-                self._salts |= dict.fromkeys(event.block_hashes[:count], salt)
+            # A sliding window names the tokens of its span, but only the blocks that are left.
+            if len(event.token_ids) != event.block_size * len(event.block_hashes):
+                return None
             hashing = _Hashing(event.lora_name, salt, mm_hashes=event.mm_hashes)
             return self._stored(
                 event.token_ids, event.block_hashes[:count], event.parent_hash, hashing
             )
         if isinstance(event, EngineRemoved):
-            if self._salts:
-                for block_hash in event.block_hashes:
-                    self._salts.pop(block_hash, None)
-            return BlocksRemoved(_column(event.block_hashes))
-        self._salts.clear()
+            gone = copies.removed(event)
+            return BlocksRemoved(_column(gone)) if gone else None
+        copies.cleared(event.storage_tier)
         return BlocksCleared()
 
     def _by_id(self, event: EngineStored) -> BlocksStored | None:

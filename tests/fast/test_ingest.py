@@ -90,13 +90,15 @@ def changes(source: Random, event_id: int) -> dict[str, Any]:
 
 def payloads(source: Random, count: int) -> Iterator[bytes]:
     """Batches; some events are lost, repeated or come late, some bytes are broken."""
-    ids: Counter[int] = Counter()
+    ids: Counter[tuple[int, int]] = Counter()
     for _ in range(count):
         worker = source.randrange(3)
         events = []
         for _ in range(source.choice([1, 1, 1, 2, 5])):
-            ids[worker] += source.choices([1, 0, 2, -3], [60, 1, 1, 1])[0]
-            events.append(changes(source, max(ids[worker], 0)))
+            change = changes(source, 0)
+            stream = worker, change.get("dp_rank", 0)
+            ids[stream] += source.choices([1, 0, 2, -3], [60, 1, 1, 1])[0]
+            events.append({**change, "event_id": max(ids[stream], 0)})
         batch: dict[str, Any] = {"worker_id": worker, "events": events}
         payload = msgspec.msgpack.encode(batch)
         match source.choices(range(4), [20, 1, 1, 1])[0]:

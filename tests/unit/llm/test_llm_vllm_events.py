@@ -251,3 +251,14 @@ def test_a_model_with_one_kind_of_layers_needs_no_full_attention() -> None:
 def test_engines_without_groups_send_all_events() -> None:
     group = AttentionGroup()
     assert group.select([STORED, EngineRemoved([5])]) == [STORED, EngineRemoved([5])]
+
+
+def test_full_attention_that_appears_later_replaces_the_first_group() -> None:
+    group = AttentionGroup()
+    window = STORED._replace(group=0, attention="sliding_window")
+    full = STORED._replace(group=1, attention="mla_attention")
+    assert group.select([window]) == [window]
+    assert group.select([full]) == [EngineCleared(), full]
+    assert group.select([window, EngineRemoved([5], group=0)]) == []
+    sink = STORED._replace(group=2, attention="sink_full_attention")
+    assert group.select([sink, full]) == [sink, full]
