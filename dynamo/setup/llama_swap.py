@@ -26,7 +26,9 @@ _PROFILES = {"llama-server": "llama.cpp", "vllm": "vllm", "sglang": "sglang", "o
 _OWN = ("PORT", "PID")
 _MACRO_DEPTH = 20
 _INHERITED = "\0"
-_SECRET_FLAG = re.compile(r"--[\w-]*(api-?key|auth-?token|hf-?token|secret|passw)", re.IGNORECASE)
+_SECRET_FLAG = re.compile(
+    r"(?<![\w-])--[\w-]*(api-?key|auth-?token|hf-?token|secret|passw)", re.IGNORECASE
+)
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _WIDE = 10_000
 _TAKEN = ("Frontend", "Planner", "Common", "namespace")
