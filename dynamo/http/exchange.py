@@ -104,6 +104,8 @@ class ResponseHeads:
         lines = [f"HTTP/1.1 {status} {reason_phrase(status)}", f"date: {self._date.decode()}"]
         if content_type:
             lines.append(f"content-type: {content_type}")
+        if content_type == "text/event-stream":  # nginx, by default, keeps events back
+            lines.append("x-accel-buffering: no")
         if framing & CLOSE:
             lines.append("connection: close")
         elif framing & OLD_KEEP_ALIVE:

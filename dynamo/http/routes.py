@@ -140,14 +140,14 @@ class Routes:
     def __call__(self, exchange: Exchange) -> None:
         """Handle ``exchange``: the handler of the HTTP server."""
         methods = self._exact.get(exchange.path) or self._prefixed(exchange.path)
-        if methods is None and exchange.method in self._rest:
+        hint = "" if methods is not None else self._hint(exchange.path)
+        if methods is None and not hint and exchange.method in self._rest:
             methods = self._rest if exchange.path.startswith(self._rest_prefix) else None
         if not methods:
             if exchange.path == "*":  # RFC 9110 9.3.7: OPTIONS of the server, only a ping
                 exchange.respond(200, b"", "", [("allow", "GET, HEAD, POST, DELETE, OPTIONS")])
                 return
-            text = f"Route not found: {exchange.method} {exchange.path}"
-            exchange.refuse(404, text)
+            exchange.refuse(404, f"Route not found: {exchange.method} {exchange.path}{hint}")
             return
         route = methods.get(exchange.method)
         if route is None:
@@ -173,6 +173,12 @@ class Routes:
                 exchange.refuse(415, text)
                 return
         route(exchange)
+
+    def _hint(self, path: str) -> str:
+        """What is wrong with a base URL that a client has put before a path of this table."""
+        if path.startswith("/v1/v1/"):
+            return "; the base URL has a /v1 too many, use one without it"
+        return f"; the base URL lacks /v1: /v1{path}" if f"/v1{path}" in self._exact else ""
 
     def _prefixed(self, path: str) -> dict[str, Route] | None:
         for prefix, methods in self._prefixes:

@@ -37,6 +37,12 @@ _TEXTS = {
     "x-dynamo-meta-policy-class": "policy_class",
 }
 _TENANT = "x-tenant-id"
+_TENANT_PREFIX = "tenant\n"
+_SALT_PREFIX = "salt\n"
+_PREFIXES = (_TENANT_PREFIX, _SALT_PREFIX)
+"""Tenants have the first; a salt that begins with one of them gets the second, so that none is
+that of a tenant. All other salts stay as engines and Dynamo's clients hash them."""
+_MAX_TEXT_CHARACTERS = 256
 ROUTING_HEADERS = frozenset((*_INTEGERS, *_PRIORITIES, *_TEXTS, _TENANT))
 
 
@@ -76,6 +82,9 @@ def routed(routing: Routing | None, headers: Mapping[str, str]) -> Routing | Non
 
     Raises InvalidArgument naming the header.
     """
+    if routing is not None and (routing.cache_namespace or "").startswith(_PREFIXES):
+        salted = f"{_SALT_PREFIX}{routing.cache_namespace}"
+        routing = msgspec.structs.replace(routing, cache_namespace=salted)
     if ROUTING_HEADERS.isdisjoint(headers):
         return routing
     changes: dict[str, int | str] = {}
@@ -87,7 +96,7 @@ def routed(routing: Routing | None, headers: Mapping[str, str]) -> Routing | Non
             changes[field] = _priority(name, headers[name])
     for name, field in _TEXTS.items():
         if name in headers:
-            changes[field] = headers[name]
+            changes[field] = _text(name, headers[name])
     given = routing or Routing()
     if _TENANT in headers:
         changes["cache_namespace"] = _namespace(headers[_TENANT], given.cache_namespace)
@@ -98,14 +107,26 @@ def routed(routing: Routing | None, headers: Mapping[str, str]) -> Routing | Non
 def _namespace(tenant: str, salt: str | None) -> str:
     """Return the namespace of a tenant's caches; its own ``cache_salt`` divides that further.
 
-    A header has no line break, so no salt gives the namespace of another tenant.
+    A header has no line break, so no salt of a tenant gives the namespace of another one.
     """
+    if not tenant:
+        raise InvalidArgument(f"Header '{_TENANT}' is empty; give a tenant, or leave it out")
     if len(tenant) > MAX_SALT_CHARACTERS:
         raise InvalidArgument(
             f"Header '{_TENANT}' must have at most {MAX_SALT_CHARACTERS} characters, "
             f"got {len(tenant)}"
         )
-    return tenant if salt is None else f"{tenant}\n{salt}"
+    name = f"{_TENANT_PREFIX}{tenant}"
+    return name if salt is None else f"{name}\n{salt}"
+
+
+def _text(name: str, text: str) -> str:
+    # The router keeps many sessions, and a head may have 32 KiB.
+    if len(text) > _MAX_TEXT_CHARACTERS:
+        raise InvalidArgument(
+            f"Header '{name}' must have at most {_MAX_TEXT_CHARACTERS} characters, got {len(text)}"
+        )
+    return text
 
 
 def _integer(name: str, text: str) -> int:

@@ -342,6 +342,7 @@ async def test_a_streamed_answer_one_event_a_turn(site: Site) -> None:
     for id in ids(site, "good day to"):
         stream.say([id])
     await turn()
+    assert "x-accel-buffering: no" in site.head
     assert "text/event-stream" in site.head and "transfer-encoding: chunked" in site.head
     assert len(site.events) == 1
     assert site.events[0]["choices"][0]["delta"] == {"role": "assistant", "content": "good day to"}

@@ -26,11 +26,34 @@ def test_priorities_have_the_range_of_the_agent_hints(header: str, field: str) -
 
 
 def test_a_tenant_has_its_own_caches() -> None:
-    assert routed(None, {"x-tenant-id": "a"}) == Routing(cache_namespace="a")
+    assert routed(None, {"x-tenant-id": "a"}) == Routing(cache_namespace="tenant\na")
     salted = routed(Routing(cache_namespace="b"), {"x-tenant-id": "a"})
-    assert salted == Routing(cache_namespace="a\nb")
+    assert salted == Routing(cache_namespace="tenant\na\nb")
     with pytest.raises(InvalidArgument, match="Header 'x-tenant-id' must have at most 4096"):
         routed(None, {"x-tenant-id": "a" * 4097})
+    with pytest.raises(InvalidArgument, match="Header 'x-tenant-id' is empty"):
+        routed(None, {"x-tenant-id": ""})
+
+
+def test_no_salt_is_a_tenants_namespace() -> None:
+    """Not with prefixes and line breaks of its own either; plain salts are as engines hash them."""
+    assert routed(Routing(cache_namespace="a"), {}) == Routing(cache_namespace="a")
+    parts = ("a", "b", "tenant\n", "salt\n", "a\nb", "tenant\na", "salt\ntenant\na", "tenant\na\nb")
+    seen: dict[str | None, object] = {}
+    for tenant in (None, "a", "b", "tenant", "salt"):
+        for salt in (None, *parts):
+            headers = {} if tenant is None else {"x-tenant-id": tenant}
+            found = routed(Routing(cache_namespace=salt), headers)
+            assert found is not None
+            assert seen.setdefault(found.cache_namespace, (tenant, salt)) == (tenant, salt)
+
+
+@pytest.mark.parametrize("header", ["x-dynamo-session-id", "x-dynamo-meta-policy-class"])
+def test_texts_are_bounded(header: str) -> None:
+    """The router keeps them, of many sessions."""
+    assert routed(None, {header: "s" * 256}) is not None
+    with pytest.raises(InvalidArgument, match=f"Header '{header}' must have at most 256"):
+        routed(None, {header: "s" * 257})
 
 
 def test_headers_win_over_the_body_and_leave_the_rest() -> None:

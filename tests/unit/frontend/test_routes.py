@@ -107,3 +107,7 @@ def test_anything_else_is_not(bad: str | None) -> None:
     assert status == 415
     text = "Expected request with Content-Type application/json"
     assert json.loads(body) == error_json(text, "Unsupported Media Type", 415, REFUSED)
+
+
+def test_a_wrong_base_url_is_explained() -> None:
+    assert "/v1 too many" in json.loads(ask("POST", "/v1/v1/chat/completions")[2])["message"]

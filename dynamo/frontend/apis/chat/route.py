@@ -30,7 +30,7 @@ from dynamo.frontend.prompt.images import ImageFetcher
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.headers import ROUTING_HEADERS, request_id, routed
+from dynamo.frontend.requests.headers import request_id, routed
 from dynamo.frontend.requests.recent import Prefilled, RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest
@@ -229,8 +229,7 @@ class OpenAIRoutes:
             force_usage=registry.settings.force_usage,
         )
         routing, headers = prepared.requests[0].routing, request.exchange.headers
-        if not ROUTING_HEADERS.isdisjoint(headers):
-            routing = routed(routing, headers)
+        routing = routed(routing, headers)
         if parsed.nvext is not None:
             # A bound method of the metrics: one of the request would make a cycle.
             generation.timing = request.metrics.timing
