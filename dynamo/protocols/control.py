@@ -103,7 +103,7 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
     Under the lease of the planner that starts them. Frontends list ``model``, hold its requests
     while it has no worker, and publish their number (:data:`ON_DEMAND_STATE`). ``model_input`` is
     that of its card. ``load_s``: what its last load took. ``loading_since``: when the load that is
-    in progress began, in Unix time.
+    in progress began, in Unix time. ``waits_for``: why requests wait and nothing is started.
     """
 
     namespace: str
@@ -113,6 +113,7 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
     context_length: int | None = None
     load_s: Seconds | None = None
     loading_since: float | None = None
+    waits_for: str = ""
 
 
 class EngineCommand(msgspec.Struct, omit_defaults=True):

@@ -426,8 +426,10 @@ class OnDemandModels:
             self.stop()
         now_s = time.monotonic()
         elapsed_s, self._ticked_s = now_s - self._ticked_s, now_s
-        for queue in self._queues.values():
-            queue.tick(elapsed_s, self._settings.cold_start_timeout_s)
+        for model, queue in self._queues.items():
+            record = self._names.get(model)
+            reason = "" if record is None else record.waits_for
+            queue.tick(elapsed_s, self._settings.cold_start_timeout_s, reason)
         for record in {one.model: one for one in self._records.values()}.values():
             self._publish(record)
 

@@ -246,17 +246,18 @@ class ColdStartQueue:
             self.remove(request)
             request.fail(error)
 
-    def tick(self, elapsed_s: float, timeout_s: float) -> None:
+    def tick(self, elapsed_s: float, timeout_s: float, reason: str = "") -> None:
         """End requests that have waited ``timeout_s``; send comments to the others.
 
-        The last call was ``elapsed_s`` ago.
+        ``reason`` says why no worker is started, if that is known. The last call was ``elapsed_s``
+        ago.
         """
         now_s = time.monotonic()
         for request, since_s in list(self._waiting.items()):
             waited_s = now_s - since_s
             if waited_s >= timeout_s:
                 self.remove(request)
-                request.fail(self._timeout(waited_s))
+                request.fail(self._timeout(waited_s, reason))
             elif request.show_progress():
                 continue
             elif waited_s // _COMMENT_EVERY_S > (waited_s - elapsed_s) // _COMMENT_EVERY_S >= 0:
@@ -267,10 +268,9 @@ class ColdStartQueue:
         since_s = next(iter(self._waiting.values()), None)
         return 0.0 if since_s is None else time.monotonic() - since_s
 
-    def _timeout(self, waited_s: float) -> Unavailable:
-        return Unavailable(
-            f"Model `{self.model}` got no worker within {waited_s:.0f} s. Please retry later."
-        )
+    def _timeout(self, waited_s: float, reason: str) -> Unavailable:
+        text = f"Model `{self.model}` got no worker within {waited_s:.0f} s"
+        return Unavailable(f"{text}: {reason}." if reason else f"{text}. Please retry later.")
 
     def _drain(self) -> None:
         self._turn = None

@@ -203,7 +203,10 @@ class ScalingLoop:
             seen = self._observe(state, ends=False)
             cold = self._is_cold(state)
             pools = self._pools(state.model)
-            made = cold_decision(pools) if cold else await state.rehearse(seen)
+            if cold and self._sharing is not None:
+                made = cold_decision(pools, self._sharing.waits_for(state.model, pools))
+            else:
+                made = await state.rehearse(seen)
             found.append((state, self._record(state, made, seen)))
         return found
 

@@ -15,6 +15,7 @@ import msgspec
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError
+from dynamo.observability.logs import counted
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
 from dynamo.planner.live.actions import WorkerAction
@@ -162,9 +163,12 @@ def is_cold(pools: Mapping[str, Pool]) -> bool:
     return is_on_demand(pools) and not pools[DECODE].workers
 
 
-def cold_decision(pools: Mapping[str, Pool]) -> ScalingDecision:
-    """Return what happens to a cold model now: nothing, its policy is not asked."""
-    rule = "no worker and no requests; the first request starts one"
+def cold_decision(pools: Mapping[str, Pool], waits_for: str = "") -> ScalingDecision:
+    """Return what happens to a cold model now: nothing, its policy is not asked.
+
+    ``waits_for`` says why requests wait without a worker, if some do.
+    """
+    rule = waits_for or "no worker and no requests; the first request starts one"
     return ScalingDecision(
         pools=tuple(PoolDecision(pool=name, wanted=0, rule=rule) for name in pools)
     )
@@ -251,6 +255,7 @@ class GpuSharing:
         self._newest: dict[str, tuple[frozenset[str], float]] = {}
         self._loads: dict[str, _Load] = {}
         self._plan = Sharing()
+        self._pausing: set[str] = set()
 
     def configure(self, settings: PlannerSettings) -> None:
         """Keep within the budget of ``settings`` from now on."""
@@ -266,7 +271,7 @@ class GpuSharing:
         """Announce the models on demand, and decide for all ``models``."""
         await self._source.announce(
             {
-                state.model.decode.name: self._record(state.model, pools[DECODE])
+                state.model.decode.name: self._record(state.model, pools)
                 for name, (state, pools) in models.items()
                 if is_on_demand(pools) and not self._settings.no_operation
             }
@@ -287,6 +292,7 @@ class GpuSharing:
             )
             for name, (state, pools) in models.items()
         ]
+        self._pausing = {one.name for one in shared if one.pauses}
         self._plan = share(shared, self._sharing_limits())
 
     def decision(self, state: ModelState) -> ScalingDecision:
@@ -298,6 +304,23 @@ class GpuSharing:
                 for change in self._plan.changes
                 if change.model == state.model.name
             )
+        )
+
+    def waits_for(self, model: ScaledModel, pools: Pools) -> str:
+        """Return why requests of ``model`` wait while nothing is started for it, else ""."""
+        waiting = self._source.demand(model.name).waiting
+        if not waiting or not is_cold(pools):
+            return ""
+        begins = any(change.model == model.name for change in self._plan.changes)
+        if begins or model.name in self._pausing:
+            return ""
+        wait = counted(waiting, "request waits", "requests wait")
+        each = counted(model.decode.gpus_per_worker, "GPU")
+        gpus = min(self._limits.max_gpus, self._capacity().gpus)
+        bound = "--max-gpu-budget" if gpus == self._limits.max_gpus else "the GPUs there are"
+        return (
+            f"{wait} for a first worker, which needs {each}, and other models hold what "
+            f"{bound} ({gpus:g}) leaves; unload one of them, or see dynamo planner set --help"
         )
 
     def max_gpus(self, model: str) -> float:
@@ -324,9 +347,9 @@ class GpuSharing:
     def _load(self, model: str) -> _Load:
         return self._loads.setdefault(model, _Load())
 
-    def _record(self, model: ScaledModel, pool: Pool) -> OnDemandModel:
+    def _record(self, model: ScaledModel, pools: Pools) -> OnDemandModel:
         """Return what frontends are told of ``model``: also since when its first worker starts."""
-        load = self._load(model.name)
+        load, pool = self._load(model.name), pools[DECODE]
         if pool.ready or not pool.starting:
             load.since = None
         elif load.since is None:
@@ -338,6 +361,7 @@ class GpuSharing:
             model_input=HTTP_INPUT if model.decode.relayed else "Tokens",
             load_s=seconds,
             loading_since=load.since,
+            waits_for=self.waits_for(model, pools),
         )
 
     def _serving_s(self, model: str, ready: int, now_s: float) -> float:

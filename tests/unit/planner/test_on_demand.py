@@ -147,6 +147,34 @@ async def test_explain_says_that_a_cold_model_waits_for_requests() -> None:
     assert rules == ["no worker and no requests; the first request starts one"] * 2
 
 
+async def test_a_wait_for_the_budget_is_explained_to_the_operator_and_to_clients() -> None:
+    """One worker of another model, which is busy, holds all of the budget."""
+    connector, frontends, loop = two(1, 0), Frontends(), asyncio.get_running_loop()
+    frontends.demands["a"] = ModelDemand(idle_s=0)
+    frontends.demands["b"] = ModelDemand(waiting=2, oldest_s=0.1, idle_s=0)
+    settings = replace(FAST, min_residency_s=1000.0)
+    sharing = GpuSharing(settings, "ns", frontends, lambda: GpuCapacity(1), loop.time)
+    made = ScalingLoop(
+        connector,
+        FakeSources(),
+        settings,
+        lambda prefill: Wanted(lambda seen: seen.decode.workers),
+        clock=loop.time,
+        sharing=sharing,
+    )
+    task = loop.create_task(made.run())
+    await until(lambda: any(one.waits_for for one in frontends.announced.values()))
+    rules = {state.model.name: r.pools[0].rule for state, r in await made.explain()}
+    await made.stop(1.0)
+    await task
+    text = "2 requests wait for a first worker, which needs 1 GPU, and other models hold"
+    assert rules["b"].startswith(text)
+    assert {one.model: bool(one.waits_for) for one in frontends.announced.values()} == {
+        "a": False,
+        "b": True,
+    }
+
+
 async def test_the_policy_does_not_remove_the_last_worker() -> None:
     connector, frontends = two(1, 0), Frontends()
     policy = Wanted(lambda seen: seen.decode.minimum)
