@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -60,12 +61,12 @@ def report(tmp_path: Path, announcer: Any, *specs: WatcherSpec) -> StartupReport
 
 
 def test_the_last_line_is_plain_text(tmp_path: Path) -> None:
-    output = ServiceOutput("W", LogFile(tmp_path / "log", 10**6), Announcements())
-    assert output.last_line() == ""
-    for line in (b"first", b"\x1b[32mLoading:  0%\rLoading: 50%\x1b[0m " + b"x" * 300, b"  "):
-        output(line)
-    assert output.last_line() == "Loading: 50% " + "x" * 187
-    output.close()
+    log_file = LogFile(tmp_path / "log", 10**6)
+    with contextlib.closing(ServiceOutput("W", log_file, Announcements())) as output:
+        assert output.last_line() == ""
+        for line in (b"first", b"\x1b[32mLoading:  0%\rLoading: 50%\x1b[0m " + b"x" * 1500, b" "):
+            output(line)
+        assert output.last_line() == "Loading: 50% " + "x" * 987
 
 
 async def test_the_reminder_names_what_loads(
