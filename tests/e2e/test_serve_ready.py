@@ -129,7 +129,7 @@ def test_a_worker_that_never_serves_is_given_up(serving: Serving) -> None:
     """Each start takes longer than the window: deaths in the window alone would never end it."""
     (serving.tmp_path / "sitecustomize.py").write_text(
         "import os, sys, time\nif 'dynamo.mocker' in sys.orig_argv:\n"
-        "    time.sleep(1.2)\n    print('CUDA error: out of memory', flush=True)\n"
+        "    time.sleep(1.2)\n    print('CUDA error: unspecified launch failure', flush=True)\n"
         "    os._exit(1)\n"
     )
     path = ":".join([str(serving.tmp_path), *filter(None, [serving.env.get("PYTHONPATH")])])
@@ -143,7 +143,7 @@ def test_a_worker_that_never_serves_is_given_up(serving: Serving) -> None:
         DYN_SERVE_RESTART_WINDOW_S="1",
     )
     bad = f"{serving.namespace}_Bad"
-    assert "restarting it now; last output: CUDA error: out of memory" in serving.text()
+    assert "restarting it now; last output: CUDA error: unspecified launch failure" in serving.text()
     assert f"gave up {bad}: 2 starts in a row ended before the model was served" in serving.text()
     assert f"given up: {bad}" in serving.lines[-1] and "workers: 1" in serving.lines[-1]
     assert serving.stop() == 1
