@@ -24,6 +24,7 @@ __all__ = [
     "EngineFailure",
     "EngineKilled",
     "EngineShutdown",
+    "Forbidden",
     "HandlerCancelled",
     "HttpError",
     "HttpFailure",
@@ -105,6 +106,14 @@ class InvalidArgument(DynamoError):
     code = "invalid_argument"
     status = 400
     kind = "Bad Request"
+
+
+class Forbidden(InvalidArgument):
+    """The API key of the request may not ask for this."""
+
+    code = "forbidden"
+    status = 403
+    kind = "Forbidden"
 
 
 class InvalidRequest(InvalidArgument, ValueError):

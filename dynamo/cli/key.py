@@ -11,7 +11,7 @@ from dynamo.cli.options import KeySettings
 from dynamo.cli.text_table import aligned
 from dynamo.config import load
 from dynamo.errors import ConfigError
-from dynamo.http.api_keys import KEY_NAME, key_line, new_key, read_keys
+from dynamo.http.api_keys import KEY_NAME, key_line, new_key, parse_grants, read_keys
 from dynamo.runtime.process.paths import write_atomic
 from dynamo.serve.state.frontends import KnownFrontend, frontends_in
 from dynamo.status.deployment import chosen_runtime, running_deployment
@@ -21,6 +21,7 @@ SHA-256 digest. Running frontends load the changed file within two seconds."""
 EPILOG = """examples:
   dynamo key add alice
   dynamo key add admin --role operator --api-key-file keys.txt
+  dynamo key add batch --grants priority=10,routing
   dynamo key list
   dynamo key remove alice
 Without --api-key-file it is the file of the running deployment.
@@ -37,14 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = settings.api_key_file or _running_file(settings.namespace)
     if settings.action == "list":
         keys = sorted(read_keys(path).values(), key=lambda one: one.name)
-        rows = [("NAME", "ROLE"), *((o.name, "operator" if o.operator else "user") for o in keys)]
+        rows = [("NAME", "ROLE", "GRANTS")]
+        for one in keys:
+            grants = "all" if one.grants is None else str(one.grants) or "-"
+            rows.append((one.name, "operator" if one.operator else "user", grants))
         print("\n".join(aligned(rows)))
         return 0
     if settings.action == "remove":
         remove_key(path, settings.name)
         print(f"dynamo key: removed {settings.name} from {path}", file=sys.stderr)
         return 0
-    print(add_key(path, settings.name, settings.role))
+    grants = str(parse_grants(settings.grants))
+    if grants and settings.role == "operator":
+        raise ConfigError("--grants is for users, operators may ask for all: leave it out")
+    print(add_key(path, settings.name, settings.role, grants))
     print(
         f"dynamo key: added {settings.name} ({settings.role}) to {path}; "
         "the key is not stored, so keep it now",
@@ -97,7 +104,7 @@ def remove_key(path: str, name: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def add_key(path: str, name: str, role: str) -> str:
+def add_key(path: str, name: str, role: str, grants: str = "") -> str:
     """Add a new key to the file at ``path``, made if need be; return it. Raises ConfigError."""
     if os.path.lexists(path) and any(one.name == name for one in read_keys(path).values()):
         raise ConfigError(
@@ -105,7 +112,7 @@ def add_key(path: str, name: str, role: str) -> str:
         )
     key = new_key()
     try:
-        _append(path, key_line(name, role, key))
+        _append(path, key_line(name, role, key, grants))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     return key

@@ -230,6 +230,12 @@ class KeySettings:
         choices=("user", "operator"),
         help="operators may also set busy thresholds, explain decisions and call engine routes",
     )
+    grants: str = option(
+        "",
+        "--grants",
+        help="what a user's requests may ask of the router, separated by commas: priority=N, "
+        "strict-priority=N, routing (workers, ranks, taints, weights), classes; default: nothing",
+    )
     api_key_file: str | None = option(
         None,
         "--api-key-file",

@@ -240,7 +240,9 @@ class FrontendSettings:
         help="leave Claude Code's billing header, which differs in each request, out of prompts",
     )
     disable_nvext: bool = option(
-        False, env="DYN_DISABLE_FRONTEND_NVEXT", help="drop nvext from requests"
+        False,
+        env="DYN_DISABLE_FRONTEND_NVEXT",
+        help="ignore nvext in requests, and the headers for routing",
     )
     disable_admin_api: bool = option(
         False,

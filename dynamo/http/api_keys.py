@@ -14,6 +14,7 @@ import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from dynamo.errors import ConfigError
 from dynamo.http.errors import KeyRefused
@@ -21,7 +22,8 @@ from dynamo.http.tls import FileWatch
 
 ROLES = ("user", "operator")
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-_LINE = re.compile(rf"({KEY_NAME.pattern}):({'|'.join(ROLES)}):([0-9a-f]{{64}})")
+_LINE = re.compile(rf"({KEY_NAME.pattern}):({'|'.join(ROLES)}):([0-9a-f]{{64}})(?::([^:]*))?")
+_MAX_PRIORITY = 2**31 - 1
 _MAX_FILE_BYTES = 1 << 20
 _MAX_KEYS = 4096  # each is a label of a metric
 _REMEMBERED = 1024
@@ -30,15 +32,57 @@ _LOCAL_NAME = "this deployment"  # no name that a file can have
 _CREDENTIALS = ("authorization", "x-api-key")
 
 
+class Grants(NamedTuple):
+    """What a user's key may ask of the router: its highest priorities, whether it may choose
+    workers, ranks, taints and weights (``routing``), and classes of the queue."""
+
+    priority: int = 0
+    strict_priority: int = 0
+    routing: bool = False
+    classes: bool = False
+
+    def __str__(self) -> str:
+        """The text that :func:`parse_grants` reads."""
+        numbers = {"priority": self.priority, "strict-priority": self.strict_priority}
+        parts = [f"{name}={value}" for name, value in numbers.items() if value]
+        flags = {"routing": self.routing, "classes": self.classes}
+        return ",".join([*parts, *(name for name, granted in flags.items() if granted)])
+
+
+def parse_grants(text: str) -> Grants:
+    """Return the grants in ``text``, such as ``priority=10,routing``. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if part in ("routing", "classes"):
+            found[part] = True
+        elif (
+            name in ("priority", "strict-priority")
+            and re.fullmatch(r"[0-9]{1,10}", value)
+            and int(value) <= _MAX_PRIORITY
+        ):
+            found[name.replace("-", "_")] = int(value)
+        else:
+            raise ConfigError(
+                "grants are priority=N, strict-priority=N (at most 2147483647), routing and "
+                "classes, separated by commas"
+            )
+    return Grants(**found)
+
+
 class ApiKey:
-    """One entry of the file; ``requests`` counts the requests that were made with it."""
+    """One entry of the file; ``requests`` counts the requests that were made with it.
 
-    __slots__ = ("digest", "name", "operator", "requests")
+    ``grants`` bounds what a user may ask of the router; None for operators, who may ask for all.
+    """
 
-    def __init__(self, name: str, role: str, digest: bytes) -> None:
+    __slots__ = ("digest", "grants", "name", "operator", "requests")
+
+    def __init__(self, name: str, role: str, digest: bytes, grants: Grants | None = None) -> None:
         self.name = name
         self.operator = role == "operator"
         self.digest = digest
+        self.grants = None if self.operator else grants or Grants()
         self.requests = 0
 
 
@@ -114,13 +158,9 @@ class ApiKeys:
 
 
 def _difference(before: dict[bytes, ApiKey], after: dict[bytes, ApiKey]) -> str:
-    """Return which names were added, removed, or got another key or role; "" without any."""
+    """Return which names were added, removed, or got another key, role or grants; "" without."""
     old, new = ({one.name: one for one in keys.values()} for keys in (before, after))
-    changed = {
-        name
-        for name in old.keys() & new.keys()
-        if (old[name].digest, old[name].operator) != (new[name].digest, new[name].operator)
-    }
+    changed = {name for name in old.keys() & new.keys() if _facts(old[name]) != _facts(new[name])}
     groups = {
         "added": new.keys() - old.keys(),
         "removed": old.keys() - new.keys(),
@@ -131,14 +171,19 @@ def _difference(before: dict[bytes, ApiKey], after: dict[bytes, ApiKey]) -> str:
     )
 
 
+def _facts(key: ApiKey) -> tuple[bytes, bool, Grants | None]:
+    return key.digest, key.operator, key.grants
+
+
 def new_key() -> str:
     """Return a random key of 256 bits."""
     return f"dyn-{secrets.token_urlsafe(32)}"
 
 
-def key_line(name: str, role: str, key: str) -> str:
+def key_line(name: str, role: str, key: str, grants: str = "") -> str:
     """Return the line of the file for ``key``, with its line end."""
-    return f"{name}:{role}:{hashlib.sha256(key.encode()).hexdigest()}\n"
+    line = f"{name}:{role}:{hashlib.sha256(key.encode()).hexdigest()}"
+    return f"{line}:{grants}\n" if grants else f"{line}\n"
 
 
 def read_keys(path: str) -> dict[bytes, ApiKey]:
@@ -160,10 +205,13 @@ def parse_keys(text: str, source: str) -> dict[bytes, ApiKey]:
         match = _LINE.fullmatch(line)
         if match is None:
             raise ConfigError(
-                f"{source}, line {number}: must be NAME:ROLE:DIGEST with a role of "
-                f"{' or '.join(ROLES)} and 64 hex digits; make one with 'dynamo key add NAME'"
+                f"{source}, line {number}: must be NAME:ROLE:DIGEST or NAME:ROLE:DIGEST:GRANTS "
+                f"with a role of {' or '.join(ROLES)} and 64 hex digits; make one with "
+                "'dynamo key add NAME'"
             )
         one = ApiKey(match[1], match[2], bytes.fromhex(match[3]))
+        if match[4] is not None:
+            one.grants = _grants(match[4], one, f"{source}, line {number}")
         if one.name in names or one.digest in entries:
             what = f"the name {one.name}" if one.name in names else "this key"
             raise ConfigError(f"{source}, line {number}: {what} is in the file twice; remove one")
@@ -172,6 +220,15 @@ def parse_keys(text: str, source: str) -> dict[bytes, ApiKey]:
     if len(entries) > _MAX_KEYS:
         raise ConfigError(f"{source} has {len(entries)} keys, at most {_MAX_KEYS} are allowed")
     return entries
+
+
+def _grants(text: str, key: ApiKey, where: str) -> Grants:
+    if key.operator:
+        raise ConfigError(f"{where}: grants are for users, operators may ask for all: remove them")
+    try:
+        return parse_grants(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}") from None
 
 
 def _read(path: str) -> str:

@@ -176,6 +176,32 @@ def test_operators(secured: Secured) -> None:
     assert 'dynamo_frontend_http_refused_total{status="401"}' in page
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+def test_a_user_may_not_go_first_at_any_entrance(secured: Secured, path: str) -> None:
+    """Not by a header, and not by the body; with a long body, too, which threads read."""
+    ask, user, operator = secured.ask, secured.user, secured.operator
+    text = {"chat/completions": {"messages": MESSAGES}, "completions": {"prompt": "hi"}}
+    body = {"model": "tiny", "max_tokens": 4, **text.get(path, {"messages": MESSAGES})}
+    if path == "responses":
+        body = {"model": "tiny", "input": "hi"}
+    strict = {"x-dynamo-request-strict-priority": "1"}
+    path = f"/v1/{path}"
+    status, answer = ask("POST", path, body, user, strict)
+    assert status == 403 and b"strict-priority' = 1 is not granted to the API key 'alice'" in answer
+    low = {"x-dynamo-request-strict-priority": "-1", "x-dynamo-session-id": "s"}
+    assert ask("POST", path, body, user, low)[0] == 200
+    assert ask("POST", path, body, operator, strict)[0] == 200
+    if path != "/v1/messages":
+        body["nvext"] = {"agent_hints": {"priority": 7}}
+        for nothing in ("",) if path == "/v1/responses" else ("", " " * 200_000):
+            body["user"] = nothing
+            status, answer = ask("POST", path, body, user)
+            found = json.loads(answer)["error"]
+            assert status == 403 and found["param"] == "nvext.agent_hints.priority", answer
+            assert found["type"] == "permission_error"
+            assert ask("POST", path, body, operator)[0] == 200
+
+
 def test_our_own_clients(secured: Secured, tmp_path: Path) -> None:
     url = f"https://localhost:{secured.deployment.port}"
     ca = ("--tls-ca-cert-path", secured.authority.ca, "--url", url)

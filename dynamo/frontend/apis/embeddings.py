@@ -217,9 +217,9 @@ class EmbeddingRoutes:
             dimensions=asked.dimensions,
             mdc_sum=loaded.card.checksum or None,
         )
-        preprocessed = PreprocessedRequest(
-            asked.model, ids, routing=routed(routing, request.exchange.headers)
-        )
+        exchange, ignores_nvext = request.exchange, self._registry.settings.disable_nvext
+        routing = routed(routing, exchange.headers, exchange.api_key, ignores_nvext)
+        preprocessed = PreprocessedRequest(asked.model, ids, routing=routing)
         dispatch = loaded.dispatch
         one = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
         request.engine_requests = [one]

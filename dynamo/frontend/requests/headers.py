@@ -1,4 +1,4 @@
-"""HTTP headers of a request: its id, and constraints on its routing."""
+"""What a request asks of the router: its id, headers and ``nvext``, and what its key grants."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from dynamo.errors import InvalidArgument, shorten
+from dynamo.errors import Forbidden, InvalidArgument, shorten
+from dynamo.http.api_keys import ApiKey, Grants
 from dynamo.protocols.engine import Routing
-from dynamo.protocols.openai import MAX_SALT_CHARACTERS
+from dynamo.protocols.openai import MAX_SALT_CHARACTERS, NvExt
 
 _RANDOM = random.Random()
 _IDS_A_PREFIX = 1 << 16
@@ -32,9 +33,10 @@ _PRIORITIES = {
     "x-dynamo-request-priority": "priority",
     "x-dynamo-request-strict-priority": "strict_priority",
 }
+_CLASS = "x-dynamo-meta-policy-class"
 _TEXTS = {
     "x-dynamo-session-id": "session_id",
-    "x-dynamo-meta-policy-class": "policy_class",
+    _CLASS: "policy_class",
 }
 _TENANT = "x-tenant-id"
 _TENANT_PREFIX = "tenant\n"
@@ -44,6 +46,17 @@ _PREFIXES = (_TENANT_PREFIX, _SALT_PREFIX)
 that of a tenant. All other salts stay as engines and Dynamo's clients hash them."""
 _MAX_TEXT_CHARACTERS = 256
 ROUTING_HEADERS = frozenset((*_INTEGERS, *_PRIORITIES, *_TEXTS, _TENANT))
+NVEXT_HEADERS = ROUTING_HEADERS - {_TENANT}
+"""Those that ``disable_nvext`` ignores; a tenant's caches stay its own."""
+_PINS = (
+    "backend_instance_id",
+    "prefill_worker_id",
+    "decode_worker_id",
+    "dp_rank",
+    "prefill_dp_rank",
+    "allowed_worker_ids",
+    "router_config_override",
+)
 
 
 def _new_request_ids() -> Iterator[str]:
@@ -77,16 +90,65 @@ def request_id(headers: Mapping[str, str]) -> tuple[str, str | None]:
         return (given if _PLAIN_ID.fullmatch(given) else new_request_id()), given
 
 
-def routed(routing: Routing | None, headers: Mapping[str, str]) -> Routing | None:
+def routed(
+    routing: Routing | None,
+    headers: Mapping[str, str],
+    key: ApiKey | None = None,
+    ignores_nvext: bool = False,
+) -> Routing | None:
     """Return ``routing`` overridden by the ``ROUTING_HEADERS`` among the headers.
 
-    Raises InvalidArgument naming the header.
+    With ``ignores_nvext`` only the tenant is used. Raises InvalidArgument naming the header, and
+    Forbidden if a user's ``key`` does not grant it.
     """
     if routing is not None and (routing.cache_namespace or "").startswith(_PREFIXES):
         salted = f"{_SALT_PREFIX}{routing.cache_namespace}"
         routing = msgspec.structs.replace(routing, cache_namespace=salted)
     if ROUTING_HEADERS.isdisjoint(headers):
         return routing
+    changes: dict[str, int | str] = {} if ignores_nvext else _changes(headers, key)
+    given = routing or Routing()
+    if _TENANT in headers:
+        changes["cache_namespace"] = _namespace(headers[_TENANT], given.cache_namespace)
+    replace: Callable[..., Routing] = msgspec.structs.replace
+    return replace(given, **changes)
+
+
+def check_nvext(nvext: NvExt | None, key: ApiKey | None) -> None:
+    """Check what a client's ``nvext`` asks of the router. Raises Forbidden naming the field."""
+    if nvext is None or key is None or key.grants is None:
+        return
+    hints, constraints = nvext.agent_hints, nvext.routing_constraints
+    if hints is not None:
+        at = "'nvext.agent_hints."
+        _check_level(f"{at}priority'", hints.priority, key, "priority")
+        _check_level(f"{at}latency_sensitivity'", hints.latency_sensitivity, key, "priority")
+        _check_level(f"{at}strict_priority'", hints.strict_priority, key, "strict_priority")
+    if key.grants.routing:
+        return
+    for name in _PINS:
+        if getattr(nvext, name) is not None:
+            raise _forbidden(f"'nvext.{name}'", key, "routing")
+    if constraints is not None:
+        for name in ("required_taints", "preferred_taints"):
+            if getattr(constraints, name):
+                raise _forbidden(f"'nvext.routing_constraints.{name}'", key, "routing")
+
+
+def check_server_priority(value: object, key: ApiKey | None) -> None:
+    """Check the field ``priority`` for another server, of which some prefer low values.
+
+    Raises Forbidden, and InvalidArgument for what a server may take for a number.
+    """
+    if value is None or key is None or key.grants is None:
+        return
+    if not isinstance(value, int | float):
+        raise InvalidArgument(f"'priority' must be a number, got {shorten(repr(value))}")
+    _check_level("'priority'", value, key, "priority", either_way=True)
+
+
+def _changes(headers: Mapping[str, str], key: ApiKey | None) -> dict[str, int | str]:
+    """Return the fields of ``routing`` that the headers set."""
     changes: dict[str, int | str] = {}
     for name, field in _INTEGERS.items():
         if name in headers:
@@ -97,11 +159,45 @@ def routed(routing: Routing | None, headers: Mapping[str, str]) -> Routing | Non
     for name, field in _TEXTS.items():
         if name in headers:
             changes[field] = _text(name, headers[name])
-    given = routing or Routing()
-    if _TENANT in headers:
-        changes["cache_namespace"] = _namespace(headers[_TENANT], given.cache_namespace)
-    replace: Callable[..., Routing] = msgspec.structs.replace
-    return replace(given, **changes)
+    if key is not None and key.grants is not None:
+        _check_headers(headers, changes, key, key.grants)
+        if "session_id" in changes:  # a header has no line break: no user names another's session
+            changes["session_id"] = f"{key.name}\n{changes['session_id']}"
+    return changes
+
+
+def _check_headers(
+    headers: Mapping[str, str], changes: Mapping[str, int | str], key: ApiKey, grants: Grants
+) -> None:
+    for name, field in _PRIORITIES.items():
+        if name in headers:
+            _check_level(f"Header '{name}'", int(changes[field]), key, field)
+    for name in headers:
+        if name in _INTEGERS and not grants.routing:
+            raise _forbidden(f"Header '{name}'", key, "routing")
+        if name == _CLASS and not grants.classes:
+            raise _forbidden(f"Header '{name}'", key, "classes")
+
+
+def _check_level(
+    what: str, level: float | None, key: ApiKey | None, grant: str, either_way: bool = False
+) -> None:
+    """Refuse a priority above that of the key. A low one, which only lets others go first, is
+    everyone's."""
+    if level is None or key is None or key.grants is None:
+        return
+    most = getattr(key.grants, grant)
+    if (abs(level) if either_way else level) > most:
+        range_ = f"-{most} to {most}" if either_way and most else f"at most {most}"
+        name = grant.replace("_", "-")
+        raise _forbidden(f"{what} = {shorten(level)}", key, f"{name}=N", f"send {range_}, or ")
+
+
+def _forbidden(what: str, key: ApiKey, grant: str, instead: str = "leave it out, or ") -> Forbidden:
+    return Forbidden(
+        f"{what} is not granted to the API key '{key.name}'; {instead}ask an operator for a key "
+        f"with the grant {grant} (dynamo key add --grants)"
+    )
 
 
 def _namespace(tenant: str, salt: str | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import main as cli
-from dynamo.http.api_keys import ApiKeys
+from dynamo.http.api_keys import ApiKeys, Grants
 
 
 @pytest.fixture(autouse=True)
@@ -78,15 +78,31 @@ def test_other_actions_and_roles(capsys: pytest.CaptureFixture[str]) -> None:
         assert "must be one of" in capsys.readouterr().err
 
 
+def test_grants(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--grants", "all"], ["--grants", "routing", "--role", "operator"]):
+        assert cli.main(["key", "add", "a", *words]) == 2
+        assert "grants" in capsys.readouterr().err and not file.exists()
+    assert cli.main(["key", "add", "a", "--grants", "strict-priority=1,classes"]) == 0
+    (key,) = ApiKeys(str(file)).entries.values()
+    assert key.grants == Grants(strict_priority=1, classes=True)
+
+
 def test_keys_are_listed_and_removed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["alice"], ["bob", "--role", "operator"]):
+    grants = ["carl", "--grants", "routing,strict-priority=0,priority=10"]
+    for words in (["alice"], ["bob", "--role", "operator"], grants):
         assert cli.main(["key", "add", *words]) == 0
     file.write_text("# our keys\n" + file.read_text())
     capsys.readouterr()
     assert cli.main(["key", "list"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows == [["NAME", "ROLE"], ["alice", "user"], ["bob", "operator"]]
+    assert rows == [
+        ["NAME", "ROLE", "GRANTS"],
+        ["alice", "user", "-"],
+        ["bob", "operator", "all"],
+        ["carl", "user", "priority=10,routing"],
+    ]
     assert cli.main(["key", "remove", "carol"]) == 2
+    assert cli.main(["key", "remove", "carl"]) == 0
     assert cli.main(["key", "remove", "alice"]) == 0
     assert [one.name for one in ApiKeys(str(file)).entries.values()] == ["bob"]
     assert file.read_text().startswith("# our keys\n")

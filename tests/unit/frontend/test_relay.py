@@ -24,6 +24,8 @@ from dynamo.errors import (
 from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.apis.relay.http_answer import HttpAnswer
 from dynamo.frontend.prompt.field_rules import FieldRules
+from dynamo.http import Exchange
+from dynamo.http.api_keys import ApiKey, Grants
 
 ANSWER = b'{"id": 1,  "odd": [1,2], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}'
 
@@ -808,3 +810,40 @@ async def test_every_entrance_counts_by_the_rules_of_the_graph(site: RelaySite) 
     site.rules["tiny"] = FieldRules({}, ["tools"])
     after = await counts()
     assert max(after) < min(before) and max(after) - min(after) <= 1
+
+
+@pytest.mark.parametrize("model_input", ["Http", "Text"])
+async def test_what_a_users_key_grants_counts_for_other_servers(model_input: str) -> None:
+    """Some servers prefer low priorities, others high ones."""
+    site = RelaySite(model_input)
+
+    def as_alice(exchange: Exchange) -> None:
+        exchange.api_key = ApiKey("alice", "user", b"", Grants(priority=2))
+        site.routes(exchange)
+
+    site.bench = Bench(handler=as_alice)
+    chat = {"model": "far", "messages": [{"role": "user", "content": "a"}]}
+    pin: dict[str, Any] = {"nvext": {"backend_instance_id": 7}}
+    for more, headers in (
+        (pin, {}),
+        ({"nvext": {"agent_hints": {"priority": 3}}}, {}),
+        ({"priority": -3}, {}),
+        ({"priority": 3, "user": " " * 200_000}, {}),
+        ({}, {"x_worker_instance_id": "7"}),
+        ({}, {"x_data_parallel_rank": "1"}),
+    ):
+        site.bench.transport.out = b""
+        site.post(chat | more, **headers)
+        async with asyncio.timeout(10):
+            while not site.bench.transport.out:  # noqa: ASYNC110 - a long body is read in a thread
+                await asyncio.sleep(0)
+        assert site.status == 403 and b"API key 'alice'" in site.bench.transport.out, more
+    assert not site.relayed
+    site.post(chat | ({} if model_input == "Text" else {"priority": -2}))
+    assert len(site.relayed) == 1
+
+
+async def test_disable_nvext_keeps_ranks_from_servers() -> None:
+    site = RelaySite(disable_nvext=True)
+    site.post({"model": "far", "prompt": "a"}, PATHS[1], x_data_parallel_rank="1")
+    assert "x-data-parallel-rank" not in dict(site.relayed[0].request.headers)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
-from dynamo.errors import InvalidArgument
-from dynamo.frontend.requests.headers import routed
+from dynamo.errors import Forbidden, InvalidArgument
+from dynamo.frontend.requests.headers import ROUTING_HEADERS, check_nvext, routed
+from dynamo.http.api_keys import ApiKey, Grants
 from dynamo.protocols.engine import Routing
+from dynamo.protocols.openai import AgentHints, NvExt, RoutingConstraints
 
 
 @pytest.mark.parametrize(
@@ -74,3 +79,100 @@ def test_ranks_and_ids_have_64_bits(text: str) -> None:
     assert message.startswith("Header 'x-dp-rank' must be a non-negative integer of 64 bits")
     assert len(message) < 200
     assert routed(None, {"x-dp-rank": str(2**64 - 1)}) == Routing(dp_rank=2**64 - 1)
+
+
+def user(**granted: Any) -> ApiKey:
+    return ApiKey("alice", "user", b"", Grants(**granted))
+
+
+OPERATOR = ApiKey("root", "operator", b"")
+RAISING = {
+    "x-dynamo-request-priority": ("1", {"priority": 1}),
+    "x-dynamo-request-strict-priority": ("1", {"strict_priority": 1}),
+    "x-worker-instance-id": ("7", {"routing": True}),
+    "x-prefill-instance-id": ("7", {"routing": True}),
+    "x-dp-rank": ("0", {"routing": True}),
+    "x-data-parallel-rank": ("0", {"routing": True}),
+    "x-dynamo-prefill-dp-rank": ("0", {"routing": True}),
+    "x-dynamo-meta-policy-class": ("fast", {"classes": True}),
+}
+
+
+def test_every_routing_header_is_granted_own_or_refused() -> None:
+    """Each header that is added later must be in one of these groups."""
+    kept = {"x-tenant-id", "x-dynamo-session-id"}
+    for name in ROUTING_HEADERS - kept:
+        value, granted = RAISING.get(name, ("1", {"routing": True}))
+        with pytest.raises(Forbidden, match=f"^Header '{name}'.*API key 'alice'.*--grants"):
+            routed(None, {name: value}, user())
+        expected = routed(None, {name: value})
+        assert expected is not None and expected == routed(None, {name: value}, OPERATOR)
+        assert routed(None, {name: value}, user(**granted)) == expected
+    for name in kept:
+        assert routed(None, {name: "a"}, user()) is not None
+
+
+@pytest.mark.parametrize("header", ["priority", "strict-priority"])
+def test_a_user_may_go_last(header: str) -> None:
+    name, field = f"x-dynamo-request-{header}", header.replace("-", "_")
+    for value in (0, -1, -(2**31)):
+        assert getattr(routed(None, {name: str(value)}, user()), field) == value
+    granted = user(**{field: 5})
+    assert getattr(routed(None, {name: "5"}, granted), field) == 5
+    with pytest.raises(Forbidden, match=r"= 6 is not granted .*; send at most 5, or ask"):
+        routed(None, {name: "6"}, granted)
+    with pytest.raises(InvalidArgument, match="must be an integer of 32 bits"):
+        routed(None, {name: str(2**31)}, user())
+
+
+def test_sessions_of_two_users_differ() -> None:
+    mine = routed(None, {"x-dynamo-session-id": "s"}, user())
+    others = ApiKey("bob", "user", b"")
+    assert mine is not None and mine != routed(None, {"x-dynamo-session-id": "s"}, others)
+    assert mine == routed(None, {"x-dynamo-session-id": "s"}, user())
+    assert routed(None, {"x-dynamo-session-id": "s"}, OPERATOR) == Routing(session_id="s")
+
+
+def test_disable_nvext_ignores_all_headers_but_the_tenants() -> None:
+    headers = dict.fromkeys(ROUTING_HEADERS, "not even a number")
+    for key in (None, user(), OPERATOR):
+        found = routed(None, headers, key, ignores_nvext=True)
+        assert found == Routing(cache_namespace="tenant\nnot even a number")
+
+
+FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "backend_instance_id": (7, {"routing": True}),
+    "prefill_worker_id": (7, {"routing": True}),
+    "decode_worker_id": (7, {"routing": True}),
+    "dp_rank": (0, {"routing": True}),
+    "prefill_dp_rank": (0, {"routing": True}),
+    "allowed_worker_ids": ([7], {"routing": True}),
+    "router_config_override": ({"track_prefill_tokens": False}, {"routing": True}),
+    "agent_hints.priority": (1, {"priority": 1}),
+    "agent_hints.latency_sensitivity": (0.5, {"priority": 1}),
+    "agent_hints.strict_priority": (1, {"strict_priority": 1}),
+    "routing_constraints.required_taints": (["a"], {"routing": True}),
+    "routing_constraints.preferred_taints": ({"a": 0.5}, {"routing": True}),
+}
+HARMLESS = {
+    *("greed_sampling", "use_raw_prompt", "annotations", "token_data", "max_thinking_tokens"),
+    *("extra_fields", "agent_context", "session_control"),
+    *("agent_hints.osl", "agent_hints.speculative_prefill"),
+}
+
+
+def test_every_field_of_nvext_is_granted_or_harmless() -> None:
+    names = {"agent_hints": AgentHints, "routing_constraints": RoutingConstraints}
+    known = set(NvExt.__struct_fields__) - names.keys()
+    known |= {f"{name}.{field}" for name, kind in names.items() for field in kind.__struct_fields__}
+    assert known == FIELDS.keys() | HARMLESS
+    for name, (value, granted) in FIELDS.items():
+        outer, _, inner = name.partition(".")
+        nvext = msgspec.convert({outer: {inner: value} if inner else value}, NvExt)
+        with pytest.raises(Forbidden, match=f"^'nvext.{name}'.* API key 'alice'.*--grants"):
+            check_nvext(nvext, user())
+        check_nvext(nvext, user(**granted))
+        check_nvext(nvext, OPERATOR)
+        check_nvext(nvext, None)
+    low = AgentHints(priority=-5, strict_priority=-(2**31), latency_sensitivity=0.0)
+    check_nvext(NvExt(agent_hints=low), user())

@@ -324,7 +324,11 @@ async def test_a_broken_file_keeps_the_keys(
 def test_errors_at_the_start(tmp_path: Path) -> None:
     good = key_line("a", "user", "x")
     for lines, message in (
-        (["a:user"], "line 1: must be NAME:ROLE:DIGEST with a role of user or operator"),
+        (["a:user"], "line 1: must be NAME:ROLE:DIGEST or NAME:ROLE:DIGEST:GRANTS with a role of"),
+        ([good.strip() + ":priority=-1"], "line 1: grants are priority=N, strict-priority=N"),
+        ([good.strip() + ":priority=4294967296"], "line 1: grants are"),
+        ([good.strip() + ":everything"], "line 1: grants are"),
+        ([key_line("a", "operator", "x", "routing")], "line 1: grants are for users"),
         (["# c", "", "a:root:" + "0" * 64], "line 3: must be"),
         ([good, "b:user:" + "0" * 63], "line 2: must be"),
         ([good, "b c:user:" + "0" * 64], "line 2: must be"),

@@ -30,7 +30,7 @@ from dynamo.frontend.prompt.images import ImageFetcher
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.headers import request_id, routed
+from dynamo.frontend.requests.headers import check_nvext, request_id, routed
 from dynamo.frontend.requests.recent import Prefilled, RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest
@@ -96,7 +96,8 @@ class OpenAIRoutes:
         self._lenient = registry.settings.ignore_unsupported_fields
         domains = registry.settings.allowed_media_domains
         self._images = ImageFetcher(domains) if domains else None
-        self._adapt = partial(adapt, models, registry.settings.disable_nvext)
+        self._ignores_nvext = registry.settings.disable_nvext
+        self._adapt = partial(adapt, models, self._ignores_nvext)
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
@@ -122,6 +123,8 @@ class OpenAIRoutes:
             parsed = api.parse(exchange.body, ignore_unsupported=self._lenient)
             model = parsed.model
             loaded = models.find(model, api.model_type)
+            if not self._ignores_nvext:
+                check_nvext(parsed.nvext, exchange.api_key)
             if api.complete is not None:
                 size_bytes += api.complete(parsed, exchange)
         except DynamoError as error:
@@ -168,6 +171,8 @@ class OpenAIRoutes:
                 if exchange.gone:
                     registry.abandoned(exchange, api.endpoint, model, bool(parsed.stream))
                     return
+                if not self._ignores_nvext:
+                    check_nvext(parsed.nvext, exchange.api_key)
                 if api.complete is not None:
                     api.complete(parsed, exchange)
                 self._adapt(parsed, loaded)
@@ -228,8 +233,8 @@ class OpenAIRoutes:
             int(time.time()),
             force_usage=registry.settings.force_usage,
         )
-        routing, headers = prepared.requests[0].routing, request.exchange.headers
-        routing = routed(routing, headers)
+        routing, exchange = prepared.requests[0].routing, request.exchange
+        routing = routed(routing, exchange.headers, exchange.api_key, self._ignores_nvext)
         if parsed.nvext is not None:
             # A bound method of the metrics: one of the request would make a cycle.
             generation.timing = request.metrics.timing

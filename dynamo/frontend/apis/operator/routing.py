@@ -60,6 +60,7 @@ class ExplainRoutes:
         self._tasks = tasks
         self._overload_status = overload_status
         self._threads = threads
+        self._ignores_nvext = ignores_nvext
         self._adapt = partial(adapt, models, ignores_nvext)
 
     def install(self, routes: Routes) -> None:
@@ -101,7 +102,7 @@ class ExplainRoutes:
         with threads.hold(len(body)):
             found = await self._relayed(body) if self._models.relays else None
             loaded, request = found or await self._tokenized(body)
-        routing = routed(request.routing, headers)
+        routing = routed(request.routing, headers, ignores_nvext=self._ignores_nvext)
         queued = loaded.dispatch.queue or ()
         return msgspec.json.encode(
             explain_request(loaded.picker, loaded.prefill.router, request, routing, queued)

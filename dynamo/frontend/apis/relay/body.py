@@ -16,9 +16,12 @@ from dynamo.errors import InvalidArgument
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
+from dynamo.frontend.requests.headers import check_nvext, check_server_priority
+from dynamo.http.api_keys import ApiKey
 from dynamo.http.routes import field_span
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
+from dynamo.protocols.openai import NvExt
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -36,6 +39,8 @@ class RelayedBody(msgspec.Struct):
     model: str
     stream: Any = None
     cache_salt: Any = None
+    priority: Any = None
+    nvext: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     system: msgspec.Raw = msgspec.Raw()
     instructions: msgspec.Raw = msgspec.Raw()
@@ -55,6 +60,20 @@ class RelayedBody(msgspec.Struct):
             return None
         return Routing(lora_name=lora_name, cache_namespace=salt)
 
+    def check_granted(self, key: ApiKey | None) -> None:
+        """Check what the server, or the handler, may read of priorities and pins.
+
+        Raises Forbidden and InvalidArgument.
+        """
+        if key is None or key.grants is None:
+            return
+        check_server_priority(self.priority, key)
+        if bytes(self.nvext):
+            try:
+                check_nvext(_nvext(self.nvext), key)
+            except msgspec.DecodeError as error:
+                raise InvalidArgument(f"{DESERIALIZE}nvext: {error}") from None
+
     def prompt_members(self) -> tuple[msgspec.Raw, ...]:
         """The JSON of the members that make the prompt; that of absent ones is empty."""
         return (
@@ -68,6 +87,7 @@ class RelayedBody(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(RelayedBody).decode
+_nvext = msgspec.json.Decoder(NvExt | None).decode
 
 
 def peek(body: bytes) -> RelayedBody:

@@ -43,7 +43,7 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
 from dynamo.frontend.prompt.field_rules import FieldRules, rewritten
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
-from dynamo.frontend.requests.headers import request_id, routed
+from dynamo.frontend.requests.headers import NVEXT_HEADERS, request_id, routed
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
@@ -379,7 +379,10 @@ class RelayRoutes:
         rules = self._models.rules.get(model.name)
         asked, salt = relay.asked, None
         given = asked.routing(model.card.lora_name)
-        routing = routed(given, exchange.headers)
+        is_text = model.card.model_input == TEXT_INPUT
+        if not (is_text and settings.disable_nvext):
+            relay.asked.check_granted(exchange.api_key)
+        routing = routed(given, exchange.headers, exchange.api_key, settings.disable_nvext)
         if routing is not None and routing.cache_namespace != asked.cache_salt:
             salt = routing.cache_namespace  # with that of the tenant
         if salt is not None and path in _UNSALTED:
@@ -393,7 +396,7 @@ class RelayRoutes:
             lenient = settings.ignore_unsupported_fields
             embedding = parse_embedding(body, ignore_unsupported=lenient)
             relay.answer.expect(embedding.count, embedding.encoding_format == "base64")
-        if model.card.model_input == TEXT_INPUT:
+        if is_text:
             message = text_message(
                 path,
                 body,
@@ -402,7 +405,7 @@ class RelayRoutes:
             )
         else:
             target = path, exchange.query
-            head = exchange.method, exchange.headers
+            head = exchange.method, _sent(exchange.headers, settings.disable_nvext)
             message = http_message(target, head, body, relay.request.engine_id)
         ids = prompt_ids(model.preprocessor, path, body, relay.asked, model.context_length)
         return ids, message, routing
@@ -467,6 +470,13 @@ def _peek(exchange: Exchange, otherwise: Route | None) -> RelayedBody | None:
         if otherwise is None:
             raise
         return None
+
+
+def _sent(headers: Mapping[str, str], ignores_nvext: bool) -> Mapping[str, str]:
+    """Return the headers without those of the choice of a rank, which servers have, too."""
+    if not ignores_nvext or NVEXT_HEADERS.isdisjoint(headers):
+        return headers
+    return {name: value for name, value in headers.items() if name not in NVEXT_HEADERS}
 
 
 def _label(path: str) -> str:
