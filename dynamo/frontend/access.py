@@ -13,6 +13,7 @@ from dynamo.http.api_keys import ApiKeys
 from dynamo.http.routes import Routes
 from dynamo.http.tls import ServerTls
 from dynamo.observability.metrics import counter
+from dynamo.protocols.control import CLEAR_KV_BLOCKS
 
 log = logging.getLogger(__name__)
 _OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
@@ -24,6 +25,7 @@ _OPERATOR_ROUTES = {
     "/v1/requests": ("GET", "HEAD"),
     "/v1/requests/": ("GET", "HEAD"),
     "/busy_threshold": ("POST",),
+    f"/{CLEAR_KV_BLOCKS}": ("POST",),
 }
 _SHARED_ROUTES = {"/v1/planner": ("GET", "HEAD", "POST")}
 """Routes of operators that the web page calls, too."""

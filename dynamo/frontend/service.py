@@ -29,6 +29,7 @@ from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.apis.embeddings import EmbeddingRoutes
 from dynamo.frontend.apis.extensions import ExtensionRoutes, load_routes
 from dynamo.frontend.apis.messages.route import MessagesRoutes, messages_error_body
+from dynamo.frontend.apis.operator.cache import CacheRoutes
 from dynamo.frontend.apis.operator.info import BusyThresholdRoutes, InfoRoutes
 from dynamo.frontend.apis.operator.planner import PlannerRoutes
 from dynamo.frontend.apis.operator.record import RecordRoutes
@@ -205,6 +206,7 @@ class Frontend:
         BusyThresholdRoutes(models, tasks).install(routes)
         RecordRoutes(requests, models, tasks).install(routes)
         PlannerRoutes(self._runtime, tasks, requests.overload_status).install(routes)
+        CacheRoutes(self._runtime, models, tasks, requests.overload_status).install(routes)
         self._status.install(routes)
         RecentRoutes(requests.metrics.recent).install(routes)
         page_guard = operator_guard(self._settings, own_pages=self._settings.serves_ui)

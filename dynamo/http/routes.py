@@ -93,6 +93,7 @@ class Routes:
 
     def __init__(self) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
+        self._bodiless: set[str] = set()
         self._prefixes: list[tuple[str, dict[str, Route]]] = []
         self._rest: dict[str, Route] = {}
         self._rest_prefix = ""
@@ -109,9 +110,11 @@ class Routes:
         """Handle ``methods`` of all paths longer than ``prefix``, which ends in ``/``."""
         self._prefixes.append((prefix, dict.fromkeys(methods, route)))
 
-    def post(self, path: str, route: Route) -> None:
-        """Handle POST of a JSON body to ``path``."""
+    def post(self, path: str, route: Route, bodiless: bool = False) -> None:
+        """Handle POST of a JSON body to ``path``; if ``bodiless``, also without any."""
         self._exact.setdefault(path, {})["POST"] = route
+        if bodiless:
+            self._bodiless.add(path)
 
     def rest(self, prefix: str, methods: Sequence[str], route: Route) -> None:
         """Handle ``methods`` of every path under ``prefix`` that has no route of its own.
@@ -163,6 +166,8 @@ class Routes:
             return
         if exchange.method == "POST":
             content_type = exchange.headers.get("content-type")
+            if not exchange.body and exchange.path in self._bodiless:
+                content_type = "application/json"
             if content_type != "application/json" and not (
                 _is_json(content_type) or (methods is self._rest and is_multipart(content_type))
             ):

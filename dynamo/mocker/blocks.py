@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_hashes, xxh3_64
 from dynamo.protocols.codec import Tokens
-from dynamo.protocols.kv import STORAGE_TIERS, BlocksRemoved, BlocksStored
+from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
 
 _PAIR = struct.Struct("<QQ")
 DEVICE, HOST = STORAGE_TIERS[:2]
@@ -74,7 +74,7 @@ class SequenceBlocks:
 class CacheChange(NamedTuple):
     """A change of the cache on a tier, in wire format; stored blocks are some of ``blocks``."""
 
-    change: BlocksStored | BlocksRemoved
+    change: BlocksStored | BlocksRemoved | BlocksCleared
     storage_tier: str = DEVICE
     blocks: SequenceBlocks | None = None
 
@@ -190,6 +190,15 @@ class BlockPool:
                 self._idle[block_hash] = None
         self._private -= blocks.private
         blocks.full = blocks.private = 0
+
+    def clear(self) -> bool:
+        """Drop all cached blocks; False, and nothing is dropped, while sequences use some."""
+        if self.used:
+            return False
+        self._idle.clear()
+        self._host.clear()
+        self.changes.append(CacheChange(BlocksCleared()))
+        return True
 
     def _reference(self, block_hash: int) -> None:
         self._idle.pop(block_hash, None)

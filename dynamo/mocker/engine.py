@@ -341,6 +341,12 @@ class EngineRank:
         self._work.set()
         stream.context.on_cancel(responder.cancel)
 
+    def clear_cache(self) -> bool:
+        """Drop all cached blocks; False, and nothing is dropped, while requests use some."""
+        cleared = self.pool.clear()
+        self._publish()
+        return cleared
+
     def abort(self, sequence: Sequence) -> None:
         """Remove ``sequence`` and free its blocks."""
         self.scheduler.abort(sequence)
@@ -402,6 +408,9 @@ class EngineRank:
     def _finish(self, batch: Batch, now: float) -> None:
         self.metrics.iteration(now, batch, self.scheduler.preemptions)
         self.scheduler.commit(batch)
+        self._publish()
+
+    def _publish(self) -> None:
         if self.pool.changes:
             self._on_events(self.number, self.pool.changes)
             self.pool.changes = []

@@ -13,7 +13,7 @@ import zmq
 
 from dynamo.errors import ConfigError
 from dynamo.mocker.blocks import HOST, CacheChange
-from dynamo.protocols.kv import BlocksStored
+from dynamo.protocols.kv import BlocksCleared, BlocksStored
 
 _SEQUENCE = struct.Struct(">Q")
 _TOPIC = b""
@@ -58,6 +58,8 @@ class EngineEventSockets:
     def _event(self, given: CacheChange) -> tuple[Any, ...]:
         medium = "CPU" if given.storage_tier == HOST else "GPU"
         change, blocks = given.change, given.blocks
+        if isinstance(change, BlocksCleared):
+            return ("AllBlocksCleared",)
         hashes = array("Q", change.block_hashes).tolist()
         if not isinstance(change, BlocksStored):
             return "BlockRemoved", hashes, medium

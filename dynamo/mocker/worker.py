@@ -161,6 +161,7 @@ class SimulatedSleep:
         for rank in self._ranks:
             if rank.load:
                 await rank.idle.wait()
+            rank.clear_cache()
         self._asleep = True
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -175,6 +176,14 @@ class SimulatedSleep:
     async def is_sleeping(self) -> bool:
         """Return whether the engine sleeps."""
         return self._asleep
+
+    async def reset_prefix_cache(self) -> bool:
+        """Drop all cached blocks; False, and nothing is dropped, while requests use some."""
+        if any(rank.pool.used for rank in self._ranks):
+            return False
+        for rank in self._ranks:
+            rank.clear_cache()
+        return True
 
 
 @dataclass(frozen=True)
@@ -267,11 +276,10 @@ class MockerWorker:
         admission = AdmissionQueue(
             plan.settings.engine_request_limit, plan.settings.request_queue_limit, runtime.metrics
         )
-        self.control = EngineControl(
-            self.endpoint, SimulatedSleep(self.ranks, plan.mocker.wake_time_s)
-        )
-        if plan.mocker.enable_sleep_mode:
-            self.control.install(runtime)
+        engine = SimulatedSleep(self.ranks, plan.mocker.wake_time_s)
+        # A rank publishes at once that it has cleared its cache.
+        self.control = EngineControl(self.endpoint, engine, lambda: None)
+        self.control.install(runtime, plan.mocker.enable_sleep_mode)
         self.service = MockerService(
             self.ranks, admission, plan.mocker.reply, plan.script, plan.mocker.fatal_seed
         )
@@ -284,8 +292,7 @@ class MockerWorker:
             await connect_load(self.endpoint, self.load)
             if self.plan.mocker.startup_time_s:
                 show_load_time(self.endpoint, self.plan.model_name, self.plan.mocker.startup_time_s)
-            if self.plan.mocker.enable_sleep_mode:
-                await self.control.connect()
+            await self.control.connect(self.plan.mocker.enable_sleep_mode)
             await self._register()
             await self.endpoint.serve_push(
                 self.service.handle,

@@ -13,6 +13,9 @@ import msgspec
 ENGINE_CONTROL = "engine_control"
 """Endpoint, of the workers' component, that takes :class:`EngineCommand`."""
 
+CLEAR_KV_BLOCKS = "clear_kv_blocks"
+"""Endpoint, of the workers' component, that drops a prefix cache; Dynamo's name."""
+
 PLANNER = "planner"
 """Component of a running planner, in its namespace."""
 

@@ -155,9 +155,9 @@ class AsyncLLMEngine:
         await self._llm.add_lora(made)
         self._params.loras[name] = made
 
-    async def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> bool:
         """See ``Engine``."""
-        await self._llm.reset_prefix_cache()
+        return bool(await self._llm.reset_prefix_cache())
 
     async def _generate(
         self,

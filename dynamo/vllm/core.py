@@ -223,9 +223,9 @@ class CoreEngine:
             ) from None
         self._params.loras[name] = made
 
-    async def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> bool:
         """See ``Engine``."""
-        await self._client.reset_prefix_cache_async()
+        return bool(await self._client.reset_prefix_cache_async())
 
     def _request(
         self,

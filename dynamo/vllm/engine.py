@@ -150,5 +150,5 @@ class Engine(Protocol):
     async def add_lora(self, name: str, path: str) -> None:
         """Load the adapter in ``path``; requests select it by ``routing.lora_name``."""
 
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached blocks that no request uses."""
+    async def reset_prefix_cache(self) -> bool:
+        """Drop all cached blocks; False, and nothing is dropped, while requests use some."""

@@ -230,7 +230,8 @@ class VllmWorker:
         )
         kind = EmbeddingService if engine.info.pooling else VllmService
         self.service = kind(engine, admission, runtime.tasks, plan.mode == "prefill")
-        self.control = EngineControl(self.endpoint, engine)
+        self.control = EngineControl(self.endpoint, engine, self._on_cleared)
+        self._publishers: list[KvEventPublisher] = []
         self.control.install(runtime)
 
     async def serve(self) -> None:
@@ -247,8 +248,7 @@ class VllmWorker:
             await connect_load(self.endpoint, self.load)
             for name, path in plan.loras.items():
                 await self.engine.add_lora(name, path)
-            if self.engine.info.can_sleep:
-                await self.control.connect()
+            await self.control.connect(self.engine.info.can_sleep)
             for lora_name in (None, *plan.loras):
                 await self._register(lora_name)
             # A pooling engine generates no tokens, so it cannot answer the health check.
@@ -272,10 +272,18 @@ class VllmWorker:
 
     def _relay_events(self) -> None:
         info = self.engine.info
-        for rank, endpoint in info.event_endpoints.items():
+        self._publishers = [
             KvEventPublisher(
                 self.endpoint, kv_block_size=info.block_size, dp_rank=rank, zmq_endpoint=endpoint
             )
+            for rank, endpoint in info.event_endpoints.items()
+        ]
+
+    def _on_cleared(self) -> None:
+        """Clear the published blocks. With requests in it, the engine publishes that itself."""
+        if not self.engine.progress()[0]:
+            for publisher in self._publishers:
+                publisher.publish_all_cleared()
 
     async def _register(self, lora_name: str | None = None) -> None:
         """Store the card of the model, or of an adapter, which is a model over the same weights."""

@@ -1,7 +1,8 @@
 """An engine as its worker sees it: asleep, awake, healthy, dead or waiting for ever.
 
 While the engine sleeps, its memory is free for other programs and the worker is not registered, so
-no frontend sends it requests. The planner calls the endpoint ``engine_control``.
+no frontend sends it requests. The planner calls the endpoint ``engine_control``, the frontend's
+``/clear_kv_blocks`` that of this name.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.errors import ConfigError, DynamoError, EngineFailure, InvalidArgument
+from dynamo.errors import ConfigError, DynamoError, EngineFailure, InvalidArgument, Unavailable
 from dynamo.health_check import HealthCheckPayload
 from dynamo.protocols import codec
-from dynamo.protocols.control import ENGINE_CONTROL, EngineCommand
+from dynamo.protocols.control import CLEAR_KV_BLOCKS, ENGINE_CONTROL, EngineCommand
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.stream import ServerStream
@@ -62,7 +63,7 @@ def health_check_payload(model: str) -> dict[str, Any]:
 
 
 class SleepingEngine(Protocol):
-    """An engine that can free its memory."""
+    """An engine that can free its memory, and drop its prefix cache."""
 
     async def sleep(self, level: int = 1) -> None:
         """Let the running requests finish, then free memory."""
@@ -76,27 +77,44 @@ class SleepingEngine(Protocol):
     async def is_sleeping(self) -> bool:
         """Return whether the engine sleeps."""
 
+    async def reset_prefix_cache(self) -> bool:
+        """Drop all cached blocks; False, and nothing is dropped, while requests use some."""
+
 
 class EngineControl:
-    """``POST /engine/sleep``, ``/engine/wake_up`` and ``/engine/is_sleeping``, one at a time."""
+    """``POST /engine/sleep``, ``wake_up``, ``is_sleeping`` and ``clear_kv_blocks``, one at a time.
 
-    def __init__(self, endpoint: Endpoint, engine: SleepingEngine) -> None:
+    ``on_cleared`` is called when the engine has dropped its cache. Engines publish that only with
+    their next step, so until then the worker's blocks would attract requests.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, engine: SleepingEngine, on_cleared: Callable[[], None]
+    ) -> None:
         self._endpoint = endpoint
         self._engine = engine
+        self._on_cleared = on_cleared
         self._turn = asyncio.Lock()
         self._discarded = False  # the weights: waking does not bring them back
 
-    def install(self, runtime: DistributedRuntime) -> None:
+    def install(self, runtime: DistributedRuntime, can_sleep: bool = True) -> None:
         """Answer the routes on the status server (``DYN_SYSTEM_PORT``)."""
-        runtime.register_engine_route("sleep", self.sleep)
-        runtime.register_engine_route("wake_up", self.wake_up)
-        runtime.register_engine_route("is_sleeping", self.is_sleeping)
+        runtime.register_engine_route(CLEAR_KV_BLOCKS, self.clear_kv_blocks)
+        if can_sleep:
+            runtime.register_engine_route("sleep", self.sleep)
+            runtime.register_engine_route("wake_up", self.wake_up)
+            runtime.register_engine_route("is_sleeping", self.is_sleeping)
 
-    async def connect(self) -> None:
-        """Serve the endpoint ``engine_control`` of the worker's component."""
+    async def connect(self, can_sleep: bool = True) -> None:
+        """Serve the endpoints of the worker's component; ``engine_control`` if it can sleep."""
         namespace, component, _ = self._endpoint.path
         serving = await self._endpoint.runtime.start_serving()
-        await serving.add((namespace, component, ENGINE_CONTROL), self._handle, True)
+        await serving.add((namespace, component, CLEAR_KV_BLOCKS), self._handle_clear, True)
+        if can_sleep:
+            await serving.add((namespace, component, ENGINE_CONTROL), self._handle, True)
+
+    def _handle_clear(self, stream: ServerStream, _: bytes) -> None:
+        self._handle(stream, codec.encode(EngineCommand(CLEAR_KV_BLOCKS)))
 
     def _handle(self, stream: ServerStream, payload: bytes) -> None:
         tasks = self._endpoint.runtime.tasks
@@ -107,6 +125,7 @@ class EngineControl:
             "sleep": self.sleep,
             "wake_up": self.wake_up,
             "is_sleeping": self.is_sleeping,
+            CLEAR_KV_BLOCKS: self.clear_kv_blocks,
         }
         try:
             command = _decode(payload)
@@ -148,6 +167,7 @@ class EngineControl:
             except BaseException:
                 await self._endpoint.register_endpoint_instance()
                 raise
+            self._on_cleared()
         log.info("the engine sleeps (level %d); the worker gets no requests", level)
         return {"status": "ok", "message": f"the engine sleeps at level {level}"}
 
@@ -164,6 +184,7 @@ class EngineControl:
                 self._discarded = False
             if await self._engine.is_sleeping():
                 return {"status": "ok", "message": "a part of the engine sleeps still"}
+            self._on_cleared()  # of events that the engine sent before its sleep
             await self._endpoint.register_endpoint_instance()
         log.info("the engine is awake; the worker gets requests")
         return {"status": "ok", "message": "the engine is awake"}
@@ -171,6 +192,18 @@ class EngineControl:
     async def is_sleeping(self, body: Any) -> dict[str, Any]:
         """Return ``{"is_sleeping": bool}``."""
         return {"is_sleeping": await self._engine.is_sleeping()}
+
+    async def clear_kv_blocks(self, body: Any) -> dict[str, Any]:
+        """Drop the engine's prefix cache. Unavailable while requests use its blocks."""
+        async with self._turn:
+            if not await self._engine.reset_prefix_cache():
+                raise Unavailable(
+                    "the prefix cache is kept: requests use its blocks; try again when the engine "
+                    "is idle"
+                )
+            self._on_cleared()
+        log.info("the prefix cache of the engine is cleared")
+        return {"status": "success", "message": "KV cache cleared"}
 
 
 def _fields(body: Any, name: str) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dynamo.mocker.blocks import DEVICE, HOST, BlockPool, SequenceBlocks
+from dynamo.mocker.blocks import DEVICE, HOST, BlockPool, CacheChange, SequenceBlocks
 from dynamo.protocols.codec import tokens
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored
+from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored
 
 B = 4
 
@@ -127,6 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def apply_events(self) -> None:
         for change, tier, _ in self.pool.changes:
+            assert not isinstance(change, BlocksCleared)
             hashes = set(u64(change.block_hashes))
             if tier == HOST and isinstance(change, BlocksStored):
                 assert hashes <= self.published - self.on_host and not change.tokens_hashes
@@ -208,3 +209,16 @@ def test_an_evicted_block_returns_from_host_memory() -> None:
     # Both blocks of the other prompt make room: the first for the block, the second for token 5.
     offload = [(HOST, BlocksStored), (DEVICE, BlocksRemoved)]
     assert tiers == [*offload, (DEVICE, BlocksStored), *offload]
+
+
+def test_the_cache_is_cleared_unless_sequences_use_it() -> None:
+    pool = BlockPool(2, B, host_capacity=8)
+    held = hold_all(pool, [1, 2, 3, 4, 5])
+    assert not pool.clear()
+    pool.release(held)
+    pool.release(hold_all(pool, list(range(10, 18))))
+    pool.changes.clear()
+    assert pool.hashes() and pool.host_hashes()
+    assert pool.clear()
+    assert not pool.hashes() | pool.host_hashes()
+    assert pool.changes == [CacheChange(BlocksCleared())]

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from dynamo.errors import EngineFailure, InvalidArgument
+from dynamo.errors import EngineFailure, InvalidArgument, Unavailable
 from dynamo.protocols import codec
-from dynamo.protocols.control import EngineCommand
+from dynamo.protocols.control import CLEAR_KV_BLOCKS, EngineCommand
 from dynamo.runtime import Endpoint
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.vllm.engine import Engine
@@ -23,6 +23,7 @@ class Recorder:
         self.calls: list[str] = []
         self.asleep: set[str] = set()
         self.broken = False
+        self.in_use = False
 
     async def sleep(self, level: int = 1) -> None:
         self.calls.append(f"sleep {level}")
@@ -40,6 +41,12 @@ class Recorder:
     async def is_sleeping(self) -> bool:
         return bool(self.asleep)
 
+    async def reset_prefix_cache(self) -> bool:
+        return not self.in_use
+
+    def on_cleared(self) -> None:
+        self.calls.append("clear")
+
     async def unregister_endpoint_instance(self) -> None:
         self.calls.append("leave")
 
@@ -49,7 +56,7 @@ class Recorder:
 
 def controlled() -> tuple[Recorder, EngineControl]:
     made: Any = Recorder()
-    return made, EngineControl(cast(Endpoint, made), cast(Engine, made))
+    return made, EngineControl(cast(Endpoint, made), cast(Engine, made), made.on_cleared)
 
 
 async def test_leave_sleep_wake_up_return() -> None:
@@ -59,10 +66,22 @@ async def test_leave_sleep_wake_up_return() -> None:
     await control.sleep(None)  # no effect
     await control.wake_up(None)
     assert await control.is_sleeping({}) == {"is_sleeping": False}
-    assert recorder.calls == ["leave", "sleep 2", "wake up", "reload", "return"]
+    slept = ["leave", "sleep 2", "clear", "wake up", "reload", "clear", "return"]
+    assert recorder.calls == slept
     await control.sleep(None)
     await control.wake_up(None)
-    assert recorder.calls[5:] == ["leave", "sleep 1", "wake up", "return"]
+    assert recorder.calls[7:] == ["leave", "sleep 1", "clear", "wake up", "clear", "return"]
+
+
+async def test_the_prefix_cache_is_cleared_unless_requests_use_it() -> None:
+    recorder, control = controlled()
+    stream = Stream(closed=False)
+    await control._answer(cast(ServerStream, stream), codec.encode(EngineCommand(CLEAR_KV_BLOCKS)))
+    assert (recorder.calls, len(stream.sent)) == (["clear"], 1)
+    recorder.in_use = True
+    with pytest.raises(Unavailable, match="requests use its blocks"):
+        await control.clear_kv_blocks(None)
+    assert recorder.calls == ["clear"]
 
 
 class Stream:
@@ -85,14 +104,16 @@ async def test_a_command_is_not_begun_for_a_caller_that_has_gone(gone: bool) -> 
     recorder, control = controlled()
     stream = Stream(gone)
     await control._answer(cast(ServerStream, stream), codec.encode(EngineCommand("sleep")))
-    assert (recorder.calls, len(stream.sent)) == (([], 0) if gone else (["leave", "sleep 1"], 1))
+    assert (recorder.calls, len(stream.sent)) == (
+        ([], 0) if gone else (["leave", "sleep 1", "clear"], 1)
+    )
 
 
 async def test_a_part_awake_gets_no_requests() -> None:
     recorder, control = controlled()
     await control.sleep(None)
     await control.wake_up({"tags": ["weights"]})
-    assert recorder.calls == ["leave", "sleep 1", "wake up"]
+    assert recorder.calls == ["leave", "sleep 1", "clear", "wake up"]
     await control.wake_up({"tags": ["kv_cache"]})
     assert recorder.calls[-1] == "return"
 

@@ -118,7 +118,9 @@ class ScriptedEngine:
         return False
 
     async def add_lora(self, name: str, path: str) -> None: ...
-    async def reset_prefix_cache(self) -> None: ...
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
 
 
 class Sink:
