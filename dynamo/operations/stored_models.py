@@ -122,7 +122,7 @@ def _ollama_models() -> Iterator[StoredModel]:
             blobs = {root / "blobs" / one["digest"].replace(":", "-") for one in layers}
             sizes = sum(int(one["size"]) for one in layers)
             weights = any(one.get("mediaType") == _WEIGHTS for one in layers)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             continue  # not a manifest, or of another version
         prefix = "" if (host, owner) == _LIBRARY else f"{owner}/"
         if host != _LIBRARY[0]:

@@ -210,7 +210,7 @@ def _loaded(text: str) -> object:
     """The value of a JSON text, None if it is none."""
     try:
         return json.loads(text, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

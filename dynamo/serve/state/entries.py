@@ -166,7 +166,7 @@ def service_config(document: Document) -> Mapping[str, Any]:
     """Return the graph in the statefile, without its ``envs``; empty if it cannot be read."""
     try:
         config = json.loads(document.environment.service_config or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return config if isinstance(config, Mapping) else {}
 

@@ -126,7 +126,7 @@ class Statefile:
         """Parse a statefile with keys or values that this version does not know, or a bad one."""
         try:
             written = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._bad(f"is damaged: {error}") from None
         if not isinstance(written, dict):
             raise self._bad("is not a JSON object")
