@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from dynamo import __version__
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
-from dynamo.observability.logs import terminal_text
 
 VERBS = {
     "run": (
@@ -86,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DynamoError, OSError) as error:
+        # Here, because it imports logging: each Tab of a shell imports this module.
+        from dynamo.observability.logs import terminal_text
+
         print(f"dynamo {verb}: {terminal_text(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
     return status
