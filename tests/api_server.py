@@ -82,12 +82,16 @@ class Refused(Exception):
 
 @dataclass
 class Faults:
-    """What goes wrong now; ``statuses`` are sent first, each for one request."""
+    """What goes wrong now; ``statuses`` are sent first, each for one request to an object.
+
+    ``kinds`` has the status of every request for a plural, as while the server starts.
+    """
 
     down: bool = False
     hang: bool = False
     lose_answers: int = 0
     statuses: list[tuple[int, dict[str, str]]] = field(default_factory=list)
+    kinds: dict[str, int] = field(default_factory=dict)
     before_patch: list[Callable[[], object]] = field(default_factory=list)
 
 
@@ -185,6 +189,7 @@ class ApiServer:
         self.port = 0
         self.loop: asyncio.AbstractEventLoop
         self._watches: set[asyncio.Task[Any]] = set()
+        self._mute: set[asyncio.Task[Any]] = set()
 
     @property
     def url(self) -> str:
@@ -237,6 +242,10 @@ class ApiServer:
     def cut_watches(self) -> None:
         for task in self._watches:
             task.cancel()
+
+    def mute_watches(self) -> None:
+        """Send nothing more on the watches of now, and leave them open."""
+        self._mute |= self._watches
 
     def kubeconfig(self, path: Path, token: str = "any") -> Path:
         """Write a kubeconfig for this server."""
@@ -294,6 +303,8 @@ class ApiServer:
                 code, headers = self.faults.statuses.pop(0)
                 refusal = Refused(code, "TooManyRequests", f"status {code} for the test")
                 return web.json_response(refusal.status(), status=code, headers=headers)
+            if (code := self.faults.kinds.get(request.match_info.get("plural", ""), 0)) != 0:
+                raise Refused(code, "NotReady", f"status {code} for the test")
             answer: web.StreamResponse = await handler(request)
         except Refused as error:
             return web.json_response(error.status(), status=error.code)
@@ -405,6 +416,8 @@ class ApiServer:
         try:
             async for event in self._events(kind, namespace, int(since), ends_s):
                 found = event["object"]
+                if task in self._mute:
+                    continue
                 if event["type"] in ("BOOKMARK", "ERROR") or matches(found):
                     if event["type"] == "BOOKMARK" and "allowWatchBookmarks" not in request.query:
                         continue
@@ -417,6 +430,7 @@ class ApiServer:
             raise
         finally:
             self._watches.discard(task)
+            self._mute.discard(task)
         return answer
 
     async def _events(

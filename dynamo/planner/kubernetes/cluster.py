@@ -6,6 +6,7 @@ The extra ``dynamo-appliance[kubernetes]``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ _ABSENT_S = 60.0  # a kind of objects that the server does not have may be insta
 _UNLISTED = "the objects are not listed yet"
 _REPEATABLE = frozenset({429, 500, 502, 503, 504})
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND, _EXPIRED = 401, 403, 404, 410
+_NO_EVENTS = -1  # in place of a status: a watch that was silent for too long
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +51,7 @@ ENDPOINT_SLICES = Resource("discovery.k8s.io", "v1", "endpointslices")
 
 
 class ClusterError(DynamoError):
-    """The API server refuses a request with status ``answer``, or does not answer: 0."""
+    """The API server refuses a request with status ``answer``, or does not answer: 0 or less."""
 
     code = "cluster"
     status = 502
@@ -66,6 +68,35 @@ class _Reply(NamedTuple):
     body: bytes
 
 
+class _Connection:
+    """The client of one set of credentials, closed once it is retired and no request uses it.
+
+    Closed earlier, the library leaves readers of answers without an end and without a timeout.
+    """
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        self._users = 0
+        self._retired = False
+
+    @contextlib.asynccontextmanager
+    async def in_use(self) -> AsyncIterator[Any]:
+        self._users += 1
+        try:
+            yield self._api
+        finally:
+            self._users -= 1
+            await self._close_unused()
+
+    async def retire(self) -> None:
+        self._retired = True
+        await self._close_unused()
+
+    async def _close_unused(self) -> None:
+        if self._retired and not self._users:
+            await self._api.close()
+
+
 class Cluster:
     """Sends requests about the objects of one namespace.
 
@@ -76,8 +107,7 @@ class Cluster:
 
     def __init__(self, namespace: str | None) -> None:
         self.namespace = namespace or ""
-        self._api: Any = None
-        self._retired: Any = None
+        self._connection: _Connection | None = None
         self._renewing = asyncio.Lock()
 
     async def open(self) -> None:
@@ -104,24 +134,20 @@ class Cluster:
                 "service account (deploy/kubernetes), or set KUBECONFIG"
             ) from error
         self.namespace = self.namespace or found or "default"
-        self._api = client.ApiClient(configuration=settings)
+        self._connection = _Connection(client.ApiClient(configuration=settings))
 
-    async def _renew(self, used: Any) -> None:
+    async def _renew(self, used: _Connection | None) -> None:
         """Read the credentials again, unless another request has done so since it ``used`` them."""
         async with self._renewing:
-            if self._api is used and used is not None:
+            if used is not None and self._connection is used:
                 await self.open()
-                # Not closed yet: the streams of watches on it go on, at most as long as a watch.
-                retired, self._retired = self._retired, used
-                if retired is not None:
-                    await retired.close()
+                await used.retire()
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
-        apis, self._api, self._retired = (self._api, self._retired), None, None
-        for api in apis:
-            if api is not None:
-                await api.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.retire()
 
     async def get(self, resource: Resource, name: str) -> Manifest:
         """Return an object. Raises ClusterError."""
@@ -153,12 +179,12 @@ class Cluster:
             "timeoutSeconds": str(_WATCH_S),
         }
         try:
-            answer = await self._send("GET", resource, "", query, None, (_TIMEOUT_S, _SILENCE_S))
-            async with answer:
+            timeouts_s = (_TIMEOUT_S, _SILENCE_S)
+            async with self._send("GET", resource, "", query, None, timeouts_s) as answer:
                 if answer.status != 200:
                     raise _refused("watch", resource, "", answer.status, await answer.read())
                 yield {}
-                while line := await answer.content.readline():
+                while line := await _next_line(answer, resource):
                     event = msgspec.json.decode(line)
                     if event["type"] == "ERROR":
                         status = event["object"]
@@ -182,7 +208,7 @@ class Cluster:
         clock = asyncio.get_running_loop().time
         until_s, pause_s, renewed = clock() + _PATIENCE_S, _FIRST_PAUSE_S, False
         while True:
-            used = self._api
+            used = self._connection
             try:
                 reply = await self._once(method, resource, name, query or {}, body)
             except ClusterError as error:
@@ -212,13 +238,13 @@ class Cluster:
         body: Manifest | None,
     ) -> _Reply:
         try:
-            answer = await self._send(method, resource, name, query, body, _TIMEOUT_S)
-            async with answer:
+            async with self._send(method, resource, name, query, body, _TIMEOUT_S) as answer:
                 retry_after = answer.headers.get("Retry-After", "")
                 return _Reply(answer.status, retry_after, await answer.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _silent(error) from error
 
+    @contextlib.asynccontextmanager
     async def _send(
         self,
         method: str,
@@ -227,30 +253,35 @@ class Cluster:
         query: Mapping[str, str],
         body: Manifest | None,
         timeout_s: object,
-    ) -> Any:
+    ) -> AsyncIterator[Any]:
         group = f"/apis/{resource.group}/{resource.version}/namespaces/{self.namespace}"
         path = f"{group}/{resource.plural}" + (f"/{name}" if name else "")
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = _MERGE_PATCH
-        if self._api is None:
+        if self._connection is None:
             raise ClusterError("the connection to the API server is closed")
-        return await self._api.call_api(
-            *(path, method),
-            query_params=list(query.items()),
-            header_params=headers,
-            body=body,
-            auth_settings=["BearerToken"],
-            _preload_content=False,
-            _request_timeout=timeout_s,
-        )
+        async with self._connection.in_use() as api:
+            answer = await api.call_api(
+                *(path, method),
+                query_params=list(query.items()),
+                header_params=headers,
+                body=body,
+                auth_settings=["BearerToken"],
+                _preload_content=False,
+                _request_timeout=timeout_s,
+            )
+            async with answer:
+                yield answer
 
 
 class WatchedObjects:
     """The objects of one kind that match ``selector``, by name, as the server sent them last.
 
     ``problem`` says why they may be out of date. An ``optional`` kind that the server does not
-    have, or does not show, has no objects. ``on_change`` is called after each change of either.
+    have, or does not show, has no objects. Once it was listed such an answer is a fault of the
+    server, which gives it while it starts, and the objects stay. ``on_change`` is called after each
+    change of either.
     """
 
     def __init__(
@@ -269,6 +300,7 @@ class WatchedObjects:
         self._selector = selector
         self._on_change = on_change
         self._optional = optional
+        self._listed = False
         self._version = ""
 
     def put(self, found: Manifest) -> None:
@@ -296,8 +328,10 @@ class WatchedObjects:
                 if self._version and error.answer in (_EXPIRED, _UNAUTHORIZED):
                     self._version = ""  # a list begins again, and renews the credentials
                     continue
-                absent = self._optional and error.answer in (_FORBIDDEN, _NOT_FOUND)
-                if not accepted:  # a stream that broke is no problem if the next one begins
+                absent = error.answer in (_FORBIDDEN, _NOT_FOUND) and self._optional
+                absent = absent and not self._listed
+                # A stream that broke is no problem if the next one begins; a silent one is.
+                if not accepted or error.answer == _NO_EVENTS:
                     self._failed(error, absent)
                 wait_s = _ABSENT_S if absent else pause_s
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -310,6 +344,7 @@ class WatchedObjects:
             self._version = str(listed["metadata"]["resourceVersion"])
         except (KeyError, TypeError) as error:
             raise ClusterError(f"{self._resource.plural}: an invalid list: {error!r}") from error
+        self._listed = True
         self._current()
 
     def _received(self, event: Manifest) -> None:
@@ -339,6 +374,20 @@ class WatchedObjects:
             log.warning("%s", error.message)
         self.problem = "" if absent else error.message
         self._on_change()
+
+
+async def _next_line(answer: Any, resource: Resource) -> bytes:
+    """Return the next line of a watch, b"" at its end. Raises ClusterError after a silence.
+
+    A deadline of our own: the library's ends with the client of the request.
+    """
+    try:
+        async with asyncio.timeout(_SILENCE_S):
+            line: bytes = await answer.content.readline()
+            return line
+    except TimeoutError:
+        text = f"watch {resource.plural}: the API server was silent for {_SILENCE_S:g} s"
+        raise ClusterError(text, _NO_EVENTS) from None
 
 
 def _object(body: bytes, resource: Resource) -> Manifest:

@@ -291,6 +291,55 @@ async def test_credentials_that_change(world: World, tmp_path: Path) -> None:
     await world.ready(2)
 
 
+async def test_watches_go_on_after_two_changes_of_the_credentials(world: World) -> None:
+    """A client that is closed gives the readers of its watches neither an end nor a timeout."""
+    cluster = world.connector._cluster
+    for _ in range(3):
+        await cluster._renew(cluster._connection)
+    world.by_hand(2)
+    await world.ready(2)
+    assert not world.connector._deployments.problem
+
+
+async def test_a_watch_that_is_silent_begins_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dynamo.planner.kubernetes.cluster._SILENCE_S", 1.5)
+    at = world.server.call(lambda: world.server.store.version)
+    for watched in (world.connector._deployments, world.connector._adapters):
+        # A bookmark later, its reader waits with the deadline of this test.
+        watched._version = "0"
+        await world.until(lambda watched=watched: int(watched._version) >= at)
+    world.server.call(world.server.mute_watches)
+    world.by_hand(2)
+    await world.ready(2)
+    assert "dynamographdeployments: the API server was silent for 1.5 s" in caplog.text
+
+
+@pytest.mark.parametrize("status", [403, 404])
+async def test_an_adapter_stays_while_the_server_does_not_show_it(
+    world: World, status: int
+) -> None:
+    """A server that starts answers so for a moment: what was listed once is not gone."""
+    world.server.put(ADAPTERS, adapter("Worker", 1))
+    await world.until(lambda: world.connector._adapter("Worker"))
+    slices = world.connector._slices
+    await world.until(lambda: slices and not slices.problem)
+    assert slices
+    refused = {ADAPTERS: status, "endpointslices": status}
+    world.server.call(lambda: world.server.faults.kinds.update(refused))
+    world.server.call(world.server.cut_watches)
+    await world.until(lambda: world.connector._adapters.problem and slices.problem)
+    assert world.connector._adapter("Worker")
+    with pytest.raises(ClusterError, match=f"status {status} for the test"):
+        await world.connector.add("Worker")
+    world.server.call(world.server.faults.kinds.clear)
+    await world.until(lambda: not world.connector._adapters.problem)
+    await world.until(lambda: not slices.problem)
+    await world.connector.add("Worker")
+    assert world.server.object(ADAPTERS, f"{GRAPH}-worker")["spec"]["replicas"] == 2
+
+
 async def test_kinds_that_it_may_not_see(world: World, tmp_path: Path) -> None:
     """Without them, replicas are those of the deployment, and traffic is unknown."""
     world.server.tokens["few"] = frozenset(
