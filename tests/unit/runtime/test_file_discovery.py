@@ -252,6 +252,7 @@ async def test_a_large_store_is_read_in_slices(
     assert deadlines <= 400
 
 
+@pytest.mark.usefixtures("needs_inotify")
 async def test_a_foreign_host_lives_by_its_ttl(store: FileDiscovery, root: Path) -> None:
     path = _foreign_lease(root, 5, 0.6)
     log = Log()
@@ -435,6 +436,7 @@ async def test_a_put_that_races_a_revocation_leaves_nothing(
     assert files(root) == set()
 
 
+@pytest.mark.usefixtures("needs_inotify")
 async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, root: Path) -> None:
     lease, doomed = await store.grant(10), await store.grant(10)
     await store.put(KEY, b"1", lease.id)
@@ -508,6 +510,7 @@ async def test_a_store_that_vanishes_does_not_blind_its_watchers(
     assert await store.list("v1/") == {}
 
 
+@pytest.mark.usefixtures("needs_inotify")
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"1 5")])
 async def test_a_damaged_record_is_written_again(
     store: FileDiscovery, root: Path, damage: Any
@@ -581,6 +584,7 @@ async def test_without_descriptors_for_processes_the_ttl_decides(
     assert log.events[1].kind == "delete"
 
 
+@pytest.mark.usefixtures("needs_inotify")
 async def test_a_process_has_one_inotify_instance(store: FileDiscovery, root: Path) -> None:
     """Each group of watches on a path gets its events until it is closed."""
     other, third = FileDiscovery(root), FileDiscovery(root)
@@ -600,6 +604,7 @@ async def test_a_process_has_one_inotify_instance(store: FileDiscovery, root: Pa
     await third.close()
 
 
+@pytest.mark.usefixtures("needs_inotify")
 @pytest.mark.parametrize(
     ("number", "name"), [(errno.EMFILE, "max_user_instances"), (errno.ENOSPC, "max_user_watches")]
 )
