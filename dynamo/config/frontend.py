@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from dynamo.config.absent import FRONTEND, AbsentFlag
 from dynamo.config.option import option
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, shorten
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
+_DEFAULT_PORT = re.compile(r"(?<=^http:)(//.+):80$|(?<=^https:)(//.+):443$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,16 @@ class FrontendSettings:
         repeat=True,
         help="names in the Host header to serve besides localhost, --http-host and IP addresses, "
         "separated by spaces; * serves any. Default: none on a loopback address, any elsewhere",
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "--cors-origins",
+        env="DYN_CORS_ORIGINS",
+        repeat=True,
+        several=True,
+        metavar="ORIGIN",
+        help="origins whose web pages may use the API, such as https://chat.example.com; * allows "
+        "all; default: none",
     )
     api_key_file: str | None = option(
         None,
@@ -296,7 +311,8 @@ class FrontendSettings:
         return local if self.ui is None else self.ui
 
     def __post_init__(self) -> None:
-        """Check TLS. Raises ConfigError."""
+        """Check TLS and origins. Raises ConfigError."""
+        checked_origins(self.cors_origins)
         if (self.tls_cert_path is None) != (self.tls_key_path is None):
             missing = "--tls-cert-path" if self.tls_cert_path is None else "--tls-key-path"
             raise ConfigError(f"{missing} is missing: TLS needs a certificate and its key")
@@ -305,3 +321,17 @@ class FrontendSettings:
                 "--tls-client-ca-cert-path needs --tls-cert-path and --tls-key-path: clients send "
                 "certificates over TLS alone"
             )
+
+
+def checked_origins(origins: Iterable[str]) -> tuple[str, ...]:
+    """Return the origins as browsers send them. Raises ConfigError naming a wrong one."""
+    found = tuple(one.lower() for one in origins)
+    for one in found:
+        if one != "*" and not _ORIGIN.fullmatch(one):
+            raise ConfigError(
+                f"--cors-origins: {shorten(repr(one))} is no origin; give scheme, host and port "
+                "without a path, such as https://chat.example.com or http://localhost:3000, or *"
+            )
+    if "*" in found and len(found) > 1:
+        raise ConfigError("--cors-origins: * allows every origin; leave the others out")
+    return tuple(_DEFAULT_PORT.sub(r"\1\2", one) for one in found)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ipaddress
 import logging
 
-from dynamo.config.frontend import FrontendSettings
+from dynamo.config.frontend import FrontendSettings, checked_origins
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.ui.route import OPEN_UI_PATHS, OPERATOR_UI_ROUTES
 from dynamo.http.access import Access, OperatorGuard
 from dynamo.http.api_keys import ApiKeys
+from dynamo.http.cors import Cors
 from dynamo.http.routes import Routes
 from dynamo.http.tls import ServerTls
 from dynamo.observability.metrics import counter
@@ -52,6 +53,17 @@ def frontend_access(settings: FrontendSettings, local: str | None = None) -> Acc
         return None
     is_open = (_OPEN_WITH_UI if settings.serves_ui else _OPEN_PATHS).__contains__
     return Access(keys=keys, tls=tls, is_open=is_open)
+
+
+def frontend_cors(settings: FrontendSettings) -> Cors | None:
+    """Return which pages of other origins may use the API: not the routes of operators, and not
+    the web page."""
+    origins = checked_origins(settings.cors_origins)
+
+    def closed(path: str) -> bool:
+        return path.startswith("/ui") or (is_reserved(path) and path not in _OPEN_PATHS)
+
+    return Cors(origins, closed) if origins else None
 
 
 def is_reserved(path: str) -> bool:

@@ -18,6 +18,7 @@ from dynamo.config.router import RouterSettings, with_policies
 from dynamo.errors import ConfigError, EngineShutdown, Unavailable
 from dynamo.frontend.access import (
     frontend_access,
+    frontend_cors,
     guard_operator_routes,
     guard_ui_routes,
     is_reserved,
@@ -163,6 +164,7 @@ class Frontend:
             access,
             is_reserved=is_reserved,
             error_bodies=_error_body,
+            cors=frontend_cors(settings),
         )
         if access is not None and access.keys is not None:
             show_key_requests(metrics, access.keys)

@@ -355,13 +355,13 @@ class HttpConnection(asyncio.Protocol):
         resets it, and the client would not receive the reply.
         """
         self._server.refused(refusal.status)
-        path, bodiless = refusal.path, refusal.bodiless
+        path, bodiless, cors = refusal.path, refusal.bodiless, refusal.cors
         if self._head is not None:
-            path, bodiless = self._head.path, self._head.method == "HEAD"
+            path, bodiless, cors = self._head.path, self._head.method == "HEAD", self._head.cors
         self._forget_body()
         body = self.error_body(path, refusal.status, refusal.message) or refusal.body
         head = self.heads.get(refusal.status, "application/json", CLOSE)
-        extra = encode_headers(refusal.headers)
+        extra = cors + encode_headers(refusal.headers)
         self.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, b"" if bodiless else body))
         self.flush()
         self._linger()

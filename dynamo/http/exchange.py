@@ -104,7 +104,7 @@ class ResponseHeads:
         lines = [f"HTTP/1.1 {status} {reason_phrase(status)}", f"date: {self._date.decode()}"]
         if content_type:
             lines.append(f"content-type: {content_type}")
-        if content_type == "text/event-stream":  # nginx, by default, keeps events back
+        if content_type.startswith("text/event-stream"):  # nginx, by default, keeps events back
             lines.append("x-accel-buffering: no")
         if framing & CLOSE:
             lines.append("connection: close")
@@ -144,6 +144,7 @@ class Exchange:
         "_transport",
         "api_key",
         "body",
+        "cors",
         "deadline",
         "done",
         "gone",
@@ -173,6 +174,7 @@ class Exchange:
         self.minor = head.minor
         self.keep_alive = head.keep_alive
         self.api_key: ApiKey | None = head.api_key
+        self.cors = head.cors
         self.body = body
         self.received_at = received_at
         self.resumed_at = 0.0
@@ -224,7 +226,7 @@ class Exchange:
         plain = self.keep_alive and self.minor and not transport.closing
         framing = LENGTH if plain else self._framing(LENGTH)
         head = transport.heads.get(status, content_type, framing)
-        extra = encode_headers(headers) if headers else b""
+        extra = self.cors + encode_headers(headers) if headers else self.cors
         shown = b"" if self._bodiless else body
         self.done = True
         self.on_disconnect = self.on_drain = self.on_expired = None
@@ -262,7 +264,7 @@ class Exchange:
             self.keep_alive = False
             self._raw = True
         framing = self._framing(UNTIL_CLOSE if self._raw else CHUNKS)
-        extra = encode_headers(headers) if headers else b""
+        extra = self.cors + encode_headers(headers) if headers else self.cors
         self._transport.send(
             b"%b%b\r\n" % (self._transport.heads.get(status, content_type, framing), extra)
         )

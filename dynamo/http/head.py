@@ -78,11 +78,13 @@ class Head:
 
     ``headers`` has lower-case names, repeated fields joined by ``", "``. ``body_bytes`` is the
     announced length, or CHUNKED. ``minor`` is the x of HTTP/1.x. ``api_key`` is that of the client.
+    ``cors`` are header lines for each response.
     """
 
     __slots__ = (
         "api_key",
         "body_bytes",
+        "cors",
         "expects_continue",
         "headers",
         "keep_alive",
@@ -102,6 +104,7 @@ class Head:
         self.expects_continue = False
         self.body_bytes = 0
         self.api_key: ApiKey | None = None
+        self.cors = b""
 
 
 class HeadReader:
@@ -172,6 +175,7 @@ class HeadReader:
                 self._access_check(head)
             except HttpStatusError as refusal:
                 refusal.path, refusal.bodiless = head.path, head.method == "HEAD"
+                refusal.cors = head.cors
                 raise
         return head
 

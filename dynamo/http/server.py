@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from dynamo.http.access import Access
 from dynamo.http.connection import TOO_MANY_CONNECTIONS, HttpConnection, WriteBatch
+from dynamo.http.cors import Cors
 from dynamo.http.errors import ErrorBodies, HttpStatusError
 from dynamo.http.exchange import Exchange, ResponseHeads
 from dynamo.http.head import Head, HeadReader, HttpLimits
@@ -42,6 +43,7 @@ class HttpServer:
     last sweep: exact enough for deadlines. ``bodies_bytes`` is the size of the unfinished bodies of
     all connections. Requests for paths that ``is_reserved``
     accepts, and those with an operator's key, are served above the connection limit as well.
+    Without ``cors``, pages of other origins cannot read responses.
     """
 
     def __init__(
@@ -53,14 +55,21 @@ class HttpServer:
         access: Access | None = None,
         is_reserved: Callable[[str], bool] = _never,
         error_bodies: ErrorBodies | None = None,
+        cors: Cors | None = None,
     ) -> None:
         self.error_bodies = error_bodies
         self.is_reserved = is_reserved
         self.limits = limits or HttpLimits()
         self._keys = access.keys if access is not None else None
-        check = access.check_key if access is not None and self._keys is not None else None
+        check: Callable[[Head], None] | None = None
+        if access is not None and self._keys is not None:
+            check = access.check_key
+        uncertified: Callable[[Head], None] | None = access.check_uncertified if access else None
+        if cors is not None:
+            check, uncertified = cors.unless_preflight(check), cors.unless_preflight(uncertified)
+            handler = cors.before(handler)
         self.reader = HeadReader(self.limits, check)
-        self._uncertified = HeadReader(self.limits, access.check_uncertified if access else None)
+        self._uncertified = HeadReader(self.limits, uncertified)
         self._check_access = check
         self._over_limit = HeadReader(self.limits, self._check_reserved)
         self._readers = (self.reader, self._uncertified, self._over_limit)

@@ -847,3 +847,19 @@ async def test_disable_nvext_keeps_ranks_from_servers() -> None:
     site = RelaySite(disable_nvext=True)
     site.post({"model": "far", "prompt": "a"}, PATHS[1], x_data_parallel_rank="1")
     assert "x-data-parallel-rank" not in dict(site.relayed[0].request.headers)
+
+
+async def test_origins_and_buffering_are_the_frontends(site: RelaySite) -> None:
+    """A server allows its own origins, and refuses others; a header that is there twice is wrong
+    for a browser."""
+    body = {"model": "far", "messages": [], "stream": True}
+    site.post(body, origin="http://localhost:3000")
+    (stream,) = site.relayed
+    assert "origin" not in dict(stream.request.headers)
+    given = {"access_control_allow_origin": "*", "x_accel_buffering": "no", "x_more": "kept"}
+    stream.head(200, "text/event-stream; charset=utf-8", **given)
+    stream.body(b"data: [DONE]\n\n")
+    stream.sink.on_end()
+    head = site.bench.transport.out.partition(b"\r\n\r\n")[0].lower()
+    assert head.count(b"x-accel-buffering: no") == 1 and b"x-more: kept" in head
+    assert b"access-control" not in head

@@ -18,19 +18,22 @@ import msgspec
 
 from dynamo.errors import DynamoError, EngineFailure
 from dynamo.frontend.answer.generation import Usage
+from dynamo.http.cors import CORS_HEADERS
 from dynamo.protocols.engine import EngineOutput, HttpResponseHead
 
 _decode_head = msgspec.msgpack.Decoder(HttpResponseHead).decode
 _JSON = "application/json"
-_EVENTS = "text/event-stream"
+EVENTS = "text/event-stream"
 _COLLECTED_BYTES = 1 << 20
 _LAST_BYTES = 4096
 _MAX_HEADERS = 100
-# Those of one connection, those that our server writes, and the id, which is the client's.
+# Those of one connection, those that our server writes, also for pages of other origins, and the
+# id, which is the client's.
 _OWN_HEADERS = frozenset(
     (
         *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
         *("content-length", "content-type", "date", "server", "x-request-id"),
+        *("x-accel-buffering", *CORS_HEADERS),
         *("proxy-authenticate", "proxy-connection"),
     )
 )
@@ -249,7 +252,7 @@ class HttpAnswer:
         self.content_type = dict(given).get("content-type", "")
         self.headers = [one for one in given if one[0] not in _OWN_HEADERS]
         media_type = self.content_type.partition(";")[0].strip().lower()
-        if media_type == _EVENTS:
+        if media_type == EVENTS:
             self._counter = EventCounter()
         self.streams = media_type != _JSON and head.status not in (204, 304)
         self.head = head

@@ -19,7 +19,7 @@ from dynamo.errors import (
 from dynamo.frontend.answer.embeddings import EmbeddingsAnswer
 from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
-from dynamo.frontend.apis.relay.http_answer import HttpAnswer
+from dynamo.frontend.apis.relay.http_answer import EVENTS, HttpAnswer
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import labels
@@ -157,6 +157,8 @@ class RelayedHttpRequest(RelayedActiveRequest):
         content_type, headers = answer.content_type, [*answer.headers, *self._headers]
         if content_type in _PLAIN_TYPES or not content_type:
             return content_type, headers
+        if content_type.lower().startswith(EVENTS):
+            headers.insert(0, ("x-accel-buffering", "no"))
         return "", [("content-type", content_type), *headers]
 
 

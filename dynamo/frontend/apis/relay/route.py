@@ -58,11 +58,13 @@ _POSTS = (_PREFIX, *_MODEL_OPTIONAL)
 log = logging.getLogger(__name__)
 _MAX_QUERY_FIELDS = 64
 # Those of the client's connection, the length and the id, which are set here, the choice of a
-# worker, and an encoding that would hide the usage from the metrics.
+# worker, an encoding that would hide the usage from the metrics, and the origin of a page, which
+# is checked here: servers refuse those that they do not know.
 _OWN_HEADERS = frozenset(
     (
         *("connection", "expect", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
         *("accept-encoding", "content-length", "cookie", "host", "x-request-id"),
+        "origin",
         *("proxy-authorization", "proxy-connection"),
     )
 )
