@@ -196,6 +196,7 @@ class ModelEntry:
         )
         self.loaded: LoadedModel | None = None
         self.served = False
+        self.served_since_s = 0.0
         self.loading = False
         self.problem = ""
         self.on_worker: Callable[[], None] | None = None
@@ -347,7 +348,10 @@ class ModelEntry:
             self.patterns = patterns_of(self.workers.values())
         if len(self.workers) >= self._awaited:
             self._awaited = 0
-        self.served = self.loaded is not None and bool(self.workers) and not self._awaited
+        served = self.loaded is not None and bool(self.workers) and not self._awaited
+        if served and not self.served:
+            self.served_since_s = time.monotonic()
+        self.served = served
         if self.loaded is not None:
             self._all_metrics.show_card(self.card, self.served, self._migrations.limit)
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.errors import DynamoError, ModelNotFound, StatefileError, Unavailable
+from dynamo.errors import DynamoError, ModelNotFound, Unavailable
 from dynamo.frontend.requests.cold_start import (
     ColdStartQueue,
     HeldDispatch,
@@ -35,9 +35,7 @@ from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.process.paths import run_dir
 from dynamo.runtime.process.stop_order import STOP_STAGE, is_supervised
 from dynamo.runtime.process.tasks import Tasks
-from dynamo.serve.graph.service import ModelArgs, merged
-from dynamo.serve.state.entries import ServiceEntries, argv_flags, model_name, read_services
-from dynamo.serve.state.statefile import Statefile
+from dynamo.serve.graph.service import ModelArgs
 
 _PLANNER = "planner"
 _PLANNER_RESTART_S = 30.0
@@ -50,113 +48,6 @@ _NO_ARGS = ModelArgs()
 _ALMOST = 99
 """The per cent of a load that takes longer than the last one."""
 log = logging.getLogger(__name__)
-_POLL_S = 2.0
-_ADAPTERS = {"lora-modules", "enable-lora"}
-
-
-class GraphModels:
-    """The services of the graph that each model has, or had, by the statefile of ``dynamo serve``.
-
-    A model without workers is unavailable for a while, unless a reload has removed all of these.
-    A model that was never one of the graph's is not removed by it, such as that of a worker that a
-    person has started. ``args`` are what the graph says about its models, by name; ``on_args`` is
-    called when they have changed. ``names`` are the models that workers of the graph will bring;
-    empty unless the box ``is_alone``, or if a worker may bring others.
-    """
-
-    def __init__(self, statefile: Statefile, is_alone: bool = False) -> None:
-        self._statefile = statefile
-        self._is_alone = is_alone
-        self.names: list[str] = []
-        self._modified_ns = 0
-        self._stated: dict[str, str] = {}
-        self._leases: dict[int, str] = {}
-        self._services: dict[str, dict[str, str]] = {}
-        self.args: Mapping[str, ModelArgs] = {}
-        self.on_args: Callable[[], None] | None = None
-
-    async def run(
-        self, workers: Callable[[], Mapping[str, Collection[int]]], remove: Callable[[str], bool]
-    ) -> None:
-        """Call ``remove`` with each model that is removed, until it returns True.
-
-        ``workers()`` are the worker ids of each model that is known now, those on demand too.
-        """
-        while True:
-            await asyncio.sleep(_POLL_S)
-            await self.load()
-            for model in self.removed(workers()):
-                if remove(model):
-                    del self._services[model]
-
-    def read(self, services: Mapping[str, ServiceEntries]) -> None:
-        """Take the services of the statefile as it is now."""
-        self._stated = {name: service.model for name, service in services.items()}
-        brings_more = any(_brings_more(one.template.argv) for one in services.values())
-        self.names = [] if brings_more or not self._is_alone else sorted({*self._stated.values()})
-        self._leases = {
-            entry.lease: name
-            for name, service in services.items()
-            for entry in service.entries
-            if entry.lease is not None
-        }
-        models = {service.model for service in services.values()}
-        args = {
-            model: merged(one.model_args for one in services.values() if one.model == model)
-            for model in models
-        }
-        if args != self.args:
-            self.args = args
-            if self.on_args is not None:
-                self.on_args()
-
-    def removed(self, workers: Mapping[str, Collection[int]]) -> list[str]:
-        """Return the models whose services have left the graph, or serve another model now."""
-        for model, ids in workers.items():
-            mine = {name for name, stated in self._stated.items() if stated == model}
-            mine |= {self._leases[one] for one in ids if one in self._leases}
-            if mine:
-                self._services.setdefault(model, {}).update({n: self._stated[n] for n in mine})
-        return [
-            model
-            for model, services in self._services.items()
-            if not any(self._stated.get(name) == stated for name, stated in services.items())
-        ]
-
-    @property
-    def hint(self) -> str:
-        """Return the names that will be served, for an error; "" if others may be, too."""
-        return f"; this deployment loads {', '.join(self.names)}" if self.names else ""
-
-    def has(self, model: str) -> bool:
-        """Whether a service of the graph serves ``model``, which may have no worker yet."""
-        return model in self._stated.values() or any(
-            model in args.aliases for args in self.args.values()
-        )
-
-    async def load(self) -> None:
-        """Read the statefile if it has changed; without one the graph is as it was."""
-        try:
-            modified_ns = self._statefile.path.stat().st_mtime_ns
-            if modified_ns == self._modified_ns:
-                return
-            self._modified_ns = modified_ns
-            self.read(await asyncio.to_thread(self._read_services))
-        except (OSError, StatefileError):
-            return
-
-    def _read_services(self) -> Mapping[str, ServiceEntries]:
-        document = self._statefile.read()
-        if document is None:
-            raise FileNotFoundError(self._statefile.path)
-        return read_services(document)
-
-
-def _brings_more(argv: tuple[str, ...]) -> bool:
-    """Whether a worker of this command may register models that the command does not name."""
-    flags = argv_flags(argv)
-    several = "," in flags.get("served-model-name", "")
-    return several or not model_name(argv) or bool(flags.keys() & _ADAPTERS)
 
 
 class OnDemandModels:
@@ -321,6 +212,11 @@ class OnDemandModels:
         record = self._names.get(name)
         if record is not None and record.model in self._activity:
             self._activity[record.model].begin()
+        self.retry(name)
+
+    def retry(self, name: str) -> None:
+        """Let the waiting requests of the model find out whether they still have to wait."""
+        record = self._names.get(name)
         queue = self._queues.get(name if record is None else record.model)
         if queue is not None:
             queue.release()

@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from functools import partial
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, Unavailable, shorten
 from dynamo.frontend.disagg.pool import AGAIN_S
+from dynamo.frontend.models.graph import GraphModels
 from dynamo.frontend.models.model import (
     INPUTS,
     LoadedModel,
@@ -27,7 +29,8 @@ from dynamo.frontend.models.model import (
     missing_route,
     router_settings,
 )
-from dynamo.frontend.models.on_demand import GraphModels, OnDemandModels
+from dynamo.frontend.models.on_demand import OnDemandModels
+from dynamo.frontend.models.prefill_cards import PrefillCards
 from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
@@ -44,74 +47,9 @@ from dynamo.serve.state.statefile import Statefile
 _FILE_PREFIXES = ("/v1/audio/tran", "/v1/images/edits")
 """Of paths that take forms with files: transcriptions and translations of audio, images."""
 _LOAD_S = 30.0
+_ADAPTER_WAIT_S = 5.0
+"""How long requests for an adapter wait after a worker of its model has come: its card follows."""
 log = logging.getLogger(__name__)
-
-
-class PrefillCards:
-    """Assigns the card of each prefill worker to the entry of its model in ``entries``.
-
-    A card may arrive before its model. ``reject(model, reason, text)`` is called for a card that
-    conflicts with the others; it is tried again when those are removed.
-    """
-
-    def __init__(
-        self, entries: Mapping[str, ModelEntry], reject: Callable[[str, str, str], None]
-    ) -> None:
-        self._entries = entries
-        self._reject = reject
-        self._cards: dict[str, ModelCard] = {}
-        self._owners: dict[str, ModelEntry] = {}
-        self._refused: dict[str, str] = {}
-
-    def problems(self) -> list[tuple[ModelCard, str]]:
-        """Return the cards that conflict with others, and why."""
-        return [(self._cards[key], text) for key, text in self._refused.items()]
-
-    def add(self, key: str, card: ModelCard) -> None:
-        """Add or replace the card at ``key``."""
-        self._forget(key)
-        self._cards[key] = card
-        entry = self._entries.get(card.display_name)
-        if entry is None:
-            log.info("%s waits for a decode worker of %s", key, card.display_name)
-        else:
-            self._offer(entry, key, card)
-
-    def remove(self, key: str) -> None:
-        """Remove the card at ``key``, if it is that of a prefill worker."""
-        entry = self._forget(key)
-        if entry is not None:
-            self.assign(entry)
-
-    def assign(self, entry: ModelEntry) -> None:
-        """Offer the unassigned cards to ``entry``, which is new or has lost a prefill worker."""
-        for key, card in self._cards.items():
-            if card.display_name == entry.name and self._owners.get(key) is not entry:
-                self._offer(entry, key, card)
-
-    def _forget(self, key: str) -> ModelEntry | None:
-        self._cards.pop(key, None)
-        self._refused.pop(key, None)
-        entry = self._owners.pop(key, None)
-        if entry is not None:
-            card = entry.prefill.remove(key)
-            log.info("model %s: prefill worker %x left", entry.name, card.instance_id)
-        return entry
-
-    def _offer(self, entry: ModelEntry, key: str, card: ModelCard) -> None:
-        reason = entry.prefill_agrees_with(card)
-        if reason:
-            self._owners.pop(key, None)
-            if key in self._refused:
-                return
-            text = f"the workers of {entry.name} have another {difference(reason)}"
-            self._refused[key] = text
-            self._reject(entry.name, reason, f"{key}: {text}; it gets no prompts")
-            return
-        self._refused.pop(key, None)
-        entry.prefill.add(key, card)
-        self._owners[key] = entry
-        log.info("model %s: prefill worker %x joined", entry.name, card.instance_id)
 
 
 class Models:
@@ -274,16 +212,26 @@ class Models:
         model = name if entry is None else entry.name
         if not self._is_started(model):
             return False
+        if self._is_served_without(model):
+            loop = asyncio.get_running_loop()
+            loop.call_later(_ADAPTER_WAIT_S, self.on_demand.retry, model)
         return self.on_demand.hold(exchange, endpoint, model, registry)
 
     def _is_started(self, model: str) -> bool:
-        """Whether a request starts a worker for ``model``, which has none."""
+        """Whether a request starts a worker for ``model``, which has none, or will find it soon."""
         record = self.on_demand.record(model)
-        if record is None or record.model == model:
+        if record is None or not self._is_served_without(model):
             return record is not None
-        # Its workers serve the model of the record, too: one that serves that alone is not enough.
-        main = self._entries.get(record.model)
-        return main is None or not main.served
+        # Its workers serve the model of the record, too: one that serves that alone is not enough,
+        # unless the card of the adapter is still on its way.
+        since_s = self._entries[record.model].served_since_s
+        return time.monotonic() - since_s < _ADAPTER_WAIT_S
+
+    def _is_served_without(self, adapter: str) -> bool:
+        """Whether the workers of the model that ``adapter`` belongs to serve that model alone."""
+        record = self.on_demand.record(adapter)
+        main = None if record is None else self._entries.get(record.model)
+        return main is not None and main.name != adapter and main.served
 
     def rejections(self) -> dict[str, str]:
         """Why registered workers get no requests, by their ids in hexadecimal."""
@@ -394,6 +342,7 @@ class Models:
             self._prefill.assign(entry)
         entry.add_worker(key, card)
         self._owners[key] = entry
+        self._graph.joined(name, card.instance_id)
         if len(self._entries) > 1:
             self.on_demand.joined(card.instance_id, self._worker_ids())
         log.info("model %s: worker %x joined (%d)", name, card.instance_id, len(entry.workers))
@@ -408,6 +357,7 @@ class Models:
         card = entry.remove_worker(key)
         log.info("model %s: worker %x left (%d)", entry.name, card.instance_id, len(entry.workers))
         if not entry.workers:
+            self._graph.left()
             self._reconsider(entry.name)
 
     def _reconsider(self, name: str) -> None:

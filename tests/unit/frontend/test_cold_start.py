@@ -18,8 +18,7 @@ import pytest
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.frontend.models import on_demand
-from dynamo.frontend.models import on_demand as graph
+from dynamo.frontend.models import graph, on_demand, registry
 from dynamo.frontend.requests import cold_start
 from dynamo.frontend.service import Frontend
 from dynamo.protocols import codec
@@ -437,6 +436,23 @@ async def test_a_model_that_a_reload_removed_is_forgotten(
         assert (await site.complete()).status_code == 200
 
 
+async def test_a_model_that_left_between_two_looks_at_the_graph_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "_POLL_S", 600)  # events alone
+    write_graph(tmp_path)
+    async with running(tmp_path, planner=False) as site:
+        models = site.frontend.models
+        write_graph(tmp_path, "Worker")
+        await until(lambda: models._graph.has("tiny"))
+        worker = await site.worker()
+        await until(lambda: models.named("tiny") is not None)
+        write_graph(tmp_path)
+        await worker.runtime.close()
+        await until(lambda: models.named("tiny") is None)
+        assert (await site.complete()).status_code == 404
+
+
 async def test_a_model_whose_worker_died_is_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -671,7 +687,25 @@ async def test_requests_of_an_adapter_use_and_start_the_model(
     assert (await asked).status_code == 200
 
 
-async def test_an_adapter_that_a_model_has_no_longer_is_not_waited_for(site: Site) -> None:
+async def test_an_adapter_whose_card_follows_that_of_its_model_is_waited_for(site: Site) -> None:
+    worker = await site.worker()
+    await worker.card("/pirate", display_name="pirate", lora_name="pirate")
+    await until(lambda: site.frontend.models.named("pirate") is not None)
+    await worker.runtime.close()
+    await until(lambda: not site.frontend.models.instances())
+    asked = asyncio.ensure_future(site.complete(model="pirate"))
+    await site.planner.until(1)
+    second = await site.worker()
+    assert (await site.complete()).status_code == 200  # the model serves
+    assert not asked.done()
+    await second.card("/pirate", display_name="pirate", lora_name="pirate")
+    assert (await asked).status_code == 200
+
+
+async def test_an_adapter_that_a_model_has_no_longer_is_not_waited_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_ADAPTER_WAIT_S", 0.2)
     worker = await site.worker()
     await worker.card("/pirate", display_name="pirate", lora_name="pirate")
     assert (await site.complete()).status_code == 200
