@@ -15,7 +15,7 @@ from dynamo.cli.options import DeploymentSettings
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError
-from dynamo.runtime.process.paths import run_dir, state_path
+from dynamo.runtime.process.paths import open_private, run_dir, state_path
 from dynamo.runtime.process.stop_order import STOP_STAGE
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.events import BoxEventLog, actor
@@ -142,7 +142,7 @@ def detach(verb: str, words: Sequence[str], namespace: str) -> int:
     path = directory / "serve.log"
     if path.exists() and path.stat().st_size > _LOG_BYTES:
         path.replace(path.with_suffix(".log.1"))
-    with path.open("ab") as log:
+    with open(path, "ab", opener=open_private) as log:
         begin = log.tell()
         child = subprocess.Popen(
             [sys.executable, "-m", "dynamo", verb, *_in_background(words)],

@@ -235,7 +235,7 @@ def _write_converted(settings: InitSettings, source: str, path: Path) -> None:
 def _replace(path: Path, text: str) -> None:
     whole = path.resolve()
     try:
-        write_atomic(whole, text.encode(), durable=whole.exists())
+        write_atomic(whole, text.encode(), durable=whole.exists(), mode=0o666)
     except OSError as error:
         raise DynamoError(f"cannot write {path}: {error.strerror}") from None
 

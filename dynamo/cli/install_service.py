@@ -295,7 +295,7 @@ def _write(path: Path, text: str) -> str:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, text.encode())
+        write_atomic(path, text.encode(), mode=0o666)
         path.chmod(0o644)
     except OSError as error:
         words = shlex.join([*_dynamo(), *sys.argv[1:]])

@@ -65,6 +65,8 @@ def test_sockets_beside_and_away_from_the_run_directory(
         assert events.parent.parent == Path(short)
         for path in (control, events):
             assert path.is_socket() and path.stat().st_mode & 0o077 == 0
+        made = [path for path in serving.state_dir.rglob("*") if not path.is_symlink()]
+        assert [path for path in made if path.stat().st_mode & 0o077] == []
         assert serving.stop() == 0
         serving.assert_clean()
         assert list(Path(short).iterdir()) == [serving.state_dir]

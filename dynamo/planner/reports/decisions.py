@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo.errors import shorten
 from dynamo.planner.policies.base import Observation, ScalingDecision
-from dynamo.runtime.process.paths import write_atomic
+from dynamo.runtime.process.paths import open_private, write_atomic
 
 DECISIONS_FILE = "logs/planner-decisions.jsonl"
 """Path of the file in the run directory of a deployment; its logs stay when it ends."""
@@ -140,7 +140,7 @@ class DecisionLog:
         line = msgspec.json.encode(record) + b"\n"
         if self._lines is None:
             self._lines = self._shrink()
-        with self.path.open("ab") as file:
+        with open(self.path, "ab", opener=open_private) as file:
             file.write(line)
         self._lines += 1
         if self._lines >= 2 * self._limit:

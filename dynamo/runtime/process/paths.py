@@ -266,19 +266,28 @@ def _fits(path: str) -> bool:
 
 def _record(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text + "\n")
+    with open(temporary, "w", opener=open_private) as file:
+        file.write(text + "\n")
     temporary.replace(path)
 
 
-def write_atomic(path: Path, data: bytes, durable: bool = False) -> None:
+def open_private(path: str, flags: int) -> int:
+    """Open a file for its owner alone if it is new, whatever the umask: an opener of ``open``."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def write_atomic(path: Path, data: bytes, durable: bool = False, mode: int = 0o600) -> None:
     """Replace ``path`` in one step: readers see the old or the new content, never a part.
 
+    Its ``mode``, less the umask, is for a file that others may read, such as a graph.
     ``durable``, for a file of the user's: owner and mode stay, and the disk has it on return. What
     is left of a writer that is killed: :func:`remove_unfinished`.
     """
     temporary = _unfinished(path, str(os.getpid())) if durable else temporary_beside(path)
     try:
-        temporary.write_bytes(data)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+            file.write(data)
         if durable:
             with temporary.open("rb+") as file:
                 before = path.stat()

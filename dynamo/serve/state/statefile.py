@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.errors import StatefileError
+from dynamo.runtime.process.paths import open_private
 from dynamo.serve.state.document import VERSION, Document, Environment
 
 _LOCK_TIMEOUT_S = 5.0
@@ -200,7 +201,7 @@ class Statefile:
         text = json.dumps(document.written(), ensure_ascii=False)
         data = msgspec.json.format(text.encode(), indent=2) + b"\n"
         try:
-            with open(temporary, "wb", opener=_open_private) as file:
+            with open(temporary, "wb", opener=open_private) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())  # before the rename: a power loss must not leave it empty
@@ -221,7 +222,3 @@ def _is_complete(document: Document) -> bool:
     """Whether each required part was surely written: a missing one has its default value."""
     parts = (document.namespace, document.circus_endpoint, document.components)
     return all(parts) and document.environment != Environment()
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -67,6 +67,21 @@ def test_missing_parents_are_private_whatever_the_umask(tmp_path: Path) -> None:
         assert _mode(tmp_path / path) == 0o700
 
 
+def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        paths.write_atomic(tmp_path / "state", b"a")
+        paths.write_atomic(tmp_path / "state", b"b")
+        paths._record(tmp_path / "record", "c")
+        with open(tmp_path / "log", "ab", opener=paths.open_private):
+            pass
+        paths.write_atomic(tmp_path / "graph", b"d", mode=0o666)
+    finally:
+        os.umask(before)
+    modes = {path.name: _mode(path) for path in tmp_path.iterdir()}
+    assert modes == {"state": 0o600, "record": 0o600, "log": 0o600, "graph": 0o666}
+
+
 def test_default_is_under_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert paths.state_dir(RuntimeSettings()) == tmp_path / ".dynamo" / "state"
