@@ -59,6 +59,9 @@ _TIER_OF = {
 _decode = msgspec.msgpack.Decoder().decode
 HIGH_WATER_MESSAGES = 100_000
 REPLAY_TIMEOUT_S = 5.0
+REPLAY_PAUSE_S = 60.0
+REPLAY_BYTES = 64 << 20
+_FRAMES = 3  # topic, number, payload
 _SEQUENCE = struct.Struct(">Q")
 _END_OF_REPLAY = _SEQUENCE.pack(_U64)
 log = logging.getLogger(__name__)
@@ -71,6 +74,9 @@ class EngineEventRelay:
     messages, ``on_malformed(error)`` for each event that is dropped. Before the events that follow
     a restart of the engine, or a loss that the replay did not repair, it calls ``on_reset()``: a
     removal may be lost, so no earlier block counts.
+
+    A restarted engine numbers its messages from 0. One whose number is above the last is found by
+    the connection that was closed, and by the replay: it has another message under the last number.
     """
 
     def __init__(
@@ -91,20 +97,32 @@ class EngineEventRelay:
         self._on_malformed = on_malformed
         self._on_reset = on_reset
         self._replay_endpoint = replay_endpoint
+        self._no_replay_until_s = 0.0
+        self._disconnected = False  # since the last message
         self._newest: int | None = None  # the last number that the SUB socket delivered
         self._expected: int | None = None  # the next number to apply; a replay may be ahead
+        self._last = b""  # the payload before it
 
     async def run(self) -> None:
         """Relay until cancelled; ZMQ reconnects when the engine restarts."""
         socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
             socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
             socket.connect(self.endpoint)
             while True:
-                await self._on_message(await socket.recv_multipart())
+                frames = await socket.recv_multipart()
+                # ZMQ reports it before the first message of the next connection.
+                while int(monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+                    await monitor.recv_multipart()
+                    self._disconnected = True
+                await self._on_message(frames)
+                await asyncio.sleep(0)  # receiving does not suspend while messages wait
         finally:
+            socket.disable_monitor()
+            monitor.close()
             socket.close()
 
     async def _on_message(self, frames: list[bytes]) -> None:
@@ -112,68 +130,95 @@ class EngineEventRelay:
         if message is None:
             return  # the next message shows the gap
         if self._newest is not None and message.number <= self._newest:
-            log.warning("%s: the engine restarted; cleared its blocks", self.endpoint)
-            self._expected = 0
-            self._on_reset()
+            self._restart()
         self._newest = message.number
         # Later messages wait in the socket until the replay is complete.
-        lost = message.number - (self._expected or 0)
-        if lost > 0 and (self._expected is not None or self._replay_endpoint is not None):
-            await self._repair(message.number)
+        lost = message.number > (self._expected or 0)
+        if (lost and self._replay_endpoint is not None) or self._disconnected:
+            await self._repair()
         self._deliver(message)
 
-    def _deliver(self, message: _Message) -> None:
-        if self._expected is None or message.number >= self._expected:  # else already replayed
-            self._expected = message.number + 1
-            self._on_events(message.dp_rank, message.events)
-
-    async def _repair(self, end: int) -> None:
-        """Apply the messages before ``end`` from the replay; reset if one of them is missing."""
-        start = self._expected or 0
-        replayed = await self._replay(start)
-        complete = [message.number for message in replayed[: end - start]] == [*range(start, end)]
-        if not complete and self._expected is not None:
-            self._on_dropped(end - start)
-            log.warning(
-                "%s: messages %d to %d of the engine are lost; cleared its blocks",
-                self.endpoint,
-                start,
-                end - 1,
-            )
+    def _restart(self) -> None:
+        if self._expected is not None:
+            log.warning("%s: the engine restarted; cleared its blocks", self.endpoint)
             self._on_reset()
-        for message in replayed:
-            self._deliver(message)
+        self._expected, self._last = None, b""
 
-    async def _replay(self, start: int) -> list[_Message]:
-        """Return what the engine still has of its messages since ``start``."""
-        if self._replay_endpoint is None:
+    def _deliver(self, message: _Message) -> None:
+        if self._expected is not None:
+            lost = message.number - self._expected
+            if lost < 0:  # already replayed
+                return
+            if lost:
+                self._on_dropped(lost)
+                log.warning(
+                    "%s: messages %d to %d of the engine are lost; cleared its blocks",
+                    self.endpoint,
+                    self._expected,
+                    message.number - 1,
+                )
+                self._on_reset()
+        self._expected, self._last = message.number + 1, message.payload
+        self._on_events(message.dp_rank, message.events)
+
+    async def _repair(self) -> None:
+        """Apply the replay. It begins with the last message, which proves that it continues it."""
+        start = max((self._expected or 0) - 1, 0)
+        replayed = await self._replay(start)
+        if self._expected is not None:
+            first = replayed[0] if replayed else [b"", b"", b""]
+            continued = first[1:] == [_SEQUENCE.pack(start), self._last]
+            newer = first[1] > _SEQUENCE.pack(self._expected)  # a gap: _deliver() clears
+            if not continued and (self._disconnected or (replayed and not newer)):
+                self._restart()
+                replayed = await self._replay(0) if replayed and start else replayed
+        self._disconnected = False
+        for frames in replayed:
+            message = self._decoded(frames)
+            if message is not None:  # else the next one shows the gap
+                self._deliver(message)
+            await asyncio.sleep(0)
+
+    async def _replay(self, start: int) -> list[list[bytes]]:
+        """Return what the engine still has of its messages since ``start``, in frames.
+
+        After a failure, nothing for :data:`REPLAY_PAUSE_S`: events wait for the answer.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._replay_endpoint is None or now < self._no_replay_until_s:
             return []
-        replayed: list[_Message] = []
+        replayed: list[list[bytes]] = []
+        size = 0
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+            socket.setsockopt(zmq.MAXMSGSIZE, REPLAY_BYTES)
             socket.connect(self._replay_endpoint)
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 await socket.send_multipart([b"", _SEQUENCE.pack(start)])
-                while len(replayed) < HIGH_WATER_MESSAGES:
+                while size <= REPLAY_BYTES and len(replayed) < HIGH_WATER_MESSAGES:
                     frames = (await socket.recv_multipart())[1:]  # after the empty delimiter
                     if frames[1:2] == [_END_OF_REPLAY]:
-                        break
-                    message = self._decoded(frames)
-                    if message is not None:
-                        replayed.append(message)
-        except TimeoutError:
-            log.warning("%s: no complete replay in %g s", self._replay_endpoint, REPLAY_TIMEOUT_S)
+                        return replayed
+                    if len(frames) == _FRAMES:  # else the next one shows the gap
+                        replayed.append(frames)
+                        size += len(frames[-1])
+                    await asyncio.sleep(0)
+            problem = f"more than {HIGH_WATER_MESSAGES} messages, or {REPLAY_BYTES} bytes"
+        except (TimeoutError, zmq.ZMQError) as error:
+            problem = str(error) or f"no complete replay in {REPLAY_TIMEOUT_S:g} s"
         finally:
             socket.close()
+        self._no_replay_until_s = now + REPLAY_PAUSE_S
+        log.warning("%s: %s; not used for %g s", self._replay_endpoint, problem, REPLAY_PAUSE_S)
         return replayed
 
     def _decoded(self, frames: list[bytes]) -> _Message | None:
         try:
             _, number, payload = frames
             (sequence,) = _SEQUENCE.unpack(number)
-            return _Message(sequence, *decode_events(payload, self._on_malformed))
+            return _Message(sequence, payload, *decode_events(payload, self._on_malformed))
         except (ValueError, struct.error) as error:
             self.malformed += 1
             if self.malformed == 1:
@@ -223,6 +268,7 @@ class _Message(NamedTuple):
     """One message of the engine."""
 
     number: int
+    payload: bytes
     dp_rank: int | None
     events: list[EngineEvent]
 
@@ -327,8 +373,8 @@ def decode_events(
 ) -> tuple[int | None, list[EngineEvent]]:
     """Return (dp_rank or None, events) of a message. Raises ValueError for any other payload.
 
-    Events of unknown types and media are skipped; so are malformed ones, each reported to
-    ``on_malformed``. Token ids are not checked.
+    Events of unknown types and media are skipped; malformed ones are reported to ``on_malformed``,
+    and may have been removals, so they clear the rank, except stores. Token ids are not checked.
     """
     try:
         batch = _fields(_decode(payload), _BATCH_FIELDS)
@@ -337,15 +383,24 @@ def decode_events(
         raise ValueError(f"not a KV event batch: {error!r}") from error
     if dp_rank is not None and not (isinstance(dp_rank, int) and 0 <= dp_rank <= _U32):
         raise ValueError(f"not a KV event batch: data_parallel_rank is {dp_rank!r:.40}")
-    events = []
+    events: list[EngineEvent] = []
     for raw in raw_events:
         try:
             event = _event(raw)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             on_malformed(error)
+            if _kind(raw) != "BlockStored":  # it may have been a removal
+                events.append(EngineCleared())
         else:
             events += [event] if event is not None else []
     return dp_rank, events
+
+
+def _kind(raw: Any) -> Any:
+    """Return the type of an event; None for what is none."""
+    if isinstance(raw, dict):
+        return raw.get("type")
+    return raw[0] if isinstance(raw, list) and raw else None
 
 
 def _fields(raw: Any, names: tuple[str, ...]) -> dict[str, Any]:

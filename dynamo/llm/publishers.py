@@ -281,8 +281,8 @@ class KvEventPublisher:
         self._dropped.inc()
         if self._malformed == 1:
             log.warning(
-                "dropped a malformed KV event of the engine: %.200r; "
-                "further ones are only counted, in %s",
+                "dropped a malformed KV event of the engine: %.200r; its rank's blocks are cleared "
+                "if it may have removed some; further ones are only counted, in %s",
                 error,
                 _DROPPED.name,
             )

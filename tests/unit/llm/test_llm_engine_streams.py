@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -17,8 +18,8 @@ from oracle.ingest import Counts
 from dynamo._fast.radix import RadixTree
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
-from dynamo.llm import KvEventPublisher
-from dynamo.llm.engine_events import EngineEventRelay, _Message
+from dynamo.llm import KvEventPublisher, engine_events
+from dynamo.llm.engine_events import EngineEventRelay
 from dynamo.protocols.kv import STORAGE_TIERS, KvEventBatch, KvQuery
 from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.runtime import DistributedRuntime
@@ -107,13 +108,16 @@ class Replaying(EngineEventRelay):
 
     sent: list[list[bytes]] | None = None
 
-    async def _replay(self, start: int) -> list[_Message]:
-        messages = [self._decoded(frames) for frames in (self.sent or [])[start:]]
-        return [message for message in messages if message is not None]
+    async def _replay(self, start: int) -> list[list[bytes]]:
+        return (self.sent or [])[start:]
+
+
+TIMES = itertools.count()
 
 
 def frames(number: int, events: list[Any]) -> list[bytes]:
-    return [b"", number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, events, 0])]
+    payload = msgspec.msgpack.encode([float(next(TIMES)), events, 0])
+    return [b"", number.to_bytes(8, "big"), payload]
 
 
 def counts(tree: RadixTree) -> list[int]:
@@ -142,6 +146,7 @@ async def test_the_index_has_what_the_engine_has(tmp_path: Path, seed: int, repl
         lambda count: None,
         lambda error: pytest.fail(str(error)),
         publisher._on_reset,
+        "ipc://replay" if replays else None,
     )
     source = Random(seed)
     pool = Pool(source)
@@ -155,10 +160,16 @@ async def test_the_index_has_what_the_engine_has(tmp_path: Path, seed: int, repl
     router.recovered(asked.pop(), log.dump())
     applied = 0
     for number in range(600):
-        if source.random() < 0.005:
+        if source.random() < 0.02:
             pool.states["restarted"] += 1
             pool.copies = {medium: Counter() for medium in MEDIA}
+            seen = relay._expected or 0
             sent.clear()
+            if source.random() < 0.5:  # the first message that arrives continues the old numbers
+                pool.states["numbers continue"] += 1
+                sent += [frames(n, pool.step()) for n in range(seen + source.randrange(3))]
+            # Without a gap, only the connection shows it.
+            relay._disconnected = not (replays and len(sent) > seen and source.random() < 0.5)
         events = pool.step()
         sent.append(frames(len(sent), events))
         if source.random() < 0.02 and len(sent) > 1:
@@ -183,7 +194,8 @@ async def test_the_index_has_what_the_engine_has(tmp_path: Path, seed: int, repl
         assert contents(tree) == contents(log._tree), number
     await runtime.close()
     expected = ("clear", "window", "copied", "copy removed", "last removed", "lost", "GPU", "CPU")
-    assert all(pool.states[state] for state in (*expected, "router lost")), pool.states
+    more = ("router lost", "restarted", "numbers continue")
+    assert all(pool.states[state] for state in (*expected, *more)), pool.states
 
 
 async def test_lost_messages_are_read_from_the_replay_socket(tmp_path: Path) -> None:
@@ -220,4 +232,114 @@ async def test_lost_messages_are_read_from_the_replay_socket(tmp_path: Path) -> 
     assert seen == [*range(6)] and not resets
     await relay._on_message(sent[0])
     assert seen[-1] == 0 and len(resets) == 1
+    socket.close(linger=0)
+
+
+class Recorded:
+    """A relay, and what it called."""
+
+    def __init__(self, endpoint: str = "ipc://unused", replay: str | None = None) -> None:
+        self.blocks: list[int] = []
+        self.resets = self.dropped = 0
+        self.relay = EngineEventRelay(
+            endpoint, "", self.on_events, self.on_dropped, self.on_malformed, self.on_reset, replay
+        )
+
+    def on_events(self, rank: int | None, events: list[Any]) -> None:
+        self.blocks += [block for event in events for block in event.block_hashes]
+
+    def on_dropped(self, count: int) -> None:
+        self.dropped += count
+
+    def on_malformed(self, error: Exception) -> None:
+        pytest.fail(str(error))
+
+    def on_reset(self) -> None:
+        self.resets += 1
+
+
+def removed(number: int) -> list[bytes]:
+    return frames(number, [["BlockRemoved", [number]]])
+
+
+async def test_an_endpoint_without_replay_is_not_asked_at_each_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_events, "REPLAY_TIMEOUT_S", 0.05)
+    seen = Recorded(replay=f"ipc://{tmp_path}/none")
+    for number in (0, 2, 4, 6):
+        await seen.relay._on_message(removed(number))
+    assert (seen.resets, seen.dropped, seen.blocks) == (3, 3, [0, 2, 4, 6])
+    assert caplog.text.count("no complete replay") == 1
+    wrong = Recorded(replay="nonsense")
+    for number in (0, 2):
+        await wrong.relay._on_message(removed(number))
+    assert wrong.resets == 1
+
+
+@pytest.mark.parametrize("bad", ["malformed", "large", "other", "short"])
+async def test_a_replay_that_does_not_continue_the_stream_clears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    monkeypatch.setattr(engine_events, "REPLAY_TIMEOUT_S", 20.0)
+    address = f"ipc://{tmp_path}/replay"
+    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    socket.bind(address)
+    sent = [frames(number, [["BlockRemoved", [number] * 40]]) for number in range(5)]
+    seen = Recorded(replay=address)
+    replayed = list(sent)
+    if bad == "malformed":
+        replayed[2] = [b"", *sent[2][1:2], b"\xc1"]
+    elif bad == "short":
+        replayed[2] = [b"", *sent[2][1:2]]
+    elif bad == "large":
+        monkeypatch.setattr(engine_events, "REPLAY_BYTES", 100)
+    else:  # another engine, that has sent as many messages
+        replayed = [removed(number) for number in range(5)]
+
+    async def answer() -> None:
+        while True:
+            client, empty, start = await socket.recv_multipart()
+            for message in replayed[int.from_bytes(start, "big") :]:
+                await socket.send_multipart([client, empty, *message])
+            await socket.send_multipart([client, empty, b"", b"\xff" * 8, b""])
+
+    async with asyncio.timeout(20):
+        await seen.relay._on_message(sent[0])
+        await seen.relay._on_message(sent[1])
+        task = asyncio.create_task(answer())
+        await seen.relay._on_message(sent[4])
+    task.cancel()
+    assert seen.resets == 1
+    assert seen.blocks[-1] == 4
+    socket.close(linger=0)
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_a_new_connection_that_continues_the_numbers_is_a_new_engine(
+    tmp_path: Path, restarts: bool
+) -> None:
+    address = f"ipc://{tmp_path}/engine"
+    context = zmq.asyncio.Context.instance()
+
+    async def publish(number: int) -> None:
+        while number not in seen.blocks:
+            await socket.send_multipart(removed(number))
+            await asyncio.sleep(0.01)
+
+    seen = Recorded(address)
+    socket = context.socket(zmq.PUB)
+    socket.bind(address)
+    task = asyncio.create_task(seen.relay.run())
+    async with asyncio.timeout(20):
+        await publish(0)
+        seen.resets = 0
+        seen.relay._newest = 0
+        if restarts:
+            socket.close(linger=0)
+            socket = context.socket(zmq.PUB)
+            socket.bind(address)
+        await publish(1)
+    assert seen.resets >= restarts
+    task.cancel()
     socket.close(linger=0)
