@@ -192,7 +192,7 @@ async def follow(
 async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None:
     """Wait until the workers ``names`` have registered their models.
 
-    Raises ActionFailed for one that is removed, stopped, given up, without a process or too slow.
+    Raises ActionFailed for one that is removed, stopped, given up or too slow.
     """
 
     async def served() -> bool:
@@ -204,9 +204,6 @@ async def wait_until_served(access: LocalAccess, names: Collection[str]) -> None
         for entry in pending:
             if statuses.get(entry.name, STOPPED) == STOPPED:
                 raise _never_served(access, entry.name, "stopped or given up")
-            if not entry.pids and await access.numprocesses(entry.name) == 0:
-                remedy = f"start one with: circusctl incr {entry.name}"
-                raise ActionFailed(f"{entry.name} has no process, {remedy}")
         return not pending
 
     limit_s = access.limits.start_timeout_s

@@ -35,7 +35,8 @@ class ScaledService:
     budget, and gets ``assigned`` GPUs: 0 if none are assigned. Without requests for
     ``idle_timeout_s`` its last worker goes (None: as the planner's option says), and no other model
     of its ``groups`` is awake beside it. ``relayed``: its workers take whole HTTP requests.
-    ``held`` says why its workers must not be changed now, else it is "".
+    ``held`` says why its workers must not be changed now, else it is "". ``stopped`` is the watcher
+    that an operator has stopped, if that leaves it without a worker.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ScaledService:
     groups: tuple[str, ...] = ()
     relayed: bool = False
     held: str = ""
+    stopped: str = ""
 
 
 class Connector(Protocol):

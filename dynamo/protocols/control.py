@@ -106,7 +106,8 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
     Under the lease of the planner that starts them. Frontends list ``model``, hold its requests
     while it has no worker, and publish their number (:data:`ON_DEMAND_STATE`). ``model_input`` is
     that of its card. ``load_s``: what its last load took. ``loading_since``: when the load that is
-    in progress began, in Unix time. ``waits_for``: why requests wait and nothing is started.
+    in progress began, in Unix time. ``waits_for``: why requests wait and nothing is started. It is
+    ``stopped`` by an operator: its requests do not wait.
     """
 
     namespace: str
@@ -117,6 +118,7 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
     load_s: Seconds | None = None
     loading_since: float | None = None
     waits_for: str = ""
+    stopped: bool = False
 
 
 class EngineCommand(msgspec.Struct, omit_defaults=True):

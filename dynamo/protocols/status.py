@@ -305,6 +305,7 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The last decision for one model: ``text`` has each pool, its target and why.
 
     ``wanted`` is the number of workers by pool; the next decision is due at ``next_at_s``.
+    ``waits_for``: why requests wait without a worker and nothing is started.
     """
 
     model: str
@@ -312,6 +313,7 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     text: str
     wanted: dict[str, int] = {}
     next_at_s: float | None = None
+    waits_for: str = ""
 
 
 class PlannerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -329,5 +329,5 @@ def planner_summary(report: PlannerReport, now_s: float | None = None) -> Planne
         state=report.state,
         mode=report.mode,
         next_s=None if waits else min(coming, default=now_s) - now_s,
-        decisions=tuple(f"{one.model}: {one.text}" for one in report.models),
+        decisions=tuple(f"{one.model}: {one.waits_for or one.text}" for one in report.models),
     )

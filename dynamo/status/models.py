@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dynamo.protocols.status import (
     FrontendStatus,
     GpuStatus,
@@ -168,10 +170,21 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
         if shared:
             models[name] = shared
     wanted, timeouts_s = _wanted(seen, workers), _idle_timeouts_s(seen, services)
+    waits = {one.model: one.waits_for for one in (seen.planner.models if seen.planner else ())}
     return tuple(
-        _model(name, found, _state(found, name in decoded), timeouts_s, figures, wanted, loads)
+        _explained(
+            _model(name, found, _state(found, name in decoded), timeouts_s, figures, wanted, loads),
+            waits.get(name, ""),
+        )
         for name, found in models.items()
     )
+
+
+def _explained(model: ModelStatus, waits_for: str) -> ModelStatus:
+    """Return ``model`` with the planner's reason why its requests wait for a first worker."""
+    if model.state != "zero" or not waits_for:
+        return model
+    return msgspec.structs.replace(model, cause=waits_for, remedy="dynamo planner explain")
 
 
 def _served_name(service: str, model: str, workers: Sequence[WorkerStatus]) -> str:

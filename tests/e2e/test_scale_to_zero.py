@@ -222,6 +222,18 @@ def test_two_busy_models_take_turns_on_one_gpu(site: Zero) -> None:
     assert [load.failures for load in loads] == [[], []]
 
 
+def test_a_stopped_model_answers_at_once(site: Zero) -> None:
+    assert site.complete("chat").status_code == 200
+    name = next(one for one in site.holders() if "Chat" in one)
+    assert site.circusctl("stop", name, "--waiting") == "ok"
+    answer = site.complete("chat")
+    assert answer.status_code == 503
+    assert f"{name} was stopped by a command" in answer.json()["message"]
+    load = [sys.executable, "-m", "dynamo", "load", "chat"]
+    subprocess.run(load, env=site.env, capture_output=True, timeout=60, check=True)
+    assert site.complete("chat").status_code == 200
+
+
 def test_a_stop_ends_waiting_requests(site: Zero) -> None:
     site.until_zero()
     os.kill(site.planner(), signal.SIGSTOP)  # no worker comes

@@ -168,6 +168,12 @@ def test_circusctl_stop_start_incr_quit(serving: Serving) -> None:
     assert serving.circusctl("numprocesses", f"{ns}_B") == "2"
     assert serving.circusctl("decr", f"{ns}_B", "--waiting") == "1"
     assert serving.circusctl("restart", f"{ns}_B", "--waiting").endswith("ok")
+    assert serving.circusctl("decr", f"{ns}_B", "--waiting") == "0"
+    assert serving.circusctl("status", f"{ns}_B") == "stopped"
+    serving.until(lambda: not serving.pids("B"))
+    assert serving.document()["components"][f"{ns}_B"]["watcher"]["status"] == "stopped"
+    assert serving.circusctl("start", f"{ns}_B", "--waiting").endswith("ok")
+    assert serving.circusctl("numprocesses", f"{ns}_B") == "1"
     assert serving.circusctl("quit") == "ok"
     assert serving.wait() == 0
     serving.assert_clean()

@@ -182,6 +182,7 @@ class OnDemandModels:
         record = self._names.get(name)
         if record is None or self._stopped or exchange.gone:
             return False
+        _check_not_stopped(record)
         queue = self._queue(record.model)
         held = HeldExchange(exchange, endpoint, queue, registry, self._again)
         bodies = sum(one.held_bytes for one in self._queues.values())
@@ -200,10 +201,11 @@ class OnDemandModels:
     def hold_dispatch(
         self, name: str, engine_request: EngineRequest, send: Callable[[EngineRequest], None]
     ) -> bool:
-        """The same for an engine request: all workers of its model have left."""
+        """The same for an engine request whose model has no worker left. Raises Unavailable."""
         record = self._names.get(name)
         if record is None or self._stopped:
             return False
+        _check_not_stopped(record)
         HeldDispatch(engine_request, self._queue(record.model), send).wait()
         return True
 
@@ -263,6 +265,8 @@ class OnDemandModels:
         self._created_s.setdefault(record.model, int(time.time()))
         self._activity.setdefault(record.model, _Activity())
         self._update_names()
+        if record.stopped and (queue := self._queues.get(record.model)) is not None:
+            queue.fail_all(_unavailable(record))
         if self._timer is None:  # the first record, or the first one since the planner was away
             self._ticked_s = time.monotonic()
             self._tick()
@@ -343,6 +347,16 @@ class OnDemandModels:
             record.model, len(queue), round(queue.oldest_s(), 3), round(idle_s, 3)
         )
         publisher.publish(encode(state))
+
+
+def _check_not_stopped(record: OnDemandModel) -> None:
+    """Raise Unavailable if an operator has stopped the model: no request starts it."""
+    if record.stopped:
+        raise _unavailable(record)
+
+
+def _unavailable(record: OnDemandModel) -> Unavailable:
+    return Unavailable(f"Model `{record.model}` has no worker: {record.waits_for}.")
 
 
 class _Activity:

@@ -28,7 +28,6 @@ from dynamo.operations.steps.circus import (
     CircusEndpoint,
     CircusError,
     NoSuchWatcher,
-    WatcherOptions,
     retried,
 )
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits, budget_held
@@ -208,19 +207,11 @@ class LocalAccess:
 
     async def graceful_timeout_s(self, name: str) -> float:
         """Return how long the processes of a watcher may drain."""
-        options = await self._options(name)
-        return _GRACEFUL_TIMEOUT_S if options is None else options.graceful_timeout_s
-
-    async def numprocesses(self, name: str) -> int | None:
-        """Return how many processes a watcher is to have; None if it is unknown."""
-        options = await self._options(name)
-        return None if options is None else options.numprocesses
-
-    async def _options(self, name: str) -> WatcherOptions | None:
         try:
-            return await retried(lambda: self.circus.options(name))
+            options = await retried(lambda: self.circus.options(name))
         except CircusError:
-            return None
+            return _GRACEFUL_TIMEOUT_S
+        return options.graceful_timeout_s
 
     async def remove_watcher(self, name: str, deadline_s: float | None = None) -> bool:
         """Remove a watcher; False if there was none. Raises CircusError."""

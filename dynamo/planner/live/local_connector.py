@@ -44,6 +44,7 @@ from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.planner.sharing.gpu_sharing import GpuCapacity
 from dynamo.planner.sharing.sharing import GpuRoom
 from dynamo.serve.gpus.room import sleeper_to_wake
+from dynamo.serve.state.document import STOPPED as STOPPED_BY_COMMAND
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services
 from dynamo.serve.state.process_table import is_reserved, ledger_of
@@ -99,7 +100,17 @@ def service_now(service: ServiceEntries, sighting: Sighting, limits: ActionLimit
         idle_timeout_s=service.model_args.idle_timeout,
         groups=service.model_args.group,
         relayed=ATTACH in service.template.argv[:3],
+        stopped="" if workers else _stopped(service, sighting),
     )
+
+
+def _stopped(service: ServiceEntries, sighting: Sighting) -> str:
+    """Return a worker that a command has stopped, "" without one; not one that was given up."""
+    for entry in service.entries:
+        by_command = entry.watcher is not None and entry.watcher.status == STOPPED_BY_COMMAND
+        if by_command and sighting.statuses.get(entry.name) == STOPPED:
+            return entry.name
+    return ""
 
 
 def newest(service: ServiceEntries, sighting: Sighting, spared: Collection[str]) -> Entry | None:

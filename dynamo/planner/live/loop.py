@@ -38,6 +38,9 @@ class LoopObserver:
     def counted(self, model: str, now_s: float, pools: Pools) -> None:
         """The workers were counted: with every pull, and also while they change."""
 
+    def waits(self, model: str, reason: str) -> None:
+        """Requests of a model without a worker wait for the ``reason``, or "": none do."""
+
     def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
         """Metrics were pulled."""
 
@@ -242,6 +245,10 @@ class ScalingLoop:
         await sharing.update(
             {state.model.name: (state, self._pools(state.model)) for state in states}
         )
+        for state in states:
+            reason = sharing.waits_for(state.model, self._pools(state.model))
+            for observer in self._observers:
+                observer.waits(state.model.name, reason)
         if self._stopped.is_set() or self._paused:
             return
         for state in self._models.values():

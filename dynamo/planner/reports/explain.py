@@ -81,6 +81,13 @@ class StateFile(LoopObserver):
         )
         self.write()
 
+    def waits(self, model: str, reason: str) -> None:
+        """See :class:`LoopObserver`."""
+        before = self._models.get(model)
+        if before is not None and before.waits_for != reason:
+            self._models[model] = msgspec.structs.replace(before, waits_for=reason)
+            self.write()
+
     def finished(self, record: DecisionRecord) -> None:
         """See :class:`LoopObserver`."""
         before = self._models.get(record.model)

@@ -7,8 +7,9 @@ restarted planner writes them again.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -174,6 +175,12 @@ def cold_decision(pools: Mapping[str, Pool], waits_for: str = "") -> ScalingDeci
     )
 
 
+def stopped_by_command(model: ScaledModel) -> str:
+    """Return why no worker of a model is started, and the remedy, if an operator stopped it."""
+    name = model.decode.stopped
+    return f"{name} was stopped by a command; start it again with: dynamo load {model.name}"
+
+
 def shared_model(
     model: ScaledModel,
     pools: Mapping[str, Pool],
@@ -255,7 +262,7 @@ class GpuSharing:
         self._newest: dict[str, tuple[frozenset[str], float]] = {}
         self._loads: dict[str, _Load] = {}
         self._plan = Sharing()
-        self._pausing: set[str] = set()
+        self._reasons: dict[str, str] = {}
 
     def configure(self, settings: PlannerSettings) -> None:
         """Keep within the budget of ``settings`` from now on."""
@@ -287,13 +294,15 @@ class GpuSharing:
                     state.wanted,
                 ),
                 newest_s=self._newest_s(state.model, now_s),
-                pauses=now_s < state.retry_s,
+                pauses=now_s < state.retry_s or bool(state.model.decode.stopped),
                 load_s=self._load(name).seconds,
             )
             for name, (state, pools) in models.items()
         ]
-        self._pausing = {one.name for one in shared if one.pauses}
         self._plan = share(shared, self._sharing_limits())
+        begun = {change.model for change in self._plan.changes}
+        cold = [one for one in shared if one.is_cold and one.name not in begun]
+        self._reasons = {one.name: self._reason(one, shared) for one in cold}
 
     def decision(self, state: ModelState) -> ScalingDecision:
         """Return what to change in the services of a model now."""
@@ -309,18 +318,31 @@ class GpuSharing:
     def waits_for(self, model: ScaledModel, pools: Pools) -> str:
         """Return why requests of ``model`` wait while nothing is started for it, else ""."""
         waiting = self._source.demand(model.name).waiting
-        if not waiting or not is_cold(pools):
+        if not is_cold(pools):
             return ""
-        begins = any(change.model == model.name for change in self._plan.changes)
-        if begins or model.name in self._pausing:
+        if model.decode.stopped:
+            return stopped_by_command(model)
+        reason = self._reasons.get(model.name)
+        if not waiting or not reason:
             return ""
         wait = counted(waiting, "request waits", "requests wait")
+        return f"{wait} for a first worker, {reason}"
+
+    def _reason(self, model: SharedModel, others: Sequence[SharedModel]) -> str:
+        """Return what the first worker of a cold model waits for."""
+        there = [one.name for one in others if model.excludes(one) and one.decode.held]
+        if there:
+            names = ", ".join(there)
+            return f"and models of its group take turns: {names} is served until its turn is over"
         each = counted(model.decode.gpus_per_worker, "GPU")
-        gpus = min(self._limits.max_gpus, self._capacity().gpus)
-        bound = "--max-gpu-budget" if gpus == self._limits.max_gpus else "the GPUs there are"
+        held = sum(service.held for one in others for service in one.services)
+        gpus = self._capacity().gpus
+        bound = f"--max-gpu-budget ({self._limits.max_gpus:g})"
+        if self._limits.fits(held, model.decode.gpus_per_worker) or gpus < self._limits.max_gpus:
+            bound = "the GPUs there are" + (f" ({gpus:g})" if gpus != math.inf else "")
         return (
-            f"{wait} for a first worker, which needs {each}, and other models hold what "
-            f"{bound} ({gpus:g}) leaves; unload one of them, or see dynamo planner set --help"
+            f"which needs {each}, and other models hold what {bound} leaves; unload one of them, "
+            "or see dynamo planner set --help"
         )
 
     def max_gpus(self, model: str) -> float:
@@ -362,6 +384,7 @@ class GpuSharing:
             load_s=seconds,
             loading_since=load.since,
             waits_for=self.waits_for(model, pools),
+            stopped=is_cold(pools) and bool(model.decode.stopped),
         )
 
     def _serving_s(self, model: str, ready: int, now_s: float) -> float:

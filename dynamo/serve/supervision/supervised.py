@@ -163,6 +163,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     """One watcher. ``on_line`` gets its output; ``single_because``: why it has one process only."""
 
     arbiter: SupervisingArbiter
+    numprocesses: int
     gpus: Mapping[str, float] = {}
     """Its share of each GPU that is assigned to it, for the processes that start next."""
 
@@ -200,6 +201,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         return SupervisedProcess
 
     async def _start(self) -> None:
+        self.numprocesses = max(1, self.numprocesses)  # `circusctl decr` may have left none
         if not self.is_stopped() and len(self.processes) >= self.numprocesses:
             return  # one that sleeps must not claim its GPUs: its engine would sleep on
         self.given_up = None
@@ -271,6 +273,16 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     def _check_number(self, numprocesses: int) -> None:
         if numprocesses > 1 and self._single_because is not None:
             raise MessageError(self._single_because)
+
+    def is_stopped(self) -> bool:
+        """Whether it starts no process: by ``circusctl stop``, or ``decr`` to none."""
+        return bool(super().is_stopped()) or not (self.numprocesses or self.processes)
+
+    def status(self) -> str:
+        """Return what ``circusctl status`` shows."""
+        if self.is_stopped():
+            return "stopped"
+        return str(super().status()) if self.numprocesses else "stopping"
 
     def has_work(self) -> bool:
         """Whether :meth:`manage_processes` would start, stop or forget a process."""
@@ -406,7 +418,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         status = ACTIVE
         if self.given_up is not None:
             status = GIVEN_UP
-        elif self.is_stopped() or self.is_stopping():
+        elif self.is_stopped() or self.is_stopping() or not self.numprocesses:
             status = STOPPED
         given_up = self.given_up or ""
         return Supervision(status, given_up, self.restarts, self.last_exit, self.last_words)

@@ -335,6 +335,42 @@ async def test_a_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert record.worker_wait_s == record.duration_s and record.prepare_s is None
 
 
+def announced(site: Site) -> OnDemandModel:
+    """The record of the model that the frontend has read last."""
+    record = site.frontend.models.on_demand.record("tiny")
+    assert record is not None
+    return record
+
+
+async def test_the_reason_of_a_wait_is_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "_WAITING_TICK_S", 0.05)
+    async with running(tmp_path, cold_start_timeout_s=0.3) as site:
+        reason = "1 request waits for a first worker, which needs 1 GPU, and other models hold it"
+        await site.planner.announce(OnDemandModel("ns", "tiny", waits_for=reason))
+        await until(lambda: bool(announced(site).waits_for))
+        answer = await site.complete()
+        assert answer.status_code == 503
+        assert answer.json()["message"].endswith(f" s: {reason}.")
+
+
+async def test_a_model_that_an_operator_stopped_answers_at_once(site: Site) -> None:
+    asked = asyncio.ensure_future(site.complete())
+    await site.planner.until(1)
+    reason = "ns_Worker was stopped by a command; start it again with: dynamo load tiny"
+    await site.planner.announce(OnDemandModel("ns", "tiny", waits_for=reason, stopped=True))
+    for answer in (await asked, await site.complete()):
+        assert answer.status_code == 503
+        assert answer.json()["message"] == f"Model `tiny` has no worker: {reason}."
+    await site.planner.announce(OnDemandModel("ns", "tiny"))
+    await until(lambda: not announced(site).stopped)
+    asked = asyncio.ensure_future(site.complete())
+    await site.planner.until(1)
+    await site.worker()
+    assert (await asked).status_code == 200
+
+
 async def test_without_a_planner_nothing_waits(tmp_path: Path) -> None:
     async with running(tmp_path, planner=False) as site:
         assert (await site.complete()).status_code == 503

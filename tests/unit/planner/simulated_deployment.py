@@ -129,7 +129,10 @@ class SimulatedDeployment(CircusEndpoint, FileRegistrations):
 
     async def statuses(self) -> Mapping[str, str]:
         await self._arrives("")
-        return {name: watcher.status for name, watcher in self.watchers.items()}
+        return {
+            name: watcher.status if watcher.numprocesses or watcher.processes else STOPPED
+            for name, watcher in self.watchers.items()
+        }
 
     async def options(self, name: str) -> WatcherOptions:
         await self._arrives("")
@@ -310,6 +313,7 @@ class SimulatedDeployment(CircusEndpoint, FileRegistrations):
 
     def _start(self, watcher: SimulatedWatcher) -> None:
         watcher.status = "active"
+        watcher.numprocesses = max(1, watcher.numprocesses)
         self._fill(watcher)
 
     def _fill(self, watcher: SimulatedWatcher) -> None:

@@ -25,7 +25,7 @@ from dynamo.operations.steps.sleeping import RemoteEngines
 from dynamo.planner.__main__ import run_planner
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING
 from dynamo.planner.live.local_connector import LocalConnector, Sighting, service_now
-from dynamo.serve.state.document import RecordedProcess
+from dynamo.serve.state.document import GIVEN_UP, STOPPED, RecordedProcess, Supervision
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.registered import RegisteredWorker
 
@@ -369,3 +369,23 @@ def test_a_watcher_whose_process_is_replaced_is_one_worker(tmp_path: Path) -> No
     assert workers() == [(READY, 1)]
     registered.clear()
     assert workers() == [(STARTING, None)]
+
+
+@pytest.mark.parametrize(
+    ("status", "kept", "stopped"),
+    [
+        ("stopped", STOPPED, "dynamo_W"),
+        ("stopped", GIVEN_UP, ""),  # a request may start another one
+        ("active", STOPPED, ""),  # it is started again
+    ],
+)
+def test_a_service_whose_only_watcher_was_stopped_by_a_command(
+    tmp_path: Path, status: str, kept: str, stopped: str
+) -> None:
+    document = Fixture(tmp_path, None).world.statefile.read()
+    assert document is not None
+    document.components["dynamo_W"].processes = ()
+    document.components["dynamo_W"].watcher = Supervision(status=kept)
+    sighting = Sighting(statuses={"dynamo_W": status}, registered={})
+    service = service_now(read_services(document)["W"], sighting, ActionLimits())
+    assert service.stopped == stopped

@@ -15,7 +15,7 @@ from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.operations.steps.limits import ActionFailed
-from dynamo.planner.live.loop import ScalingLoop
+from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.sharing.gpu_sharing import (
     GpuCapacity,
     GpuSharing,
@@ -31,7 +31,7 @@ FAST = PlannerSettings(
     metric_pulling_interval_s=0.005,
     adjustment_interval_s=0.02,
     max_gpu_budget=4,
-    idle_timeout_s=300,
+    idle_timeout_s=0.05,
     min_residency_s=0.05,
 )
 
@@ -101,7 +101,7 @@ async def test_an_idle_model_loses_its_last_worker() -> None:
         await until(lambda: connector.calls == ["remove A"])
         await until(lambda: record.records[-1].outcome == "done")
         decided = record.records[-1]
-    assert (decided.mode, decided.pools[0].rule) == ("sharing", "no requests for 300 s")
+    assert (decided.mode, decided.pools[0].rule) == ("sharing", "no requests for 0.05 s")
 
 
 async def test_a_model_that_goes_while_frontends_are_read_is_not_started_again() -> None:
@@ -112,7 +112,8 @@ async def test_a_model_that_goes_while_frontends_are_read_is_not_started_again()
 
     connector, frontends = two(1, 0), Frontends()
     policy = Wanted(1, blocking=False, interval_s=0.001)
-    async with running(connector, frontends, policy, sources=Slow(0.6)) as record:
+    settings = replace(FAST, idle_timeout_s=0)  # it goes in the next round
+    async with running(connector, frontends, policy, settings, sources=Slow(0.6)) as record:
         await until(lambda: record.decisions)
         frontends.demands["a"] = ModelDemand(idle_s=300)
         await until(lambda: connector.calls)
@@ -173,6 +174,80 @@ async def test_a_wait_for_the_budget_is_explained_to_the_operator_and_to_clients
         "a": False,
         "b": True,
     }
+
+
+@contextlib.asynccontextmanager
+async def explained(
+    connector: FakeConnector, frontends: Frontends, observer: LoopObserver | None = None
+) -> AsyncIterator[ScalingLoop]:
+    """A running loop with one GPU, on which a busy worker stays for long."""
+    loop = asyncio.get_running_loop()
+    settings = replace(FAST, min_residency_s=1000.0)
+    sharing = GpuSharing(settings, "ns", frontends, lambda: GpuCapacity(1), loop.time)
+    made = ScalingLoop(
+        connector,
+        FakeSources(),
+        settings,
+        lambda prefill: Wanted(lambda seen: seen.decode.workers),
+        [] if observer is None else [observer],
+        clock=loop.time,
+        sharing=sharing,
+    )
+    task = loop.create_task(made.run())
+    try:
+        yield made
+    finally:
+        await made.stop(1.0)
+        await task
+
+
+async def test_models_that_take_turns_do_not_blame_the_budget() -> None:
+    connector, frontends = two(1, 0), Frontends()
+    for name in ("A", "B"):
+        connector.by_name[name] = replace(connector.by_name[name], groups=("chat",))
+    frontends.demands["a"] = ModelDemand(idle_s=0)
+    frontends.demands["b"] = ModelDemand(waiting=1, oldest_s=0.1, idle_s=0)
+    async with explained(connector, frontends) as made:
+        await until(lambda: any(one.waits_for for one in frontends.announced.values()))
+        rules = {state.model.name: r.pools[0].rule for state, r in await made.explain()}
+    assert "models of its group take turns: a is served" in rules["b"]
+    assert "budget" not in rules["b"]
+
+
+async def test_a_model_that_an_operator_stopped_is_not_started() -> None:
+    connector, frontends = two(0, 0), Frontends()
+    connector.by_name["A"] = replace(connector.by_name["A"], stopped="ns_A")
+    frontends.demands["a"] = ModelDemand(waiting=1, oldest_s=0.1, idle_s=0)
+    async with explained(connector, frontends) as made:
+        await until(lambda: any(one.stopped for one in frontends.announced.values()))
+        rules = {state.model.name: r.pools[0].rule for state, r in await made.explain()}
+        frontends.demands["b"] = ModelDemand(waiting=1, oldest_s=0.1, idle_s=0)
+        await until(lambda: connector.count("B") == 1)
+    assert "ns_A was stopped by a command; start it again with: dynamo load a" in rules["a"]
+    assert connector.calls == ["add B"]
+    assert {one.model: one.stopped for one in frontends.announced.values()} == {
+        "a": True,
+        "b": False,
+    }
+
+
+async def test_observers_receive_what_requests_wait_for() -> None:
+    class Waits(LoopObserver):
+        def __init__(self) -> None:
+            self.reasons: dict[str, str] = {}
+
+        def waits(self, model: str, reason: str) -> None:
+            self.reasons[model] = reason
+
+    connector, frontends, seen = two(1, 0), Frontends(), Waits()
+    frontends.demands["a"] = ModelDemand(idle_s=0)
+    frontends.demands["b"] = ModelDemand(waiting=1, oldest_s=0.1, idle_s=0)
+    async with explained(connector, frontends, seen):
+        await until(lambda: seen.reasons.get("b"))
+        assert seen.reasons["a"] == ""
+        assert "1 request waits for a first worker" in seen.reasons["b"]
+        frontends.demands["b"] = ModelDemand()
+        await until(lambda: not seen.reasons["b"])
 
 
 async def test_the_policy_does_not_remove_the_last_worker() -> None:

@@ -163,3 +163,12 @@ def test_prefill_workers_alone_are_not_ready() -> None:
     template = entry("d_W", MOCKER, watcher={"status": ABSENT})
     found = model(seen(document(prefill, template, P=1, W=0), 11))
     assert (found.state, found.ready, found.wanted) == ("zero", 1, 1)
+
+
+def test_a_model_whose_requests_wait_has_the_cause() -> None:
+    found = document(entry("d_W", MOCKER, 0, watcher={"status": ABSENT}), W=0)
+    wish = PlannedModel(model="tiny", at_s=1.0, text="x", waits_for="2 requests wait for …")
+    report = PlannerReport(pid=1, start_ticks=1, state="running", mode="load", models=(wish,))
+    status = model(seen(found, planner=report))
+    assert (status.state, status.cause) == ("zero", "2 requests wait for …")
+    assert status.remedy == "dynamo planner explain"
