@@ -13,6 +13,7 @@ import io
 import itertools
 import os
 import re
+import runpy
 import sys
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ from pathlib import Path
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 MODES: dict[str, dict[str, list[str]]] = {
     "release": {"compile": ["-O3", "-g0", "-DNDEBUG"], "link": []},
@@ -73,6 +76,34 @@ class ShownBuild(build_ext):
         super().build_extension(ext)
 
 
+def stamp(package: Path) -> None:
+    """Write into a built ``package`` which source it has, or keep what the sdist has."""
+    package.mkdir(parents=True, exist_ok=True)
+    revision = runpy.run_path("dynamo/revision.py")["revision"](Path("dynamo").resolve())
+    # Not through a hard link, which an sdist may be of the source.
+    (package / "revision.txt").unlink(missing_ok=True)
+    (package / "revision.txt").write_text(f"{revision}\n")
+
+
+class StampedPackage(build_py):
+    """Writes ``revision.txt`` into a wheel; an editable installation reads the checkout."""
+
+    def run(self) -> None:
+        """Copy the modules."""
+        super().run()
+        if not self.editable_mode:
+            stamp(Path(self.build_lib, "dynamo"))
+
+
+class StampedSource(sdist):
+    """Writes ``revision.txt`` into an sdist."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        """Copy the files."""
+        super().make_release_tree(base_dir, files)
+        stamp(Path(base_dir, "dynamo"))
+
+
 def compile_strictly() -> list[Extension]:
     """Cythonize; fail on performance hints, and forget the output so that the next build does."""
     show(f"translating {len(extensions)} extensions to C++")
@@ -108,6 +139,6 @@ jobs = min(4, os.cpu_count() or 1)
 
 setup(
     ext_modules=compile_strictly(),
-    cmdclass={"build_ext": ShownBuild},
+    cmdclass={"build_ext": ShownBuild, "build_py": StampedPackage, "sdist": StampedSource},
     options={"build": {"build_base": f"build/{mode}"}, "build_ext": {"parallel": jobs}},
 )

@@ -100,9 +100,10 @@ def version(argv: Sequence[str] | None = None) -> int:
     from importlib import metadata
 
     from dynamo.config import load
+    from dynamo.revision import revision
 
     load("dynamo version", "Print versions.", [], argv)
-    print(f"dynamo-appliance {__version__}")
+    print(f"dynamo-appliance {__version__} ({revision()})")
     print(f"python {platform.python_version()} on {platform.platform()}")
     for name in _PARTS:
         try:

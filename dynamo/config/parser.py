@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -43,6 +44,17 @@ class Option(NamedTuple):
     shows_default: bool = True
 
 
+class _ShowVersion(argparse._VersionAction):
+    """Adds the commit to the version."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Print it, and exit."""
+        from dynamo.revision import revision  # only here: it reads the checkout
+
+        parser._print_message(f"{self.version} ({revision()})\n", sys.stdout)
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """A parser with a help section per topic and one-line errors that point to ``--help``."""
 
@@ -63,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         )
         if prog.startswith(_PROGRAM):
             name = prog.removeprefix("python -m ")
-            self.add_argument("--version", action="version", version=f"{name} {__version__}")
+            self.add_argument("--version", action=_ShowVersion, version=f"{name} {__version__}")
 
     def add_settings(
         self,

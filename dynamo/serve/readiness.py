@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
-import psutil
 
 from dynamo.errors import ConfigError
 from dynamo.http.client import ResponseError, get
@@ -78,6 +77,8 @@ def check_port(spec: WatcherSpec, address: FrontendAddress, flag: str = "") -> N
 
 def _listener(port: int) -> int:
     """Return the process that listens on ``port``; 0 if that is not known."""
+    import psutil  # only here: `dynamo serve` without an occupied port needs none
+
     with contextlib.suppress(psutil.Error, OSError):
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:

@@ -19,11 +19,13 @@ import pytest
 from deployment import free_port
 
 from dynamo import __version__
+from dynamo.revision import revision
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ("dynamo", "examples", "README.md", "LICENSE", "MANIFEST.in", "pyproject.toml", "setup.py")
 MODE = "release"
 COMPILED = ("*.pyx", "*.pxd", "*.hpp")
+STAMP = "dynamo/revision.txt"
 
 
 @pytest.mark.slow
@@ -39,13 +41,16 @@ def test_a_wheel_of_the_sdist_runs_without_a_checkout(tmp_path: Path) -> None:
         else:
             shutil.copy(origin, source / name)
     files = _files(source)
+    commit = _make_checkout(source)
+    stamp = f"{revision(source / 'dynamo')}\n"
+    assert commit in stamp
 
     _reuse_build(source)
     sdist = _build("sdist", source, tmp_path)
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
-    assert _files(unpacked) == files
+    assert _files(unpacked) == files | {STAMP: stamp.encode()}
 
     _reuse_build(unpacked)
     wheel = _build("wheel", unpacked, tmp_path)
@@ -55,7 +60,9 @@ def test_a_wheel_of_the_sdist_runs_without_a_checkout(tmp_path: Path) -> None:
     modules = {name for name in names if name.endswith(".so")}
     assert {Path(name).name.split(".")[0] for name in modules} == compiled
     assert names - modules == {
-        name for name in files if not any(Path(name).match(pattern) for pattern in COMPILED)
+        name
+        for name in (*files, STAMP)
+        if not any(Path(name).match(pattern) for pattern in COMPILED)
     }
 
     wheel = _repair(wheel, tmp_path / "dist")
@@ -70,12 +77,24 @@ def test_a_wheel_of_the_sdist_runs_without_a_checkout(tmp_path: Path) -> None:
     where = _run([str(python), "-c", "import dynamo; print(dynamo.__file__)"], tmp_path)
     assert str(tmp_path / "env") in where
     dynamo = str(tmp_path / "env/bin/dynamo")
+    shown = f"{__version__} ({stamp.strip()})\n"
     for version in ("version", "--version"):
-        assert _run([dynamo, version], tmp_path).startswith(f"dynamo-appliance {__version__}\n")
+        assert _run([dynamo, version], tmp_path).startswith(f"dynamo-appliance {shown}")
+    program = [str(python), "-m", "dynamo.frontend", "--version"]
+    assert _run(program, tmp_path) == f"dynamo.frontend {shown}"
     assert _run([dynamo, "--help"], tmp_path).startswith(f"dynamo {__version__}: ")
     graph = str(source / "examples/quickstart.yaml")
     assert "dynamo_Frontend" in _run([dynamo, "serve", graph, "--dry-run"], tmp_path)
     assert _serves([dynamo, "serve", graph], tmp_path) == ["tiny"]
+
+
+def _make_checkout(tree: Path) -> str:
+    """Make ``tree`` look as git leaves a clone; return the commit as it is shown."""
+    commit = os.urandom(20).hex()
+    (tree / ".git").mkdir()
+    (tree / ".git/HEAD").write_text("ref: refs/heads/main\n")
+    (tree / ".git/packed-refs").write_text(f"# pack-refs with: peeled\n{commit} refs/heads/main\n")
+    return commit[:12]
 
 
 def _files(tree: Path) -> dict[str, bytes]:

@@ -88,7 +88,7 @@ def test_a_locale_of_ascii_alone_shows_question_marks(monkeypatch: pytest.Monkey
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
-    assert f"dynamo-appliance {__version__}" in capsys.readouterr().out
+    assert f"dynamo-appliance {__version__} (commit " in capsys.readouterr().out
 
 
 def test_python_m_dynamo_and_the_script_are_the_command() -> None:
