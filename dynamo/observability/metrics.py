@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Generic, TypeVar, cast
@@ -362,10 +362,10 @@ class Registry:
         """The child of ``spec`` for these label values."""
         return self.family(spec)[values]
 
-    def forget(self, label: str, value: str) -> None:
-        """Remove the gauges whose ``label`` has ``value``: what they show exists no more."""
+    def forget(self, label: str, value: str, kinds: Collection[type] = (Gauge,)) -> None:
+        """Remove what is of ``kinds`` and whose ``label`` has ``value``: that exists no more."""
         for family in self._families.values():
-            if family.spec.kind is Gauge and label in family.spec.labels:
+            if family.spec.kind in kinds and label in family.spec.labels:
                 place = family.spec.labels.index(label)
                 for values in [one for one in family if one[place] == value]:
                     family.remove(*values)

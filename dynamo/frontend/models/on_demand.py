@@ -174,6 +174,8 @@ class OnDemandModels:
             queue.fail_all(ModelNotFound(f"Model not found: {model}"))
         self._activity.pop(model, None)
         self._together.pop(model, None)
+        for names in self._together.values():
+            names.discard(model)
         self._created_s.pop(model, None)
         return True
 

@@ -47,6 +47,9 @@ from dynamo.serve.state.statefile import Statefile
 _FILE_PREFIXES = ("/v1/audio/tran", "/v1/images/edits")
 """Of paths that take forms with files: transcriptions and translations of audio, images."""
 _LOAD_S = 30.0
+_ADAPTER_GONE_S = 2.0
+"""A worker that dies takes its adapter's card with it a little earlier than its model's."""
+_GONE_MODELS = 64
 _ADAPTER_WAIT_S = 5.0
 """How long requests for an adapter wait after a worker of its model has come: its card follows."""
 log = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class Models:
         self._prefill = PrefillCards(self._entries, self._reject)
         self._watch: Watch | None = None
         self._forgot = False
+        self._left: dict[str, None] = {}
         statefile = Statefile(state_path(runtime.settings), runtime.settings.namespace)
         self._graph = GraphModels(statefile, runtime.settings.discovery_backend == "file")
         self._graph.on_args = self._use_args
@@ -340,6 +344,7 @@ class Models:
                 self._on_relayed()
             self._update_names()
             self._prefill.assign(entry)
+        self._left.pop(name, None)
         entry.add_worker(key, card)
         self._owners[key] = entry
         self._graph.joined(name, card.instance_id)
@@ -359,6 +364,8 @@ class Models:
         if not entry.workers:
             self._graph.left()
             self._reconsider(entry.name)
+        if not entry.workers and self._entries.get(entry.name) is entry:
+            self._has_left(entry, card)
 
     def _reconsider(self, name: str) -> None:
         """Try the rejected cards again: the workers that they conflicted with have left."""
@@ -369,9 +376,32 @@ class Models:
                 self._problems.pop(key, None)
                 self._add(key, card)
 
+    def _has_left(self, entry: ModelEntry, card: ModelCard) -> None:
+        """Forget an adapter that its worker goes on without, and the oldest of many models."""
+        if card.lora_name is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_ADAPTER_GONE_S, self._forget_adapter, entry, card)
+        self._left.pop(entry.name, None)
+        self._left[entry.name] = None
+        gone = [one for one in self._left if not (self._is_started(one) or self._graph.has(one))]
+        for name in gone[:-_GONE_MODELS]:
+            if self._entries[name].metrics.active.value == 0:
+                self._forget(name, f"the oldest of {_GONE_MODELS + 1} models without a worker")
+
+    def _forget_adapter(self, entry: ModelEntry, card: ModelCard) -> None:
+        """Forget an adapter whose last worker still serves others; at a death those have left."""
+        if entry.workers or self._entries.get(entry.name) is not entry:
+            return
+        if entry.metrics.active.value:  # its last requests run on
+            loop = asyncio.get_running_loop()
+            loop.call_later(_ADAPTER_GONE_S, self._forget_adapter, entry, card)
+        elif any(card.instance_id in ids for ids in self._worker_ids().values()):
+            self._forget(entry.name, "its worker has unloaded the adapter")
+
     def _drop(self, entry: ModelEntry) -> None:
         """Close a model without workers: a different one has its name, or a reload removed it."""
         del self._entries[entry.name]
+        self._left.pop(entry.name, None)
         self._update_names()
         self._tasks.spawn(entry.close(), name=f"close {entry.name}")
 
@@ -405,8 +435,8 @@ class Models:
         }
         return {name: [] for name in self.on_demand.models()} | found
 
-    def _forget(self, name: str) -> bool:
-        """Forget a model that the graph no longer has; False while it has workers."""
+    def _forget(self, name: str, reason: str = "a reload has removed it from the graph") -> bool:
+        """Forget a model that is gone; False while it has workers."""
         entry = self._entries.get(name)
         if (entry is not None and entry.workers) or not self.on_demand.forget(name):
             return False
@@ -414,7 +444,7 @@ class Models:
             self._drop(entry)
         self._forgot = True
         self._metrics.forget(name)
-        log.info("model %s: forgotten, a reload has removed it from the graph", name)
+        log.info("model %s: forgotten, %s", name, reason)
         return True
 
     def _load_missing(self, entry: ModelEntry) -> None:

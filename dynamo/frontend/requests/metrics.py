@@ -227,6 +227,11 @@ _CARDS_REJECTED = counter(
     "Model cards that disagree with the model's other workers, or can't be read",
     "model reason",
 )
+_MODELS_DROPPED = counter(
+    "dynamo_frontend_models_dropped_total",
+    "Models and adapters that are gone and whose counters were removed: 64 are kept",
+)
+_GONE_MODELS = 64
 
 
 class WorkerLast(NamedTuple):
@@ -269,6 +274,8 @@ class FrontendMetrics:
         self.prefix = prefix
         self.recent = RecentRequests()
         self._models: dict[str, ModelMetrics] = {}
+        self._gone: dict[str, None] = {}
+        self.models_dropped = self.child(_MODELS_DROPPED)
         self.disconnected = self.child(_DISCONNECTED)
         self.http_refused = self.family(_HTTP_REFUSED)
         self.http_connections = self.child(_HTTP_CONNECTIONS)
@@ -323,6 +330,7 @@ class FrontendMetrics:
         """The children of a model that is or was served."""
         found = self._models.get(name)
         if found is None:
+            self._gone.pop(name, None)
             found = self._models[name] = ModelMetrics(self, name)
         return found
 
@@ -341,9 +349,18 @@ class FrontendMetrics:
         return self._models.get(name) or self._unknown
 
     def forget(self, name: str) -> None:
-        """Remove the gauges of a model that the graph no longer has; what was counted stays."""
-        self.registry.forget("model", name)
+        """Remove gauges and histograms of a model that is gone, and the counters of an older one.
+
+        The counters of the last ``_GONE_MODELS`` stay.
+        """
+        self.registry.forget("model", name, (Gauge, Histogram))
         self._models.pop(name, None)
+        self._gone[name] = None
+        if len(self._gone) > _GONE_MODELS:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest]
+            self.registry.forget("model", oldest, (Counter, Gauge, Histogram))
+            self.models_dropped.value += 1
 
     def show_card(self, card: ModelCard, ready: bool, migration_limit: int) -> None:
         """Set the model's gauges, most of them from its card."""

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.frontend.models import graph, on_demand, registry
-from dynamo.frontend.requests import cold_start
+from dynamo.frontend.requests import cold_start, metrics
 from dynamo.frontend.service import Frontend
 from dynamo.protocols import codec
 from dynamo.protocols.control import ModelCard, OnDemandModel
@@ -186,6 +187,20 @@ async def running(tmp_path: Path, planner: bool = True, **settings: Any) -> Asyn
         await site.frontend.close()
         for one in (site.runtime, site.planner.runtime, *(one.runtime for one in site.workers)):
             await one.close()
+
+
+def serves(site: Site, name: str) -> bool:
+    entry = site.frontend.models.named(name)
+    return entry is not None and entry.served
+
+
+def lacks_workers(site: Site, name: str) -> bool:
+    entry = site.frontend.models.named(name)
+    return entry is not None and not entry.workers
+
+
+def forgot(site: Site, name: str) -> bool:
+    return site.frontend.models.named(name) is None
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -753,6 +768,48 @@ async def test_an_adapter_that_a_model_has_no_longer_is_not_waited_for(
     await site.worker()  # after a reload without the adapter
     assert (await asked).status_code == 503
     assert "pirate" not in {one[0] for one in site.frontend.models.listed()}
+
+
+async def test_of_models_without_workers_the_last_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_GONE_MODELS", 2)
+    names = [f"m-{number}" for number in range(3)]
+    async with running(tmp_path, planner=False) as site:
+        for name in names:
+            worker = await site.worker(display_name=name)
+            await until(partial(serves, site, name))
+            await worker.runtime.close()
+            await until(partial(lacks_workers, site, name))
+        statuses = [(await site.complete(model=name)).status_code for name in names]
+        assert statuses == [404, 503, 503]
+
+
+async def test_what_adapters_leave_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_ADAPTER_GONE_S", 0.05)
+    monkeypatch.setattr(metrics, "_GONE_MODELS", 2)
+    async with running(tmp_path, planner=False) as site:
+        models = site.frontend.models
+        worker = await site.worker()
+        for name in (names := [f"ad-{number}" for number in range(3)]):
+            await worker.card(f"/{name}", display_name=name, lora_name=name)
+            await until(partial(serves, site, name))
+            assert (await site.complete(model=name)).status_code == 200
+            key = f"v1/mdc/ns/backend/generate/{worker.runtime.instance_id:x}/{name}"
+            await worker.runtime.discovery.delete(key)
+            await until(partial(forgot, site, name))
+            assert (await site.complete(model=name)).status_code == 404
+        lines = site.runtime.metrics.exposition("")[0].decode().split("\n")
+        series = {name: [line for line in lines if f'"{name}"' in line] for name in names}
+        assert series[names[0]] == []
+        for name in names[1:]:
+            assert 0 < len(series[name]) < 10
+            assert not any("active_requests" in line for line in series[name])
+        assert site.frontend._requests.metrics.models_dropped.value == 1
+        assert models.on_demand.together("tiny") in (("tiny",), {"tiny"})
+        assert (await site.complete()).status_code == 200
 
 
 async def test_a_model_returns_after_zero_workers(site: Site) -> None:
