@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import time
@@ -18,6 +19,7 @@ from dynamo.http.api_keys import ApiKeys
 from dynamo.observability.metrics import Registry, counter
 from dynamo.protocols import codec
 from dynamo.runtime.process.sockets import bracketed
+from dynamo.runtime.process.stop_order import is_supervised
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import ClientStream, EndpointStats, StreamSink
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _POLLS_PER_WAIT = 4
 _LONGEST_POLL_S = 1.0
+_PORTS, _LAST_PORT = 128, 65535
+"""How many ports behind a taken one are tried."""
 _CHECKS = counter(
     "dynamo_component_health_checks_total",
     "Health checks that the worker sent to its endpoint",
@@ -64,24 +68,52 @@ class StatusServer:
         return f"http://{bracketed(host)}:{self.port}"
 
     async def start(self) -> None:
-        """Listen if the settings name a port. ConfigError: a taken address or a bad key file."""
+        """Listen if the settings name a port. ConfigError: a taken address or a bad key file.
+
+        A process of ``dynamo serve`` takes the next free port instead: the variable may be of the
+        shell, and all workers then have the same one. Without a free one it goes on without.
+        """
         settings = self._settings
         if settings.port < 0 or self._started:
             return
-        if settings.api_key_file is not None:
-            access = Access(keys=ApiKeys(settings.api_key_file), is_open=_is_open)
-            self._server = HttpServer(self._handle, _LIMITS, None, None, access, _is_open)
+        keys = None if settings.api_key_file is None else ApiKeys(settings.api_key_file)
         self._started = True  # before the first await: endpoints are served concurrently
-        try:
-            _, self.port = await self._server.bind(settings.host, settings.port, names=())
-        except OSError as error:
-            self._started = False
-            raise ConfigError(
-                f"DYN_SYSTEM_PORT={settings.port}: cannot listen on "
-                f"{settings.host}:{settings.port}: {error.strerror or error}"
-            ) from error
-        await self._server.listen()
-        log.info("status server listens on %s:%d", settings.host, self.port)
+        shares = settings.port > 0 and is_supervised()
+        last = min(settings.port + _PORTS, _LAST_PORT) if shares else settings.port
+        for port in range(settings.port, last + 1):
+            access = None if keys is None else Access(keys=keys, is_open=_is_open)
+            self._server = HttpServer(self._handle, _LIMITS, None, None, access, _is_open)
+            try:
+                _, self.port = await self._server.bind(settings.host, port, names=())
+                await self._server.listen()  # of two that have bound it, the second one fails here
+            except OSError as error:
+                self.port = -1
+                await self._server.close(timeout_s=0)
+                self._failed(port, last, error)
+                continue
+            if port != settings.port:
+                log.warning("port %d is in use: the status server takes the next", settings.port)
+            log.info("status server listens on %s:%d", settings.host, self.port)
+            return
+
+    def _failed(self, port: int, last: int, error: OSError) -> None:
+        """Try the next port up to ``last`` if this one is in use. Else raises ConfigError; in a
+        process of ``dynamo serve`` it only logs that all are in use."""
+        settings = self._settings
+        shares, in_use = last > settings.port, error.errno == errno.EADDRINUSE
+        if shares and in_use:
+            if port == last:
+                log.error(
+                    "DYN_SYSTEM_PORT=%d: no status server, this port and the %d behind it are in "
+                    "use; set another one",
+                    *(settings.port, last - settings.port),
+                )
+            return
+        self._started = False
+        raise ConfigError(
+            f"DYN_SYSTEM_PORT={settings.port}: cannot listen on "
+            f"{settings.host}:{port}: {error.strerror or error}"
+        ) from error
 
     async def close(self) -> None:
         """Stop listening, cancel engine routes and drop the connections."""

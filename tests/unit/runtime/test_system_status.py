@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dynamo.errors import ConfigError
 from dynamo.http.api_keys import key_line
 from dynamo.observability.metrics import Registry, counter
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.endpoints import health
 from dynamo.runtime.endpoints.health import StatusServer, SystemHealth
 
 Start = Callable[..., Awaitable[StatusServer]]
@@ -295,3 +297,44 @@ async def test_whatever_fails_the_client_gets_an_answer(make: Make) -> None:
 
 def _fail() -> None:
     raise ZeroDivisionError
+
+
+async def _servers(port: int, count: int) -> list[StatusServer]:
+    """Start ``count`` servers with this port at the same time."""
+    settings = SystemSettings(port=port)
+    made = [StatusServer(settings, SystemHealth(settings), Registry()) for _ in range(count)]
+    await asyncio.gather(*(one.start() for one in made))
+    return made
+
+
+async def test_workers_with_one_port_take_the_next_free_ones(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with DYN_SYSTEM_PORT in the shell of ``dynamo serve``."""
+    monkeypatch.setenv("DYN_WATCHER_NAME", "ns_W")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        first = min(taken.getsockname()[1], 60_000)
+        made = await _servers(first, 3)
+        ports = [one.port for one in made]
+        assert len(set(ports)) == 3 and min(ports) >= first
+        assert taken.getsockname()[1] not in ports
+        assert f"port {first} is in use: the status server takes the next" in caplog.text
+        monkeypatch.setattr(health, "_PORTS", 1)
+        monkeypatch.setattr(health, "_LAST_PORT", max(ports))
+        caplog.clear()
+        (left,) = await _servers(max(ports) - 1, 1)
+        assert left.port == -1
+        assert "no status server, this port and the 1 behind it are in use" in caplog.text
+        for one in (*made, left):
+            await one.close()
+
+
+async def test_a_process_by_itself_refuses_a_taken_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DYN_WATCHER_NAME", raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"DYN_SYSTEM_PORT=.*cannot listen on"):
+            await _servers(taken.getsockname()[1], 1)
