@@ -66,6 +66,14 @@ class AttachSettings(EndpointSettings):
         help="ZMQ publisher of the server's KV events, once per data-parallel rank, in order; "
         "needs --model-path",
     )
+    kv_replay_endpoint: tuple[str, ...] = option(
+        (),
+        "--kv-replay-endpoint",
+        metavar="tcp://HOST:PORT",
+        repeat=True,
+        help="replay endpoint of the server's KV events, which sends lost ones again, once per "
+        "--kv-events-endpoint; default: a loss clears the server's blocks",
+    )
     poll_interval_s: float = option(
         1.0,
         "--poll-interval-secs",

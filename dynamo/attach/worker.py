@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import orjson
 
@@ -251,6 +252,12 @@ def check_settings(settings: AttachSettings) -> tuple[Target, list[str] | None]:
             "--kv-events-endpoint needs --model-path: KV events name blocks of tokens, and only a "
             "tokenizer turns a prompt into tokens"
         )
+    if len(settings.kv_replay_endpoint) not in (0, len(settings.kv_events_endpoint)):
+        raise ConfigError(
+            f"--kv-replay-endpoint is given {len(settings.kv_replay_endpoint)} times and "
+            f"--kv-events-endpoint {len(settings.kv_events_endpoint)} times; give one of each for "
+            "each data-parallel rank"
+        )
     return target, words
 
 
@@ -282,6 +289,7 @@ class AttachWorker:
         )
         self._description = description
         self._kv_events_endpoint = settings.kv_events_endpoint
+        self._kv_replay_endpoint = settings.kv_replay_endpoint
         self._publishers: list[KvEventPublisher] = []
 
     async def serve(self, launched: LaunchedServer | None) -> None:
@@ -335,8 +343,16 @@ class AttachWorker:
     def _connect_kv_events(self) -> None:
         size = self.cards.block_size(self._description)
         self._publishers = [
-            KvEventPublisher(self.endpoint, kv_block_size=size, dp_rank=rank, zmq_endpoint=address)
-            for rank, address in enumerate(self._kv_events_endpoint)
+            KvEventPublisher(
+                self.endpoint,
+                kv_block_size=size,
+                dp_rank=rank,
+                zmq_endpoint=address,
+                zmq_replay_endpoint=replay,
+            )
+            for rank, (address, replay) in enumerate(
+                zip_longest(self._kv_events_endpoint, self._kv_replay_endpoint)
+            )
         ]
 
 

@@ -236,13 +236,17 @@ def _info(config: Any, max_images: int) -> EngineInfo:
         pooling=config.model_config.runner_type == "pooling",
         max_images=max_images,
         can_sleep=bool(getattr(config.model_config, "enable_sleep_mode", False)),
-        event_endpoints=_event_endpoints(config.kv_events_config, ranks),
+        event_endpoints=_endpoints(config.kv_events_config, "endpoint", ranks),
+        replay_endpoints=_endpoints(config.kv_events_config, "replay_endpoint", ranks),
     )
 
 
-def _event_endpoints(events: Any, ranks: int) -> dict[int, str]:
+def _endpoints(events: Any, field: str, ranks: int) -> dict[int, str]:
     """Return the endpoint of each rank: the port, or what looks like one, plus the rank."""
     if events is None or not events.enable_kv_cache_events:
         return {}
-    base, _, port = events.endpoint.replace("*", "127.0.0.1").rpartition(":")
+    endpoint = getattr(events, field)
+    if not endpoint:
+        return {}
+    base, _, port = endpoint.replace("*", "127.0.0.1").rpartition(":")
     return {rank: f"{base}:{int(port) + rank}" for rank in range(ranks)}

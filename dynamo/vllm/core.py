@@ -192,7 +192,10 @@ class CoreEngine:
         """See ``Engine``."""
         await self._tasks.close()
         await asyncio.to_thread(self._client.shutdown, _CLOSE_TIMEOUT_S)
-        for endpoint in self.info.event_endpoints.values():
+        for endpoint in (
+            *self.info.event_endpoints.values(),
+            *self.info.replay_endpoints.values(),
+        ):
             if endpoint.startswith("ipc://"):  # a killed engine leaves its sockets
                 Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
@@ -386,5 +389,10 @@ def _info(config: Any, client: Any, max_images: int) -> EngineInfo:
         can_sleep=bool(getattr(config.model_config, "enable_sleep_mode", False)),
         event_endpoints={
             rank: source.endpoint.replace("*", "127.0.0.1") for rank, source in sources.items()
+        },
+        replay_endpoints={
+            rank: source.replay_endpoint.replace("*", "127.0.0.1")
+            for rank, source in sources.items()
+            if source.replay_endpoint
         },
     )

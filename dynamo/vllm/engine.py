@@ -29,7 +29,8 @@ class EngineInfo:
     """The size of a started engine.
 
     ``block_size`` is in tokens, ``blocks`` are those of one rank. ``event_endpoints`` are the ZMQ
-    endpoints of its KV events by rank, empty without prefix caching or events. ``max_images`` are
+    endpoints of its KV events by rank, empty without prefix caching or events, and
+    ``replay_endpoints`` those that send lost ones again. ``max_images`` are
     those that the model takes in a prompt. ``can_sleep``: its sleep mode is enabled.
     """
 
@@ -45,6 +46,7 @@ class EngineInfo:
     max_images: int = 0
     can_sleep: bool = False
     event_endpoints: dict[int, str] = field(default_factory=dict)
+    replay_endpoints: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -49,10 +49,12 @@ def read_engine_args(arguments: VllmArguments, model_path: str, name: str) -> An
 
 
 def set_event_socket(config: Any, runtime: RuntimeSettings, worker_id: int) -> None:
-    """Let the engine publish its KV events on a private socket, unless flags name an endpoint."""
+    """Let the engine publish its KV events on private sockets, unless flags name an endpoint."""
     events = config.kv_events_config
     if events is not None and events.endpoint == _UNSET_ENDPOINT:
         events.endpoint = f"ipc://{socket_path(runtime, engine_socket_name(worker_id))}"
+        replay = socket_path(runtime, engine_socket_name(worker_id, "replay"))
+        events.replay_endpoint = f"ipc://{replay}"
 
 
 def _set_defaults(args: Any, mode: str) -> None:

@@ -274,7 +274,11 @@ class VllmWorker:
         info = self.engine.info
         self._publishers = [
             KvEventPublisher(
-                self.endpoint, kv_block_size=info.block_size, dp_rank=rank, zmq_endpoint=endpoint
+                self.endpoint,
+                kv_block_size=info.block_size,
+                dp_rank=rank,
+                zmq_endpoint=endpoint,
+                zmq_replay_endpoint=info.replay_endpoints.get(rank),
             )
             for rank, endpoint in info.event_endpoints.items()
         ]

@@ -111,6 +111,7 @@ async def test_chosen_and_renamed_models(deployment: Deployment) -> None:
         (("--exec", "a 'b"), "No closing quotation"),
         (("--url", "http://h", "--model-path", "/nowhere"), "no such directory"),
         (("--url", "http://h", "--kv-events-endpoint", "tcp://h:1"), "needs --model-path"),
+        (("--url", "http://h", "--kv-replay-endpoint", "tcp://h:2"), "given 1 times and"),
         (("--url", "http://h", "--profile", "x"), "--profile must be one of"),
     ],
 )

@@ -23,7 +23,7 @@ _ANY = {"": socket.AF_INET, "0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}
 _TEST_NETS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 _LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 _DIRECTORY = re.compile(r"([0-9a-f]{1,16})\.engine")
-_SOCKET = re.compile(r"([0-9a-f]{1,16})(?:(?:\.\d+\.events)?\.sock|\.engine-tcp:\d+)")
+_SOCKET = re.compile(r"([0-9a-f]{1,16})(?:(?:\.\d+\.events)?\.sock|\.(?:engine|replay)-tcp:\d+)")
 _ABANDONED_AFTER_S = 60.0
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,14 @@ def event_socket_name(instance_id: int, number: int) -> str:
     return f"{instance_id:x}.{number}.events.sock"
 
 
-def engine_socket_name(instance_id: int) -> str:
+def engine_socket_name(instance_id: int, kind: str = "engine") -> str:
     """Return the file name of the socket on which rank 0 of an engine publishes its KV events.
 
-    vLLM numbers the ranks in the name as if it were a port: it adds the rank to the digits after
-    the last colon, if the endpoint contains "tcp".
+    ``kind`` is ``replay`` for the socket that sends earlier ones again. vLLM numbers the ranks in
+    the name as if it were a port: it adds the rank to the digits after the last colon, if the
+    endpoint contains "tcp".
     """
-    return f"{instance_id:x}.engine-tcp:1"
+    return f"{instance_id:x}.{kind}-tcp:1"
 
 
 def engine_directory_name(instance_id: int) -> str:
