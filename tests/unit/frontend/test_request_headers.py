@@ -86,7 +86,7 @@ def user(**granted: Any) -> ApiKey:
 
 
 OPERATOR = ApiKey("root", "operator", b"")
-RAISING = {
+RAISING: dict[str, tuple[str, dict[str, Any]]] = {
     "x-dynamo-request-priority": ("1", {"priority": 1}),
     "x-dynamo-request-strict-priority": ("1", {"strict_priority": 1}),
     "x-worker-instance-id": ("7", {"routing": True}),
