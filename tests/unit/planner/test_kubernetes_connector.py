@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +310,7 @@ async def test_a_watch_that_is_silent_begins_again(
     for watched in (world.connector._deployments, world.connector._adapters):
         # A bookmark later, its reader waits with the deadline of this test.
         watched._version = "0"
-        await world.until(lambda watched=watched: int(watched._version) >= at)
+        await world.until(partial(_is_at, watched, at))
     world.server.call(world.server.mute_watches)
     world.by_hand(2)
     await world.ready(2)
@@ -450,3 +451,7 @@ async def test_an_operator_that_is_down_is_waited_for(world: World) -> None:
     assert service.held == "the operator has not applied generation 2 yet"
     world.operator.paused = False
     assert await adding == "Worker-1"
+
+
+def _is_at(watched: Any, version: int) -> bool:
+    return int(watched._version) >= version
