@@ -8,6 +8,7 @@ writes the stage that it stops into the run directory, and a worker waits for it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from pathlib import Path
 
@@ -52,17 +53,20 @@ async def wait_for_frontends(timeout_s: float) -> None:
     except ConfigError as error:
         log.warning("stopping without waiting for the frontends: %s", error.message)
         return
+    clock = asyncio.get_running_loop().time
+    notice_s, limit_s = clock() + _NOTICE_S, clock() + timeout_s
     try:
         inotify.add(path.parent, _MASK, lambda name, mask: changed.set())
-        async with asyncio.timeout(_NOTICE_S) as limit:
-            limit_s = asyncio.get_running_loop().time() + timeout_s
-            while (stage := _read(path)) != _WORKERS:
-                if stage == _FRONTENDS:  # the deployment stops: wait longer, for our own stage
-                    limit.reschedule(limit_s)
-                changed.clear()
-                await changed.wait()
-    except TimeoutError:
-        return
+        while (stage := _read(path)) != _WORKERS:
+            # The deployment stops: wait longer, for our own stage. Looked at once more after the
+            # notice: without inotify a change is seen after a second.
+            end_s = limit_s if stage == _FRONTENDS else notice_s
+            if clock() >= end_s:
+                return
+            changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(end_s):
+                    await changed.wait()
     except OSError as error:
         log.warning("stopping without waiting for the frontends: %s", error)
     finally:

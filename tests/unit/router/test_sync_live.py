@@ -121,7 +121,8 @@ async def test_the_load_of_an_exited_replica_is_removed(replicas: Replicas) -> N
     await until(lambda: load(second, worker) == (16, 4, 1))
     await replicas.boxes[0].runtime.close()
     await until(lambda: load(second, worker) == (0, 0, 0))
-    assert second._sync is not None and len(second._sync.remote) == 0
+    sync = second._sync
+    await until(lambda: sync is not None and len(sync.remote) == 0)
 
 
 async def test_lost_messages_are_repaired(replicas: Replicas) -> None:
