@@ -91,7 +91,7 @@ def _state_lines(state: PlannerState) -> Iterator[str]:
     yield f"mode {state.mode}" + ("; paused" if state.paused else "")
     if state.ttft_ms is not None and state.itl_ms is not None:
         yield f"targets: TTFT {state.ttft_ms:g} ms, ITL {state.itl_ms:g} ms"
-    gpus, kept = counted(state.max_gpu_budget, "GPU"), counted(state.min_gpu_budget, "worker")
+    gpus, kept = counted(state.max_gpu_budget, "GPU"), counted(state.min_gpu_budget, "GPU")
     yield f"at most {gpus}; each pool keeps {kept}"
     for service, count in sorted(state.minima.items()):
         yield f"  {service} keeps {count}"

@@ -117,7 +117,7 @@ def _setup(settings: ReplaySettings, planner: PlannerSettings) -> ReplaySetup:
         max_gpus=planner.max_gpu_budget,
         gpus_per_worker=planner.decode_engine_num_gpu or 1.0,
         gpus_per_prefill_worker=planner.prefill_engine_num_gpu or 1.0,
-        minimum=planner.min_gpu_budget,
+        minimum=planner.least_workers(planner.decode_engine_num_gpu or 1.0),
         workers=settings.initial_workers,
         prefill_workers=settings.initial_prefill_workers,
         max_queue=settings.max_queue,

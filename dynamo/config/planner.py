@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from dynamo.config.option import option
@@ -93,9 +94,14 @@ class PlannerSettings:
     min_gpu_budget: int = option(
         1,
         "--min-gpu-budget",
+        minimum=0,
+        help="GPUs whose workers each pool keeps; 0: scale to zero after --idle-timeout",
+    )
+    min_endpoint: int | None = option(
+        None,
         "--min-endpoint",
         minimum=0,
-        help="workers that each pool keeps; 0: scale to zero after --idle-timeout",
+        help="workers that each pool keeps, whatever their GPUs; instead of --min-gpu-budget",
     )
     decode_kv_scale_up_threshold: float = option(
         0.9,
@@ -221,6 +227,12 @@ class PlannerSettings:
             if field.name in names
         )
 
+    def least_workers(self, gpus_per_worker: float) -> int:
+        """Return how many workers a pool keeps; one that shares a GPU counts as a whole one."""
+        if self.min_endpoint is not None:
+            return self.min_endpoint
+        return math.ceil(self.min_gpu_budget / max(1.0, gpus_per_worker))
+
     def __post_init__(self) -> None:
         """Reject another backend, and values that contradict each other."""
         if self.min_gpu_budget > self.max_gpu_budget:
@@ -252,9 +264,10 @@ class PlannerSettings:
                 "--environment kubernetes needs --graph-deployment NAME (DYN_PARENT_DGD_K8S_NAME, "
                 "which the operator sets): the DynamoGraphDeployment to scale"
             )
-        if self.min_gpu_budget == 0:
+        if self.least_workers(1.0) == 0:
+            flag = "min-gpu-budget" if self.min_endpoint is None else "min-endpoint"
             raise ConfigError(
-                "--min-gpu-budget 0 with --environment kubernetes: the last worker of a model "
+                f"--{flag} 0 with --environment kubernetes: the last worker of a model "
                 "takes it out of /v1/models there, and no request could bring it back. Use at "
                 "least 1"
             )
@@ -292,7 +305,9 @@ class SetSettings:
         None, "--max-gpu-budget", help="GPUs that all workers together may hold"
     )
     min_gpu_budget: int | None = option(
-        None, "--min-gpu-budget", help="workers that each pool without a min of its own keeps"
+        None,
+        "--min-gpu-budget",
+        help="GPUs whose workers each pool without a min of its own keeps",
     )
     minima: tuple[str, ...] = option(
         (),

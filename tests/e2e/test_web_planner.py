@@ -199,7 +199,7 @@ def test_mode_load_has_no_targets_and_without_a_planner_there_is_no_form(
         scripted.show(planner=PlannerSummary(state="running", mode="load"))
         page.click("#planner summary:has-text('at most 4 GPUs')")
         labels = page.locator("#planner form label").all_inner_texts()
-        assert labels == [MOST, "Workers of each pool", KEPT]
+        assert labels == [MOST, "GPUs that each pool keeps", KEPT]
         page.get_by_label(MOST).fill("3")
         scripted.show(planner=None)  # it is gone: the edit stays, the API says why it fails
         page.wait_for_selector("#planner >> text=No planner in this deployment")

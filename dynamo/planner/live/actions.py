@@ -45,6 +45,7 @@ class WorkerAction:
 
 
 OnAction = Callable[[WorkerAction], object]
+LeastWorkers = Callable[[float], int]
 
 
 @dataclass(eq=False, slots=True)
@@ -66,31 +67,31 @@ class WorkerActions:
     """Carries out the changes of all models through ``connector``.
 
     Before each add it counts the GPUs of all ``services()`` again, so that together they never
-    exceed ``limits``. A service without a ``min`` keeps ``minimum`` workers. A failed action is
-    logged and reported to ``on_action``.
+    exceed ``limits``. A service without a ``min`` keeps ``least`` workers, by the GPUs of one. A
+    failed action is logged and reported to ``on_action``.
     """
 
     def __init__(
-        self, connector: Connector, limits: ActionLimits, minimum: int, on_action: OnAction
+        self, connector: Connector, limits: ActionLimits, least: LeastWorkers, on_action: OnAction
     ) -> None:
         self._connector = connector
         self._limits = limits
-        self._minimum = minimum
+        self._least = least
         self._on_action = on_action
         self._flights: dict[str, _Flight] = {}
         self._adding: set[asyncio.Task[object]] = set()
         self._gate = asyncio.Lock()
 
-    def configure(self, limits: ActionLimits, minimum: int) -> None:
-        """Keep ``limits`` and ``minimum`` from the next action on."""
-        self._limits, self._minimum = limits, minimum
+    def configure(self, limits: ActionLimits, least: LeastWorkers) -> None:
+        """Keep ``limits`` and ``least`` from the next action on."""
+        self._limits, self._least = limits, least
 
     def pool(self, service: ScaledService, *, admitted: bool = False) -> Pool:
         """Return the pool of ``service`` with the actions in flight, or only the ``admitted``."""
         flight = self._flight(service.name)
         adds = [add for add in flight.adds if add.before is not None or not admitted]
         in_flight = InFlight(_unseen(adds, service), flight.removing)
-        return pool_of(service, self._minimum, in_flight)
+        return pool_of(service, self._least(service.gpus_per_worker), in_flight)
 
     def gpus(self, services: Iterable[ScaledService]) -> float:
         """Return the GPUs that ``services`` hold, those of adds in flight included."""

@@ -104,7 +104,7 @@ class PlannerControl:
             max_gpu_budget=settings.max_gpu_budget,
             min_gpu_budget=settings.min_gpu_budget,
             minima={
-                service.name: settings.min_gpu_budget
+                service.name: settings.least_workers(service.gpus_per_worker)
                 if service.minimum is None
                 else service.minimum
                 for service in loop.services.values()
@@ -141,6 +141,8 @@ def changed(settings: PlannerSettings, change: PlannerChange) -> PlannerSettings
         for name in (*_BUDGETS, *_TARGETS)
         if getattr(change, name) is not None
     }
+    if "min_gpu_budget" in given:
+        given["min_endpoint"] = None
     for name in _BUDGETS:
         if name in given and not 0 <= given[name] <= _MOST:
             raise InvalidArgument(f"{name} must be between 0 and {_MOST}, got {given[name]}")

@@ -95,7 +95,7 @@ class ScalingLoop:
         self._actions = WorkerActions(
             connector,
             ActionLimits.of_planner(settings),
-            settings.min_gpu_budget,
+            settings.least_workers,
             self._acted,
         )
         self._models: dict[str, ModelState] = {}
@@ -156,7 +156,7 @@ class ScalingLoop:
     def configure(self, settings: PlannerSettings) -> None:
         """Go on with the budgets and targets of ``settings``; what was learned stays."""
         self._settings = settings
-        self._actions.configure(ActionLimits.of_planner(settings), settings.min_gpu_budget)
+        self._actions.configure(ActionLimits.of_planner(settings), settings.least_workers)
         for state in self._models.values():
             if isinstance(state.policy, TargetedPolicy):
                 state.policy.aim(settings.ttft_ms, settings.itl_ms)

@@ -44,7 +44,7 @@ def test_names_of_dynamo_and_our_own(tmp_path: Path) -> None:
     assert (runtime.namespace, planner.mode, planner.served_model_name) == ("box", "sla", "tiny")
     assert (planner.ttft_ms, planner.itl_ms) == (250.5, 40.0)
     assert (planner.adjustment_interval_s, planner.max_gpu_budget) == (5.0, 4)
-    assert (planner.min_gpu_budget, planner.no_operation, planner.idle_timeout_s) == (2, True, 30.0)
+    assert (planner.min_endpoint, planner.no_operation, planner.idle_timeout_s) == (2, True, 30.0)
     planner, _ = read(tmp_path, json.dumps({"mode": "load", "advisory": False}))
     assert (planner.mode, planner.no_operation) == ("load", False)
 

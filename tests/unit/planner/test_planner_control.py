@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planner_kit import FakeConnector, FakeSources, service
@@ -11,6 +12,8 @@ from test_planner_loop import FAST, running, until
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.operations.steps.limits import ActionLimits
+from dynamo.planner.live.actions import WorkerActions
 from dynamo.planner.live.control import PlannerControl
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.policies.attainment import Targets
@@ -149,3 +152,22 @@ def test_policies_keep_what_they_learned_under_new_targets(
         assert vars(policy._sizing).get("_itl_ms") == vars(fresh._sizing).get("_itl_ms")
         assert vars(policy._sizing).get("_targets") == vars(fresh._sizing).get("_targets")
         assert policy._targets == fresh._targets
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus_per_worker", "least"),
+    [
+        ({"min_gpu_budget": 2}, 2.0, 1),
+        ({"min_gpu_budget": 3}, 2.0, 2),
+        ({"min_gpu_budget": 2}, 1.0, 2),
+        ({"min_gpu_budget": 1}, 0.5, 1),
+        ({"min_gpu_budget": 2}, 0.0, 2),
+        ({"min_gpu_budget": 0}, 4.0, 0),
+        ({"min_gpu_budget": 4, "min_endpoint": 3}, 4.0, 3),
+    ],
+)
+def test_the_minimum_counts_gpus(given: dict[str, Any], gpus_per_worker: float, least: int) -> None:
+    settings = replace(FAST, **given)
+    worker = replace(service("Worker"), gpus_per_worker=gpus_per_worker)
+    actions = WorkerActions(FakeConnector(worker), ActionLimits(), settings.least_workers, print)
+    assert actions.pool(worker).minimum == least

@@ -12,7 +12,7 @@ function fieldsOf(state) {
     ["ttft_ms", "TTFT target, ms", state.ttft_ms],
     ["itl_ms", "ITL target, ms", state.itl_ms],
     ["max_gpu_budget", "GPUs at most", state.max_gpu_budget],
-    ["min_gpu_budget", "Workers of each pool", state.min_gpu_budget],
+    ["min_gpu_budget", "GPUs that each pool keeps", state.min_gpu_budget],
     ...Object.entries(state.minima).map(([name, least]) => [`minima ${name}`, `Workers kept of ${name}`, least, name]),
   ];
   return rows.filter((one) => one[2] != null).map(([key, label, now, service]) => ({ key, label, now: String(now), service }));
@@ -21,7 +21,7 @@ function fieldsOf(state) {
 function words(state) {
   const targets = state.ttft_ms == null ? [] : [`TTFT ${state.ttft_ms} ms`, `ITL ${state.itl_ms} ms`];
   const minima = Object.entries(state.minima).map(([name, least]) => `${name} keeps ${least}`);
-  return [...targets, `at most ${counted(state.max_gpu_budget, "GPU")}`, `each pool keeps ${state.min_gpu_budget}`, ...minima].join(" · ");
+  return [...targets, `at most ${counted(state.max_gpu_budget, "GPU")}`, `each pool keeps ${counted(state.min_gpu_budget, "GPU")}`, ...minima].join(" · ");
 }
 
 // What is no number goes out as it was typed: the planner's API says what it takes.
