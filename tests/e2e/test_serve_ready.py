@@ -143,7 +143,8 @@ def test_a_worker_that_never_serves_is_given_up(serving: Serving) -> None:
         DYN_SERVE_RESTART_WINDOW_S="1",
     )
     bad = f"{serving.namespace}_Bad"
-    assert "restarting it now; last output: CUDA error: unspecified launch failure" in serving.text()
+    output = "last output: CUDA error: unspecified launch failure"
+    assert f"restarting it now; {output}" in serving.text()
     assert f"gave up {bad}: 2 starts in a row ended before the model was served" in serving.text()
     assert f"given up: {bad}" in serving.lines[-1] and "workers: 1" in serving.lines[-1]
     assert serving.stop() == 1
