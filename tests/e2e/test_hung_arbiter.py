@@ -10,6 +10,7 @@ import sys
 
 import psutil
 import pytest
+from deployment import MODEL
 from serving import Serving
 
 STARTS = """
@@ -52,12 +53,11 @@ def test_every_verb_says_that_the_arbiter_was_stopped(serving: Serving) -> None:
     graph = str(serving.graph("A: {run: SLEEPER}\nB: {run: SLEEPER}\n"))
     os.kill(pid, signal.SIGSTOP)
     try:
-        model = serving.tmp_path / "m.gguf"
-        model.write_bytes(b"GGUF")
         for words in (
             ["ps"],
             ["state", "show"],
             ["reload", graph],
+            ["run", str(MODEL), "--engine", "mocker", "--name", "more"],
             ["restart", "A"],
             ["state", "repair"],
         ):
