@@ -23,8 +23,8 @@ from network import Network
 if TYPE_CHECKING:
     from machine import Machine, Process
 
-__all__ = ["EventHub", "SimulatedContext", "SimulatedPublisher", "SimulatedStream",
-           "SimulatedSubscriber"]  # fmt: skip
+__all__ = ["BlockingContext", "EventHub", "SimulatedContext", "SimulatedPublisher",
+           "SimulatedStream", "SimulatedSubscriber"]  # fmt: skip
 
 _RECONNECT_S = 0.05
 
@@ -324,6 +324,47 @@ class SimulatedSocket:
         if self._path is not None:
             self._routers.get(self._machine, {}).pop(self._endpoint, None)
             self._path.unlink(missing_ok=True)
+
+
+class BlockingContext(SimulatedContext):
+    """The context of code without an event loop, whose only question is whether circus answers."""
+
+    def __enter__(self) -> BlockingContext:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.destroy()
+
+    def socket(self, kind: int) -> Any:
+        """Return a socket of this process; a DEALER blocks."""
+        return BlockingDealer() if kind == zmq.DEALER else super().socket(kind)
+
+
+class BlockingDealer:
+    """Asks a router, which answers at once unless its process is stopped: a callback is atomic."""
+
+    def __init__(self) -> None:
+        self.linger = -1
+        self._endpoint = ""
+
+    def __enter__(self) -> BlockingDealer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is open."""
+
+    def connect(self, endpoint: str) -> None:
+        """Connect."""
+        self._endpoint = endpoint
+
+    def send(self, data: bytes) -> None:
+        """Ask; the answer is that of :meth:`poll`."""
+
+    def poll(self, timeout_ms: float) -> bool:
+        """Whether the router's process runs."""
+        router = SimulatedSocket._routers.get(fake_os.machine(), {}).get(self._endpoint)
+        process = None if router is None else router._process
+        return process is not None and process.alive and process.state != "T"
 
 
 class SimulatedStream:

@@ -37,7 +37,7 @@ def connect() -> None:
     import zmq.asyncio
 
     uvloop.run = fake_os.run_main
-    zmq.Context = planes.SimulatedContext  # type: ignore[misc, assignment]
+    zmq.Context = planes.BlockingContext  # type: ignore[misc, assignment]
     zmq.asyncio.Context = planes.SimulatedContext  # type: ignore[misc, assignment]
     _connect_proc()
     _connect_figures()

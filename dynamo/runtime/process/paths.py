@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import itertools
 import os
@@ -285,8 +286,7 @@ def write_atomic(path: Path, data: bytes, durable: bool = False, mode: int = 0o6
     """
     temporary = _unfinished(path, str(os.getpid())) if durable else temporary_beside(path)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+        with open(temporary, "wb", opener=functools.partial(os.open, mode=mode)) as file:
             file.write(data)
         if durable:
             with temporary.open("rb+") as file:

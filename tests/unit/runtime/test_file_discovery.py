@@ -682,10 +682,10 @@ async def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lease = await store.grant(10, 1)
     with monkeypatch.context() as patched:
 
-        def full(path: Path, data: bytes) -> int:
+        def full(*_: object, **options: object) -> Any:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patched.setattr(Path, "write_bytes", full)
+        patched.setattr(paths, "open", full, raising=False)
         text = r"cannot register in .*store: No space left on device; check the space"
         with pytest.raises(Unavailable, match=text):
             await store.grant(10, 2)
