@@ -30,6 +30,7 @@ TESTED_ELSEWHERE = {
     "dynamo_frontend_event_loop_stall_total": "a stall cannot be ordered: test_loop_delay",
     "dynamo_frontend_model_cards_rejected_total": "needs a worker that disagrees: test_models",
     "dynamo_frontend_model_migration_limit": "the limit is 0",
+    "dynamo_frontend_models_dropped_total": "needs 65 models that are gone: test_cold_start",
     "dynamo_component_errors_total": "needs an engine that fails: test_distributed",
     "dynamo_component_model_load_time_seconds": "needs --startup-time: test_mocker_worker",
     "dynamo_frontend_images_per_request": "needs a model that takes images: test_image_urls",

@@ -128,6 +128,8 @@ def test_an_engine_that_can_sleep_is_woken(site: Zero) -> None:
     assert site.document()["components"]["two-models_Batch_1"]["state"] == "asleep"
     assert site.complete("batch").status_code == 200
     assert site.pids("Batch_1") == before
+    # It may answer before the planner has written that it is awake, and holds its GPU.
+    site.until(lambda: bool(site.holders()), 30)
     # An engine that is awake may answer before the statefile says so.
     site.until(
         lambda: site.document()["components"]["two-models_Batch_1"]["state"] == "running", 30

@@ -58,8 +58,8 @@ DEFECTS = (
     Defect(
         "unknown-after-restart",
         "dynamo.frontend.models.registry",
-        " or self._graph.has(name):",
-        ":",
+        "if self._graph.has(name) or (first",
+        "if (first",
         "The box starts again: 404 for a model of its graph until the planner announces it.",
     ),
     Defect(
