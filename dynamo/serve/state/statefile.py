@@ -175,6 +175,9 @@ class Statefile:
                 left.unlink(missing_ok=True)
         finally:
             lock.release(remove=True)
+        gpus = self._gpu_lock()
+        if gpus.path.exists() and gpus.try_acquire():  # of a process that was killed with it
+            gpus.release(remove=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -187,13 +190,16 @@ class Statefile:
 
     @contextlib.contextmanager
     def _gpus_locked(self) -> Iterator[None]:
-        # A file of no namespace: their names begin with a letter or a digit.
-        lock = FileLock(self.path.with_name(_GPU_LOCK))
+        lock = self._gpu_lock()
         lock.acquire()
         try:
             yield
         finally:
             lock.release(remove=True)
+
+    def _gpu_lock(self) -> FileLock:
+        # A file of no namespace: their names begin with a letter or a digit.
+        return FileLock(self.path.with_name(_GPU_LOCK))
 
     def _write(self, document: Document) -> None:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")

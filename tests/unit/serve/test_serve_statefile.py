@@ -341,3 +341,14 @@ def test_a_lock_that_cannot_be_written_is_named(
     with pytest.raises(StatefileError, match=r"cannot write .*other\.lock: No space left"):
         lock.note("1")
     lock.release(remove=True)
+
+
+def test_a_removal_takes_the_gpu_lock_of_a_killed_process_and_no_other(tmp_path: Path) -> None:
+    statefile, lock = Statefile(tmp_path, "ns"), FileLock(tmp_path / ".gpus.lock")
+    lock.path.touch()
+    statefile.remove()
+    assert list(tmp_path.iterdir()) == []
+    lock.acquire()
+    statefile.remove()
+    assert list(tmp_path.iterdir()) == [lock.path]
+    lock.release(remove=True)
