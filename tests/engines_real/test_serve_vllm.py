@@ -127,4 +127,4 @@ def test_a_dry_run_checks_the_flags_of_vllm(tiny_model: Path) -> None:
     words = [*command, f"--Worker.model={tiny_model}", "--Worker.max-modle-len=5"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
-    assert "Worker: vLLM: unrecognized arguments: --max-modle-len 5" in done.stderr
+    assert "no flag --max-modle-len (did you mean --max-model-len?)" in done.stderr
