@@ -1,4 +1,4 @@
-"""The version tells one checkout from another, with and without git."""
+"""The version distinguishes checkouts, with and without git."""
 
 from __future__ import annotations
 

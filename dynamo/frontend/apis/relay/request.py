@@ -291,7 +291,7 @@ class RelayedEngineRequest(EngineRequest):
         return super().migration_limit or _LOST_WORKERS
 
     def fail(self, error: DynamoError) -> None:
-        """End the request with an error of the workers; the client is told what its server did."""
+        """End the request with an error of the workers, whose text says what the server did."""
         if isinstance(error, Disconnected):
             what = "server" if isinstance(self._answer, HttpAnswer) else "worker"
             did = "broke off its answer" if self._answer.begun else "closed the connection at once"
