@@ -56,8 +56,8 @@ class PlannerSettings:
         None,
         "--config",
         metavar="FILE",
-        help="JSON or YAML file with these options, by our names or by those of Dynamo 1.6; flags "
-        "win over it",
+        help="JSON or YAML file with these options, by our names or by those of Dynamo 1.6, or "
+        "the JSON itself; flags win over it",
     )
     no_operation: bool = option(
         False, "--no-operation", help="observe and log only; never change the workers"
@@ -102,6 +102,18 @@ class PlannerSettings:
         "--min-endpoint",
         minimum=0,
         help="workers that each pool keeps, whatever their GPUs; instead of --min-gpu-budget",
+    )
+    prefill_min_endpoint: int | None = option(
+        None,
+        "--prefill-min-endpoint",
+        minimum=1,
+        help="workers that a prefill pool keeps; instead of --min-endpoint",
+    )
+    decode_min_endpoint: int | None = option(
+        None,
+        "--decode-min-endpoint",
+        minimum=1,
+        help="workers that a decode pool keeps; instead of --min-endpoint",
     )
     decode_kv_scale_up_threshold: float = option(
         0.9,
@@ -227,10 +239,12 @@ class PlannerSettings:
             if field.name in names
         )
 
-    def least_workers(self, gpus_per_worker: float) -> int:
+    def least_workers(self, gpus_per_worker: float, pool: str = "decode") -> int:
         """Return how many workers a pool keeps; one that shares a GPU counts as a whole one."""
-        if self.min_endpoint is not None:
-            return self.min_endpoint
+        own = self.prefill_min_endpoint if pool == "prefill" else self.decode_min_endpoint
+        least = self.min_endpoint if own is None else own
+        if least is not None:
+            return least
         return math.ceil(self.min_gpu_budget / max(1.0, gpus_per_worker))
 
     def __post_init__(self) -> None:
@@ -264,7 +278,7 @@ class PlannerSettings:
                 "--environment kubernetes needs --graph-deployment NAME (DYN_PARENT_DGD_K8S_NAME, "
                 "which the operator sets): the DynamoGraphDeployment to scale"
             )
-        if self.least_workers(1.0) == 0:
+        if 0 in (self.least_workers(1.0, pool) for pool in ("prefill", "decode")):
             flag = "min-gpu-budget" if self.min_endpoint is None else "min-endpoint"
             raise ConfigError(
                 f"--{flag} 0 with --environment kubernetes: the last worker of a model "

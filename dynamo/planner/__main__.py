@@ -63,13 +63,16 @@ _EPILOG = """examples:
 def main(argv: Sequence[str] | None = None, prog: str = "python -m dynamo.planner") -> int:
     """Run until SIGTERM or SIGINT; return the exit status."""
     groups = [PlannerSettings, RuntimeSettings, LogSettings]
+    notes: list[str] = []
     try:
-        words = with_config_file(sys.argv[1:] if argv is None else argv)
+        words = with_config_file(sys.argv[1:] if argv is None else argv, notes.append)
     except ConfigError as error:
         print(f"{prog}: error: {error.message}", file=sys.stderr)
         return 2
     settings, runtime, logs = load(prog, _DESCRIPTION, groups, words, epilog=_EPILOG)
     setup_logging("planner", logs.level, logs.jsonl)
+    for note in notes:
+        log.warning("%s", note)
     try:
         uvloop.run(run_planner(settings, runtime))
     except DynamoError as error:

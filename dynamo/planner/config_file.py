@@ -1,9 +1,13 @@
-"""The file of --config: options of the planner by our names, or those of Dynamo 1.6's planner."""
+"""The --config option: options of the planner by our names, or those of Dynamo 1.6's planner.
+
+Source of Dynamo's keys: its public page "Planner Configuration (PlannerConfig)".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+import difflib
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,11 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 
 _FLAG = "--config"
-_MODES = {"sla": "sla", "load": "load", "throughput": "load+sla", "latency": "load+sla"}
+_MODES = {"sla": "sla", "load": "load", "throughput": "load", "latency": "load"}
+"""Mode of an optimization_target: all but sla compare load with thresholds, in Dynamo, too."""
+_NONE = ("none", "None", "null")
+_OFF = -1
+"""Value of min_gpu_budget that switches it off."""
 RENAMED_KEYS = {
     "namespace": "namespace",
     "environment": "environment",
@@ -28,7 +36,10 @@ RENAMED_KEYS = {
     "load_adjustment_interval_seconds": "adjustment-interval",
     "load_adjustment_interval": "adjustment-interval",
     "max_gpu_budget": "max-gpu-budget",
+    "min_gpu_budget": "min-gpu-budget",
     "min_endpoint": "min-endpoint",
+    "prefill_min_endpoint": "prefill-min-endpoint",
+    "decode_min_endpoint": "decode-min-endpoint",
     "prefill_engine_num_gpu": "prefill-engine-num-gpu",
     "decode_engine_num_gpu": "decode-engine-num-gpu",
     "decode_scale_up_kv_rate": "decode-kv-scale-up-threshold",
@@ -39,39 +50,136 @@ RENAMED_KEYS = {
     "advisory": "no-operation",
 }
 """Key of Dynamo's file → option. Of two keys for one option, the later in this table wins."""
+_RATES = ("decode_scale_up_kv_rate", "decode_scale_down_kv_rate")
+"""Keys of Dynamo's file in percent; here they are shares of 1."""
+
+
+def _idle(reason: str, *keys: str) -> dict[str, str]:
+    return dict.fromkeys(keys, reason)
+
+
 IDLE_KEYS = {
-    "backend": "workers say what they are",
-    "mode": "the workers of a model say whether it has prefill workers",
-    "enable_load_scaling": "optimization_target chooses",
-    "enable_throughput_scaling": "optimization_target chooses",
+    **_idle("workers say what they are", "backend"),
+    **_idle("the workers of a model say whether it has prefill workers", "mode"),
+    **_idle("optimization_target sla is a forecast of the traffic", "enable_throughput_scaling"),
+    **_idle(
+        "capacity is learned from the traffic, or read from profile_results_dir",
+        "pre_deployment_sweeping_mode",
+        "aic_interpolation",
+        "aic_perf_model",
+        "load_min_observations",
+        "max_num_fpm_samples",
+        "fpm_sample_bucket_size",
+        "speculative_nextn",
+    ),
+    **_idle(
+        "load_predictor has no other settings than its window",
+        "load_predictor_log1p",
+        "load_predictor_warmup_trace",
+        "kalman_q_level",
+        "kalman_q_trend",
+        "kalman_r",
+        "kalman_min_points",
+    ),
+    **_idle(
+        "traffic is read from the frontends, without Prometheus",
+        "throughput_metrics_source",
+        "metric_pulling_prometheus_endpoint",
+        "metric_pulling_prometheus_token",
+        "metric_pulling_prometheus_token_file",
+        "metric_pulling_prometheus_ssl_verify",
+        "metric_pulling_prometheus_extra_query_params",
+        "metric_pulling_prometheus_ca_bundle",
+        "metric_pulling_prometheus_request_timeout_seconds",
+    ),
+    **_idle("DYN_SYSTEM_PORT is the port of its metrics", "metric_reporting_prometheus_port"),
+    **_idle("metric-pulling-interval sets how often load is read", "load_metric_samples"),
+    **_idle(
+        "decode-kv-scale-down-threshold and prefill-queue-scale-down-threshold say when a worker "
+        "goes",
+        "load_scaling_down_sensitivity",
+    ),
+    **_idle(
+        "prefill-queue-scale-up-threshold and -down- count queued prompts, not tokens",
+        "prefill_scale_up_queue_tokens",
+        "prefill_scale_down_queue_tokens",
+    ),
+    **_idle(
+        "load changes a pool by one worker, auto at most doubles it",
+        "max_throughput_scaling_replicas",
+    ),
+    **_idle(
+        "decisions are in `dynamo planner explain`, tensorboard and /metrics",
+        "report_interval_hours",
+        "report_output_dir",
+        "report_filename",
+        "report_write_gzip_log",
+        "live_dashboard_port",
+    ),
+    **_idle("`dynamo planner set` changes a running planner", "control_api_port"),
+    **_idle("there is no planner of several deployments", "global_planner_namespace"),
+    **_idle("its policies are built in, without plugins", "scheduling", "plugin_registration"),
+    **_idle(
+        "power is not limited; use nvidia-smi", "enable_power_awareness", "total_gpu_power_limit"
+    ),
 }
-"""Keys of Dynamo's file that ask for nothing here."""
+"""Keys of Dynamo's file that ask for nothing here, and why."""
+_log = logging.getLogger("dynamo.planner")
 
 
-def with_config_file(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with the options of its --config file before it, so that flags win.
+def with_config_file(
+    argv: Sequence[str], note: Callable[[str], object] = _log.warning
+) -> list[str]:
+    """Return ``argv`` with the options of its --config before it, so that flags win.
 
-    Raises ConfigError.
+    ``note`` gets one sentence about keys without an effect, if there are any. Raises ConfigError.
     """
     words = list(argv)
-    paths = [word.partition("=")[2] for word in words if word.startswith(f"{_FLAG}=")]
-    paths += [after for word, after in pairwise(words) if word == _FLAG]
-    if not paths:
+    values = [
+        word.removeprefix(f"{_FLAG}=")
+        for before, word in zip(["", *words], words, strict=False)
+        if word.startswith(f"{_FLAG}=") or before == _FLAG
+    ]
+    if not values:
         return words
-    return [*_words(_read(paths[-1]), f"{_FLAG} {paths[-1]}"), *words]
+    where, given = _read(values[-1])
+    idle = sorted(key for key in given if _is_idle(key, given[key]))
+    if idle:
+        note(
+            f"{where}: no effect here: {', '.join(idle)}; docs/dynamo-flags.md has the reasons and "
+            "what to use instead"
+        )
+    return [*_words({key: given[key] for key in given if key not in idle}, where), *words]
 
 
-def _read(path: str) -> Mapping[str, Any]:
+def _read(value: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the name for errors and the options of ``value``, a path or the options themselves."""
     import yaml  # takes 20 ms; JSON is YAML, too
 
-    where = f"{_FLAG} {path}"
+    where, text = f"{_FLAG} {value}", value
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        if (value.lstrip().startswith("{") or ": " in value) and not _is_file(value):
+            where = f"{_FLAG} (inline)"
+        else:
+            text = Path(value).read_text(encoding="utf-8")
+        found = yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: can't be read as JSON or YAML: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{where}: must be a mapping of options, like 'ttft_ms: 200'")
-    return {str(key): value for key, value in found.items()}
+    return where, {str(key): None if found[key] in _NONE else found[key] for key in found}
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return Path(value).is_file()
+    except (OSError, ValueError):  # too long for a name: options
+        return False
+
+
+def _is_idle(key: str, value: Any) -> bool:
+    """Return whether Dynamo's ``key`` has no effect here; ``mode: load`` is an option of ours."""
+    return key in IDLE_KEYS and not (key == "mode" and value in _own_modes())
 
 
 def _words(given: Mapping[str, Any], where: str) -> list[str]:
@@ -99,19 +207,44 @@ def _options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     unknown = []
     for key, value in given.items():
         if key == "optimization_target":
-            options["mode"] = _mode(value, where)
-        elif key in IDLE_KEYS and value not in _own_modes():
+            options["mode"] = _mode(value, given, where)
+        elif key == "enable_load_scaling":
             continue
+        elif key in RENAMED_KEYS:
+            options.setdefault(RENAMED_KEYS[key], None)
         elif key.replace("_", "-") in flags:
             options[key.replace("_", "-")] = value
-        elif key not in RENAMED_KEYS:
+        else:
             unknown.append(key)
     if unknown:
         raise ConfigError(
             f"{where}: {', '.join(sorted(unknown))} is not supported: this planner has no such "
-            "option; remove it (`dynamo planner --help` lists the options)"
+            f"option{_did_you_mean(unknown, flags)}; remove it (`dynamo planner --help` lists the "
+            "options)"
         )
-    return options | {name: given[key] for key, name in RENAMED_KEYS.items() if key in given}
+    return options | {
+        name: _value(key, given[key], where) for key, name in RENAMED_KEYS.items() if key in given
+    }
+
+
+def _did_you_mean(unknown: Sequence[str], flags: Collection[str]) -> str:
+    known = {flag.replace("-", "_"): flag for flag in flags}
+    known |= {key: key for key in (*RENAMED_KEYS, *IDLE_KEYS, "optimization_target")}
+    close = [difflib.get_close_matches(key.replace("-", "_"), known, n=1) for key in unknown]
+    names = [known[match[0]] for match in close if match]
+    return f" (did you mean {' and '.join(names)}?)" if names else ""
+
+
+def _value(key: str, value: Any, where: str) -> Any:
+    """Return the ``value`` of Dynamo's ``key`` as our option has it. Raises ConfigError."""
+    if key == "min_gpu_budget" and value == _OFF:
+        return None
+    if key not in _RATES or value is None:
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 100:
+        raise ConfigError(f"{where}: {key} must be a percentage between 0 and 100, got {value!r}")
+    return value / 100
 
 
 def _own_modes() -> tuple[str, ...]:
@@ -120,9 +253,11 @@ def _own_modes() -> tuple[str, ...]:
     return choices
 
 
-def _mode(target: Any, where: str) -> str:
+def _mode(target: Any, given: Mapping[str, Any], where: str) -> str:
+    """Return the mode of an optimization_target; sla beside a reaction to load is load+sla."""
     if not isinstance(target, str) or target not in _MODES:
         raise ConfigError(
             f"{where}: optimization_target must be one of {', '.join(_MODES)}, got {target!r}"
         )
-    return _MODES[target]
+    mode = _MODES[target]
+    return "load+sla" if mode == "sla" and given.get("enable_load_scaling") is True else mode

@@ -340,3 +340,26 @@ def test_a_step_of_the_load_and_back_in_a_cluster(deployment: Deployment) -> Non
         text = log.read_text()
         assert "policy load: decode 1 -> 2" in text and "its traffic is unknown" not in text
         deployment.processes.remove(second)
+
+
+@needs_openssl
+def test_the_public_configuration_of_dynamos_planner_starts(deployment: Deployment) -> None:
+    """As Dynamo's disagg_planner.yaml starts it: inline JSON, the names from the operator."""
+    config = {
+        "environment": "kubernetes",
+        "backend": "vllm",
+        "optimization_target": "sla",
+        "enable_throughput_scaling": True,
+        "enable_load_scaling": True,
+        "pre_deployment_sweeping_mode": "none",
+        "throughput_adjustment_interval_seconds": 60,
+        "load_adjustment_interval_seconds": 5,
+    }
+    deployment.env |= {"DYN_PARENT_DGD_K8S_NAME": GRAPH, "DYN_PARENT_DGD_K8S_NAMESPACE": "default"}
+    with running_cluster(deployment) as made:
+        planner = deployment.start("dynamo.planner", "--config", json.dumps(config))
+        log = deployment.logs / "1-dynamo.planner.log"
+        deployment.until(lambda: "policy load+sla decides" in log.read_text(), "a policy", 60)
+        planner.terminate()
+        assert planner.wait(60) == 0 and made.replicas() == 1
+    assert log.read_text().count("no effect here: backend, enable_throughput_scaling, ") == 1

@@ -45,7 +45,7 @@ class WorkerAction:
 
 
 OnAction = Callable[[WorkerAction], object]
-LeastWorkers = Callable[[float], int]
+LeastWorkers = Callable[[float, str], int]
 
 
 @dataclass(eq=False, slots=True)
@@ -67,8 +67,8 @@ class WorkerActions:
     """Carries out the changes of all models through ``connector``.
 
     Before each add it counts the GPUs of all ``services()`` again, so that together they never
-    exceed ``limits``. A service without a ``min`` keeps ``least`` workers, by the GPUs of one. A
-    failed action is logged and reported to ``on_action``.
+    exceed ``limits``. A service without a ``min`` keeps ``least`` workers, by the GPUs of one and
+    the pool. A failed action is logged and reported to ``on_action``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class WorkerActions:
         flight = self._flight(service.name)
         adds = [add for add in flight.adds if add.before is not None or not admitted]
         in_flight = InFlight(_unseen(adds, service), flight.removing)
-        return pool_of(service, self._least(service.gpus_per_worker), in_flight)
+        return pool_of(service, self._least(service.gpus_per_worker, service.pool), in_flight)
 
     def gpus(self, services: Iterable[ScaledService]) -> float:
         """Return the GPUs that ``services`` hold, those of adds in flight included."""

@@ -104,7 +104,7 @@ class PlannerControl:
             max_gpu_budget=settings.max_gpu_budget,
             min_gpu_budget=settings.min_gpu_budget,
             minima={
-                service.name: settings.least_workers(service.gpus_per_worker)
+                service.name: settings.least_workers(service.gpus_per_worker, service.pool)
                 if service.minimum is None
                 else service.minimum
                 for service in loop.services.values()
@@ -142,7 +142,7 @@ def changed(settings: PlannerSettings, change: PlannerChange) -> PlannerSettings
         if getattr(change, name) is not None
     }
     if "min_gpu_budget" in given:
-        given["min_endpoint"] = None
+        given |= dict.fromkeys(("min_endpoint", "prefill_min_endpoint", "decode_min_endpoint"))
     for name in _BUDGETS:
         if name in given and not 0 <= given[name] <= _MOST:
             raise InvalidArgument(f"{name} must be between 0 and {_MOST}, got {given[name]}")

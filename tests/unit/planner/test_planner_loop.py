@@ -341,7 +341,7 @@ async def test_one_service_of_a_model_is_scaled() -> None:
 
 async def test_a_worker_counts_once_when_the_connector_lists_it() -> None:
     connector = FakeConnector(service("Worker"), manual=True)
-    actions = WorkerActions(connector, ActionLimits(), lambda gpus: 1, lambda action: None)
+    actions = WorkerActions(connector, ActionLimits(), lambda gpus, pool: 1, lambda action: None)
     work = asyncio.get_running_loop().create_task(actions.begin(connector.by_name["Worker"], 2))
     assert actions.pool(connector.by_name["Worker"]).workers == 3  # before anything has begun
     await until(lambda: len(connector.gates) == 2)
