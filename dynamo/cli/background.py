@@ -17,7 +17,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError
 from dynamo.runtime.process.paths import open_private, run_dir, state_path
 from dynamo.runtime.process.stop_order import STOP_STAGE
-from dynamo.serve.state.document import Document
+from dynamo.serve.state.document import ACTIVE, GIVEN_UP, Document, Entry
 from dynamo.serve.state.events import BoxEventLog, actor
 from dynamo.serve.state.process_table import is_halted, runs_here
 from dynamo.serve.state.rundir import OWNER_LOCK
@@ -30,11 +30,14 @@ EPILOG = """Ctrl-C ends only the command: the deployment goes on to stop.
 Exit status: 0 stopped, 1 no deployment runs, or another user's, 2 a bad flag."""
 _FLAGS = ("-d", "--detach")
 _OWN = "dynamo: "
-_READY = (f"{_OWN}ready: ", f"{_OWN}started: ")
+_STARTED = f"{_OWN}started: "
+_READY = (f"{_OWN}ready: ", _STARTED)
 _POLL_S = 0.05
 _BEGIN_S = 2.0
 _KILL_S = 8.0
 """How long an arbiter may take until it writes that it stops: it may be about to start."""
+_LIVES_S = 6.0
+"""How long a process has to live to count as started: more than it may try to reach etcd."""
 _LOG_BYTES = 1 << 20
 """A log of earlier deployments that is larger becomes ``serve.log.1`` at a start."""
 
@@ -137,7 +140,8 @@ def detach(verb: str, words: Sequence[str], namespace: str) -> int:
     Its messages go to ``serve.log`` beside the logs of the services, and are shown until then.
     Ctrl-C ends it. Returns the exit status of the command, 0 if it goes on.
     """
-    directory = run_dir(from_env(RuntimeSettings, namespace=namespace)) / "logs"
+    runtime = from_env(RuntimeSettings, namespace=namespace)
+    directory = run_dir(runtime) / "logs"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / "serve.log"
     if path.exists() and path.stat().st_size > _LOG_BYTES:
@@ -151,16 +155,57 @@ def detach(verb: str, words: Sequence[str], namespace: str) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    survival = _Survival(runtime)
     try:
-        ready = _follow(child, path, begin)
+        ready = _follow(child, path, begin, survival)
     except KeyboardInterrupt:
         child.send_signal(signal.SIGTERM)
         child.wait()
         return 130
     if not ready:
+        print(f"logs: {directory}", file=sys.stderr)
         return child.wait() or 1
     print(f"  stop: dynamo stop --namespace {namespace}   logs: {directory}")
-    return 0
+    for name, reason in survival.given_up.items():
+        print(f"{name} failed: {reason}; its log: {directory / name}.log", file=sys.stderr)
+    return 1 if survival.given_up else 0
+
+
+class _Survival:
+    """Whether the processes of a deployment stay, where nothing else proves that they serve.
+
+    One that was restarted has to live longer than twice the longest life before.
+    """
+
+    def __init__(self, runtime: RuntimeSettings) -> None:
+        self._runtime = runtime
+        #: First and last sight of the processes of each watcher.
+        self._seen_s: dict[str, dict[int, tuple[float, float]]] = {}
+        #: The watchers that are given up, and why.
+        self.given_up: dict[str, str] = {}
+
+    def is_proven(self, is_ready: bool) -> bool:
+        """Look again; of a deployment that ``is_ready`` only what was restarted counts."""
+        document = running_deployment(self._runtime)
+        if document is None:
+            return False  # it ends
+        watched = [(e, e.watcher) for e in document.components.values() if e.watcher is not None]
+        self.given_up = {e.name: w.reason for e, w in watched if w.status == GIVEN_UP}
+        active = [(entry, watcher) for entry, watcher in watched if watcher.status == ACTIVE]
+        if watched and not active:
+            return False  # it ends
+        new = [entry for entry, watcher in active if watcher.restarts or not is_ready]
+        return all([self._lives(entry) for entry in new])  # noqa: C419 - looks at each
+
+    def _lives(self, entry: Entry) -> bool:
+        now_s, seen_s = time.monotonic(), self._seen_s.setdefault(entry.name, {})
+        for pid in entry.pids:
+            seen_s[pid] = (seen_s.get(pid, (now_s, now_s))[0], now_s)
+        lives_s = {pid: last - first for pid, (first, last) in seen_s.items()}
+        past_s = max((life for pid, life in lives_s.items() if pid not in entry.pids), default=0.0)
+        least_s = max(_LIVES_S, 2 * past_s)
+        proven = entry.lease is not None or all(lives_s[pid] > least_s for pid in entry.pids)
+        return bool(entry.pids) and proven
 
 
 def _in_background(words: Sequence[str]) -> list[str]:
@@ -169,9 +214,9 @@ def _in_background(words: Sequence[str]) -> list[str]:
     return [*(word for word in words[:cut] if word not in _FLAGS), "--quiet", *words[cut:]]
 
 
-def _follow(child: subprocess.Popen[bytes], path: Path, begin: int) -> bool:
+def _follow(child: subprocess.Popen[bytes], path: Path, begin: int, survival: _Survival) -> bool:
     """Show what the command says until it is ready (True), or all of it if it ends before."""
-    partial, others = b"", list[str]()
+    partial, others, ready = b"", list[str](), ""
     with path.open("rb") as log:
         log.seek(begin)
         while True:
@@ -179,13 +224,17 @@ def _follow(child: subprocess.Popen[bytes], path: Path, begin: int) -> bool:
             *lines, partial = (partial + log.read()).split(b"\n")
             for line in lines:
                 text = line.decode(errors="replace")
-                if text.startswith(_OWN):
+                if text.startswith(_READY):
+                    ready = text
+                elif text.startswith(_OWN):
                     print(text, flush=True)
                 else:
                     others.append(text)
-                if text.startswith(_READY):
-                    return True
             if ended:
                 print("\n".join(others), file=sys.stderr)
                 return False
+            if ready and survival.is_proven(not ready.startswith(_STARTED)):
+                if not survival.given_up or not ready.startswith(_STARTED):
+                    print(ready, flush=True)
+                return True
             time.sleep(_POLL_S)

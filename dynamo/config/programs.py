@@ -148,6 +148,56 @@ PROGRAMS = {
 }
 """By module."""
 
+
+@dataclass(frozen=True)
+class Extra:
+    """An optional dependency: the ``package`` that ``values`` of an option need.
+
+    ``option`` is ``Class.field`` of settings, ``shown`` its name for users.
+    """
+
+    name: str
+    package: str
+    option: str
+    values: tuple[Any, ...]
+    shown: str
+
+    def needed_by(self, settings: Any) -> str:
+        """Return the option and its value if ``settings`` need the package, else ""."""
+        group, _, name = self.option.partition(".")
+        value = getattr(settings, name, None) if type(settings).__name__ == group else None
+        if value not in self.values:
+            return ""
+        return self.shown if value is True else f"{self.shown} {value}"
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return f"pip install 'dynamo-appliance[{self.name}]'"
+
+
+EXTRAS = (
+    Extra("etcd", "aetcd", "RuntimeSettings.discovery_backend", ("etcd",), "discovery-backend"),
+    Extra("nats", "nats", "RuntimeSettings.event_plane", ("nats",), "event-plane"),
+    Extra("otel", "opentelemetry.sdk", "TracingSettings.enabled", (True,), "OTEL_EXPORT_ENABLED"),
+    Extra(
+        "kubernetes",
+        "kubernetes_asyncio",
+        "PlannerSettings.environment",
+        ("kubernetes",),
+        "environment",
+    ),
+    Extra("planner", "statsmodels", "PlannerSettings.load_predictor", ("arima",), "load-predictor"),
+    Extra("planner", "prophet", "PlannerSettings.load_predictor", ("prophet",), "load-predictor"),
+    Extra(
+        "aic",
+        "aiconfigurator",
+        "RouterSettings.prefill_load_model",
+        ("aic", "ais"),
+        "router-prefill-load-model",
+    ),
+)
+
 MODEL_PROGRAMS = tuple(name for name, program in PROGRAMS.items() if program.registers_model)
 
 

@@ -21,12 +21,14 @@ from dynamo.config.check import check_options, did_you_mean
 from dynamo.config.option import fields_of
 from dynamo.config.programs import (
     ATTACH,
+    EXTRAS,
     MODEL_PROGRAMS,
     PLANNER,
     PROGRAMS,
     Program,
     settings_groups,
 )
+from dynamo.config.system import TracingSettings
 from dynamo.config.worker import EndpointSettings, WorkerSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.graph.graph import Graph
@@ -69,8 +71,30 @@ def override_hint(graph: Graph, flag: str) -> str:
 
 
 def check_engines(graph: Graph) -> None:
-    """Raise ConfigError with every service whose engine is not installed."""
-    _raise(graph, [problem for service in graph.services for problem in _missing_engine(service)])
+    """Raise ConfigError with every service whose engine, or an extra it needs, is not installed."""
+    problems = [
+        problem
+        for service in graph.services
+        for problem in (*_missing_engine(service), *_missing_extras(service))
+    ]
+    _raise(graph, problems)
+
+
+def _missing_extras(service: Service) -> Iterator[str]:
+    """Find packages that settings of ``service`` need: it would fail at each of its starts."""
+    program = PROGRAMS.get(service.program or "")
+    if program is None or all(_exists(extra.package) for extra in EXTRAS):
+        return
+    groups = (*program.checked_groups(), TracingSettings)
+    found = check_options(groups, service.words, {**environ(), **service.envs})
+    for settings in found.settings or ():
+        for extra in EXTRAS:
+            option = extra.needed_by(settings)
+            if option and not _is_there(service, extra.package):
+                yield (
+                    f"{service.origin}: {service.name}: {option} needs {extra.package}, which is "
+                    f"not installed: {extra.install}"
+                )
 
 
 def _missing_engine(service: Service) -> Iterator[str]:

@@ -142,6 +142,29 @@ def test_in_the_background(serving: Serving) -> None:
     serving.assert_clean()
 
 
+CRASHES = "import time; time.sleep(0.2); raise SystemExit('no card')"
+
+
+@pytest.mark.parametrize("others", ["", "Good: {run: SLEEPER}\n"])
+def test_in_the_background_a_service_that_crashes_is_not_started(
+    serving: Serving, others: str
+) -> None:
+    """Nothing but its life proves that it works; without another service all ends."""
+    bad = f"Bad: {{run: {json.dumps([sys.executable, '-c', CRASHES])}}}\n"
+    named = ("--namespace", serving.namespace)
+    serving.env["DYN_SERVE_RESTART_BURST"] = "2"
+    try:
+        begun = dynamo(serving, "serve", "-d", str(serving.graph(bad + others)), *named)
+        assert begun.returncode == 1 and "no card" in begun.stdout + begun.stderr, begun
+        assert f"gave up {serving.namespace}_Bad: 2 deaths" in begun.stdout
+        log = serving.state_dir / serving.namespace / "logs"
+        assert str(log) in begun.stderr and "started: " not in begun.stdout
+        assert bool(others) == (f"its log: {log}/{serving.namespace}_Bad.log" in begun.stderr)
+    finally:
+        assert dynamo(serving, "stop", *named).returncode == (0 if others else 1)
+    serving.assert_clean()
+
+
 def test_ctrl_c_ends_what_starts_in_the_background(serving: Serving) -> None:
     text = f"A: {{run: {json.dumps([sys.executable, '-uc', TALKS])}}}\n"
     frontend = f"Frontend: {{run: dynamo.frontend, http-port: {free_port()}}}\n"

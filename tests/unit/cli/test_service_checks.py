@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import pytest
 from dynamo.cli import main as cli
 from dynamo.cli import run
 from dynamo.config.option import fields_of
-from dynamo.config.programs import PROGRAMS, settings_groups
+from dynamo.config.programs import EXTRAS, PROGRAMS, settings_groups
+from dynamo.config.system import TracingSettings
 from dynamo.errors import ConfigError
 from dynamo.serve.graph.graph import parse_graph
 from dynamo.setup import service_checks
@@ -151,6 +153,49 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     text = "W: {run: dynamo.attach, exec: 'no-such-server --port {port}'}\n"
     with pytest.raises(ConfigError, match=r"W\.exec: no program no-such-server: install it"):
         check_engines(parse_graph(text, "g.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("service", "env", "extra"),
+    [
+        ("dynamo.mocker, model-path: m, discovery-backend: etcd", {}, "etcd"),
+        ("dynamo.mocker, model-path: m", {"DYN_DISCOVERY_BACKEND": "etcd"}, "etcd"),
+        ("dynamo.vllm, model: m, enforce-eager: true, event-plane: nats", {}, "nats"),
+        ("dynamo.attach, url: 'http://h'", {"DYN_EVENT_PLANE": "nats"}, "nats"),
+        ("dynamo.frontend", {"OTEL_EXPORT_ENABLED": "1"}, "otel"),
+        ("dynamo.frontend, router-prefill-load-model: aic", {}, "aic"),
+        ("dynamo.planner, load-predictor: prophet", {}, "planner"),
+        ("dynamo.planner, environment: kubernetes, graph-deployment: g", {}, "kubernetes"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_named(
+    service: str, env: dict[str, str], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = {one.package for one in EXTRAS if one.name == extra}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    graph = parse_graph(f"W: {{run: {service}}}\n", "g.yaml")
+    monkeypatch.setattr(service_checks, "_exists", lambda module: True)
+    check_engines(graph)
+    monkeypatch.setattr(service_checks, "_exists", lambda module: module not in packages)
+    with pytest.raises(
+        ConfigError, match=rf"W: .* needs .*: pip install 'dynamo-app.*\[{extra}\]'"
+    ):
+        check_engines(graph)
+    own = parse_graph(f"W: {{run: {service}, ServiceArgs: {{envs: {{PYTHONPATH: x}}}}}}\n", "g")
+    check_engines(own)  # which may have the package
+
+
+def test_the_extras_are_those_of_the_project() -> None:
+    project = tomllib.loads((MODEL.parents[1] / "pyproject.toml").read_text())["project"]
+    fields = {
+        f"{group.__name__}.{field.name}"
+        for program in PROGRAMS.values()
+        for group in (*program.checked_groups(), TracingSettings)
+        for field in fields_of(group)
+    }
+    for extra in EXTRAS:
+        assert extra.name in project["optional-dependencies"] and extra.option in fields
 
 
 @pytest.mark.parametrize(
