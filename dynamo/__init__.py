@@ -4,6 +4,7 @@ Other directories ``dynamo`` on ``sys.path`` add to this package, in the order o
 Dynamo's own worker packages (``dynamo/vllm``, ``dynamo/common``, …) before this one to run them.
 """
 
+import gc
 import os
 import sys
 
@@ -15,3 +16,8 @@ __version__ = "0.1.0"
 _directories = (f"{entry}/{__name__}" for entry in sys.path if entry.startswith("/"))
 _found = [path for path in _directories if os.path.isdir(path)]  # noqa: PTH112 - as above
 __path__ = _found if __path__[0] in _found else [*__path__, *_found]
+
+# A process of this package: the command, or ``python -m`` while it locates the module. What imports
+# create is kept, so the collector would visit it again and again in vain. Others keep their own.
+if sys.argv and sys.argv[0].rpartition("/")[2] in ("-m", "dynamo"):
+    gc.set_threshold(50_000, 10, 10)

@@ -7,14 +7,13 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import msgspec
 
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.llm.model_source import resolve_model
-from dynamo.llm.router_config import RouterConfig
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.protocols.control import (
     MODEL_CARDS,
@@ -24,6 +23,9 @@ from dynamo.protocols.control import (
     instance_key,
 )
 from dynamo.runtime import DistributedRuntime, Endpoint, serve_unary_endpoint
+
+if TYPE_CHECKING:
+    from dynamo.llm.router_config import RouterConfig
 
 _DEFAULT_BLOCK_SIZE = 16
 log = logging.getLogger(__name__)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dynamo.config.programs import memory_share
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import Gpu
@@ -263,6 +261,8 @@ def _with_gpus(service: Service, directory: Path) -> Service:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    import yaml  # takes 20 ms
+
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from dynamo.config.programs import FRONTEND, PROGRAMS
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus.gpus import Allocator, Gpu, Inventory, inventory_of
-from dynamo.serve.graph.graph import Graph
 from dynamo.serve.graph.service import PYTHON, Service, serves_model, watcher_name
 
 if TYPE_CHECKING:
     from dynamo.serve.gpus.engine_gpus import MemoryRanks
+    from dynamo.serve.graph.graph import Graph
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _PORT = "DYN_SYSTEM_PORT"
