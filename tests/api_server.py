@@ -1,5 +1,7 @@
 """A small Kubernetes API server: Dynamo's custom resources and EndpointSlices, in memory.
 
+Dynamo's resources are stored as v1alpha1 and served as v1beta1, too, unless a test says otherwise.
+
 It has what clients depend on: resource versions, conflicts, watches with bookmarks and 410 Gone,
 merge and JSON patches, status and scale subresources, discovery, tokens and verbs. `kubectl` is
 its second client. Faults: an outage, hanging requests, lost answers, statuses such as 429.
@@ -17,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,8 @@ KINDS = (
     ),
     Kind("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice", custom=False),
 )
+BETA = "v1beta1"
+SERVED = (*KINDS, *(replace(kind, version=BETA) for kind in KINDS if kind.custom))
 
 
 class Refused(Exception):
@@ -186,6 +190,7 @@ class ApiServer:
         self.tokens: dict[str, frozenset[str]] = {}
         self.requests: list[tuple[str, str]] = []
         self.bookmark_s = 0.5
+        self.served = SERVED
         self.port = 0
         self.loop: asyncio.AbstractEventLoop
         self._watches: set[asyncio.Task[Any]] = set()
@@ -340,9 +345,13 @@ class ApiServer:
 
     def _groups(self) -> Object:
         groups = []
-        for kind in {one.group: one for one in KINDS}.values():
-            version = {"groupVersion": kind.api_version, "version": kind.version}
-            groups.append({"name": kind.group, "versions": [version], "preferredVersion": version})
+        for group in dict.fromkeys(one.group for one in self.served):
+            kinds = [one for one in self.served if one.group == group]
+            versions = [
+                {"groupVersion": one, "version": one.partition("/")[2]}
+                for one in dict.fromkeys(kind.api_version for kind in kinds)
+            ]
+            groups.append({"name": group, "versions": versions, "preferredVersion": versions[0]})
         return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
 
     async def _resources(self, request: web.Request) -> web.Response:
@@ -369,7 +378,7 @@ class ApiServer:
 
     def _kinds(self, request: web.Request) -> list[Kind]:
         group, version = request.match_info["group"], request.match_info["version"]
-        return [one for one in KINDS if (one.group, one.version) == (group, version)]
+        return [one for one in self.served if (one.group, one.version) == (group, version)]
 
     def _kind(self, request: web.Request) -> Kind:
         for kind in self._kinds(request):
@@ -387,7 +396,7 @@ class ApiServer:
         if request.query.get("watch") in ("1", "true"):
             return await self._watch(request, kind, namespace, matches)
         items = [
-            found
+            shown(kind, found)
             for (plural, where, _), found in sorted(self.store.objects.items())
             if plural == kind.plural and where == (namespace or where) and matches(found)
         ]
@@ -421,6 +430,7 @@ class ApiServer:
                 if event["type"] in ("BOOKMARK", "ERROR") or matches(found):
                     if event["type"] == "BOOKMARK" and "allowWatchBookmarks" not in request.query:
                         continue
+                    event = {**event, "object": shown(kind, found)}
                     await answer.write(json.dumps(event).encode() + b"\n")
         except ConnectionResetError:
             pass  # the client has left
@@ -467,8 +477,7 @@ class ApiServer:
         if part == "scale" and not kind.scale:
             raise Refused(404, "NotFound", "the server could not find the requested resource")
         if request.method == "GET":
-            found = self.store.get(key)
-            return web.json_response(_scale(found) if part == "scale" else found)
+            return web.json_response(self._seen(kind, key, part))
         if request.method == "DELETE":
             self.store.delete(key)
             done = {"kind": "Status", "apiVersion": "v1", "status": "Success"}
@@ -478,7 +487,7 @@ class ApiServer:
             for act in self.faults.before_patch[:1]:
                 self.faults.before_patch.pop(0)
                 act()
-            given = _patched(kind, request, self._seen(key, part), given)
+            given = _patched(kind, request, self._seen(kind, key, part), given)
         elif request.method != "PUT":
             raise Refused(405, "MethodNotAllowed", "the server does not allow this method")
         if part == "scale":
@@ -490,10 +499,13 @@ class ApiServer:
             spec = {**known["spec"], "replicas": given.get("spec", {}).get("replicas", 0)}
             found = self.store.update(key, {**known, "metadata": metadata, "spec": spec})
             return web.json_response(_scale(found))
-        return web.json_response(self.store.update(key, given, part))
+        if kind.version == BETA:
+            given = _stored(self.store.get(key), given)
+        return web.json_response(shown(kind, self.store.update(key, given, part)))
 
-    def _seen(self, key: Key, part: str) -> Object:
-        return _scale(self.store.get(key)) if part == "scale" else self.store.get(key)
+    def _seen(self, kind: Kind, key: Key, part: str) -> Object:
+        found = self.store.get(key)
+        return _scale(found) if part == "scale" else shown(kind, found)
 
 
 @contextlib.contextmanager
@@ -565,22 +577,62 @@ def _patched(kind: Kind, request: web.Request, known: Object, patch: Any) -> Obj
 
 
 def _apply(found: Object, step: Object) -> None:
-    """Apply one operation of a JSON patch (RFC 6902) to an object without lists in its path."""
+    """Apply one operation of a JSON patch (RFC 6902) that changes no list itself."""
     *parents, last = [
         part.replace("~1", "/").replace("~0", "~") for part in step["path"].split("/")[1:]
     ]
     try:
         target: Any = found
         for part in parents:
-            target = target[part]
+            target = target[int(part) if isinstance(target, list) else part]
         if step["op"] == "test" and target[last] != step["value"]:
             raise Refused(422, "Invalid", f"testing value {step['path']} failed")
         if step["op"] in ("remove", "replace"):
             del target[last]
         if step["op"] in ("add", "replace"):
             target[last] = step["value"]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, IndexError, ValueError) as error:
         raise Refused(422, "Invalid", f"the path {step['path']} does not exist") from error
+
+
+def shown(kind: Kind, found: Object) -> Object:
+    """Return a stored object as the version of ``kind`` shows it."""
+    if kind.version != BETA or "spec" not in found:
+        return found
+    made = copy.deepcopy({**found, "apiVersion": kind.api_version})
+    spec, status = made["spec"], made.get("status", {})
+    if "dgdRef" in spec:
+        spec["dgdRef"]["componentName"] = spec["dgdRef"].pop("serviceName")
+    if "services" in spec:
+        services = spec.pop("services")
+        spec["components"] = [_component(name, one) for name, one in services.items()]
+        spec["env"] = spec.pop("envs", [])
+    if "services" in status:
+        status["components"] = status.pop("services")
+    return made
+
+
+def _component(name: str, service: Object) -> Object:
+    main = service.get("extraPodSpec", {}).get("mainContainer", {})
+    limits = {"nvidia.com/gpu": gpus} if (gpus := _gpus(service)) else {}
+    container = {**main, "name": "main", "resources": {"limits": limits}}
+    container["env"] = service.get("envs", [])
+    kind = service.get("subComponentType") or service.get("componentType")
+    kept: Object = {key: service[key] for key in ("replicas", "multinode") if key in service}
+    template = {"spec": {"containers": [container]}}
+    return {"name": name, "type": kind, **kept, "podTemplate": template}
+
+
+def _gpus(service: Object) -> str:
+    return str(service.get("resources", {}).get("limits", {}).get("gpu", ""))
+
+
+def _stored(known: Object, given: Object) -> Object:
+    """Return ``known`` with the metadata and replicas of a v1beta1 object."""
+    services = copy.deepcopy(known["spec"]["services"])
+    for component in given["spec"]["components"]:
+        services[component["name"]]["replicas"] = component.get("replicas", 1)
+    return {**known, "metadata": given["metadata"], "spec": {**known["spec"], "services": services}}
 
 
 def _scale(found: Object) -> Object:

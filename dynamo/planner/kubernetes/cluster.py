@@ -18,12 +18,12 @@ from kubernetes_asyncio import client, config
 
 from dynamo.config.option import environ
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.planner.kubernetes.graph import Manifest
+from dynamo.planner.kubernetes.graph import Manifest, Patch
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """What Kubernetes mounts into a pod: its token, the authority of the server, its namespace."""
 
-_MERGE_PATCH = "application/merge-patch+json"
+_MERGE_PATCH, _JSON_PATCH = "application/merge-patch+json", "application/json-patch+json"
 _TIMEOUT_S = 10.0
 _PATIENCE_S = 20.0  # of one request, its repetitions included
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
@@ -38,15 +38,23 @@ log = logging.getLogger(__name__)
 
 
 class Resource(NamedTuple):
-    """A kind of objects: the group of its API, the version, and the plural in its path."""
+    """A kind of objects: the group of its API, the version, and the plural in its path.
+
+    Without a plural it is the version itself.
+    """
 
     group: str
     version: str
     plural: str
 
+    def __str__(self) -> str:
+        return ".".join(part for part in (self.plural, self.version, self.group) if part)
+
 
 DEPLOYMENTS = Resource("nvidia.com", "v1alpha1", "dynamographdeployments")
 ADAPTERS = Resource("nvidia.com", "v1alpha1", "dynamographdeploymentscalingadapters")
+VERSIONS = ("v1beta1", "v1alpha1")
+"""Versions of Dynamo's resources, the preferred one first."""
 ENDPOINT_SLICES = Resource("discovery.k8s.io", "v1", "endpointslices")
 
 
@@ -149,6 +157,22 @@ class Cluster:
         if connection is not None:
             await connection.retire()
 
+    async def offered(self, resource: Resource) -> Resource | None:
+        """Return ``resource`` in the first of :data:`VERSIONS` that the server has; None: in none.
+
+        Raises ClusterError.
+        """
+        for version in VERSIONS:
+            try:
+                found = await self._request("GET", Resource(resource.group, version, ""))
+            except ClusterError as error:
+                if error.answer not in (_FORBIDDEN, _NOT_FOUND):
+                    raise
+                continue
+            if any(one.get("name") == resource.plural for one in found.get("resources") or ()):
+                return resource._replace(version=version)
+        return None
+
     async def get(self, resource: Resource, name: str) -> Manifest:
         """Return an object. Raises ClusterError."""
         return await self._request("GET", resource, name)
@@ -157,8 +181,8 @@ class Cluster:
         """Return the list of the objects that match ``selector``, parameters of the request."""
         return await self._request("GET", resource, query=selector)
 
-    async def patch(self, resource: Resource, name: str, change: Manifest) -> Manifest:
-        """Merge ``change`` into an object (or its subresource ``name/scale``); return the result.
+    async def patch(self, resource: Resource, name: str, change: Patch) -> Manifest:
+        """Apply ``change`` to an object (or its subresource ``name/scale``); return the result.
 
         A ``resourceVersion`` in it makes the server answer 409 if the object is another by now.
         """
@@ -203,7 +227,7 @@ class Cluster:
         resource: Resource,
         name: str = "",
         query: Mapping[str, str] | None = None,
-        body: Manifest | None = None,
+        body: Patch | None = None,
     ) -> Manifest:
         clock = asyncio.get_running_loop().time
         until_s, pause_s, renewed = clock() + _PATIENCE_S, _FIRST_PAUSE_S, False
@@ -235,7 +259,7 @@ class Cluster:
         resource: Resource,
         name: str,
         query: Mapping[str, str],
-        body: Manifest | None,
+        body: Patch | None,
     ) -> _Reply:
         try:
             async with self._send(method, resource, name, query, body, _TIMEOUT_S) as answer:
@@ -251,14 +275,15 @@ class Cluster:
         resource: Resource,
         name: str,
         query: Mapping[str, str],
-        body: Manifest | None,
+        body: Patch | None,
         timeout_s: object,
     ) -> AsyncIterator[Any]:
-        group = f"/apis/{resource.group}/{resource.version}/namespaces/{self.namespace}"
-        path = f"{group}/{resource.plural}" + (f"/{name}" if name else "")
+        path = f"/apis/{resource.group}/{resource.version}"
+        if resource.plural:
+            path += f"/namespaces/{self.namespace}/{resource.plural}" + (f"/{name}" if name else "")
         headers = {"Accept": "application/json"}
         if body is not None:
-            headers["Content-Type"] = _MERGE_PATCH
+            headers["Content-Type"] = _JSON_PATCH if isinstance(body, list) else _MERGE_PATCH
         if self._connection is None:
             raise ClusterError("the connection to the API server is closed")
         async with self._connection.in_use() as api:
@@ -408,7 +433,7 @@ def _refused(verb: str, resource: Resource, name: str, status: int, body: bytes)
         text = str(msgspec.json.decode(body, type=dict[str, Any])["message"])
     except (msgspec.MsgspecError, KeyError):
         text = f"status {status}"
-    where = f"{resource.plural}.{resource.group}" + (f" {name}" if name else "")
+    where = f"{resource}" + (f" {name}" if name else "")
     hint = ""
     if status == _FORBIDDEN:
         hint = "; its service account needs the role of deploy/kubernetes/planner.yaml"

@@ -23,6 +23,7 @@ from dynamo.planner.kubernetes.cluster import (
     ADAPTERS,
     DEPLOYMENTS,
     ENDPOINT_SLICES,
+    VERSIONS,
     Cluster,
     ClusterError,
     Resource,
@@ -31,14 +32,17 @@ from dynamo.planner.kubernetes.cluster import (
 from dynamo.planner.kubernetes.graph import (
     SERVICE_LABEL,
     Manifest,
+    Patch,
     WorkerService,
     adapted_service,
     frontend_prefixes,
     is_of,
     is_ready,
+    replicas_patch,
     rollout,
     slice_addresses,
     unapplied,
+    version_of,
     worker_services,
 )
 from dynamo.planner.policies.base import PREFILL
@@ -54,15 +58,22 @@ log = logging.getLogger(__name__)
 
 
 class _Replicas(NamedTuple):
-    """The replicas that a service is to have, where they are set, and the version of that object.
+    """The replicas that a service is to have, and the object that sets them, as it was ``read``.
 
     ``path`` is the object's name, of an adapter with its subresource.
     """
 
     number: int
-    version: str
+    read: Manifest
     resource: Resource
     path: str
+
+
+class DynamoResources(NamedTuple):
+    """Dynamo's kinds of objects, in the versions that the API server has."""
+
+    deployments: Resource
+    adapters: Resource
 
 
 @dataclass(slots=True)
@@ -81,11 +92,17 @@ class KubernetesConnector:
     """
 
     def __init__(
-        self, runtime: DistributedRuntime, cluster: Cluster, deployment: str, limits: ActionLimits
+        self,
+        runtime: DistributedRuntime,
+        cluster: Cluster,
+        resources: DynamoResources,
+        deployment: str,
+        limits: ActionLimits,
     ) -> None:
         self.uid = ""
         self._runtime = runtime
         self._cluster = cluster
+        self._resources = resources
         self._name = deployment
         self._limits = limits
         self._cards: dict[str, ModelCard] = {}
@@ -94,21 +111,21 @@ class KubernetesConnector:
         self._changing = asyncio.Lock()
         self._expected: dict[str, int] = {}
         selector = {"fieldSelector": f"metadata.name={deployment}"}
-        self._deployments = WatchedObjects(cluster, DEPLOYMENTS, selector, self._wake)
-        self._adapters = WatchedObjects(cluster, ADAPTERS, {}, self._wake, optional=True)
+        self._deployments = WatchedObjects(cluster, resources.deployments, selector, self._wake)
+        self._adapters = WatchedObjects(cluster, resources.adapters, {}, self._wake, optional=True)
         self._slices: WatchedObjects | None = None
 
     async def start(self) -> None:
         """Follow the deployment. Raises ConfigError if it cannot be read, or does not exist."""
         try:
-            await self._cluster.open()
-            found = await self._cluster.get(DEPLOYMENTS, self._name)
+            found = await self._cluster.get(self._resources.deployments, self._name)
         except ClusterError as error:
             raise ConfigError(
                 f"{error.message}. --graph-deployment names the deployment, --kubernetes-namespace "
                 f"its namespace (now {self._cluster.namespace!r})"
             ) from error
         self.uid = str(found["metadata"].get("uid", ""))
+        log.info("scaling %s %s", self._resources.deployments, self._name)
         services = ",".join(sorted(frontend_prefixes(found))) or f"{self._name}-frontend"
         selector = {"labelSelector": f"{SERVICE_LABEL} in ({services})"}
         self._slices = WatchedObjects(
@@ -358,28 +375,33 @@ class KubernetesConnector:
         adapter = self._adapter(name)
         if adapter is not None:
             path = f"{adapter['metadata']['name']}/scale"
-            found = await self._cluster.get(ADAPTERS, path)
-            return _Replicas(_replicas(found), _version(found), ADAPTERS, path)
-        found = await self._cluster.get(DEPLOYMENTS, self._name)
+            found = await self._cluster.get(self._resources.adapters, path)
+            return _Replicas(_replicas(found), found, self._resources.adapters, path)
+        found = await self._cluster.get(self._resources.deployments, self._name)
         self._deployments.put(found)
         count = self._service(name).replicas
-        return _Replicas(count, _version(found), DEPLOYMENTS, self._name)
+        return _Replicas(count, found, self._resources.deployments, self._name)
 
     async def _write(self, name: str, found: _Replicas, wanted: int) -> bool:
         """Set the replicas; return False if the object is another by now. Raises ClusterError."""
         replicas: Manifest = {"replicas": wanted}
-        spec = replicas if found.resource == ADAPTERS else {"services": {name: replicas}}
-        change = {"metadata": {"resourceVersion": found.version}, "spec": spec}
+        is_adapter = found.resource == self._resources.adapters
+        change: Patch = {
+            "metadata": {"resourceVersion": version_of(found.read)},
+            "spec": replicas,
+        }
+        if not is_adapter:
+            change = replicas_patch(found.read, name, wanted)
         try:
             after = await self._cluster.patch(found.resource, found.path, change)
         except ClusterError as error:
             if error.answer == 409:
                 return False
             raise
-        if found.resource == DEPLOYMENTS:
+        if not is_adapter:
             self._deployments.put(after)
         elif (adapter := self._adapter(name)) is not None:
-            metadata = {**adapter["metadata"], "resourceVersion": _version(after)}
+            metadata = {**adapter["metadata"], "resourceVersion": version_of(after)}
             self._adapters.put(
                 {**adapter, "metadata": metadata, "spec": {**adapter["spec"], **replicas}}
             )
@@ -417,13 +439,30 @@ async def open_connector(
 ) -> AsyncIterator[KubernetesConnector]:
     """Open a connector to the graph deployment of ``settings`` for the block."""
     cluster = Cluster(settings.kubernetes_namespace)
-    limits = ActionLimits.of_planner(settings)
-    connector = KubernetesConnector(runtime, cluster, settings.graph_deployment or "", limits)
-    try:
+    limits, name = ActionLimits.of_planner(settings), settings.graph_deployment or ""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(cluster.close)
+        resources = await _open(cluster)
+        connector = KubernetesConnector(runtime, cluster, resources, name, limits)
+        stack.push_async_callback(connector.close)
         await connector.start()
         yield connector
-    finally:
-        await connector.close()
+
+
+async def _open(cluster: Cluster) -> DynamoResources:
+    """Open ``cluster``; return Dynamo's kinds of objects there. Raises ConfigError."""
+    await cluster.open()
+    try:
+        deployments = await cluster.offered(DEPLOYMENTS)
+        adapters = await cluster.offered(ADAPTERS)
+    except ClusterError as error:
+        raise ConfigError(error.message) from error
+    if deployments is None:
+        tried = " or ".join(f"{DEPLOYMENTS.group}/{version}" for version in VERSIONS)
+        raise ConfigError(
+            f"the API server has no {DEPLOYMENTS.plural} in {tried}: install Dynamo's operator"
+        )
+    return DynamoResources(deployments, adapters or ADAPTERS)
 
 
 def _worker(service: str, number: int) -> str:
@@ -433,7 +472,3 @@ def _worker(service: str, number: int) -> str:
 def _replicas(scale: Manifest) -> int:
     count = scale.get("spec", {}).get("replicas", 0)
     return count if isinstance(count, int) else 0
-
-
-def _version(found: Manifest) -> str:
-    return str(found["metadata"]["resourceVersion"])

@@ -1,6 +1,7 @@
 """What a DynamoGraphDeployment says of its services: workers, replicas, rollouts. Pure.
 
-Field names are those of ``nvidia.com/v1alpha1`` in the API reference of Dynamo's operator.
+Field names are those of ``nvidia.com/v1alpha1`` and ``v1beta1`` in the API reference of Dynamo's
+operator. A component of v1beta1 is read as a service of v1alpha1, see :func:`_service`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from dynamo.serve.state.frontends import FrontendAddress
 Manifest = Mapping[str, Any]
 """An object of the API server, as JSON."""
 
+Patch = Mapping[str, Any] | list[dict[str, Any]]
+"""A merge patch (RFC 7396), or a JSON patch (RFC 6902)."""
+
 SERVICE_LABEL = "kubernetes.io/service-name"
 """Label of an EndpointSlice: the Service whose pods it lists."""
 
@@ -27,6 +31,8 @@ _MODEL_FLAGS = ("--served-model-name", "--model-name", "--model", "--model-path"
 _PREFILL_FLAGS = ("--is-prefill-worker", "--disaggregation-mode=prefill")
 _UPDATING = ("Pending", "InProgress", "Restarting")
 _GPU_RESOURCE = re.compile(r"/(gpu|mig-)")
+_MAIN = "main"
+"""The container of the worker in a pod of v1beta1."""
 _WORKER_HASH = re.compile(r"-[0-9a-f]{8}")
 
 
@@ -49,7 +55,8 @@ class WorkerService:
 
 def worker_services(deployment: Manifest) -> Iterator[WorkerService]:
     """Yield the services of ``deployment`` whose pods are workers."""
-    statuses = _mapping(_mapping(deployment.get("status")).get("services"))
+    reported = _mapping(deployment.get("status"))
+    statuses = _mapping(reported.get("components") or reported.get("services"))
     for name, spec in _services(deployment).items():
         pool = _pool(spec)
         if pool is None:
@@ -96,9 +103,33 @@ def adapted_service(adapter: Manifest, deployment: str) -> tuple[str, int] | Non
     """Return service and replicas of a scaling adapter; None if it is of another deployment."""
     spec = _mapping(adapter.get("spec"))
     target = _mapping(spec.get("dgdRef"))
-    if target.get("name") != deployment or not isinstance(target.get("serviceName"), str):
+    service = target.get("componentName") or target.get("serviceName")
+    if target.get("name") != deployment or not isinstance(service, str):
         return None
-    return target["serviceName"], _count(spec.get("replicas"), 1)
+    return service, _count(spec.get("replicas"), 1)
+
+
+def replicas_patch(deployment: Manifest, service: str, wanted: int) -> Patch:
+    """Return what sets the replicas of a service, if ``deployment`` is still the newest version.
+
+    A merge patch would replace the whole list of v1beta1, so that is a JSON patch.
+    """
+    version, components = version_of(deployment), deployment["spec"].get("components")
+    if not isinstance(components, list):
+        services = {service: {"replicas": wanted}}
+        return {"metadata": {"resourceVersion": version}, "spec": {"services": services}}
+    names = [_mapping(one).get("name") for one in components]
+    number = names.index(service) if service in names else len(names)  # refused by the server
+    path = f"/spec/components/{number}/replicas"
+    return [
+        {"op": "replace", "path": "/metadata/resourceVersion", "value": version},
+        {"op": "add", "path": path, "value": wanted},
+    ]
+
+
+def version_of(found: Manifest) -> str:
+    """Return the version of an object, which each change of it raises."""
+    return str(found["metadata"]["resourceVersion"])
 
 
 def rollout(deployment: Manifest, service: WorkerService) -> str:
@@ -145,8 +176,25 @@ def is_of(namespace: str, worker_namespace: str) -> bool:
 
 
 def _services(deployment: Manifest) -> dict[str, Manifest]:
-    found = _mapping(_mapping(deployment.get("spec")).get("services"))
-    return {name: spec for name, spec in found.items() if isinstance(spec, Mapping)}
+    spec = _mapping(deployment.get("spec"))
+    components = [_mapping(one) for one in spec.get("components") or ()]
+    found = {str(one.get("name")): _service(one) for one in components}
+    found = found or dict(_mapping(spec.get("services")))
+    return {name: service for name, service in found.items() if isinstance(service, Mapping)}
+
+
+def _service(component: Manifest) -> Manifest:
+    """Return a component of v1beta1 with the fields of a service of v1alpha1."""
+    pod = _mapping(_mapping(component.get("podTemplate")).get("spec"))
+    containers = [_mapping(one) for one in pod.get("containers") or ()]
+    main = next((one for one in containers if one.get("name") == _MAIN), {})
+    others = [one for one in containers if one is not main]
+    return {
+        **component,
+        "componentType": component.get("type"),
+        "envs": main.get("env"),
+        "extraPodSpec": {"mainContainer": main, "containers": others},
+    }
 
 
 def _pool(spec: Manifest) -> str | None:
@@ -185,17 +233,20 @@ def _model(spec: Manifest) -> str:
 def _gpus(spec: Manifest, status: Manifest) -> float:
     """Return the GPUs of one replica: as the operator reports, or those of a pod times the nodes.
 
-    The most that a place says counts, so that the budget is never exceeded.
+    The most that is said counts, so that the budget is never exceeded. Source of the status's
+    ``gpusPerReplica``: pull request 13871 of ai-dynamo/dynamo.
     """
-    container = _mapping(_mapping(spec.get("extraPodSpec")).get("mainContainer"))
-    amounts = [
-        amount
-        for resources in (_mapping(spec.get("resources")), _mapping(container.get("resources")))
-        for part in ("limits", "requests")
-        for amount in _gpu_amounts(_mapping(resources.get(part)))
-    ]
+    pod = _mapping(spec.get("extraPodSpec"))
+    main = max(_container_gpus(spec), _container_gpus(_mapping(pod.get("mainContainer"))))
+    others = [_container_gpus(_mapping(one)) for one in pod.get("containers") or ()]
     nodes = max(1, _count(_mapping(spec.get("multinode")).get("nodeCount"), 1))
-    return max([_amount(status.get("gpusPerReplica")), *(nodes * one for one in amounts)])
+    return max(_amount(status.get("gpusPerReplica")), nodes * (main + sum(others)))
+
+
+def _container_gpus(container: Manifest) -> float:
+    resources = _mapping(container.get("resources"))
+    parts = [_mapping(resources.get(part)) for part in ("limits", "requests")]
+    return max((amount for part in parts for amount in _gpu_amounts(part)), default=0.0)
 
 
 def _gpu_amounts(resources: Manifest) -> Iterator[float]:
@@ -215,7 +266,8 @@ def _amount(value: object) -> float:
 
 
 def _variables(deployment: Manifest, spec: Manifest) -> dict[str, str]:
-    given = (*(deployment["spec"].get("envs") or ()), *(spec.get("envs") or ()))
+    graph = deployment["spec"].get("envs") or deployment["spec"].get("env")
+    given = (*(graph or ()), *(spec.get("envs") or ()))
     return {one["name"]: str(one["value"]) for one in given if one.get("value") is not None}
 
 

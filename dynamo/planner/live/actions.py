@@ -68,7 +68,8 @@ class WorkerActions:
 
     Before each add it counts the GPUs of all ``services()`` again, so that together they never
     exceed ``limits``. A service without a ``min`` keeps ``least`` workers, by the GPUs of one and
-    the pool. A failed action is logged and reported to ``on_action``.
+    the pool. A failed action is reported to ``on_action``, and logged unless the one before
+    failed for the same reason.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class WorkerActions:
         self._flights: dict[str, _Flight] = {}
         self._adding: set[asyncio.Task[object]] = set()
         self._gate = asyncio.Lock()
+        self._problems: dict[tuple[str, bool], str] = {}
 
     def configure(self, limits: ActionLimits, least: LeastWorkers) -> None:
         """Keep ``limits`` and ``least`` from the next action on."""
@@ -185,7 +187,10 @@ class WorkerActions:
             worker=worker,
             problem=problem,
         )
-        log.log(logging.WARNING if problem else logging.INFO, "%s", action)
+        known = self._problems.get((service.name, adds), "")
+        level = logging.INFO if not problem else logging.WARNING
+        log.log(logging.DEBUG if problem and problem == known else level, "%s", action)
+        self._problems[service.name, adds] = problem
         self._on_action(action)
         return problem
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from dynamo.planner.sharing.gpu_sharing import GpuSharing, cold_decision, is_col
 from dynamo.runtime.process.tasks import Tasks
 
 _EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time
+_NUMBER = re.compile(r"\d+")
 log = logging.getLogger(__name__)
 
 
@@ -379,12 +381,17 @@ class ScalingLoop:
         """Log and report a decision; begin its changes."""
         if self._settings.no_operation:
             record = record.observed()
-        log.info("%s", record.text())
+        # A change that still waits is decided again in each interval, but logged once.
+        waits = bool(state.reported) and all(
+            self._postponement(state, change) for change in record.pools if change.delta
+        )
+        log.log(logging.DEBUG if waits else logging.INFO, "%s", record.text())
         for observer in self._observers:
             observer.decided(record, seen, made)
         if record.changes and not self._settings.no_operation:
             state.apply(self._tasks.spawn(self._apply(state, made, record), name="scale"))
         else:
+            state.reported = {}
             state.applied(made, [pool.pool for pool in made.pools if record.changes])
             for observer in self._observers:
                 observer.finished(record)
@@ -405,6 +412,7 @@ class ScalingLoop:
             await self._carry_out(state, record, outcome)
             await self._refresh()
         finally:
+            _report_postponed(state, outcome.postponed)
             errors = {**outcome.postponed, **outcome.failed}
             state.pending.remove(record)
             state.applied(made, errors.keys())
@@ -432,13 +440,10 @@ class ScalingLoop:
                 group.create_task(self._change(state, change, outcome))
 
     async def _change(self, state: ModelState, change: PoolChange, outcome: _Outcome) -> None:
-        service, delta = state.model.service(change.pool), change.wanted - change.before
+        service, delta = state.model.service(change.pool), change.delta
         if service is None or not delta:
             return
-        problem = service.held or self._actions.conflict(service.name, delta)
-        pause_s = state.retry_s - self._clock()
-        if not problem and delta > 0 and pause_s > 0:
-            problem = f"the last change has failed; the next one may begin in {pause_s:.0f} s"
+        problem = self._postponement(state, change)
         if not problem and self._waits_for_gpus(service, delta):
             problem = "it waits for GPUs of other models"
             # Only this: what it adds now must not be added again when it is lost, by a person
@@ -449,6 +454,17 @@ class ScalingLoop:
         elif problem := await self._actions.begin(service, delta):
             outcome.failed[change.pool] = problem
 
+    def _postponement(self, state: ModelState, change: PoolChange) -> str:
+        """Return why a change cannot begin now, whatever GPUs are free, else ""."""
+        service = state.model.service(change.pool)
+        if service is None:
+            return ""
+        problem = service.held or self._actions.conflict(service.name, change.delta)
+        pause_s = state.retry_s - self._clock()
+        if not problem and change.delta > 0 and pause_s > 0:
+            return f"the last change has failed; the next one may begin in {pause_s:.0f} s"
+        return problem
+
     def _waits_for_gpus(self, service: ScaledService, delta: int) -> bool:
         """Whether other models are to give up GPUs first; the sharing adds the workers then."""
         if self._sharing is None or delta < 0:
@@ -458,3 +474,12 @@ class ScalingLoop:
         )
         needed = delta * self._actions.pool(service).gpus_per_worker
         return not self._sharing.has_room(service, delta, held, needed)
+
+
+def _report_postponed(state: ModelState, postponed: Mapping[str, str]) -> None:
+    """Log why changes of pools wait, once for each reason whatever numbers it names."""
+    reasons = {pool: _NUMBER.sub("", reason) for pool, reason in postponed.items()}
+    for pool, reason in postponed.items():
+        if state.reported.get(pool) != reasons[pool]:
+            log.info("model %s: %s workers are not changed: %s", state.model.name, pool, reason)
+    state.reported = reasons

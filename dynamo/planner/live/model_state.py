@@ -128,6 +128,7 @@ class ModelState:
 
     ``wanted`` has the workers of the pools that the last decision of its policy enlarges once other
     models have given up GPUs. Before ``retry_s`` nothing is started: the last change has failed.
+    ``reported`` has why changes of pools wait, as it was logged last.
 
     A policy with a ``fallback`` needs the traffic. While a frontend's metrics are missing, the
     fallback decides instead: the traffic would look as if it had ended.
@@ -143,6 +144,7 @@ class ModelState:
         self.pending: list[DecisionRecord] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.wanted: dict[str, int] = {}
+        self.reported: Mapping[str, str] = {}
         self.retry_s = -math.inf
         self._failures = 0
         self.is_new = True

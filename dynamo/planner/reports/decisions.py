@@ -37,6 +37,11 @@ class PoolChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     inputs: dict[str, float] = {}
     error: str = ""
 
+    @property
+    def delta(self) -> int:
+        """The workers that are to be added; negative: removed."""
+        return self.wanted - self.before
+
     def text(self, with_figures: bool = True) -> str:
         """Return the change and the rule, for a log line with its figures."""
         step = f"{self.before}" if self.wanted == self.before else f"{self.before} -> {self.wanted}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_server import ApiServer
+from api_server import SERVED, ApiServer
 from cluster_kit import (
     ADAPTERS,
     DEPLOYMENTS,
@@ -104,6 +104,70 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
                 yield made
         finally:
             await runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("versions", "tried"),
+    [
+        ((("v1alpha1",), ("v1alpha1",)), "v1alpha1"),
+        ((("v1beta1",), ("v1beta1",)), "v1beta1"),
+        ((("v1beta1", "v1alpha1"), ("v1alpha1",)), "v1beta1"),
+        ((("v1alpha1",), ("v1beta1", "v1alpha1")), "v1alpha1"),
+    ],
+)
+async def test_the_versions_that_the_server_has(
+    world: World, versions: tuple[tuple[str, ...], ...], tried: str, caplog: Any
+) -> None:
+    """Of each kind: v1beta1 if there is one. An adapter's version is its own."""
+    caplog.set_level(logging.INFO)
+    offered = dict(zip((DEPLOYMENTS, ADAPTERS), versions, strict=True))
+    served = [one for one in SERVED if one.version in offered.get(one.plural, one.version)]
+    world.server.served = tuple(served)
+    async with open_connector(world.runtime, SETTINGS) as world.connector:
+        await world.ready(1)
+        service = await world.ready(1)
+        assert (service.model, service.gpus_per_worker) == ("tiny", 1.0)
+        del world.server.requests[:]
+        await world.connector.add("Worker")
+        await world.ready(2)
+        world.server.put(ADAPTERS, adapter("Worker", 2))
+        await world.until(lambda: world.connector._adapter("Worker"))
+        await world.connector.add("Worker")
+        await world.ready(3)
+        found = [
+            path.split("/")[3:7:3] for method, path in world.server.requests if method == "PATCH"
+        ]
+        assert found == [[versions[0][0], DEPLOYMENTS], [versions[1][0], ADAPTERS]]
+    assert f"scaling dynamographdeployments.{tried}.nvidia.com {GRAPH}" in caplog.text
+    other = PlannerSettings(environment="kubernetes", graph_deployment="other")
+    with pytest.raises(
+        ConfigError, match=rf"get dynamographdeployments\.{tried}\.nvidia\.com other"
+    ):
+        async with open_connector(world.runtime, other):
+            pass
+
+
+async def test_a_server_without_dynamos_operator(world: World) -> None:
+    world.server.served = tuple(one for one in SERVED if not one.custom)
+    with pytest.raises(ConfigError, match=r"no dynamographdeployments in nvidia.com/v1beta1 or nv"):
+        async with open_connector(world.runtime, SETTINGS):
+            pass
+
+
+async def test_a_component_that_moves_in_the_list(world: World) -> None:
+    """The place in the list of v1beta1 is that of the version that was read."""
+
+    def moved() -> None:
+        key = (DEPLOYMENTS, "default", GRAPH)
+        found = world.server.store.get(key)
+        services = dict(reversed(found["spec"]["services"].items()))
+        services["Other"] = worker(7, componentType="planner")
+        services = dict(sorted(services.items(), reverse=True))
+        world.server.store.update(key, {**found, "spec": {"services": services}})
+
+    world.server.faults.before_patch.append(moved)
+    assert await world.connector.add("Worker") == "Worker-1"
+    assert (world.replicas(), world.replicas("Other"), world.replicas("Frontend")) == (2, 7, 1)
 
 
 async def test_what_a_service_says(world: World) -> None:
@@ -414,8 +478,14 @@ async def test_without_credentials(
             pass
 
 
-async def test_the_loop_holds_during_a_rollout(world: World) -> None:
-    """The same loop as on one machine; it goes on when the rollout has ended."""
+async def test_the_loop_holds_during_a_rollout(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same loop as on one machine; it goes on when the rollout has ended.
+
+    The log says once that it waits, and that its decision goes on then.
+    """
+    caplog.set_level(logging.INFO)
     policy, record = Wanted(3, blocking=False), Recorder()
     world.operator.rolling.add("Worker")
     await world.until(lambda: _held(world))
@@ -428,18 +498,41 @@ async def test_the_loop_holds_during_a_rollout(world: World) -> None:
         with pytest.raises(ActionFailed, match="Worker: a rollout is in progress"):
             await world.connector.add("Worker")
         assert world.replicas() == 1
+        assert caplog.text.count("decode workers are not changed: a rollout is in progress") == 1
+        assert caplog.text.count("decode 1 -> 3") == 1
         world.operator.rolling.clear()
         await world.until(lambda: world.replicas() == 3)
         await world.ready(3)
     finally:
         await loop.stop(5)
         await running
+    assert caplog.text.count("decode 1 -> 3") == 2
     assert world.operator.counts[:3] == [1, 2, 3]  # a stop may undo a start that has not ended
 
 
 def _held(world: World) -> bool:
     status = world.connector._deployments.objects[GRAPH].get("status", {})
-    return bool(status.get("services", {}).get("Worker", {}).get("updatedReplicas") == 0)
+    return bool(status.get("components", {}).get("Worker", {}).get("updatedReplicas") == 0)
+
+
+async def test_a_change_that_is_refused_again_and_again_is_logged_once(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter that the server does not show: each try fails for the same reason."""
+    monkeypatch.setattr("dynamo.planner.live.model_state._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("dynamo.planner.live.model_state._LONGEST_PAUSE_S", 0.01)
+    policy, record = Wanted(2, blocking=False), Recorder()
+
+    async def refuse(service: str) -> str:
+        raise ClusterError(f"the API server refuses to patch {service}", 403)
+
+    monkeypatch.setattr(world.connector, "add", refuse)
+    loop = ScalingLoop(world.connector, FakeSources(), SETTINGS, lambda _: policy, [record])
+    running = asyncio.get_running_loop().create_task(loop.run())
+    await world.until(lambda: sum(bool(one.pools[0].error) for one in record.records) > 3)
+    await loop.stop(5)
+    await running
+    assert caplog.text.count("the API server refuses to patch Worker") == 1
 
 
 async def test_an_operator_that_is_down_is_waited_for(world: World) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 from cluster_kit import graph, worker
 
-from dynamo.planner.kubernetes.graph import is_of, rollout, unapplied, worker_services
+from dynamo.planner.kubernetes.graph import (
+    adapted_service,
+    is_of,
+    rollout,
+    unapplied,
+    worker_services,
+)
 
 
 def only(spec: dict[str, Any], **status: Any) -> Any:
@@ -75,6 +81,36 @@ def _container(resources: dict[str, Any]) -> dict[str, Any]:
 )
 def test_the_gpus_of_a_replica(resources: object, more: dict[str, Any], gpus: float) -> None:
     assert only(worker(resources=resources, **more)).gpus == gpus
+
+
+def _beta(component: dict[str, Any], **status: Any) -> Any:
+    spec = {"components": [{"name": "F", "type": "frontend"}, {"name": "W", **component}]}
+    found = {"metadata": {"name": "g"}, "spec": spec, "status": {"components": {"W": status}}}
+    (service,) = worker_services(found)
+    return service
+
+
+def test_a_component_of_v1beta1() -> None:
+    """Its worker is the container `main`; a sidecar's GPUs count, too."""
+    main = {
+        "name": "main",
+        "args": ["--model", "m"],
+        "resources": {"limits": {"nvidia.com/gpu": 4}},
+    }
+    sidecar = {"name": "s", "resources": {"requests": {"nvidia.com/gpu": "1"}}}
+    component = {
+        "type": "prefill",
+        "replicas": 3,
+        "multinode": {"nodeCount": 2},
+        "podTemplate": {"spec": {"containers": [sidecar, main]}},
+    }
+    service = _beta(component, replicas=3, availableReplicas=2)
+    assert (service.name, service.pool, service.model) == ("W", "prefill", "m")
+    assert (service.gpus, service.replicas, service.listed, service.ready) == (10.0, 3, 3, 2)
+    assert _beta({"type": "decode"}, replicas=1, gpusPerReplica=16).gpus == 16.0
+    assert _beta({"type": "worker", "podTemplate": None}).pool == "decode"
+    adapter = {"spec": {"replicas": 2, "dgdRef": {"name": "g", "componentName": "W"}}}
+    assert adapted_service(adapter, "g") == ("W", 2)
 
 
 def test_counts_that_the_operator_does_not_report() -> None:
