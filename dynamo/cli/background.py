@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -143,6 +144,20 @@ def detach(verb: str, words: Sequence[str], namespace: str) -> int:
     runtime = from_env(RuntimeSettings, namespace=namespace)
     directory = run_dir(runtime) / "logs"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # On the directory: it is held until the deployment is ready, and leaves no file.
+    start = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(start, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _detach(verb, words, runtime, directory)
+    except BlockingIOError:
+        when = "when it is ready, run it again" if verb == "run" else "see: dynamo ps"
+        text = f"namespace {namespace!r} is being started by another command; {when}"
+        raise DynamoError(text) from None
+    finally:
+        os.close(start)
+
+
+def _detach(verb: str, words: Sequence[str], runtime: RuntimeSettings, directory: Path) -> int:
     path = directory / "serve.log"
     if path.exists() and path.stat().st_size > _LOG_BYTES:
         path.replace(path.with_suffix(".log.1"))
@@ -165,7 +180,7 @@ def detach(verb: str, words: Sequence[str], namespace: str) -> int:
     if not ready:
         print(f"logs: {directory}", file=sys.stderr)
         return child.wait() or 1
-    print(f"  stop: dynamo stop --namespace {namespace}   logs: {directory}")
+    print(f"  stop: dynamo stop --namespace {runtime.namespace}   logs: {directory}")
     for name, reason in survival.given_up.items():
         print(f"{name} failed: {reason}; its log: {directory / name}.log", file=sys.stderr)
     return 1 if survival.given_up else 0

@@ -66,6 +66,7 @@ from dynamo.observability.logs import counted
 from dynamo.runtime.process.paths import state_path, store_path
 from dynamo.serve.graph.graph import Graph, parse_graph
 from dynamo.serve.state.entries import service_config
+from dynamo.serve.state.process_table import environment
 from dynamo.setup.graph_plan import prepare, read_graph
 from dynamo.setup.service_checks import check_engines as check_graph_engines
 from dynamo.status.deployment import chosen_runtime, hang_of
@@ -138,11 +139,21 @@ class Examination:
     def _gpus(self) -> Iterator[Finding]:
         gpus = read_gpus(frozenset(self.deployed.owners))
         yield from check_gpus(gpus)
-        engines = read_engines({"vllm": TESTED_VERSIONS})
+        engines = read_engines({"vllm": TESTED_VERSIONS}, *self._environment())
         yield from check_engines(engines, gpus)
         if any(one.is_cpu_build and one.name == "vllm" for one in engines):
             running = self.deployed.document is not None  # its own workers hold the memory
             yield check_cpu_memory(read_memory(1), 0.0 if running else self._needs().cpu_share)
+
+    def _environment(self) -> tuple[str, str | None]:
+        """Return the Python and the PATH with which the deployment runs, else ours."""
+        document = self.deployed.document
+        path = environment(document.arbiter.pid).get("PATH") if document is not None else None
+        commands = document.components.values() if document is not None else ()
+        found = (
+            e.argv[0] for e in commands if e.argv[1:2] == ("-m",) and Path(e.argv[0]).is_absolute()
+        )
+        return next(found, sys.executable), path
 
     def _disks(self, needs: GraphNeeds) -> DiskFacts:
         settings = from_env(ServeSettings)

@@ -6,9 +6,14 @@ They connect to the frontend itself: ``http_proxy`` and its like have no effect.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import pwd
 import ssl
+import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -16,8 +21,9 @@ import msgspec
 from dynamo.bench.client import refusal
 from dynamo.cli.options import WebSettings
 from dynamo.cli.text_table import printable
-from dynamo.config import environ, load
+from dynamo.config import environ, from_env, load
 from dynamo.config.client import ClientSettings, FrontendClientSettings
+from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, StatefileError, Unavailable
 from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_url, remedy
 from dynamo.http.tls import client_context, unverified_context
@@ -34,7 +40,9 @@ Names = Mapping[str, str]
 _SHOWN = 500
 _BODY_BYTES = 64 << 20
 _T = TypeVar("_T")
-_DEFAULT_URL = "http://127.0.0.1:8000"
+_DEFAULT_PORT = 8000
+_DEFAULT_URL = f"http://127.0.0.1:{_DEFAULT_PORT}"
+_LISTENS = "0A"
 START = "start a deployment with dynamo serve, or name an endpoint with --url"
 """What to do where nothing listens."""
 _WEB = "Print the address of the web page of a running deployment, and open it."
@@ -50,9 +58,34 @@ def find_target(settings: ClientSettings) -> Target:
     """
     url, key = settings.url, settings.api_key
     if url is None:
-        url, local = _running(settings.namespace) or (_DEFAULT_URL, None)
+        running = _running(settings.namespace)
+        url, local = running or (_DEFAULT_URL, None)
+        if running is None and (owner := listener_owner(_DEFAULT_PORT)):
+            where = f"{state_path(from_env(RuntimeSettings))} has no running deployment"
+            print(f"{where}; at {_DEFAULT_URL} answers a process of {owner}", file=sys.stderr)
         key = local if key is None else key
     return parse_url(url, key, settings.tls_ca_cert_path)
+
+
+def listener_owner(port: int) -> str:
+    """Return whose process listens on the TCP ``port`` of this machine; "" for none."""
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for line in Path(file).read_text().splitlines()[1:]:
+                _, local, _, state, _, _, _, user, *_ = line.split()
+                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
+                    return _user_name(int(user))
+    return ""
+
+
+def _user_name(user: int) -> str:
+    try:
+        name = pwd.getpwuid(user).pw_name
+    except KeyError:
+        name = f"user {user}"
+    return (
+        f"{name} (you, with another home or DYN_LOCAL_STATE_DIR)" if user == os.getuid() else name
+    )
 
 
 def find_url(settings: ClientSettings) -> str:

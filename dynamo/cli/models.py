@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _services(runtime: RuntimeSettings, model: str) -> list[str]:
     """Return the services of ``model``. Raises InvalidArgument that lists the models."""
     async with open_access(runtime, ActionLimits()) as access:
-        return [one.name for one in find_model(access.document(), model, access.model)]
+        found = find_model(access.document(), model, access.model, access.adapters)
+        return [one.name for one in found]
 
 
 def add(

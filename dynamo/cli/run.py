@@ -13,6 +13,7 @@ from dynamo.cli.models import TRIES, add
 from dynamo.cli.options import RunSettings
 from dynamo.cli.serve import dry_run, start
 from dynamo.config import from_env, load
+from dynamo.config.programs import ENGINES, memory_share
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
@@ -130,6 +131,8 @@ def _graph(settings: RunSettings, source: str, flags: tuple[str, ...]) -> NewGra
     engine = choose(model, settings.engine, find_engines(), flags)
     has_gpus = bool(probe_gpus())
     gpus = settings.gpus_per_worker
+    if gpus and not engine.command and not memory_share(ENGINES[engine.name].program):
+        raise ConfigError(f"--gpus-per-worker {gpus}: {engine.name} uses no GPU; leave it out")
     if gpus is None:
         gpus = 1 if engine.command and has_gpus else 0
     copies = settings.workers * (1 + len(settings.others))
@@ -211,5 +214,6 @@ def _serve_settings(text: str, settings: RunSettings) -> ServeSettings:
         deployment_config=text,
         deployment_source=_SOURCE,
         port_flag="--port",
+        beside_hint="run the same command again to add the model to it",
         unreachable_starts=TRIES,
     )

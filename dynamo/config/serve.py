@@ -78,6 +78,8 @@ class ServeSettings:
     """Where ``deployment_config`` comes from, for errors: ``dynamo run`` makes one."""
     port_flag: str = ""
     """The flag of the command for the frontend's port, for errors; "": that of the graph."""
+    beside_hint: str = ""
+    """What to do where the namespace is served already, for errors; "": ``dynamo reload``."""
     unreachable_starts: int = 0
     """After so many failed downloads a model that was never served is given up; 0: never."""
 

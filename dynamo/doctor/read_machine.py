@@ -9,9 +9,11 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -79,22 +81,31 @@ def _boards() -> int:
     return count
 
 
-def read_engines(tested: Mapping[str, tuple[str, ...]]) -> tuple[EngineFacts, ...]:
-    """Return the engines of this environment and in the PATH.
+def read_engines(
+    tested: Mapping[str, tuple[str, ...]], python: str = sys.executable, path: str | None = None
+) -> tuple[EngineFacts, ...]:
+    """Return the engines in the environment of ``python`` and in ``path``, by default the PATH.
 
     ``tested`` has the versions of an engine that the caller tests. Asks each program for its
     version, for a second at most.
     """
     with ThreadPoolExecutor() as pool:
-        programs = list(pool.map(_program, _PROGRAMS))
-    return (*_packages(tested), *filter(None, programs))
+        programs = list(pool.map(partial(_program, path=path), _PROGRAMS))
+    prefix = Path(python).parents[1]
+    packages = None if prefix == Path(sys.prefix) else prefix.glob("lib/python*/site-packages")
+    where = None if packages is None else [str(directory) for directory in packages]
+    return (*_packages(tested, where), *filter(None, programs))
 
 
-def _packages(tested: Mapping[str, tuple[str, ...]]) -> Iterator[EngineFacts]:
-    cuda = next(filter(None, map(_package_version, _RUNTIMES)), None)
+def _packages(
+    tested: Mapping[str, tuple[str, ...]], where: list[str] | None
+) -> Iterator[EngineFacts]:
+    cuda = next(filter(None, (_package_version(one, where) for one in _RUNTIMES)), None)
     built = None if cuda is None else (int(cuda.split(".")[0]), int(cuda.split(".")[1]))
     for name, distributions in _PACKAGES.items():
-        versions = {one: version for one in distributions if (version := _package_version(one))}
+        versions = {
+            one: version for one in distributions if (version := _package_version(one, where))
+        }
         if not versions:
             continue
         distribution, version = next(iter(versions.items()))
@@ -108,15 +119,14 @@ def _packages(tested: Mapping[str, tuple[str, ...]]) -> Iterator[EngineFacts]:
         )
 
 
-def _package_version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+def _package_version(distribution: str, where: list[str] | None) -> str | None:
+    paths = sys.path if where is None else where
+    found = next(iter(metadata.distributions(name=distribution, path=paths)), None)
+    return None if found is None else found.version
 
 
-def _program(name: str) -> EngineFacts | None:
-    path = shutil.which(_PROGRAMS[name])
+def _program(name: str, path: str | None) -> EngineFacts | None:
+    path = shutil.which(_PROGRAMS[name], path=path)
     if path is None:
         return None
     try:

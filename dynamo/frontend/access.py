@@ -35,7 +35,9 @@ _RESERVED_PATHS = (
     _OPEN_WITH_UI | _OPERATOR_ROUTES.keys() | _SHARED_ROUTES.keys() | OPERATOR_UI_ROUTES.keys()
 )
 _KEY_REQUESTS = counter(
-    "dynamo_frontend_api_key_requests_total", "Requests with a valid API key, by its name", "key"
+    "dynamo_frontend_api_key_requests_total",
+    "Requests with a valid API key, by its name, that its role may make",
+    "key",
 )
 
 

@@ -123,8 +123,10 @@ class OperatorGuard:
         """Return ``route`` behind this guard: a refusal is a 403."""
 
         def guarded(exchange: Exchange) -> None:
-            problem = self.check(exchange)
+            problem, key = self.check(exchange), exchange.api_key
             if problem:
+                if key is not None:
+                    key.requests -= 1  # before a scrape can see that it was counted
                 exchange.refuse(403, problem)
             else:
                 route(exchange)

@@ -180,7 +180,7 @@ class BoxActions:
         """Wake or start a worker in each service of a model that has none."""
         async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
-            services = find_model(access.document(), model, access.model)
+            services = find_model(access.document(), model, access.model, access.adapters)
             loads = await ModelLoad(access, engines, services).prepare()
             yield f"loading {model}: " + ", ".join(one.text for one in loads)
             await complete_all(one.work() for one in loads)
@@ -191,7 +191,7 @@ class BoxActions:
         async with self._open() as access, open_engines(self._runtime) as engines:
             await check_sleepers(access, engines)
             document, watchers = access.document(), await access.statuses()
-            services = find_model(document, model, access.model)
+            services = find_model(document, model, access.model, access.adapters)
             await self._check_unload(model)
             sleepers, drained = await sleepers_and_others(engines, services, watchers)
             if not sleepers and not drained:

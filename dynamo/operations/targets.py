@@ -107,11 +107,14 @@ def _owner(
 
 
 def find_model(
-    document: Document, model: str, registered: Callable[[Entry], str | None]
+    document: Document,
+    model: str,
+    registered: Callable[[Entry], str | None],
+    adapters: Callable[[Entry], Collection[str]] = lambda entry: (),
 ) -> list[ServiceEntries]:
     """Return the services of ``model``; ``registered`` returns the model of a running worker.
 
-    Raises InvalidArgument that lists the models.
+    Raises InvalidArgument that lists the models, or names the service of one of its ``adapters``.
     """
     models: dict[str, list[ServiceEntries]] = {}
     for service in read_services(document).values():
@@ -127,6 +130,12 @@ def find_model(
                 f"{model} is served by {own}, a program of your own: to load, unload and scale its "
                 f"workers, add min, max or priority to {own}.ServiceArgs in the graph, then: "
                 "dynamo reload"
+            )
+        base = next((e.service for e in entries if model in adapters(e)), "")
+        if base:
+            raise InvalidArgument(
+                f"{model} is an adapter, or a further model, of the workers of {base}, and comes "
+                f"and goes with them: change {base} in the graph, then: dynamo reload"
             )
         wrong = f"no model {model!r}" if model else "name a model"
         raise InvalidArgument(

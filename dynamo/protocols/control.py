@@ -244,6 +244,4 @@ class ModelCard(msgspec.Struct, omit_defaults=True):
 
 
 decode_card = record_decoder(ModelCard)
-
-
 """Decode JSON to a ModelCard. Raises ValueError, also for values out of range."""

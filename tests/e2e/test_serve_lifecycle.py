@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -15,6 +16,9 @@ import psutil
 import pytest
 from deployment import free_port
 from serving import CIRCUSCTL, ROOT, Serving, is_running
+
+from dynamo.serve.state.rundir import OWNER_LOCK
+from dynamo.serve.state.statefile import FileLock
 
 TWO = """
 A: {run: SLEEPER, ServiceArgs: {workers: 2}}
@@ -140,6 +144,28 @@ def test_in_the_background(serving: Serving) -> None:
     finally:
         assert dynamo(serving, "stop", *named).returncode == 0
     serving.assert_clean()
+
+
+def test_the_second_of_two_first_runs_says_run_it_again(serving: Serving) -> None:
+    """In the background it neither reads the messages of the first one nor disturbs it."""
+    logs = serving.state_dir / serving.namespace / "logs"
+    logs.mkdir(mode=0o700, parents=True)
+    directory = os.open(logs, os.O_RDONLY)
+    named = ("--namespace", serving.namespace)
+    run = ("run", str(ROOT / "examples/model"), "--engine", "mocker", *named)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # as the first one while it starts
+        second = dynamo(serving, *run, "-d")
+        assert second.returncode == 1 and "when it is ready, run it again" in second.stderr
+        assert not (logs / "serve.log").exists()
+    finally:
+        os.close(directory)
+    first = FileLock(logs.parent / OWNER_LOCK)
+    assert first.try_acquire()  # before its statefile
+    second = dynamo(serving, *run, "--port", str(free_port()))
+    first.release(remove=True)
+    assert second.returncode == 1 and "Traceback" not in second.stderr
+    assert "run the same command again to add the model to it" in second.stderr
 
 
 CRASHES = "import time; time.sleep(0.2); raise SystemExit('no card')"

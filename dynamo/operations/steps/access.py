@@ -232,6 +232,11 @@ class LocalAccess:
         models = (workers[pid].model for pid in entry.pids if pid in workers)
         return next((model for model in models if model is not None), None)
 
+    def adapters(self, entry: Entry) -> set[str]:
+        """Return the further names that processes of the watcher serve."""
+        workers = self.registrations.workers()
+        return {name for pid in entry.pids if pid in workers for name in workers[pid].adapters}
+
     def check_budget(self, document: Document, service: ServiceEntries) -> None:
         """Raise ActionFailed if one more worker of ``service`` is more than the budget has left."""
         scaled = [

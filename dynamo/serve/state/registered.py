@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -40,14 +40,15 @@ log = logging.getLogger(__name__)
 class RegisteredWorker:
     """What the process ``pid`` has registered: its leases, and its model once it can serve.
 
-    ``can_sleep``: its engine has a sleep mode. ``silent``: it does not renew its leases, because it
-    is stopped or hangs.
+    ``adapters`` are further names that it serves. ``can_sleep``: its engine has a sleep mode.
+    ``silent``: it does not renew its leases, because it is stopped or hangs.
     """
 
     pid: int
     leases: tuple[int, ...]
     worker_id: int | None = None
     model: str | None = None
+    adapters: tuple[str, ...] = ()
     can_sleep: bool = False
     silent: bool = False
 
@@ -64,7 +65,10 @@ def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
     leases: dict[int, list[int]] = {}
     for lease_id, session in _sessions(found):
         leases.setdefault(session, []).append(lease_id)
-    cards, sleepers = dict(_cards(store)), set(_sleepers(store))
+    cards: dict[int, list[ModelCard]] = {}
+    for lease_id, card in _cards(store):
+        cards.setdefault(lease_id, []).append(card)
+    sleepers = set(_sleepers(store))
     return {
         session: _registered(session, tuple(sorted(own)), cards, sleepers, silent)
         for session, own in leases.items()
@@ -204,16 +208,19 @@ class Leases:
 def _registered(
     pid: int,
     leases: tuple[int, ...],
-    cards: Mapping[int, ModelCard],
+    cards: Mapping[int, Sequence[ModelCard]],
     sleepers: Container[int],
     silent: Container[int],
 ) -> RegisteredWorker:
-    card = next((cards[lease] for lease in leases if lease in cards), None)
+    own = [card for lease in leases for card in cards.get(lease, ())]
+    # An adapter's card has another name for the same worker.
+    card = next((one for one in own if one.lora_name is None), None)
     return RegisteredWorker(
         pid=pid,
         leases=leases,
         worker_id=card.instance_id if card else None,
         model=card.display_name if card else None,
+        adapters=tuple(one.display_name for one in own if one.lora_name is not None),
         can_sleep=any(lease in sleepers for lease in leases),
         silent=all(lease in silent for lease in leases),
     )
@@ -252,9 +259,7 @@ def _sessions(leases: Iterable[LeaseRecord]) -> Iterator[tuple[int, int]]:
 def _cards(store: Path) -> Iterator[tuple[int, ModelCard]]:
     for stored in stored_records(store / "v1/mdc"):
         with contextlib.suppress(ValueError):  # reported by the frontend
-            card = decode_card(stored.value)
-            if card.lora_name is None:  # an adapter's card has another name for the same worker
-                yield stored.lease_id, card
+            yield stored.lease_id, decode_card(stored.value)
 
 
 def _sleepers(store: Path) -> Iterator[int]:

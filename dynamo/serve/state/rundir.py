@@ -71,18 +71,18 @@ class RunDirectory:
         """The directory of the log files; kept after the end."""
         return self.path / "logs"
 
-    def acquire(self) -> None:
+    def acquire(self, remedy: str = "change it with dynamo reload GRAPH") -> None:
         """Lock the namespace for this process and its forked children.
 
-        Raises StatefileError that names the running deployment and how to stop it, or the file that
-        cannot be written.
+        Raises StatefileError that names the running deployment, the ``remedy`` and how to stop it,
+        or the file that cannot be written.
         """
         if not self._owner.try_acquire():
             pid = (read_file(self._owner.path) or b"?").decode(errors="replace").strip()
             raise StatefileError(
                 f"namespace {self.statefile.namespace!r} is already served by process {pid} "
-                f"(statefile {self.statefile.path}); change it with dynamo reload GRAPH, choose "
-                f"another --namespace, or: dynamo stop --namespace {self.statefile.namespace}"
+                f"(statefile {self.statefile.path}); {remedy}, choose another --namespace, or: "
+                f"dynamo stop --namespace {self.statefile.namespace}"
             )
         try:
             self._owner.note(f"{os.getpid()}\n")

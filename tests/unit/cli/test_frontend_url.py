@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import socket
 import ssl
 from pathlib import Path
 
 import pytest
 
 from dynamo.bench.client import refusal
-from dynamo.cli import bench
-from dynamo.cli.frontend_client import find_target
+from dynamo.cli import bench, frontend_client
+from dynamo.cli.frontend_client import find_target, listener_owner
 from dynamo.config.client import ClientSettings
 from dynamo.errors import ConfigError
 from dynamo.http.client import remedy
@@ -103,3 +105,20 @@ def test_the_key_of_the_deployment_is_used_where_one_is_needed(state_dir: Path) 
     hint = "401: no; give a key with --api-key or OPENAI_API_KEY"
     assert refusal(401, b'{"message": "no"}') == hint
     assert refusal(404, b'{"message": "no"}') == "404: no"
+
+
+def test_whose_deployment_answers_is_said(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With another home directory the default address may be another deployment's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(frontend_client, "_DEFAULT_PORT", port)
+        find_target(ClientSettings())
+        said = capsys.readouterr().err
+        assert f"{state_dir} has no running deployment; at http://127.0.0.1:8000 answers" in said
+        assert f"a process of {getpass.getuser()} (you, with another home" in said
+        find_target(ClientSettings(url=f"http://127.0.0.1:{port}"))
+        running(state_dir, port)
+        find_target(ClientSettings())
+    assert capsys.readouterr().err == "" and not listener_owner(port)

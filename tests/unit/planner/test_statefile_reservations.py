@@ -112,6 +112,10 @@ def test_names_of_workers_and_models(tmp_path: Path) -> None:
         find_model(found, "", lambda entry: None)
     with pytest.raises(InvalidArgument, match=r"mine is served by B, .*max or priority to B\.Serv"):
         find_model(found, "mine", lambda entry: "mine" if entry.name == "dynamo_B" else None)
+    with pytest.raises(
+        InvalidArgument, match=r"sql is an adapter, .* of A, .*: change A in the gra"
+    ):
+        find_model(found, "sql", lambda entry: None, lambda entry: {"sql"})
 
 
 def test_the_next_name_is_the_highest_number_plus_one(tmp_path: Path) -> None:

@@ -273,9 +273,12 @@ def test_models_on_request_by_relative_paths(
         ("--idle-timeout 0", "--idle-timeout 0: give a time"),
         ("--keep m", "--keep needs --idle-timeout"),
         ("--keep m --idle-timeout 9", "--keep m: no such model; give one of"),
+        ("--gpus-per-worker 2", "--gpus-per-worker 2: mocker uses no GPU; leave it out"),
     ],
 )
-def test_wrong_times_and_names(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_named_as_typed(
+    words: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["run", str(MODEL), *words.split(), "--engine", "mocker", "--dry-run"]) == 2
     assert text in capsys.readouterr().err
 

@@ -14,9 +14,9 @@ from status_documents import MOCKER, document, entry
 
 from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.protocols.control import LeaseRecord
+from dynamo.protocols.control import LeaseRecord, ModelCard
 from dynamo.protocols.status import PlannedModel, PlannerReport, WorkerStatus
-from dynamo.runtime.discovery.layout import lease_path
+from dynamo.runtime.discovery.layout import encode_stored, lease_path
 from dynamo.runtime.process.os_process import host_id, start_ticks
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.registered import registered_workers
@@ -116,6 +116,21 @@ def test_a_lease_that_is_not_renewed_is_silent(tmp_path: Path) -> None:
     assert not registered_workers(tmp_path)[session].silent
     os.utime(file, (0, 0))
     assert registered_workers(tmp_path)[session].silent
+
+
+def test_a_worker_has_the_names_of_its_adapters(tmp_path: Path) -> None:
+    pid, ticks = os.getpid(), start_ticks(os.getpid())
+    assert ticks is not None
+    lease = LeaseRecord(lease_id=7, pid=pid, pid_start=ticks, ttl_s=10, host=host_id())
+    (tmp_path / "leases").mkdir()
+    lease_path(tmp_path, 7).write_bytes(msgspec.json.encode(lease))
+    (tmp_path / "v1/mdc").mkdir(parents=True)
+    for name, adapter in (("sql", "sql"), ("base", None)):
+        card = ModelCard(name, name, "m", "ns", "c", "e", 7, lora_name=adapter)
+        stored = encode_stored(7, msgspec.json.encode(card))
+        (tmp_path / "v1/mdc" / name).write_bytes(stored)
+    (worker,) = registered_workers(tmp_path).values()
+    assert (worker.model, worker.adapters) == ("base", ("sql",))
 
 
 def test_a_deployment_that_stops_has_no_problems_to_mend() -> None:
