@@ -218,6 +218,30 @@ def test_a_call_that_is_cut_keeps_its_arguments(stopped: bool) -> None:
         assert message.in_call is not stopped
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (r"{\"city\": \"Pa", '{"city": "Pa'),
+        ('{\\"city\\": \\"Pa\\', '{"city": "Pa'),
+        (r"{\"city\": \"Pa\u00e", '{"city": "Pa'),
+        (r"{\"city\": \"Pa\ud83d", '{"city": "Pa'),
+    ],
+)
+def test_arguments_in_a_string_that_is_cut_are_kept(
+    written: str, meant: str, stopped: bool
+) -> None:
+    """max_tokens may end a call anywhere: also in the string that has its arguments as JSON."""
+    for name in ("hermes", "jamba", "llama3_json", "nemotron_deci"):
+        message, parser = tool_parser(name)
+        parser.push(JSON_CALLS[name].format('"CUT"').partition("CUT")[0] + written)
+        message.stopped = stopped
+        parser.finish()
+        (found,) = message.whole()["tool_calls"]
+        assert found["function"]["arguments"].startswith(meant), name
+        assert message.in_call, name
+
+
 def test_json_that_is_cut_is_no_whole_call() -> None:
     for name in JSON_CALLS:
         message, parser = tool_parser(name)

@@ -19,9 +19,12 @@ import pytest
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import DynamoError
 from dynamo.frontend.models import graph, on_demand, registry
 from dynamo.frontend.requests import cold_start, metrics
+from dynamo.frontend.requests.cold_start import ColdStartQueue
 from dynamo.frontend.service import Frontend
+from dynamo.observability.metrics import Gauge
 from dynamo.protocols import codec
 from dynamo.protocols.control import ModelCard, OnDemandModel
 from dynamo.protocols.engine import HTTP_INPUT, ROUTES, HttpResponseHead
@@ -348,6 +351,28 @@ async def test_a_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert "got no worker within" in answer.json()["message"]
         record = site.last()
         assert record.worker_wait_s == record.duration_s and record.prepare_s is None
+
+
+async def test_a_clock_that_is_set_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting:
+        size_bytes = 0
+        failed = False
+
+        def fail(self, error: DynamoError) -> None:
+            self.failed = True
+
+        def show_progress(self) -> bool:
+            return True
+
+    queue = ColdStartQueue("tiny", 4, Gauge(), lambda queue: None)
+    waiting: Any = Waiting()
+    queue.add(waiting)
+    set_to = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: set_to)
+    queue.tick(0.5, 30.0)
+    assert not waiting.failed and len(queue) == 1 and queue.oldest_s() < 30
+    queue.tick(0.5, 0.0)
+    assert waiting.failed and len(queue) == 0
 
 
 def announced(site: Site) -> OnDemandModel:

@@ -29,6 +29,8 @@ from dynamo.errors import (
     WorkerAtCapacity,
     WorkerSilent,
 )
+from dynamo.frontend.requests import dispatch as dispatching
+from dynamo.frontend.requests import engine_request as requesting
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.migration import continued, without_pin
 from dynamo.protocols.codec import tokens
@@ -508,6 +510,59 @@ async def test_full_workers_are_asked_again(site: MigratingFleet) -> None:
     finish(site.streams[1], [6])
     await turn()
     assert site.status == 200 and site.migrated() == 1
+    site.settled()
+
+
+@pytest.mark.parametrize("tracks_output", [False, True])
+async def test_output_tokens_are_counted_once_over_migrations(
+    site: MigratingFleet, tracks_output: bool
+) -> None:
+    """As they arrive, or when a worker ends or fails: all workers' counts are the answer's."""
+    site.tracks_output = site.entry.dispatch.tracks_output = tracks_output
+    counted: list[int] = []
+    free = site.free
+    site.add_output_tokens = lambda request_id, count: counted.append(count)  # type: ignore
+
+    def freed(request_id: str, output_tokens: int = 0) -> None:
+        counted.append(output_tokens)
+        free(request_id, output_tokens)
+
+    site.free = freed  # type: ignore[method-assign]
+    site.chat(stream=True, max_tokens=9)
+    site.streams[0].say([5, 6, 7])
+    site.streams[0].sink.on_error(Disconnected("gone"))
+    await site.opened(2)
+    site.streams[1].say([5])
+    site.streams[1].sink.on_error(Disconnected("gone"))
+    await site.opened(3)
+    finish(site.streams[2], [6, 7])
+    await turn()
+    assert sum(counted) == 6
+    site.settled()
+
+
+async def test_refusals_do_not_renew_the_deadline_of_a_migration(
+    site: MigratingFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that lost its worker waits 30 s for room, however often a worker refuses it."""
+    now_s = 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(dispatching, "time", clock)
+    monkeypatch.setattr(requesting, "time", clock)
+    monkeypatch.setattr(dispatching, "_FULL_RETRY_S", 0.0)
+    site.eligibility = SimpleNamespace(rejected=lambda worker_id: False)  # type: ignore[attr-defined]
+    site.chat()
+    site.streams[0].say([5])
+    site.streams[0].sink.on_error(Disconnected("gone"))
+    refused = 1
+    while now_s < 1060 and not site.bench.transport.out:
+        await site.opened(refused + 1)
+        now_s += 4
+        site.streams[refused].sink.on_error(WorkerAtCapacity("full"))
+        refused += 1
+        for _ in range(3):
+            await turn()
+    assert site.status == 503 and now_s < 1060
     site.settled()
 
 

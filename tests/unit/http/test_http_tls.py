@@ -206,6 +206,17 @@ async def test_a_request_in_pieces(site: Site) -> None:
     await shut(writer)
 
 
+async def test_an_upload_in_thousands_of_chunks_goes_on_after_each_pause(site: Site) -> None:
+    """The rest of what was received before a pause is read, though nothing follows it."""
+    reader, writer = await site.connect()
+    count, chunk = 20_000, b"x" * 8  # a thousand in a record of TLS
+    writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    writer.write((b"8\r\n" + chunk + b"\r\n") * count + b"0\r\n\r\n")
+    async with asyncio.timeout(30):
+        assert await response(reader) == (200, chunk * count)
+    await shut(writer)
+
+
 async def test_a_handshake_has_a_deadline_and_counts(tmp_path: Path, authority: Authority) -> None:
     site = Site(tmp_path, authority)
     await site.start(header_timeout_s=1.0)

@@ -160,6 +160,25 @@ async def test_a_worker_that_dies_in_a_storm_leaves_nothing(box: Box) -> None:
     index._check()
 
 
+async def test_no_thread_has_a_stream_whose_slot_is_freed(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot goes to the next worker: a thread that still has it adds blocks to that one."""
+    worker = await box.worker()
+    live = await box.route()
+    await until(lambda: is_followed(live, worker))
+    assert live.events is not None and live.events.threads is not None
+    ingest, remove, known = live.events.threads.ingest, live.picker.remove_worker, []
+
+    def free(worker_id: int) -> None:
+        known.append(ingest.reclaim(worker_id, 0))
+        remove(worker_id)
+
+    monkeypatch.setattr(live.picker, "remove_worker", free)
+    live._on_instances([], [worker.id])
+    assert known == [None]
+
+
 async def test_predictions_need_no_threads(box: Box, caplog: pytest.LogCaptureFixture) -> None:
     live = await box.route(kv_events=False)
     assert live.events is None

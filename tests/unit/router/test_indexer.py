@@ -343,6 +343,15 @@ def test_an_answer_with_an_invalid_event_is_no_answer() -> None:
     assert (bench.depth(1), bench.depth(2, 3, 4)) == (0, 3)
 
 
+def test_events_of_a_publisher_that_restarted_are_not_applied_after_its_dump(bench: Bench) -> None:
+    bench.live(stored(1, 1), stored(5, 9, parent=1))
+    bench.indexer.publisher_restarted(7)
+    bench.answer(KvQueryAnswer("tree_dump", [stored(0, 1, 2)], 4))
+    assert bench.depth(1, 2) == 2 and bench.depth(1, 9) == 1, "the event 5 was one of before"
+    bench.live(stored(5, 3, parent=2))
+    assert bench.depth(1, 2, 3) == 3 and bench.indexer.recovering() == 0
+
+
 def test_steps_of_an_answer_end_with_its_query() -> None:
     bench = Bench()
     dump = [stored(block, block) for block in range(1, 2000)]

@@ -436,6 +436,30 @@ async def test_a_put_that_races_a_revocation_leaves_nothing(
     assert files(root) == set()
 
 
+async def test_a_put_while_keys_are_revoked_leaves_nothing(
+    store: FileDiscovery, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease ends before its keys are removed, or the new key would be left."""
+    lease = await store.grant(10)
+    await store.put(KEY, b"first", lease.id)
+    remove, refused = layout.remove_if_lease, []
+
+    def put_again(path: Path, lease_id: int) -> None:
+        remove(path, lease_id)
+        try:
+            store.put(KEY, b"again", lease_id).send(None)
+        except WorkerUnavailable:
+            refused.append(path)
+        except StopIteration:
+            """It was written."""
+
+    monkeypatch.setattr("dynamo.runtime.discovery.file.remove_if_lease", put_again)
+    other = FileDiscovery(root)
+    await other.revoke(lease.id)
+    await other.close()
+    assert refused and files(root) == set()
+
+
 @pytest.mark.usefixtures("needs_inotify")
 async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, root: Path) -> None:
     lease, doomed = await store.grant(10), await store.grant(10)

@@ -195,9 +195,33 @@ def test_a_statefile_without_version_has_version_1(statefile: Statefile) -> None
     statefile.path.write_text(json.dumps(document))
     found = statefile.read()
     assert found is not None and found.version == 1
-    statefile.path.write_text(json.dumps({**document, "version": 2}))
+
+
+def test_a_statefile_of_a_newer_version_is_refused(statefile: Statefile) -> None:
+    """Also by an update: this version would write back what it does not understand."""
+    newer = json.dumps({**document_of(make_plan()).written(), "version": 2})
+    statefile.path.write_text(newer)
     with pytest.raises(StatefileError, match="has version 2; this dynamo reads 1"):
         statefile.read()
+    with pytest.raises(StatefileError, match="has version 2"):
+        statefile.update(lambda doc: None)
+    assert statefile.path.read_text() == newer
+
+
+def test_a_statefile_is_on_the_disk_before_it_replaces_the_old_one(
+    statefile: Statefile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power loss after the rename leaves an empty statefile, and the old one is gone."""
+    statefile.create(document_of(make_plan()))
+    before, synced = statefile.path.read_bytes(), []
+
+    def fsync(descriptor: int) -> None:
+        written = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+        synced.append((written, statefile.path.read_bytes()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    statefile.update(lambda doc: doc.components.clear())
+    assert synced == [(statefile.path.read_bytes(), before)]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"namespace": "ns"}', "\0\0\0"])

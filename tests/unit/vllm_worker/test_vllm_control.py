@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -124,6 +125,23 @@ async def test_an_engine_that_fails_to_sleep_goes_on() -> None:
     with pytest.raises(EngineFailure):
         await control.sleep(None)
     assert recorder.calls == ["leave", "sleep 1", "return"]
+
+
+async def test_a_sleep_that_is_cancelled_registers_the_worker_again() -> None:
+    recorder, control = controlled()
+    begun = asyncio.Event()
+
+    async def sleep(level: int = 1) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    recorder.sleep = sleep  # type: ignore[method-assign]
+    sleeping = asyncio.ensure_future(control.sleep(None))
+    await begun.wait()
+    sleeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sleeping
+    assert recorder.calls == ["leave", "return"]
 
 
 @pytest.mark.parametrize("body", [{"level": 3}, {"level": "1"}, {"x": 1}, [1]])

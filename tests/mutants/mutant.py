@@ -1,0 +1,41 @@
+"""A small defect, and the checkers that must find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Mutant(NamedTuple):
+    """``text`` occurs once in ``module``; ``replacement`` makes the defect ``name``.
+
+    ``finders`` are test node ids relative to ``tests``, or ``seed 37`` of the simulation. The text
+    of a compiled module may be in a ``header`` of it.
+    """
+
+    name: str
+    module: str
+    text: str
+    replacement: str
+    finders: tuple[str, ...]
+    header: str = ""
+
+    @property
+    def package(self) -> str:
+        """The package: ``router`` of ``dynamo.router.picker``."""
+        return self.module.split(".")[1]
+
+    @property
+    def path(self) -> Path:
+        """The source of the text."""
+        path = ROOT / self.module.replace(".", "/")
+        if self.header:
+            return path.with_name(self.header)
+        return path.with_suffix(".pyx" if path.with_suffix(".pyx").exists() else ".py")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the module is compiled, so that the defect needs a build."""
+        return self.path.suffix != ".py"

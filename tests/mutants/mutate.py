@@ -1,0 +1,219 @@
+"""Puts small defects into modules, one at a time, and sees whether the tests named for it fail.
+
+First the named tests run without a defect: a test that fails anyway finds nothing. A defect that
+its finders miss survives, and the status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from hook.sitecustomize import replaced
+from mutant_table import MUTANTS, ROOT, Mutant
+
+Verdict = Literal["found", "survived", "not imported", "error"]
+HERE = Path(__file__).resolve().parent
+TIMEOUT_S = 120
+"""For one test; a defect may make it wait for ever."""
+FAILED = re.compile(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", re.M)
+SEED = "seed "
+
+
+class Result(NamedTuple):
+    """``finder`` is the first test that failed; ``output`` the end of what was printed."""
+
+    mutant: Mutant
+    verdict: Verdict
+    finder: str
+    seconds: float
+    output: str
+
+
+class Run(NamedTuple):
+    """The status of a command that runs tests, and what it has printed."""
+
+    status: int
+    output: str
+
+
+def commands(finders: Sequence[str]) -> Iterable[list[str]]:
+    """Yield the commands that run the finders: tests together, and each seed by itself."""
+    tests = [f"tests/{finder}" for finder in finders if not finder.startswith(SEED)]
+    if tests:
+        options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
+        yield [sys.executable, "-m", "pytest", *options, f"--timeout={TIMEOUT_S}", *tests]
+    for finder in finders:
+        if finder.startswith(SEED):
+            seed = finder.removeprefix(SEED)
+            yield [sys.executable, "tests/simulation/simulate.py", "--jobs", "1", "--seed", seed]
+
+
+def run(finders: Sequence[str], environment: dict[str, str] | None = None) -> Run:
+    """Run the finders up to the first that fails."""
+    own = {key: value for key, value in os.environ.items() if key != "DYN_TEST_FAILURES"}
+    result = Run(0, "")
+    for command in commands(finders):
+        done = subprocess.run(
+            command, cwd=ROOT, env={**own, **(environment or {})}, capture_output=True, text=True
+        )
+        result = Run(done.returncode, done.stdout + done.stderr)
+        if result.status:
+            break
+    return result
+
+
+def build(mutant: Mutant, directory: Path) -> Path:
+    """Compile the module with the defect in a copy of the compiled sources; return the result."""
+    name = mutant.module.rpartition(".")[2]
+    fast = directory / "dynamo/_fast"
+    fast.mkdir(parents=True)
+    for source in (ROOT / "dynamo/_fast").iterdir():
+        if source.suffix in (".pxd", ".hpp", ".h", ".py") or source.name == f"{name}.pyx":
+            shutil.copy(source, fast)
+    for path in ("setup.py", "pyproject.toml", "dynamo/__init__.py", "dynamo/revision.py"):
+        shutil.copy(ROOT / path, directory / path)
+    source = fast / mutant.path.name
+    source.write_text(replaced(source.read_text(), mutant.text, mutant.replacement))
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=directory, check=True, capture_output=True)
+    return next(fast.glob(f"{name}.*.so"))
+
+
+def judge(mutant: Mutant, finders: Sequence[str] = ()) -> Result:
+    """Run the finders of a mutant with its defect."""
+    since = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        directory = Path(name)
+        mark, defect = directory / "imported", directory / "defect.json"
+        extension = ""
+        try:
+            replaced(mutant.path.read_text(), mutant.text, mutant.replacement)
+            if mutant.is_compiled:
+                extension = str(build(mutant, directory / "tree"))
+        except (subprocess.CalledProcessError, ValueError) as error:
+            return Result(mutant, "error", "", time.monotonic() - since, str(error))
+        defect.write_text(
+            json.dumps(
+                {
+                    "module": mutant.module,
+                    "text": mutant.text,
+                    "replacement": mutant.replacement,
+                    "extension": extension,
+                    "mark": str(mark),
+                }
+            )
+        )
+        paths = [str(HERE / "hook"), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            "DYN_TEST_MUTANT": str(defect),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+        status, output = run(finders or mutant.finders, environment)
+        failed = FAILED.search(output)
+        verdict: Verdict = "survived" if status == 0 else "found" if status == 1 else "error"
+        if verdict == "survived" and not mark.exists():
+            verdict = "not imported"
+    seed = next((finder for finder in mutant.finders if finder.startswith(SEED)), "")
+    finder = (failed[1] if failed else seed) if verdict == "found" else ""
+    return Result(mutant, verdict, finder, time.monotonic() - since, output[-2000:])
+
+
+def selected(options: argparse.Namespace) -> list[Mutant]:
+    """Return the mutants that the options name."""
+    unknown = set(options.only or ()) - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        raise SystemExit(f"--only: no mutant is named {', '.join(sorted(unknown))}")
+    mutants = [
+        mutant
+        for mutant in MUTANTS
+        if (not options.only or mutant.name in options.only)
+        and (not options.package or mutant.package == options.package)
+        and (options.compiled or options.only or not mutant.is_compiled)
+    ]
+    if options.sample:
+        command = ["git", "rev-list", "--count", "HEAD"]
+        count = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        first = int(count.stdout) * options.sample % len(mutants)
+        mutants = (mutants[first:] + mutants)[: options.sample]
+    return mutants
+
+
+def show(results: Sequence[Result], as_json: bool) -> None:
+    """Print a line for each mutant, and the sum."""
+    found = sum(result.verdict == "found" for result in results)
+    if as_json:
+        rows = [
+            {
+                "mutant": result.mutant.name,
+                "module": result.mutant.module,
+                "verdict": result.verdict,
+                "finder": result.finder,
+                "seconds": round(result.seconds, 1),
+            }
+            for result in results
+        ]
+        print(json.dumps({"found": found, "of": len(results), "mutants": rows}, indent=2))
+        return
+    print(f"{found} of {len(results)} found")
+
+
+def parsed() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="scripts/mutate", description=__doc__)
+    parser.add_argument("--only", action="append", metavar="ID", help="this one; repeatable")
+    parser.add_argument("--package", metavar="NAME", help="those of dynamo.NAME")
+    parser.add_argument("--sample", type=int, metavar="N", help="N of them, others at each commit")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: 2)")
+    parser.add_argument("--compiled", action="store_true", help="also those of compiled modules")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument(
+        "--finders", nargs="+", metavar="TEST", help="run these tests instead, without a defect too"
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run ``scripts/mutate``; return the exit status."""
+    options = parsed()
+    mutants = selected(options)
+    groups = {
+        package: sorted(
+            {finder for mutant in mutants if mutant.package == package for finder in mutant.finders}
+        )
+        for package in {mutant.package for mutant in mutants}
+    }
+    if options.finders:
+        groups = {"": options.finders}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for healthy in pool.map(run, groups.values()):
+            if healthy.status:
+                print(healthy.output[-4000:])
+                print("these finders fail without a defect")
+                return 1
+        results = []
+        for result in pool.map(partial(judge, finders=options.finders or ()), mutants):
+            results.append(result)
+            if not options.json:
+                mutant, verdict, finder, seconds, output = result
+                print(f"{verdict:12} {mutant.name:44} {seconds:5.1f} s  {finder}", flush=True)
+                if verdict == "error":
+                    print(output)
+    show(results, options.json)
+    return any(result.verdict != "found" for result in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

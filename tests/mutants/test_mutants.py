@@ -1,0 +1,81 @@
+"""The table of mutants is true: each text is in its module once, each finder exists."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from functools import cache
+
+import pytest
+from hook.sitecustomize import replaced
+from mutant_table import MUTANTS, ROOT, Mutant
+from mutate import SEED, judge
+
+
+@cache
+def functions(path: str) -> set[str]:
+    """The tests of a file, by name; a function that the file imports counts."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / "tests" / path).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):  # TestQueue = RuleBasedStateMachine.TestCase
+            names.update(one.id for one in node.targets if isinstance(one, ast.Name))
+    return names
+
+
+def test_names_are_unique() -> None:
+    assert [name for name, count in Counter(one.name for one in MUTANTS).items() if count > 1] == []
+
+
+def test_each_text_is_in_its_module_once() -> None:
+    broken = []
+    for mutant in MUTANTS:
+        try:
+            source = replaced(mutant.path.read_text(), mutant.text, mutant.replacement)
+        except ValueError as error:
+            broken.append(f"{mutant.name}: {error}")
+            continue
+        if not mutant.is_compiled:
+            compile(source, str(mutant.path), "exec", dont_inherit=True)
+    assert not broken, "\n".join(broken)
+
+
+def test_each_finder_exists() -> None:
+    missing = []
+    for mutant in MUTANTS:
+        assert mutant.finders, mutant.name
+        for finder in mutant.finders:
+            path, _, test = finder.partition("::")
+            name = test.rpartition("::")[2].partition("[")[0]
+            if finder.startswith(SEED):
+                continue
+            if not (ROOT / "tests" / path).exists() or (name and name not in functions(path)):
+                missing.append(f"{mutant.name}: {finder}")
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize(
+    ("test", "verdict"),
+    [
+        (
+            "unit/serve/test_serve_statefile.py::test_a_statefile_of_a_newer_version_is_refused",
+            "found",
+        ),
+        ("unit/serve/test_serve_statefile.py::test_round_trip_and_modes", "survived"),
+        ("unit/test_errors.py", "not imported"),
+        ("unit/serve/test_serve_statefile.py::test_that_does_not_exist", "error"),
+    ],
+)
+def test_a_verdict_is_that_of_the_finders(test: str, verdict: str) -> None:
+    mutant = next(one for one in MUTANTS if one.name == "newer-statefile-is-read")
+    assert judge(mutant, (test,)).verdict == verdict
+
+
+def test_a_text_that_has_changed_is_an_error() -> None:
+    finder = "unit/test_errors.py"
+    gone = Mutant("gone", "dynamo.errors", "a text that is not there", "", (finder,))
+    result = judge(gone)
+    assert result.verdict == "error" and "occurs 0 times" in result.output
