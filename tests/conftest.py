@@ -111,6 +111,28 @@ def shared_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depl
         made.close()
 
 
+@pytest.fixture(scope="module")
+def attached_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """As ``shared_deployment``, with workers in front of a server of another make."""
+    made = Deployment(tmp_path_factory.mktemp("attached"))
+    try:
+        port = made.openai_server()
+        for _ in range(2):
+            made.attached(port, "--block-size", "16")
+        made.frontend("--router-mode", "kv")
+        made.wait_for_workers(2)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(params=["shared_deployment", "attached_deployment"])
+def either_deployment(request: pytest.FixtureRequest) -> Deployment:
+    """The one and the other, for what must not depend on where a model is served."""
+    found: Deployment = request.getfixturevalue(request.param)
+    return found
+
+
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Serving]:
     """A ``dynamo serve``, not started yet."""

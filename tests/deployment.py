@@ -54,6 +54,7 @@ class Deployment:
         self.logs = tmp_path
         self.port = free_port()
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.servers: list[subprocess.Popen[bytes]] = []
         self.env = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "CUDA_"))},
             "DYN_LOCAL_STATE_DIR": str(self.state_dir),
@@ -84,6 +85,20 @@ class Deployment:
     def mocker(self, *flags: str, **env: str) -> subprocess.Popen[bytes]:
         model = ("--model-path", str(MODEL), "--model-name", "tiny")
         return self.start("dynamo.mocker", *model, *OUTPUTS, *flags, **env)
+
+    def attached(self, port: int, *flags: str) -> subprocess.Popen[bytes]:
+        """Start a worker in front of an ``openai_server.py`` that offers its model as ``tiny``."""
+        name = ("--served-model-name", "tiny=org/remote-model", "--poll-interval-secs", "60")
+        flags = ("--url", f"http://127.0.0.1:{port}", "--model-path", str(MODEL), *name, *flags)
+        return self.start("dynamo.attach", *flags)
+
+    def openai_server(self) -> int:
+        """Start a server of another make; return its port. It ends with the deployment."""
+        port = free_port()
+        script = str(ROOT / "tests/e2e/openai_server.py")
+        self.servers.append(subprocess.Popen([sys.executable, script, str(port)], env=self.env))
+        self.until(lambda: self.request("GET", "/health", port=port)[0] == 200, "the server")
+        return port
 
     def request(
         self,
@@ -159,6 +174,14 @@ class Deployment:
 
     def close(self) -> None:
         """Stop all processes; each must exit 0, or be killed by the test."""
+        try:
+            self._close()
+        finally:
+            for server in self.servers:
+                server.kill()
+                server.wait()
+
+    def _close(self) -> None:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

@@ -246,6 +246,7 @@ class ServerCards:
                 data_parallel_size=self.ranks,
                 context_length=length,
                 enable_local_indexer=bool(self._settings.kv_events_endpoint),
+                taints=list(self._settings.taints),
             ),
         )
 

@@ -12,7 +12,7 @@ from dynamo.errors import DynamoError, HttpFailure, InvalidArgument
 from dynamo.http.client import Target
 from dynamo.http.routes import RoutePatterns, is_multipart
 from dynamo.protocols import codec
-from dynamo.protocols.engine import HttpRequest, HttpResponseHead
+from dynamo.protocols.engine import DP_RANK, HttpRequest, HttpResponseHead
 from dynamo.runtime.endpoints.admission import AdmissionQueue
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.context import CancelKind
@@ -39,7 +39,8 @@ _METHODS = frozenset(("GET", "POST", "DELETE"))
 class AttachService:
     """A push handler in front of ``pool``; it relays nothing before :meth:`offer`.
 
-    ``on_unreachable`` is called when the server cannot be connected to.
+    ``on_unreachable`` is called when the server cannot be connected to. A server of several
+    ``ranks`` gets the one that the router chose.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class AttachService:
         admission: AdmissionQueue,
         tasks: Tasks,
         on_unreachable: Callable[[], None],
+        ranks: int = 1,
     ) -> None:
+        self.ranks = ranks
         self.pool = pool
         self.admission = admission
         self.tasks = tasks
@@ -68,6 +71,9 @@ class AttachService:
         try:
             request = _DECODE(payload)
             request.path = self._target(request)
+            if self.ranks > 1 and (rank := stream.headers.get(DP_RANK)) is not None:
+                given = [header for header in request.headers if header[0] != DP_RANK]
+                request.headers = [*given, (DP_RANK, rank)]
             message = request_message(self.pool.target, request, self._body(request))
             RelayedRequest(self, stream, message).submit()
         except msgspec.MsgspecError as error:

@@ -74,6 +74,9 @@ class AttachSettings(EndpointSettings):
         help="replay endpoint of the server's KV events, which sends lost ones again, once per "
         "--kv-events-endpoint; default: a loss clears the server's blocks",
     )
+    taints: tuple[str, ...] = option(
+        (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"
+    )
     poll_interval_s: float = option(
         1.0,
         "--poll-interval-secs",

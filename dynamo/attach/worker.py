@@ -285,7 +285,7 @@ class AttachWorker:
             probe, description, self, settings.poll_interval_s, settings.profile
         )
         self.service = AttachService(
-            self.pool, self.admission, runtime.tasks, self.monitor.check_now
+            self.pool, self.admission, runtime.tasks, self.monitor.check_now, self.cards.ranks
         )
         self._description = description
         self._kv_events_endpoint = settings.kv_events_endpoint

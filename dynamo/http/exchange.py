@@ -246,8 +246,10 @@ class Exchange:
         kind: str | None = None,
         headers: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Respond with an error body."""
+        """Respond with an error body, and the id that the client gave to its request."""
         body = self._transport.error_body(self.path, status, message)
+        if "x-request-id" in self.headers:
+            headers = (*headers, ("x-request-id", self.headers["x-request-id"]))
         self.respond(status, body or error_body(status, message, kind), headers=headers)
 
     def start(

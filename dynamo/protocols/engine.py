@@ -23,6 +23,9 @@ client but output of a worker that failed. ``max_tokens`` and ``min_tokens`` do 
 HTTP_INPUT = "Http"
 """``model_input`` of a card whose worker takes ``HttpRequest``."""
 
+DP_RANK = "x-data-parallel-rank"
+"""Header of vLLM and SGLang with the rank that serves a request."""
+
 ROUTES = "routes"
 """Key of the card's ``user_data`` with the paths that the server answers: a path for a POST whose
 body names the model, ``/v1/embeddings``; method and path for all else, ``GET /v1/responses/{id}``,

@@ -253,6 +253,8 @@ class EmbeddingBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
     user: str | None = None
     add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARACTERS)] | None = None
+    nvext: NvExt | None = None
 
     @property
     def count(self) -> int:

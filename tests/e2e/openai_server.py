@@ -1,7 +1,8 @@
 """An OpenAI-compatible server of another make, as a process: ``python openai_server.py PORT``.
 
 The body of a request says what it does: ``words`` of text, ``pause_s`` before each, ``status``,
-``break_after`` words. ``GET /seen`` reports what it has received.
+``break_after`` words; those of the user ``held`` wait for ``GET /release``. ``GET /seen`` reports
+what it has received.
 """
 
 from __future__ import annotations
@@ -35,15 +36,19 @@ class Handler(BaseHTTPRequestHandler):
         "sent_bytes": 0,
     }
     lock = threading.Lock()
+    released = threading.Event()
 
     def log_message(self, *args: Any) -> None:
         pass
 
     def do_GET(self) -> None:
+        if self.path == "/release":
+            self.released.set()
         pages = {
             "/v1/models": {"object": "list", "data": [{"id": MODEL, "owned_by": "someone"}]},
             "/health": {},
             "/seen": self.seen,
+            "/release": {},
             "/openapi.json": {"paths": PATHS},
         }
         if self.path.startswith("/v1/responses/"):
@@ -82,6 +87,8 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("stream"):
             return self.stream(body)
         time.sleep(body.get("pause_s", 0))
+        if body.get("user") == "held":
+            self.released.wait(60)
         message = {"role": "assistant", "content": "w0 w1 w2", "odd_field": [1, 2]}
         choice = {"index": 0, "message": message, "finish_reason": "stop", "stop_reason": 7}
         return self.answer(200, self.envelope("chat.completion", [choice], usage=USAGE))

@@ -9,16 +9,14 @@ import signal
 import socket
 import string
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from deployment import Deployment, free_port
+from deployment import Deployment
 
-SERVER = Path(__file__).with_name("openai_server.py")
 MESSAGES: Any = [{"role": "user", "content": "Tell me about key-value caches, please."}]
 CHAT = "/v1/chat/completions"
 
@@ -28,17 +26,13 @@ class Attached(Deployment):
 
     def __init__(self, tmp_path: Path) -> None:
         super().__init__(tmp_path)
-        self.servers: list[subprocess.Popen[bytes]] = []
         self.ports: list[int] = []
         self.workers: list[subprocess.Popen[bytes]] = []
 
     def attach(self, *flags: str) -> None:
         """Start a server and a worker in front of it, which offers its model as ``far``."""
-        port = free_port()
-        command = [sys.executable, str(SERVER), str(port)]
-        self.servers.append(subprocess.Popen(command, env=self.env))
+        port = self.openai_server()
         self.ports.append(port)
-        self.until(lambda: self.ask(port, "/health") == {}, "the server listens")
         name = ("--served-model-name", "far=org/remote-model", "--url", f"http://127.0.0.1:{port}")
         self.workers.append(self.start("dynamo.attach", *name, *flags))
 
@@ -55,12 +49,6 @@ class Attached(Deployment):
         body = {"model": "far", "messages": MESSAGES, **more}
         status, headers, answer = self.request("POST", CHAT, body)
         return status, headers, json.loads(answer)
-
-    def close(self) -> None:
-        super().close()
-        for server in self.servers:
-            server.kill()
-            server.wait()
 
 
 @pytest.fixture

@@ -23,50 +23,50 @@ def route(deployment: Deployment, *words: str, stdin: str = "") -> subprocess.Co
 
 
 def test_a_prompt_goes_to_the_worker_that_cached_it(
-    shared_deployment: Deployment, tmp_path: Path
+    either_deployment: Deployment, tmp_path: Path
 ) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(TEXT)
-    asked = route(shared_deployment, "--prompt-file", str(file), "--explain")
+    asked = route(either_deployment, "--prompt-file", str(file), "--explain")
     assert asked.returncode == 0, asked.stderr
     assert asked.stdout.count("chosen") == 1
     assert len(asked.stdout.splitlines()) == 4  # the prompt, the titles, two workers
     found: dict[str, Any] = json.loads(
-        route(shared_deployment, "--prompt-file", str(file), "--json").stdout
+        route(either_deployment, "--prompt-file", str(file), "--json").stdout
     )
     assert found["prompt_blocks"] > 3
-    given = json.loads(route(shared_deployment, TEXT, "--json").stdout)
+    given = json.loads(route(either_deployment, TEXT, "--json").stdout)
     assert given["isl_tokens"] == found["isl_tokens"]
     assert len(found["candidates"]) == 2 and found["error"] == ""
     assert [row["active_requests"] for row in found["candidates"]] == [0, 0]
 
 
-def test_a_chat_body_and_its_pin(shared_deployment: Deployment) -> None:
+def test_a_chat_body_and_its_pin(either_deployment: Deployment) -> None:
     body = {"messages": [{"role": "user", "content": TEXT}]}
-    asked = route(shared_deployment, "--prompt-file", "-", "--json", stdin=json.dumps(body))
+    asked = route(either_deployment, "--prompt-file", "-", "--json", stdin=json.dumps(body))
     assert asked.returncode == 0, asked.stderr
     rows = json.loads(asked.stdout)["candidates"]
     other = next(row["worker_id"] for row in rows if not row["chosen"])
     pinned = {**body, "nvext": {"backend_instance_id": other}}
-    asked = route(shared_deployment, "--prompt-file", "-", stdin=json.dumps(pinned))
+    asked = route(either_deployment, "--prompt-file", "-", stdin=json.dumps(pinned))
     assert f"worker {other:x} dp_rank 0" in asked.stdout
 
 
-def test_invalid_requests(shared_deployment: Deployment, tmp_path: Path) -> None:
-    assert route(shared_deployment).returncode == 2
-    both = route(shared_deployment, TEXT, "--prompt-file", "-")
+def test_invalid_requests(either_deployment: Deployment, tmp_path: Path) -> None:
+    assert route(either_deployment).returncode == 2
+    both = route(either_deployment, TEXT, "--prompt-file", "-")
     assert (both.returncode, "not both" in both.stderr) == (2, True)
-    assert route(shared_deployment, "--prompt-file", str(tmp_path / "none")).returncode == 2
-    wrong = route(shared_deployment, "--prompt-file", "-", "--model", "nope", stdin="hello")
+    assert route(either_deployment, "--prompt-file", str(tmp_path / "none")).returncode == 2
+    wrong = route(either_deployment, "--prompt-file", "-", "--model", "nope", stdin="hello")
     assert (wrong.returncode, "404" in wrong.stderr) == (1, True)
     assert "Model not found: nope" in wrong.stderr and "{" not in wrong.stderr
-    nobody = route(shared_deployment, "--url", "http://127.0.0.1:9", "--prompt-file", "-")
+    nobody = route(either_deployment, "--url", "http://127.0.0.1:9", "--prompt-file", "-")
     assert (nobody.returncode, "can't reach" in nobody.stderr) == (1, True)
 
 
-def test_the_table_gives_reasons(shared_deployment: Deployment) -> None:
+def test_the_table_gives_reasons(either_deployment: Deployment) -> None:
     body = {"prompt": TEXT, "nvext": {"allowed_worker_ids": [1]}}
-    asked = route(shared_deployment, "--prompt-file", "-", "--explain", stdin=json.dumps(body))
+    asked = route(either_deployment, "--prompt-file", "-", "--explain", stdin=json.dumps(body))
     assert asked.returncode == 1
     head, titles, *rows, last = asked.stdout.splitlines()
     assert "full blocks of 16; cost = 1 * prefill blocks + decode blocks" in head

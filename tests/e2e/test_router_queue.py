@@ -1,4 +1,4 @@
-"""The router's queue through a real frontend before one slow mocker."""
+"""The router's queue through a real frontend before one slow worker."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import pytest
 from deployment import Deployment
 
 Answer = tuple[int, Any, float]
@@ -17,7 +18,8 @@ def body(text: str, **nvext: Any) -> dict[str, Any]:
     # More than 8 tokens, 0.001 of the worker's 8192. The first request takes long, whatever else
     # this machine does, the others are quick.
     prompt = f"{text} " * (1000 if text == "alpha" else 20)
-    return {"model": "tiny", "prompt": prompt, "max_tokens": 1, "nvext": nvext}
+    user = "held" if text == "alpha" else text  # an attached server holds that one
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 1, "nvext": nvext, "user": user}
 
 
 class Clients:
@@ -49,9 +51,16 @@ class Clients:
         self.deployment.until(lambda: sample(name, **labels) == value, f"{name} is {value}")
 
 
-def test_order_disconnects_and_the_bound(deployment: Deployment) -> None:
-    deployment.mocker("--speedup-ratio", "0.03")
-    flags = ("--router-mode", "kv", "--router-queue-threshold", "0.001")
+@pytest.mark.parametrize("worker", ["mocker", "attached"])
+def test_order_disconnects_and_the_bound(deployment: Deployment, worker: str) -> None:
+    if worker == "mocker":
+        deployment.mocker("--speedup-ratio", "0.03")
+        threshold = "0.001"
+    else:
+        server = deployment.openai_server()
+        deployment.attached(server, "--engine-request-limit", "1")
+        threshold = "0.0000008"  # of 10,000,000, for the server does not say what its batch is
+    flags = ("--router-mode", "kv", "--router-queue-threshold", threshold)
     deployment.frontend(*flags, DYN_ROUTER_QUEUE_LIMIT="3")
     deployment.wait_for_workers(1)
     area = "dynamo_frontend_router"
@@ -76,14 +85,17 @@ def test_order_disconnects_and_the_bound(deployment: Deployment) -> None:
         clients.until(f"{area}_queue_left_total", 1, **labels)
         strict = clients.send("foxtrot", {"x-dynamo-request-strict-priority": "2"})
         clients.until(f"{area}_queue_backpressure_total", 3, reason="backlog", **labels)
+        if worker == "attached":
+            deployment.request("GET", "/release", port=server)
 
         answers = [one.result() for one in (running, strict, hasty, usual)]
         assert [status for status, _, _ in answers] == [200] * 4
         times = [at for _, _, at in answers]
         assert times == sorted(times)
-        timing = answers[3][1]["nvext"]["timing"]
-        assert timing["router_queue_depth"] == 0
-        assert timing["prefill_wait_time_ms"] > 2 * timing["prefill_time_ms"]
+        if worker == "mocker":
+            timing = answers[3][1]["nvext"]["timing"]
+            assert timing["router_queue_depth"] == 0
+            assert timing["prefill_wait_time_ms"] > 2 * timing["prefill_time_ms"]
         assert deployment.sample(f"{area}_queue_backpressure_total", reason="prefill_load") == 1
         assert deployment.sample(f"{area}_admission_rejected_total", reason="queue_limit") == 1
         assert deployment.sample(f"{area}_queue_wait_seconds_count") == 3

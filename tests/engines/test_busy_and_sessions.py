@@ -101,17 +101,24 @@ def over(here: Caller, instance: int, rank: int) -> bool:
     return load is not None and (load.kv_used_blocks or 0) > 1
 
 
-@pytest.mark.parametrize("mode", ["round-robin", "kv"])
+@pytest.mark.parametrize("mode", ["round-robin", "kv", "attached"])
 def test_a_session_stays_with_its_worker(deployment: Deployment, mode: str) -> None:
-    deployment.mocker("--speedup-ratio", "0", "--num-workers", "3")
+    if mode == "attached":
+        mode, server = "kv", deployment.openai_server()
+        for _ in range(3):
+            deployment.attached(server)
+    else:
+        deployment.mocker("--speedup-ratio", "0", "--num-workers", "3")
     flags = ("--router-session-affinity-ttl-secs", "60", "--router-kv-overlap-score-weight", "0")
     deployment.frontend("--router-mode", mode, *flags)
     deployment.wait_for_workers(3)
 
-    def home(session: str) -> int:
-        status, body = complete(deployment, 1, **{"X-Dynamo-Session-ID": session})
+    def home(session: str) -> str:
+        body = {"model": "tiny", "prompt": "a b c d e f g h " * 20, "max_tokens": 1}
+        asked = {"X-Dynamo-Session-ID": session, "X-Dynamo-Route": "1"}
+        status, headers, _ = deployment.request("POST", "/v1/completions", body, asked)
         assert status == 200
-        return int(body["nvext"]["worker_id"]["decode_worker_id"])
+        return str(json.loads(headers["x-dynamo-route"])["worker"])
 
     homes = {session: home(session) for session in "abcdefghi"}
     assert len(set(homes.values())) > 1

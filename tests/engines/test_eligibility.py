@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from deployment import Deployment
+from deployment import Deployment, free_port
 
 BUSY = "Service temporarily unavailable: All workers are busy, please retry later"
 
@@ -17,8 +17,9 @@ BUSY = "Service temporarily unavailable: All workers are busy, please retry late
 class TaintedWorkers:
     """Two workers with the taint gpu=a, one without and with ranks 0 and 1, one frontend."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, server: int | None = None) -> None:
         self.deployment = deployment
+        self.server = server
         self.ranked = -1
         self.tainted: list[int] = []
 
@@ -37,32 +38,45 @@ class TaintedWorkers:
 
     def complete(self, headers: dict[str, str] | None = None, **nvext: Any) -> tuple[int, Any]:
         """Return the status, and the worker that answered or the error message."""
-        body = {"model": "tiny", "prompt": "a b c d e f g h", "max_tokens": 1}
-        nvext = {"extra_fields": ["worker_id"], **nvext}
-        status, _, answer = self.deployment.request(
-            "POST", "/v1/completions", {**body, "nvext": nvext}, headers
-        )
-        found = json.loads(answer)
+        body = {"model": "tiny", "prompt": "a b c d e f g h", "max_tokens": 1, "nvext": nvext}
+        headers = {"x-dynamo-route": "1", **(headers or {})}
+        status, found, answer = self.deployment.request("POST", "/v1/completions", body, headers)
         if status != 200:
-            assert found["code"] == status
-            return status, found["message"]
-        return status, found["nvext"]["worker_id"]["decode_worker_id"]
+            error = json.loads(answer)
+            assert error["code"] == status
+            return status, error["message"]
+        return status, int(json.loads(found["x-dynamo-route"])["worker"], 16)
+
+    def rank(self) -> str:
+        """The rank that the attached server got with its last request."""
+        headers = self.deployment.request("GET", "/seen", port=self.server)[2]
+        return str(json.loads(headers)["headers"][-1].get("x-data-parallel-rank"))
 
     def limit(self, body: Any) -> tuple[int, Any]:
         status, _, answer = self.deployment.request("POST", "/busy_threshold", body)
         return status, json.loads(answer)
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TaintedWorkers]:
+@pytest.fixture(scope="module", params=["mock workers", "attached servers"])
+def workers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TaintedWorkers]:
     made = Deployment(tmp_path_factory.mktemp("eligibility"))
-    common = ("--speedup-ratio", "0", "--block-size", "16")
-    made.mocker(*common, "--num-workers", "2", "--taint", "gpu=a", "--taint", "zone=1")
-    made.mocker(*common, "--data-parallel-size", "2")
+    taints, server = ("--taint", "gpu=a", "--taint", "zone=1"), None
+    if request.param == "mock workers":
+        common = ("--speedup-ratio", "0", "--block-size", "16")
+        made.mocker(*common, "--num-workers", "2", *taints)
+        made.mocker(*common, "--data-parallel-size", "2")
+    else:
+        port = made.openai_server()
+        ranks = [("--kv-events-endpoint", f"tcp://127.0.0.1:{free_port()}") for _ in range(2)]
+        for flags in (taints, taints, (*ranks[0], *ranks[1])):
+            made.attached(port, "--block-size", "16", *flags)
+        server = port
     made.frontend("--router-mode", "kv", "--admission-control", "token-capacity")
     try:
         made.wait_for_workers(3)
-        here = TaintedWorkers(made)
+        here = TaintedWorkers(made, server)
         here.identify()
         yield here
     finally:
@@ -97,7 +111,10 @@ def test_pins(workers: TaintedWorkers) -> None:
 
 
 def test_dp_ranks(workers: TaintedWorkers) -> None:
-    assert workers.complete(backend_instance_id=workers.ranked, dp_rank=1) == (200, workers.ranked)
+    for rank in (0, 1):
+        found = workers.complete(backend_instance_id=workers.ranked, dp_rank=rank)
+        assert found == (200, workers.ranked)
+        assert workers.server is None or workers.rank() == str(rank)
     assert workers.complete(backend_instance_id=workers.ranked, dp_rank=2) == (
         400,
         f"dp_rank 2 is out of bounds for worker {workers.ranked}: [0, 2)",

@@ -17,17 +17,18 @@ from dynamo.frontend.apis.chat.generation import reject_early, reject_large
 from dynamo.frontend.apis.relay.request import EmbeddingRequest, RelayedEngineRequest
 from dynamo.frontend.models.model import TokenModel
 from dynamo.frontend.models.registry import Models
-from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
+from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES, check_engine_value
+from dynamo.frontend.prompt.engine_options import routing_of
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import check_json
-from dynamo.frontend.requests.headers import request_id, routed
+from dynamo.frontend.requests.headers import check_nvext, request_id, routed
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request_metrics import EMBEDDINGS
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.protocols.codec import Tokens, tokens
-from dynamo.protocols.engine import PreprocessedEmbeddingRequest, PreprocessedRequest, Routing
+from dynamo.protocols.engine import PreprocessedEmbeddingRequest, PreprocessedRequest
 from dynamo.protocols.openai import MAX_EMBEDDING_INPUTS, EmbeddingBody, StrictEmbeddingBody
 from dynamo.runtime.process.tasks import Tasks
 
@@ -50,6 +51,8 @@ def parse_embedding(body: bytes, *, ignore_unsupported: bool = False) -> Embeddi
     if not entries or any(each in ("", []) for each in entries):
         raise InvalidArgument("Validation: 'input' and its entries cannot be empty")
     _check_entries(entries)
+    if request.nvext is not None and request.nvext.router_config_override is not None:
+        check_engine_value("nvext.router_config_override", request.nvext.router_config_override)
     return request
 
 
@@ -209,8 +212,6 @@ class EmbeddingRoutes:
         ids, as_base64 = joined(inputs), asked.encoding_format == "base64"
         answer = EmbeddingsAnswer(asked.model, len(inputs), len(ids), as_base64)
         request.generation = answer
-        lora = loaded.card.lora_name
-        routing = None if lora is None else Routing(lora_name=lora)
         message = PreprocessedEmbeddingRequest(
             model=asked.model,
             token_ids=inputs,
@@ -218,8 +219,14 @@ class EmbeddingRoutes:
             mdc_sum=loaded.card.checksum or None,
         )
         exchange, ignores_nvext = request.exchange, self._registry.settings.disable_nvext
+        nvext = None if ignores_nvext else asked.nvext
+        check_nvext(nvext, exchange.api_key)
+        routing = routing_of(nvext, loaded.card.lora_name, asked.cache_salt)
         routing = routed(routing, exchange.headers, exchange.api_key, ignores_nvext)
-        preprocessed = PreprocessedRequest(asked.model, ids, routing=routing)
+        override = None if nvext is None else nvext.router_config_override
+        preprocessed = PreprocessedRequest(
+            asked.model, ids, routing=routing, router_config_override=override
+        )
         dispatch = loaded.dispatch
         one = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
         request.engine_requests = [one]

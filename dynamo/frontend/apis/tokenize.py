@@ -21,7 +21,7 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, MAX_COUNTED_TOKENS
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import check_chat, check_json
-from dynamo.frontend.requests.errors import error_response, explained, with_retry
+from dynamo.frontend.requests.errors import error_response, explained, id_headers, with_retry
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, Routes, in_task
@@ -72,7 +72,8 @@ class PromptCountRoutes:
         except DynamoError as error:
             registry.hold_or_refuse(exchange, api.endpoint, error, model)
             return
-        exchange.respond(200, json_bytes(body(prepared.prompt_tokens)))
+        headers = id_headers(api.errors, exchange.headers.get("x-request-id"))
+        exchange.respond(200, json_bytes(body(prepared.prompt_tokens)), headers=headers)
 
 
 # Fields that are not in these bodies are refused. Those of type None belong to vLLM's own
@@ -266,6 +267,7 @@ class TokenizeRoutes:
 
     async def _answer(self, conversion: _Conversion, exchange: Exchange) -> None:
         registry, model = self._registry, "unknown"
+        echoed = id_headers(None, exchange.headers.get("x-request-id"))
         registry.enter()
         try:
             registry.check(exchange)
@@ -277,11 +279,11 @@ class TokenizeRoutes:
                 adapted = self._adapted(loaded)
                 arguments = loaded.preprocessor, asked, adapted
                 found = await self._run(exchange, conversion.convert, *arguments)
-            exchange.respond(200, found)
+            exchange.respond(200, found, headers=echoed)
         except DynamoError as error:
             shown = explained(error, model)
             status, body = error_response(shown, registry.overload_status)
-            exchange.respond(status, body, headers=with_retry(shown, ()))
+            exchange.respond(status, body, headers=with_retry(shown, echoed))
         finally:
             registry.leave()
 

@@ -16,8 +16,10 @@ from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import GenerationRequest, NvExt
 
 _LARGEST = 2**64 - 1
+QUERY_ANNOTATION = "query_instance_id"
+"""Asks where a prompt would go."""
 _ANNOTATIONS = frozenset(
-    ("formatted_prompt", "llm_metrics", "query_instance_id", "request_id", "token_ids")
+    ("formatted_prompt", "llm_metrics", QUERY_ANNOTATION, "request_id", "token_ids")
 )
 _NUMBERS = (
     "backend_instance_id",
@@ -83,11 +85,15 @@ def guided_decoding(request: GenerationRequest) -> dict[str, Any] | None:
 
 def routing(request: GenerationRequest, lora_name: str | None) -> Routing | None:
     """The client's constraints on the choice of a worker, None without any."""
-    nvext = request.nvext
+    return routing_of(request.nvext, lora_name, request.cache_salt)
+
+
+def routing_of(nvext: NvExt | None, lora_name: str | None, salt: str | None) -> Routing | None:
+    """As :func:`routing`, of a body that is no :class:`GenerationRequest`."""
     if nvext is None:
-        if lora_name is None and request.cache_salt is None:
+        if lora_name is None and salt is None:
             return None
-        return Routing(lora_name=lora_name, cache_namespace=request.cache_salt)
+        return Routing(lora_name=lora_name, cache_namespace=salt)
     _check_numbers(nvext)
     hints = nvext.agent_hints
     constraints = nvext.routing_constraints
@@ -105,7 +111,7 @@ def routing(request: GenerationRequest, lora_name: str | None) -> Routing | None
         strict_priority=hints.strict_priority if hints else None,
         expected_output_tokens=hints.osl if hints else None,
         lora_name=lora_name,
-        cache_namespace=request.cache_salt,
+        cache_namespace=salt,
     )
 
 

@@ -13,6 +13,7 @@ from text_kit import card
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
+from dynamo.frontend.apis.embeddings import EmbeddingRoutes
 from dynamo.frontend.apis.messages.route import MessagesRoutes
 from dynamo.frontend.apis.relay.request import RelayedEngineRequest
 from dynamo.frontend.apis.relay.route import RelayRoutes
@@ -44,6 +45,7 @@ class RelayStream:
         self.worker_id = worker_id
         self.payload = payload
         self.sink = sink
+        self.headers = headers
         self.engine_id = headers["request-id"]
         self.calls: list[str] = []
 
@@ -85,6 +87,9 @@ class RelayStream:
 class RelaySite(Site):
     """A site with the relayed model ``far`` beside ``tiny``, which takes tokens."""
 
+    embeds = False
+    """Whether /v1/embeddings is a route, as in a frontend."""
+
     def __init__(
         self,
         model_input: str = "Http",
@@ -96,6 +101,7 @@ class RelaySite(Site):
         self.on_demand = SimpleNamespace(relays=False)
         self.workers = [7, 8, 9]
         self.tokens: list[Any] = []
+        self.overrides: list[Any] = []
         self.relayed: list[RelayStream] = []
         self.far_card = card(
             display_name="far",
@@ -133,6 +139,8 @@ class RelaySite(Site):
         responses.install(routes, openai, counts)
         MessagesRoutes(self.active, openai, counts).install(routes)
         TokenizeRoutes(*of).install(routes)
+        if self.embeds:
+            EmbeddingRoutes(*of).install(routes)
         relay.install(routes)
         relay.go_first(routes)
         self.routes = routes
@@ -155,6 +163,7 @@ class RelaySite(Site):
     ) -> Decision:
         super().pick(request_id, tokens, routing=routing, override=override, attempt=attempt)
         self.tokens.append(tokens)
+        self.overrides.append(override)
         limited = routing if attempt is None else attempt.limit(routing)
         allowed = None if limited is None else limited.allowed_worker_ids
         return Decision((self.workers if allowed is None else allowed)[0], 0, 2, 4)

@@ -26,6 +26,7 @@ from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE
 from dynamo.frontend.models.model import TokenModel
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
+from dynamo.frontend.prompt.engine_options import QUERY_ANNOTATION
 from dynamo.frontend.prompt.images import ImageFetcher
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.requests.dispatch import Dispatch
@@ -46,14 +47,13 @@ log = logging.getLogger(__name__)
 _TOKENS_PER_TURN = 1 << 19  # routed and sent by one request in one loop turn: 5-10 ms
 _TOKENS_PER_CHOICE = 8192  # the cost of routing and sending a choice of no tokens, in tokens
 _PREFILL, _DECODE = "prefill", "decode"
-_QUERY = "query_instance_id"
 
 
 def location_phase(nvext: NvExt) -> str | None:
     """The phase after ``query_instance_id:``, often ""; None if the request asks for an answer."""
     for annotation in nvext.annotations or ():
         name, _, phase = annotation.partition(":")
-        if name == _QUERY:
+        if name == QUERY_ANNOTATION:
             return phase
     return None
 

@@ -23,7 +23,7 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.field_rules import rewritten
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
-from dynamo.frontend.requests.errors import error_response, explained
+from dynamo.frontend.requests.errors import error_response, explained, id_headers
 from dynamo.frontend.requests.headers import routed
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
@@ -71,6 +71,7 @@ class ExplainRoutes:
 
     async def _answer(self, exchange: Exchange) -> None:
         body = exchange.body
+        echoed = id_headers(None, exchange.headers.get("x-request-id"))
         try:
             if exchange.method != "POST":
                 body = self._from_query(exchange.query)
@@ -79,9 +80,9 @@ class ExplainRoutes:
             named = await self._threads.run(named_model, body)
             shown = explained(error, "unknown" if named is None else named.model)
             status, text = error_response(shown, self._overload_status)
-            exchange.respond(status, text)
+            exchange.respond(status, text, headers=echoed)
         else:
-            exchange.respond(200, found)
+            exchange.respond(200, found, headers=echoed)
 
     def _from_query(self, query: str) -> bytes:
         """The completion request that the query describes. Raises InvalidArgument."""
@@ -135,9 +136,12 @@ class ExplainRoutes:
         most, rules = loaded.context_length, self._models.rules.get(loaded.name)
         if rules is not None:
             body = await threads.run(rewritten, path, body, loaded.name, rules)
+            asked = await threads.run(peek, body)
         ids = await threads.run(prompt_ids, loaded.preprocessor, path, body, asked, most)
-        routing = asked.routing(loaded.card.lora_name)
-        return loaded, PreprocessedRequest(asked.model, ids, routing=routing)
+        routing, override = asked.constraints(loaded.card.lora_name, self._ignores_nvext)
+        return loaded, PreprocessedRequest(
+            asked.model, ids, routing=routing, router_config_override=override
+        )
 
 
 def _parse(body: bytes) -> ChatCompletionRequest | CompletionRequest:

@@ -13,10 +13,16 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
+from dynamo.frontend.prompt.bounds import (
+    DESERIALIZE,
+    INLINE_BODY_BYTES,
+    check_engine_value,
+    decoder_text,
+)
+from dynamo.frontend.prompt.engine_options import QUERY_ANNOTATION, routing_of
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
-from dynamo.frontend.requests.headers import check_nvext, check_server_priority
+from dynamo.frontend.requests.headers import check_nvext
 from dynamo.http.api_keys import ApiKey
 from dynamo.http.routes import field_span
 from dynamo.protocols.codec import Tokens
@@ -53,26 +59,26 @@ class RelayedBody(msgspec.Struct):
         """Whether the client asked for a stream."""
         return self.stream is True
 
-    def routing(self, lora_name: str | None) -> Routing | None:
-        """Return what names the caches of the prompt; the server ignores a salt of no text."""
-        salt = self.cache_salt if isinstance(self.cache_salt, str) else None
-        if lora_name is None and salt is None:
-            return None
-        return Routing(lora_name=lora_name, cache_namespace=salt)
+    def constraints(
+        self, lora_name: str | None, ignores_nvext: bool, key: ApiKey | None = None
+    ) -> tuple[Routing | None, dict[str, Any] | None]:
+        """Return what the router obeys, as of other models: what names the caches of the prompt
+        (servers ignore a salt of no text), the members of ``nvext``, and its override.
 
-    def check_granted(self, key: ApiKey | None) -> None:
-        """Check what the server, or the handler, may read of priorities and pins.
-
-        Raises Forbidden and InvalidArgument.
+        Raises InvalidArgument, and Forbidden for priorities and pins that a user's ``key`` does not
+        grant: with ``ignores_nvext`` too, for the server may read them.
         """
-        if key is None or key.grants is None:
-            return
-        check_server_priority(self.priority, key)
-        if bytes(self.nvext):
-            try:
-                check_nvext(_nvext(self.nvext), key)
-            except msgspec.DecodeError as error:
-                raise InvalidArgument(f"{DESERIALIZE}nvext: {error}") from None
+        nvext = None
+        if bytes(self.nvext) and not (ignores_nvext and (key is None or key.grants is None)):
+            nvext = _extension(bytes(self.nvext))
+            check_nvext(nvext, key)
+        if ignores_nvext:
+            nvext = None
+        override = None if nvext is None else nvext.router_config_override
+        if override is not None:
+            check_engine_value("nvext.router_config_override", override)
+        salt = self.cache_salt if isinstance(self.cache_salt, str) else None
+        return routing_of(nvext, lora_name, salt), override
 
     def prompt_members(self) -> tuple[msgspec.Raw, ...]:
         """The JSON of the members that make the prompt; that of absent ones is empty."""
@@ -86,8 +92,14 @@ class RelayedBody(msgspec.Struct):
         )
 
 
+class _Extension(msgspec.Struct):
+    """A body of this member alone: errors have its whole path."""
+
+    nvext: NvExt | None
+
+
 _decode = msgspec.json.Decoder(RelayedBody).decode
-_nvext = msgspec.json.Decoder(NvExt | None).decode
+_decode_extension = msgspec.json.Decoder(_Extension).decode
 
 
 def peek(body: bytes) -> RelayedBody:
@@ -134,6 +146,21 @@ def prompt_ids(
     ids = array("I")
     ids.frombytes(whole[: count * _BYTES_PER_ID])
     return ids
+
+
+def _extension(raw: bytes) -> NvExt | None:
+    """Decode ``nvext``. Raises InvalidArgument, also for what only other models do."""
+    try:
+        nvext = _decode_extension(b'{"nvext":%b}' % raw).nvext
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument(DESERIALIZE + decoder_text(error)) from None
+    for annotation in (nvext and nvext.annotations) or ():
+        if annotation.partition(":")[0] == QUERY_ANNOTATION:
+            raise InvalidArgument(
+                f"Validation: 'nvext.annotations' {QUERY_ANNOTATION} is supported only for models "
+                "whose workers take tokens; use POST /v1/route"
+            )
+    return nvext
 
 
 def _form_field(body: bytes, content_type: str, name: str) -> str | None:

@@ -29,7 +29,7 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.http import NEVER, Exchange
 from dynamo.protocols.codec import encode
-from dynamo.protocols.engine import PreprocessedEmbeddingRequest, PreprocessedRequest
+from dynamo.protocols.engine import DP_RANK, PreprocessedEmbeddingRequest, PreprocessedRequest
 
 _LOST_WORKERS = 1
 """A request that a lost worker may have received is sent again this often: if it is what ends
@@ -229,6 +229,14 @@ class RelayedEngineRequest(EngineRequest):
             return message
         message.routing = self.preprocessed.routing
         return encode(message)
+
+    def headers(self) -> dict[str, str]:
+        """Those of every message; for an HTTP request also the rank of the decision, which the
+        client's headers cannot have: a worker in front of several ranks gives it to the server."""
+        decision, headers = self.decision, super().headers()
+        if decision is not None and isinstance(self._answer, HttpAnswer):
+            headers[DP_RANK] = str(decision.dp_rank)
+        return headers
 
     def on_data(self, payload: bytes) -> None:
         """Pass an item on and count its tokens."""

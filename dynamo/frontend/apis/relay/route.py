@@ -9,6 +9,7 @@ such a model pays nothing for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -41,15 +42,20 @@ from dynamo.frontend.apis.relay.text_answer import TextAnswer
 from dynamo.frontend.models.model import TEXT_INPUT, LoadedModel, ModelEntry, missing_route
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import DESERIALIZE, INLINE_BODY_BYTES
-from dynamo.frontend.prompt.field_rules import FieldRules, rewritten
+from dynamo.frontend.prompt.field_rules import rewritten
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
-from dynamo.frontend.requests.headers import NVEXT_HEADERS, request_id, routed
+from dynamo.frontend.requests.headers import (
+    NVEXT_HEADERS,
+    check_server_priority,
+    request_id,
+    routed,
+)
 from dynamo.frontend.requests.recent import RequestInfo
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Route, RouteMatch, Routes, field_span, is_multipart
-from dynamo.protocols.codec import Tokens, encode
-from dynamo.protocols.engine import HttpRequest, PreprocessedRequest, Routing
+from dynamo.protocols.codec import encode
+from dynamo.protocols.engine import HttpRequest, PreprocessedRequest
 from dynamo.runtime.process.tasks import Tasks
 
 _PREFIX = "/v1/"
@@ -371,29 +377,26 @@ class RelayRoutes:
         request.generation = answer
         return _Relay(request, answer, model, asked, body)
 
-    def _prepare(self, relay: _Relay) -> tuple[Tokens, bytes, Routing | None]:
+    def _prepare(self, relay: _Relay) -> tuple[PreprocessedRequest, bytes]:
         """The prompt and the constraints for the router, the message for the worker.
 
         Raises InvalidArgument. Thread-safe. O(bytes).
         """
-        model, body, exchange = relay.model, relay.body, relay.request.exchange
-        path, settings = exchange.path, self._registry.settings
-        rules = self._models.rules.get(model.name)
-        asked, salt = relay.asked, None
-        given = asked.routing(model.card.lora_name)
-        is_text = model.card.model_input == TEXT_INPUT
-        if not (is_text and settings.disable_nvext):
-            relay.asked.check_granted(exchange.api_key)
-        routing = routed(given, exchange.headers, exchange.api_key, settings.disable_nvext)
-        if routing is not None and routing.cache_namespace != asked.cache_salt:
-            salt = routing.cache_namespace  # with that of the tenant
-        if salt is not None and path in _UNSALTED:
-            raise InvalidArgument(
-                f"Header 'x-tenant-id' has no effect on {path} of this model, whose server takes "
-                f"no `cache_salt` there; use {CHAT}"
-            )
-        if rules is not None or asked.model in self._models.aliases or salt is not None:
-            body = self._rewritten(exchange, body, model.name, rules, salt)
+        model, exchange, settings = relay.model, relay.request.exchange, self._registry.settings
+        path, key = exchange.path, exchange.api_key
+        body, asked = self._adapted(relay)
+        is_text, ignores_nvext = model.card.model_input == TEXT_INPUT, settings.disable_nvext
+        check_server_priority(asked.priority, key)
+        reader = None if is_text and ignores_nvext else key  # the handler does not get it then
+        routing, override = asked.constraints(model.card.lora_name, ignores_nvext, reader)
+        routing = routed(routing, exchange.headers, key, ignores_nvext)
+        if routing is not None and routing.cache_namespace != asked.cache_salt:  # with the tenant
+            if path in _UNSALTED or _is_form(exchange):
+                raise InvalidArgument(
+                    f"Header 'x-tenant-id' has no effect on {path} of this model, whose server "
+                    f"takes no `cache_salt` there; use {CHAT}"
+                )
+            body = rewritten(path, body, model.name, None, routing.cache_namespace)
         if isinstance(relay.answer, BodyEmbeddingsAnswer):
             lenient = settings.ignore_unsupported_fields
             embedding = parse_embedding(body, ignore_unsupported=lenient)
@@ -403,33 +406,35 @@ class RelayRoutes:
                 path,
                 body,
                 ignore_unsupported=settings.ignore_unsupported_fields,
-                ignore_nvext=settings.disable_nvext,
+                ignore_nvext=ignores_nvext,
             )
         else:
             target = path, exchange.query
-            head = exchange.method, _sent(exchange.headers, settings.disable_nvext)
+            head = exchange.method, _sent(exchange.headers, ignores_nvext)
             message = http_message(target, head, body, relay.request.engine_id)
-        ids = prompt_ids(model.preprocessor, path, body, relay.asked, model.context_length)
-        return ids, message, routing
+        ids = prompt_ids(model.preprocessor, path, body, asked, model.context_length)
+        preprocessed = PreprocessedRequest(
+            relay.asked.model, ids, routing=routing, router_config_override=override
+        )
+        return preprocessed, message
 
-    def _rewritten(
-        self,
-        exchange: Exchange,
-        body: bytes,
-        name: str,
-        rules: FieldRules | None,
-        salt: str | None,
-    ) -> bytes:
-        """Return ``body`` for the model ``name``, which the server has under this name alone."""
-        content_type = exchange.headers.get("content-type")
-        if content_type is not None and is_multipart(content_type):
-            span = field_span(body, content_type, "model")
-            return (
-                body
-                if span is None
-                else b"".join((body[: span[0]], name.encode(), body[span[1] :]))
-            )
-        return rewritten(exchange.path, body, name, rules, salt)
+    def _adapted(self, relay: _Relay) -> tuple[bytes, RelayedBody]:
+        """Return the body with the name of the model, which the server has under this name alone,
+        and with the fields that the graph decides about; and what counts of it then."""
+        model, body, asked, exchange = relay.model, relay.body, relay.asked, relay.request.exchange
+        rules = self._models.rules.get(model.name)
+        if rules is None and asked.model not in self._models.aliases:
+            return body, asked
+        if _is_form(exchange):
+            span = field_span(body, exchange.headers["content-type"], "model")
+            if span is not None:
+                body = b"".join((body[: span[0]], model.name.encode(), body[span[1] :]))
+            return body, asked
+        body = rewritten(exchange.path, body, model.name, rules)
+        if rules is not None:
+            with contextlib.suppress(InvalidArgument):  # not every path needs a model in its body
+                asked = peek(body)
+        return body, asked
 
     async def _send_off_loop(self, relay: _Relay) -> None:
         try:
@@ -439,17 +444,15 @@ class RelayRoutes:
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             relay.request.crashed(error)
 
-    def _send(self, relay: _Relay, ids: Tokens, message: bytes, routing: Routing | None) -> None:
+    def _send(self, relay: _Relay, preprocessed: PreprocessedRequest, message: bytes) -> None:
         """Choose a worker, reserve its load, send."""
-        request, answer, model, asked, _ = relay
+        request, answer, dispatch = relay.request, relay.answer, relay.model.dispatch
         request.metrics.prepared_s = time.monotonic()
-        preprocessed = PreprocessedRequest(asked.model, ids, routing=routing)
-        dispatch = model.dispatch
         one = RelayedEngineRequest(request, answer, dispatch, preprocessed, message)
         request.engine_requests = [one]
         dispatch.decode(one)  # not through a prefill worker, which takes tokens
         if not request.closed:
-            request.dispatched(len(ids))
+            request.dispatched(len(preprocessed.token_ids))
 
     def _refuse(self, exchange: Exchange, error: DynamoError, asked: RelayedBody | None) -> None:
         """Respond to a request that has not reached a model."""
@@ -463,15 +466,18 @@ class RelayRoutes:
 
 def _peek(exchange: Exchange, otherwise: Route | None) -> RelayedBody | None:
     """Read what counts of the body; None if it is wrong and ``otherwise`` explains how."""
-    content_type = exchange.headers.get("content-type")
-    if content_type is not None and is_multipart(content_type):
-        return peek_form(exchange.body, content_type)
+    if _is_form(exchange):
+        return peek_form(exchange.body, exchange.headers["content-type"])
     try:
         return peek(exchange.body)
     except InvalidArgument:
         if otherwise is None:
             raise
         return None
+
+
+def _is_form(exchange: Exchange) -> bool:
+    return is_multipart(exchange.headers.get("content-type", ""))
 
 
 def _sent(headers: Mapping[str, str], ignores_nvext: bool) -> Mapping[str, str]:

@@ -1,0 +1,229 @@
+"""What the frontend promises about every request holds for each API, wherever the model runs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from http_bench import Bench
+from relayed_kit import PATHS, RelaySite
+from text_kit import card
+
+from dynamo.errors import ModelNotFound, Overloaded
+from dynamo.frontend.apis.operator.routing import ExplainRoutes
+from dynamo.frontend.prompt.field_rules import FieldRules
+from dynamo.http import Exchange
+from dynamo.http.api_keys import ApiKey, Grants
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+MESSAGES = "/v1/messages"
+GENERATION: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/responses": {"input": "hi"},
+    MESSAGES: CHAT,
+}
+COUNTS: dict[str, dict[str, Any]] = {
+    "/tokenize": {"prompt": "hi"},
+    "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+    "/v1/responses/input_tokens": {"input": "hi"},
+    "/v1/route": {"prompt": "hi"},
+}
+ENTRANCES = [(path, model) for path in GENERATION for model in ("tiny", "far")]
+WITH_NVEXT = [entrance for entrance in ENTRANCES if entrance[0] != MESSAGES]
+
+
+class Entrances(RelaySite):
+    """All APIs before a model of token workers, ``tiny``, and one of another server, ``far``."""
+
+    embeds = True
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.entry.card = card(display_name="tiny")
+        self.far.paths |= {*GENERATION, *COUNTS}
+        explain = ExplainRoutes(self, self.tasks, 503, self.active.off_loop)  # type: ignore[arg-type]
+        explain.install(self.routes)
+        self.entry.served = True
+        self.on_demand.record = {}.get
+
+    def find(self, name: str, model_type: str) -> Any:
+        if name != "tiny":
+            raise ModelNotFound(f"Model not found: {name}")
+        return self.entry
+
+    def explain(self, *_: Any) -> Any:
+        return {}
+
+    async def send(self, path: str, model: str, headers: Any = None, **more: Any) -> None:
+        body = {**GENERATION, **COUNTS}[path]
+        self.post({"model": model, **body, **more}, path, **(headers or {}))
+        await self.tried()
+
+    async def tried(self) -> None:
+        """Wait until a worker has the request, or its client an answer."""
+        async with asyncio.timeout(20):
+            while not (self.streams or self.relayed or self.bench.transport.out):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    def leave(self) -> None:
+        """The client goes, which ends its request wherever it is."""
+        self.bench.connection.connection_lost(None)
+
+
+@pytest.fixture
+async def site() -> Entrances:
+    return Entrances()
+
+
+@pytest.mark.parametrize(("path", "model"), ENTRANCES)
+async def test_headers_choose_the_worker(site: Entrances, path: str, model: str) -> None:
+    headers = {"x_worker_instance_id": "9", "x_dynamo_session_id": "s", "x_dp_rank": "1"}
+    await site.send(path, model, headers)
+    (routing,) = site.routings
+    assert (routing.backend_instance_id, routing.session_id, routing.dp_rank) == (9, "s", 1)
+    site.leave()
+    site.settled()
+
+
+@pytest.mark.parametrize(("path", "model"), WITH_NVEXT)
+async def test_nvext_chooses_the_worker(site: Entrances, path: str, model: str) -> None:
+    taints = {"required_taints": ["a"], "preferred_taints": {"b": 2.0}}
+    nvext = {
+        "allowed_worker_ids": [9],
+        "routing_constraints": taints,
+        "agent_hints": {"strict_priority": 3, "latency_sensitivity": 2.0},
+        "router_config_override": {"router_temperature": 0.5},
+    }
+    await site.send(path, model, nvext=nvext, cache_salt="s")
+    (routing,) = site.routings
+    assert (routing.allowed_worker_ids, routing.strict_priority) == ([9], 3)
+    assert (routing.required_taints, routing.preferred_taints) == (["a"], {"b": 2.0})
+    assert (routing.priority_jump, routing.cache_namespace) == (2.0, "s")
+    assert site.overrides == [{"router_temperature": 0.5}]
+    site.leave()
+    site.settled()
+
+
+@pytest.mark.parametrize(("path", "model"), WITH_NVEXT)
+async def test_a_wrong_nvext_is_named(site: Entrances, path: str, model: str) -> None:
+    await site.send(path, model, nvext={"dp_rank": -1})
+    assert site.status == 400 and b"nvext.dp_rank" in site.body, site.body
+    assert site.answer["error"]["type"] == "invalid_request_error" and not site.routings
+
+
+@pytest.mark.parametrize(("path", "model"), WITH_NVEXT)
+async def test_disable_nvext_holds(path: str, model: str) -> None:
+    site = Entrances(disable_nvext=True)
+    await site.send(path, model, {"x_dp_rank": "1"}, nvext={"allowed_worker_ids": [9]})
+    (routing,) = site.routings
+    assert routing is None or (routing.allowed_worker_ids, routing.dp_rank) == (None, None)
+    site.leave()
+
+
+@pytest.mark.parametrize(("path", "model"), WITH_NVEXT)
+async def test_a_user_raises_no_priority(site: Entrances, path: str, model: str) -> None:
+    def as_alice(exchange: Exchange) -> None:
+        exchange.api_key = ApiKey("alice", "user", b"", Grants())
+        site.routes(exchange)
+
+    site.bench = Bench(handler=as_alice)
+    await site.send(path, model, nvext={"agent_hints": {"strict_priority": 1}})
+    assert site.status == 403 and b"strict_priority" in site.body and not site.routings
+
+
+@pytest.mark.parametrize(("path", "model"), ENTRANCES)
+async def test_tenants_have_their_own_caches(site: Entrances, path: str, model: str) -> None:
+    await site.send(path, model, {"x_tenant_id": "T"})
+    if (path, model) == (MESSAGES, "far"):  # whose server takes no salt
+        assert site.status == 400 and b"x-tenant-id" in site.body
+        return
+    (routing,) = site.routings
+    assert "T" in routing.cache_namespace
+    site.leave()
+
+
+@pytest.mark.parametrize("member", ["cache_salt", "nvext"])
+async def test_a_forbidden_field_has_no_effect(site: Entrances, member: str) -> None:
+    site.rules["far"] = site.rules["tiny"] = FieldRules({}, [member])
+    given = {"cache_salt": "s"} if member == "cache_salt" else {"nvext": {"dp_rank": 1}}
+    for model in ("tiny", "far"):
+        await site.send("/v1/chat/completions", model, **given)
+    for routing in site.routings:
+        assert routing is None or (routing.cache_namespace, routing.dp_rank) == (None, None)
+
+
+@pytest.mark.parametrize(("path", "model"), ENTRANCES)
+async def test_the_id_comes_back_with_errors(site: Entrances, path: str, model: str) -> None:
+    site.pick_error = Overloaded("full")
+    await site.send(path, model, {"x_request_id": "mine"})
+    assert site.status == 503 and "x-request-id: mine" in site.head
+    assert site.answer["error"]["message"]
+    refused = site.metrics.recent.records[-1]
+    assert (refused.info.request_id, refused.info.echoed_id) == ("mine", "mine")
+    site.settled()
+
+
+@pytest.mark.parametrize(("path", "model"), ENTRANCES)
+async def test_a_draining_frontend_refuses(site: Entrances, path: str, model: str) -> None:
+    site.active.refuses = True
+    await site.send(path, model, {"x_request_id": "mine"})
+    assert site.status == 503 and "x-request-id: mine" in site.head
+    assert b"shutting down" in site.body
+
+
+@pytest.mark.parametrize("path", [*GENERATION, *COUNTS])
+async def test_an_unknown_model_is_named(site: Entrances, path: str) -> None:
+    await site.send(path, "absent", {"x_request_id": "mine"})
+    assert site.status == 404 and "x-request-id: mine" in site.head, site.head
+    assert b"absent" in site.body and site.answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [*GENERATION, *COUNTS])
+async def test_broken_json_is_the_clients_error(site: Entrances, path: str) -> None:
+    site.post(b'{"model": "tiny", ', path, x_request_id="mine")
+    await site.tried()
+    assert site.status == 400 and "x-request-id: mine" in site.head, site.head
+    assert site.answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", COUNTS)
+async def test_counts_have_the_id(site: Entrances, path: str) -> None:
+    await site.send(path, "tiny", {"x_request_id": "mine"})
+    assert site.status == 200 and "x-request-id: mine" in site.head, site.body
+
+
+@pytest.mark.parametrize(("path", "model"), ENTRANCES)
+async def test_a_client_that_leaves_ends_the_engines_work(
+    site: Entrances, path: str, model: str
+) -> None:
+    await site.send(path, model)
+    site.leave()
+    for stream in site.streams:
+        assert stream.killed
+    for relayed in site.relayed:
+        assert relayed.calls == ["kill"]
+    assert len(site.streams) + len(site.relayed) == 1
+    site.settled()
+
+
+async def test_a_form_is_refused_where_a_tenant_cannot_be_kept_apart(site: Entrances) -> None:
+    site.far.paths |= {"/v1/audio/transcriptions"}
+    form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nfar\r\n--b--\r\n'
+    head = "POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nX-Tenant-Id: T\r\n"
+    head += "Content-Type: multipart/form-data; boundary=b\r\n"
+    site.bench.feed(f"{head}Content-Length: {len(form)}\r\n\r\n".encode() + form)
+    assert site.status == 400 and b"x-tenant-id" in site.body and not site.relayed
+
+
+async def test_the_worker_of_another_server_gets_the_rank(site: Entrances) -> None:
+    await site.send(PATHS[0], "far")
+    assert site.relayed[0].headers["x-data-parallel-rank"] == "0"
+    site.leave()
+
+
+async def test_only_workers_of_tokens_say_where_a_prompt_would_go(site: Entrances) -> None:
+    await site.send(PATHS[0], "far", nvext={"annotations": ["query_instance_id:"]})
+    assert site.status == 400 and b"/v1/route" in site.body and not site.relayed
