@@ -308,20 +308,24 @@ class TokenizeRoutes:
         if models.is_loading(name):
             await models.loaded()
         entry = models.named(name)
-        if entry is None and models.on_demand.record(name) is not None:
-            raise NoInstances
+        if entry is not None and entry.loaded is not None and not entry.relayed:
+            return entry.loaded
+        if entry is None or not entry.relayed:
+            not_loaded = models.on_demand.not_loaded(name)
+            if not_loaded is not None:
+                raise not_loaded
         if entry is None or entry.relayed:
             raise ModelNotFound(f"Model not found: {shorten(name)}")
-        if entry.loaded is None:
-            raise NoInstances
-        return entry.loaded
+        raise NoInstances
 
     def _only_name(self) -> str:
         entries = self._models.entries()
         names = [entry.name for entry in entries if not entry.relayed]
+        if not entries:
+            names = sorted(self._models.on_demand.models())
         if len(names) == 1:
             return names[0]
-        names = sorted(entry.name for entry in entries)
+        names = names if not entries else sorted(entry.name for entry in entries)
         if not names:
             raise NoInstances
         raise InvalidArgument(

@@ -144,6 +144,17 @@ class OnDemandModels:
         """The record of the model called ``name``."""
         return self._names.get(name)
 
+    def not_loaded(self, name: str) -> Unavailable | None:
+        """Return why a request that starts no worker gets no answer about the model ``name``, which
+        has had none; None if it is not started on demand."""
+        record = self._names.get(name)
+        if record is None or record.stopped:
+            return None if record is None else _unavailable(record)
+        return Unavailable(
+            f"Model `{name}` is not loaded, and this request does not start it. Send it a request "
+            f"that generates, or use: dynamo load {record.model}"
+        )
+
     @property
     def relays(self) -> bool:
         """Whether the server of some model has paths that are unknown until a worker serves."""

@@ -1001,3 +1001,51 @@ async def test_a_typo_before_the_first_worker_is_no_model(tmp_path: Path) -> Non
     path.write_text(path.read_text().replace('"--model-name"', '"--enable-lora", "--model-name"'))
     await models.load()
     assert models.names == []
+
+
+async def ask_about(site: Site, path: str, model: str | None = "tiny") -> httpx.Response:
+    body = {"tokens": [1]} if path == "/detokenize" else {"prompt": "hi"}
+    return await site.client.post(path, json=body if model is None else {"model": model, **body})
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/route"])
+@pytest.mark.parametrize("other", [False, True])
+async def test_what_starts_no_worker_says_how_to_start_one(
+    site: Site, path: str, other: bool
+) -> None:
+    if other:  # then the model is not the only one that may come
+        await site.known_worker(display_name="other", slug="other")
+        await until(lambda: serves(site, "other"))
+    for model in ("tiny", "small", *(() if other or path == "/v1/route" else (None,))):
+        answer = await ask_about(site, path, model)
+        said = answer.json()["message"]
+        assert answer.status_code == 503 and "retry-after" in answer.headers
+        assert f"`{model or 'tiny'}` is not loaded" in said and "dynamo load tiny" in said
+    assert (await ask_about(site, path, "absent")).status_code in (404, 503)
+    assert not site.planner.states or not site.planner.states[-1].waiting  # nothing is started
+    reason = "ns_Worker was stopped by a command; start it again with: dynamo load tiny"
+    await site.planner.announce(OnDemandModel("ns", "tiny", waits_for=reason, stopped=True))
+    await until(lambda: announced(site).stopped)
+    answer = await ask_about(site, path)
+    assert answer.status_code == 503 and answer.json()["message"].endswith(f": {reason}.")
+
+
+async def test_get_route_names_the_only_model(site: Site) -> None:
+    answer = await site.client.get("/v1/route?prompt=hi")
+    assert answer.status_code == 503 and "`tiny` is not loaded" in answer.json()["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/responses/input_tokens"])
+async def test_a_count_waits_for_the_tokenizer(site: Site, path: str) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    body = {"model": "tiny", **(chat if "messages" in path else {"input": "hi"})}
+    asked = asyncio.ensure_future(site.client.post(path, json=body))
+    await site.planner.until(1)
+    await site.worker()
+    answer = await asked
+    assert answer.status_code == 200 and answer.json()["input_tokens"] > 0
+    reason = "ns_Worker was stopped by a command; start it again with: dynamo load large"
+    await site.planner.announce(OnDemandModel("ns", "large", waits_for=reason, stopped=True))
+    await until(lambda: site.frontend.models.on_demand.record("large") is not None)
+    answer = await site.client.post(path, json={**body, "model": "large"})
+    assert answer.status_code == 503 and reason in answer.text

@@ -47,7 +47,6 @@ class Entrances(RelaySite):
         explain = ExplainRoutes(self, self.tasks, 503, self.active.off_loop)  # type: ignore[arg-type]
         explain.install(self.routes)
         self.entry.served = True
-        self.on_demand.record = {}.get
 
     def find(self, name: str, model_type: str) -> Any:
         if name != "tiny":

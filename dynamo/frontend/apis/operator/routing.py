@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from dynamo.errors import DynamoError, InvalidArgument, NoInstances
+from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances
 from dynamo.frontend.apis.chat.generation import adapt, named_model
 from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, peek, prompt_ids
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
@@ -23,7 +23,7 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.field_rules import rewritten
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
-from dynamo.frontend.requests.errors import error_response, explained, id_headers
+from dynamo.frontend.requests.errors import error_response, explained, id_headers, with_retry
 from dynamo.frontend.requests.headers import routed
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
@@ -78,9 +78,12 @@ class ExplainRoutes:
             found = await self._explanation(body, exchange.headers)
         except DynamoError as error:
             named = await self._threads.run(named_model, body)
-            shown = explained(error, "unknown" if named is None else named.model)
+            model = "unknown" if named is None else named.model
+            if isinstance(error, NoInstances | ModelNotFound):
+                error = self._models.on_demand.not_loaded(model) or error
+            shown = explained(error, model)
             status, text = error_response(shown, self._overload_status)
-            exchange.respond(status, text, headers=echoed)
+            exchange.respond(status, text, headers=with_retry(shown, echoed))
         else:
             exchange.respond(200, found, headers=echoed)
 
@@ -91,7 +94,9 @@ class ExplainRoutes:
         if unknown or "prompt" not in given:
             what = f"not {unknown}" if unknown else "`prompt` is missing"
             raise InvalidArgument(f"The query takes `prompt` and `model`: {what}")
-        names = [entry.name for entry in self._models.entries() if entry.served]
+        models = self._models
+        names = [entry.name for entry in models.entries() if entry.served]
+        names = names or sorted(models.on_demand.models())
         if not names:
             raise NoInstances
         if "model" not in given and len(names) > 1:
