@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from urllib.parse import unquote
 
 from dynamo.http.exchange import Exchange, encode_headers
 from dynamo.http.head import Head
 
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,1024}")
 _METHODS = "GET, HEAD, POST, DELETE"
-_EXPOSED = "x-request-id, request-id, retry-after, x-dynamo-route"
+_EXPOSED = ", ".join(
+    (
+        *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry"),
+        *("warning", "www-authenticate", "x-dynamo-route", "openai-processing-ms"),
+        *(
+            f"x-ratelimit-{what}-{of}"
+            for what in ("limit", "remaining", "reset")
+            for of in ("requests", "tokens")
+        ),
+    )
+)
+"""What clients read, of attached servers too."""
+_ORIGIN = re.compile(rb"\r\norigin:([^\r\n]*)", re.IGNORECASE)
 _MAX_AGE_S = "600"
 CORS_HEADERS = frozenset(
     (
@@ -19,12 +32,14 @@ CORS_HEADERS = frozenset(
         "access-control-expose-headers",
         "access-control-allow-methods",
         "access-control-allow-headers",
+        "access-control-allow-private-network",
         "access-control-max-age",
     )
 )
 """Headers of responses that only this server sets."""
 _ASKED_METHOD = "access-control-request-method"
 _ASKED_HEADERS = "access-control-request-headers"
+_ASKED_NETWORK = "access-control-request-private-network"
 
 
 class Cors:
@@ -60,6 +75,14 @@ class Cors:
 
         return answered
 
+    def of_unparsed(self, data: bytes) -> bytes:
+        """Return the headers for the refusal of ``data``, which is no head, or not yet: a page must
+        be able to read that its headers are too large. O(bytes)."""
+        target = data.partition(b"\r\n")[0].split(b" ", 2)[1:2]
+        path = b"".join(target).partition(b"?")[0].decode("latin-1")
+        origins = [found.decode("latin-1").strip(" \t") for found in _ORIGIN.findall(data)]
+        return self._headers(unquote(path), {"origin": origins[0]} if len(origins) == 1 else {})
+
     def _is_preflight(self, request: Head | Exchange) -> bool:
         headers = request.headers
         return (
@@ -78,12 +101,13 @@ class Cors:
             return b""
         # Without the header, too: a cache must not give one origin the response to another.
         found = [] if self._any else [("vary", "Origin")]
-        if self._allows(headers):
-            allowed = "*" if self._any else headers["origin"]
-            found.append(("access-control-allow-origin", allowed))
+        if self._any:  # also without an origin, for the response is the same
+            found.append(("access-control-allow-origin", "*"))
+            found.append(("access-control-expose-headers", f"{_EXPOSED}, *"))
+        elif self._allows(headers):
+            found.append(("access-control-allow-origin", headers["origin"]))
             found.append(("access-control-expose-headers", _EXPOSED))
-            if not self._any:
-                found.append(("access-control-allow-credentials", "true"))
+            found.append(("access-control-allow-credentials", "true"))
         return encode_headers(found)
 
 
@@ -92,4 +116,6 @@ def _preflight_headers(headers: Mapping[str, str]) -> list[tuple[str, str]]:
     names = headers.get(_ASKED_HEADERS, "")
     if _HEADER_NAMES.fullmatch(names):  # named, because * does not cover Authorization
         found.append(("access-control-allow-headers", names))
+    if headers.get(_ASKED_NETWORK) == "true":  # Private Network Access, of pages on the internet
+        found.append(("access-control-allow-private-network", "true"))
     return found

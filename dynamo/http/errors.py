@@ -27,12 +27,13 @@ class HttpStatusError(Exception):
     """The request breaks a rule or a bound; ``status``, ``body`` and ``headers`` go to the client.
 
     ``retry_after_s``, unless 0, is the value of the Retry-After header. ``path`` is that of the
-    request, where it is known; ``bodiless``: it is a HEAD. ``cors`` are more header lines.
+    request, where it is known; ``bodiless``: it is a HEAD. ``cors`` are more header lines, None
+    where the head was not parsed.
     """
 
     path: str = ""
     bodiless: bool = False
-    cors: bytes = b""
+    cors: bytes | None = None
 
     def __init__(self, status: int, message: str, retry_after_s: int = 0) -> None:
         super().__init__(message)

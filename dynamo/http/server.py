@@ -65,6 +65,7 @@ class HttpServer:
         if access is not None and self._keys is not None:
             check = access.check_key
         uncertified: Callable[[Head], None] | None = access.check_uncertified if access else None
+        self.cors = cors
         if cors is not None:
             check, uncertified = cors.unless_preflight(check), cors.unless_preflight(uncertified)
             handler = cors.before(handler)

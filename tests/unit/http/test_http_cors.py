@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -29,7 +30,13 @@ class Site:
     def __init__(self, keys: str, *origins: str) -> None:
         cors = frontend_cors(FrontendSettings(cors_origins=origins))
         access = Access(keys=ApiKeys(keys), is_open="/health".__eq__)
-        limits = HttpLimits(body_bytes=100)
+        limits = HttpLimits(
+            body_bytes=100,
+            header_bytes=4096,
+            header_timeout_s=0.2,
+            body_timeout_s=0.2,
+            sweep_s=0.05,
+        )
         self.server = HttpServer(self.handle, limits, access=access, cors=cors)
         self.handled: list[str] = []
         self.port = 0
@@ -55,6 +62,14 @@ class Site:
         found = re.findall(r"(?m)^([^:\r\n]+): (.*)\r$", head)
         assert len(found) == len(dict(found)), "a header twice"
         return int(head[9:12]), dict(found)
+
+    async def send(self, data: bytes) -> tuple[int, dict[str, str]]:
+        """Send what may be no request."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        writer.close()
+        return int(head[9:12]), dict(re.findall(r"(?m)^([^:\r\n]+): (.*)\r$", head))
 
 
 @pytest.fixture
@@ -133,6 +148,63 @@ async def test_routes_of_operators_and_the_page_stay_closed(
 async def test_it_is_off_by_default(site: Site) -> None:
     status, headers = await site.ask("OPTIONS", "/v1/x", f"Origin: {ALLOWED}", *PREFLIGHT)
     assert status == 401 and "access-control-allow-origin" not in headers and "vary" not in headers
+
+
+HEAD = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nOrigin: %b\r\n"
+BROKEN = {
+    "malformed": (400, HEAD.replace(b" HTTP/1.1", b" and more HTTP/1.1") + b"\r\n"),
+    "version": (505, HEAD.replace(b"HTTP/1.1", b"HTTP/3.0") + b"\r\n"),
+    "large": (431, HEAD + b"Cookie: " + b"c" * 5000),
+    "many": (431, HEAD + b"x: y\r\n" * 200 + b"\r\n"),
+    "host": (400, HEAD + b"Host: b\r\n\r\n"),
+    "slow head": (408, HEAD),
+    "slow body": (408, HEAD + b"Content-Length: 9\r\n\r\n"),
+    "length": (400, HEAD + b"Content-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("site", [(ALLOWED,), ("*",)], indirect=True)
+@pytest.mark.parametrize("kind", BROKEN)
+async def test_a_page_can_read_why_its_head_was_refused(site: Site, kind: str, key: str) -> None:
+    expected, data = BROKEN[kind]
+    if kind == "slow body":
+        data = data.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+    status, headers = await site.send(data % ALLOWED.encode())
+    assert status == expected
+    assert headers["access-control-allow-origin"] in (ALLOWED, "*")
+    status, headers = await site.send(data % OTHER.encode())
+    assert status == expected and headers.get("access-control-allow-origin") in (None, "*")
+    assert ("vary" in headers) != ("access-control-allow-origin" in headers)
+    status, headers = await site.send(data.replace(b"/v1/x", b"/ui") % ALLOWED.encode())
+    assert status == expected and not [one for one in headers if one.startswith("access-")]
+
+
+async def test_a_connection_over_the_limit(site: Site, key: str) -> None:
+    site.server.limits = dataclasses.replace(site.server.limits, connections=0)
+    bearer = f"Authorization: Bearer {key}\r\n\r\n".encode()
+    status, headers = await site.send(HEAD % ALLOWED.encode() + bearer)
+    assert status == 503 and headers["access-control-allow-origin"] == ALLOWED
+
+
+async def test_two_origins_are_none(site: Site) -> None:
+    twice = b"Origin: %b\r\n" % ALLOWED.encode()
+    status, headers = await site.send(b"GET /v1/x\r\n" + twice * 2 + b"\r\n")
+    assert status == 400 and "access-control-allow-origin" not in headers
+
+
+async def test_a_page_of_the_internet_may_ask_for_this_network(site: Site) -> None:
+    asked = (*PREFLIGHT, "Access-Control-Request-Private-Network: true")
+    _, headers = await site.ask("OPTIONS", "/v1/x", f"Origin: {ALLOWED}", *asked)
+    assert headers["access-control-allow-private-network"] == "true"
+    status, headers = await site.ask("OPTIONS", "/v1/x", f"Origin: {OTHER}", *asked)
+    assert status == 401 and "access-control-allow-private-network" not in headers
+
+
+@pytest.mark.parametrize("site", [(ALLOWED,), ("*",)], indirect=True)
+async def test_pages_read_what_clients_read(site: Site) -> None:
+    _, headers = await site.ask("GET", "/v1/x", f"Origin: {ALLOWED}")
+    shown = headers["access-control-expose-headers"].split(", ")
+    assert {"x-request-id", "retry-after", "x-ratelimit-remaining-tokens"} <= {*shown}
 
 
 def test_origins_are_checked_and_written_as_browsers_do() -> None:
