@@ -375,3 +375,22 @@ def shorten(value: object, characters: int = 64) -> str:
     """Return ``value`` as text of at most ``characters``; a shortened text ends in three dots."""
     text = str(value)
     return text if len(text) <= characters else text[: characters - 3] + "..."
+
+
+def name_problem(name: str) -> str:
+    """Return why ``name`` cannot name a model: it stands in lines of logs, tables and metrics."""
+    if name.isprintable():
+        return ""
+    return "has a line break or another character that cannot be printed; choose another name"
+
+
+def as_argument(name: str) -> str:
+    """Return ``name`` as the last word of a shell command, also where it begins with ``-``."""
+    import shlex  # only here: completion of a command imports this module
+
+    return "-- " * name.startswith("-") + shlex.quote(name)
+
+
+def as_path(path: str) -> str:
+    """Return ``path`` as a word of a shell command, also where it begins with ``-``."""
+    return as_argument("./" * path.startswith("-") + path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -11,10 +12,11 @@ from typing import Any
 import orjson
 
 from dynamo.attach.profiles import PROFILES, Profile, offered_routes
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, name_problem
 from dynamo.http.client import HttpClient, ResponseError, Target
 from dynamo.observability.metrics_page import samples
 
+log = logging.getLogger(__name__)
 _MAX_MODELS = 256
 _LOADING = (502, 503, 504)
 _ANSWER_BYTES = 16 << 20
@@ -164,6 +166,11 @@ async def _list_models(probe: ServerProbe) -> list[dict[str, Any]]:
     if not isinstance(rows, list):
         raise ServerLoading(f"/v1/models answers {status}")
     named = [row for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
+    if bad := [row["id"] for row in named if name_problem(row["id"])]:
+        log.warning(
+            "left out a model of %s: its name %a %s", url, bad[0][:128], name_problem(bad[0])
+        )
+        named = [row for row in named if not name_problem(row["id"])]
     if not named:
         raise ServerLoading("/v1/models lists no model")
     return named[:_MAX_MODELS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
-from dynamo.config.worker import EndpointSettings
+from dynamo.config.worker import EndpointSettings, check_model_name
 
 PROFILES = ("auto", "vllm", "sglang", "trtllm", "llama.cpp", "ollama", "openai")
 """Choices of ``--profile``; openai is any other server."""
@@ -98,3 +98,6 @@ class AttachSettings(EndpointSettings):
         minimum=0,
         help="seconds the server may send nothing within a request; 0: no limit",
     )
+
+    def __post_init__(self) -> None:
+        check_model_name(self.model_name)

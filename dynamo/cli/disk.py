@@ -15,7 +15,7 @@ from dynamo.cli.options import DeleteSettings, ListSettings, PullSettings
 from dynamo.cli.text_table import aligned
 from dynamo.config import from_env, load
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, as_path
 from dynamo.llm.model_source import OnProgress, named_model
 from dynamo.observability.logs import counted, terminal_text
 from dynamo.operations.pull import pull as pull_model
@@ -56,7 +56,10 @@ def pull(argv: Sequence[str] | None = None) -> int:
 
     def stop(*_: object) -> None:
         """End at once: the Hub's threads would end only with their files."""
-        os.write(2, f"\nstopped; to go on: dynamo pull {settings.model}\n".encode())
+        os.write(
+            2,
+            f"\nstopped; to go on: dynamo pull {as_path(settings.model)}\n".encode(),
+        )
         os._exit(130)
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -61,7 +61,7 @@ from dynamo.doctor.read_machine import (
     read_limits,
     read_memory,
 )
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, as_path
 from dynamo.observability.logs import counted
 from dynamo.runtime.process.paths import state_path, store_path
 from dynamo.serve.graph.graph import Graph, parse_graph
@@ -199,7 +199,7 @@ class Examination:
                     "graph",
                     problem,
                     cause="dynamo serve refuses the graph",
-                    remedy=f"dynamo serve {self.graph.source} --dry-run",
+                    remedy=f"dynamo serve {as_path(self.graph.source)} --dry-run",
                 )
             return
         count = counted(len(planned.specs), "process", "processes")
@@ -211,7 +211,7 @@ class Examination:
                         "vram",
                         warning,
                         cause="the engine may end when it starts",
-                        remedy=f"dynamo serve {self.graph.source} --dry-run",
+                        remedy=f"dynamo serve {as_path(self.graph.source)} --dry-run",
                     )
 
 

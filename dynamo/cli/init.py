@@ -15,7 +15,7 @@ from dynamo.cli.options import InitSettings
 from dynamo.config import environ, from_env, load
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError, DynamoError, as_path
 from dynamo.llm.model_source import NamedModel, named_model
 from dynamo.observability.logs import counted
 from dynamo.operations.stored_models import running_ollama
@@ -286,7 +286,7 @@ def _next_steps(graph: NewGraph, path: Path, key: str) -> str:
 
 
 def _steps(path: Path, lines: Sequence[str]) -> str:
-    file = shlex.quote(str(path))
+    file = as_path(str(path))
     return "\n".join(
         (
             *lines,

@@ -81,8 +81,8 @@ def _path(frontend: KnownFrontend) -> str:
 def _check_name(name: str, action: str) -> None:
     if not KEY_NAME.fullmatch(name):
         raise ConfigError(
-            f"the name must be 1 to 64 letters, digits and . _ @ -, got {name!r:.80}; "
-            f"try: dynamo key {action} NAME"
+            "the name must be 1 to 64 letters, digits and . _ @ -, and begin with a letter or a "
+            f"digit, got {name!r:.80}; try: dynamo key {action} NAME"
         )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from dynamo.cli.options import DeploymentSettings, LoadModelSettings
 from dynamo.cli.reload import call, running
 from dynamo.config import load
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError, DynamoError, as_argument
 from dynamo.operations.steps.access import open_access
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.operations.targets import find_model
@@ -94,8 +93,8 @@ def add(
         _take_back(document, services)
         return 1
     print(f"dynamo run: ready: {', '.join(models.values())}", file=sys.stderr)
-    last = shlex.quote([*models.values()][-1])
-    print(f"  remove: dynamo remove {last} --namespace {document.namespace}", file=sys.stderr)
+    last = as_argument([*models.values()][-1])
+    print(f"  remove: dynamo remove --namespace {document.namespace} {last}", file=sys.stderr)
     return 0
 
 

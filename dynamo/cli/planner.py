@@ -16,7 +16,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import InvalidArgument, Unavailable
 from dynamo.observability.logs import counted
 from dynamo.operations.operate import BoxActions
-from dynamo.operations.outside import call_planner, no_planner
+from dynamo.operations.outside import call_planner, check_change, no_planner
 from dynamo.planner.reports.decisions import DECISIONS_FILE, DecisionLog
 from dynamo.planner.reports.explain import EXPLAIN, ExplainReport, ModelReport, report_text
 from dynamo.protocols.control import PlannerChange, PlannerState
@@ -28,6 +28,7 @@ _DESCRIPTION = """Show the last decisions of the planner, and what it would deci
 _SET_DESCRIPTION = (
     """Change the targets and limits of a running planner until the deployment ends."""
 )
+_DIGITS = 64
 _VERBS = {
     "replay": "dynamo.cli.planner_replay",
 }
@@ -56,17 +57,14 @@ def _set(words: Sequence[str]) -> int:
     settings, deployment = load(
         "dynamo planner set", _SET_DESCRIPTION, [SetSettings, DeploymentSettings], words
     )
-    given = PlannerChange(
+    change = PlannerChange(
         ttft_ms=settings.ttft_ms,
         itl_ms=settings.itl_ms,
         max_gpu_budget=settings.max_gpu_budget,
         min_gpu_budget=settings.min_gpu_budget,
         minima=_minima(settings.minima) or None,
     )
-    try:
-        change = msgspec.convert(msgspec.to_builtins(given), PlannerChange)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(f"planner set: {error}") from None
+    check_change(change)
     runtime = chosen_runtime(deployment.namespace)
     state = asyncio.run(BoxActions(runtime).change_planner(change))
     if change != PlannerChange():
@@ -81,7 +79,8 @@ def _minima(given: Sequence[str]) -> dict[str, int | None]:
     minima: dict[str, int | None] = {}
     for text in given:
         service, _, count = text.partition("=")
-        if not service or not (count == "graph" or (count.isascii() and count.isdigit())):
+        number = count.isascii() and count.isdigit() and len(count) <= _DIGITS
+        if not service or not (count == "graph" or number):
             raise InvalidArgument(f"--min must be SERVICE=N or SERVICE=graph, got {text!r}")
         minima[service] = None if count == "graph" else int(count)
     return minima

@@ -16,7 +16,7 @@ from dynamo.config import from_env, load
 from dynamo.config.programs import ENGINES, memory_share
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, as_path
 from dynamo.llm.model_source import named_model
 from dynamo.operations.stored_models import running_ollama
 from dynamo.runtime.process.paths import write_new
@@ -161,7 +161,7 @@ def _write(text: str, path: str, overrides: Sequence[Override]) -> int:
         raise ConfigError(f"{path} exists; choose another file, or remove it") from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-    print(f"wrote {path}; start it: dynamo serve {shlex.quote(path)}")
+    print(f"wrote {path}; start it: dynamo serve {as_path(path)}")
     return 0
 
 
@@ -180,7 +180,7 @@ def _check_beside(
     document: Document, settings: RunSettings, words: Sequence[str], overrides: Sequence[Override]
 ) -> None:
     """Raise ConfigError for what a model that is added to a running deployment cannot have."""
-    apart = f"for a deployment of its own: dynamo run {shlex.join(words)} --namespace NAME"
+    apart = f"for a deployment of its own: dynamo run --namespace NAME {shlex.join(words)}"
     if overrides:
         raise ConfigError(
             f"{overrides[0].text} would change namespace {document.namespace!r}, which is running: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
+from dynamo.errors import ConfigError, name_problem
 
 TOOL_CALL_PARSERS = (
     "deepseek_v3",
@@ -168,3 +169,12 @@ class WorkerSettings(EndpointSettings):
         metavar="NAME",
         help=f"format of the model's reasoning: {', '.join(REASONING_PARSERS)}",
     )
+
+    def __post_init__(self) -> None:
+        check_model_name(self.model_name or (self.model_path or "").rpartition("/")[2])
+
+
+def check_model_name(name: str | None) -> None:
+    """Raise ConfigError for a ``name`` of a model that cannot be printed on a line."""
+    if problem := name_problem(name or ""):
+        raise ConfigError(f"--served-model-name {name!r} {problem}")

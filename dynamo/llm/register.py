@@ -237,7 +237,7 @@ def encode_card(card: ModelCard) -> bytes:
         encoded = msgspec.json.encode(card)
         decode_card(encoded)
     except (OverflowError, ValueError) as error:
-        text = f"the model card of {card.display_name!r} is out of range: {error}"
+        text = f"the model card of {card.display_name!r} is wrong: {error}"
         raise InvalidArgument(text) from None
     return encoded
 

@@ -27,6 +27,7 @@ from dynamo.errors import (
     StatefileError,
     Unavailable,
     WorkerUnavailable,
+    shorten,
 )
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.operations.steps.sleeping import RemoteEngines
@@ -50,6 +51,8 @@ _ID = re.compile(r"[0-9a-f]{1,16}")
 _WAKE_TIMEOUT_S = 600.0
 _Engines = AbstractAsyncContextManager[RemoteEngines]
 _ANSWER_S = 5.0
+MOST_GPUS = 1_000_000
+_MOST_MS = 1_000_000
 
 
 async def call_planner(
@@ -106,6 +109,19 @@ def no_planner(settings: RuntimeSettings) -> DynamoError:
     )
 
 
+def check_change(change: PlannerChange) -> None:
+    """Raise InvalidArgument for a number that no planner takes; the wire has 64 bits."""
+    counts = {"max_gpu_budget": change.max_gpu_budget, "min_gpu_budget": change.min_gpu_budget}
+    counts |= {f"minima: {shorten(name)}": count for name, count in (change.minima or {}).items()}
+    for name, count in counts.items():
+        if count is not None and not 0 <= count <= MOST_GPUS:
+            given = shorten(count) if abs(count) < 1 << 256 else "a longer number"
+            raise InvalidArgument(f"{name} must be between 0 and {MOST_GPUS}, got {given}")
+    for name, target in (("ttft_ms", change.ttft_ms), ("itl_ms", change.itl_ms)):
+        if target is not None and not 0 < target <= _MOST_MS:
+            raise InvalidArgument(f"{name} must be above 0 and at most {_MOST_MS}, got {target:g}")
+
+
 async def ask_planner(
     settings: RuntimeSettings, change: PlannerChange | None = None
 ) -> PlannerState | None:
@@ -113,6 +129,7 @@ async def ask_planner(
 
     Raises DynamoError.
     """
+    check_change(change or PlannerChange())
     request = msgspec.to_builtins(change or PlannerChange())
     answer = await call_planner(settings, PLANNER_PAUSE, request)
     try:

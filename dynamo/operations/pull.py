@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo.errors import ConfigError, InvalidArgument, Unavailable
+from dynamo.errors import ConfigError, InvalidArgument, Unavailable, as_path
 from dynamo.llm.model_source import NamedModel, OnProgress, resolve_model
 from dynamo.observability.logs import counted
 from dynamo.operations.stored_models import ask_ollama, check_blobs, empty_parts
@@ -37,9 +37,9 @@ def pull(model: NamedModel, verify: bool, on_progress: OnProgress | None = None)
         for reply in ask_ollama("POST", "/api/pull", model.source):
             if on_progress is not None and reply.get("total"):
                 on_progress(reply.get("completed", 0), reply["total"])
-        return f"{model.name} is here; serve it: dynamo run {model.name}"
+        return f"{model.name} is here; serve it: dynamo run {as_path(model.name)}"
     if Path(model.source).is_absolute():
-        return f"{model.source} is here already; serve it: dynamo run {model.source}"
+        return f"{model.source} is here already; serve it: dynamo run {as_path(model.source)}"
     source = _gguf_source(model.source) if model.kind == "gguf-repository" else model.source
     repository = "/".join(source.removeprefix("hf://").split("/")[:2])
     empty_parts(repository)
@@ -50,7 +50,7 @@ def pull(model: NamedModel, verify: bool, on_progress: OnProgress | None = None)
     empty_parts(repository, delete=True)
     match = counted(checked, "file matches its checksum", "files match their checksums")
     note = match if checked else "it was complete"
-    return f"{source} is here, {note} ({path}); serve it: dynamo run {source}"
+    return f"{source} is here, {note} ({path}); serve it: dynamo run {as_path(source)}"
 
 
 def find_on_hub(text: str) -> list[HubHit]:

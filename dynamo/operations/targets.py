@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, as_argument
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.serve.state.document import Document, Entry
 from dynamo.serve.state.entries import ServiceEntries, read_services, service_config
@@ -43,8 +43,8 @@ def find_processes(document: Document, name: str, watchers: Collection[str]) -> 
     found = [one for one in chosen if one.entry.pids or one.name in watchers]
     if not found:
         model = next((one.owner.model for one in chosen if one.owner), "")
-        remedy = f"; start one with: dynamo load {model}" if model else "; try: dynamo reload"
-        raise InvalidArgument(f"{name} has no process now{remedy}")
+        how = f"start one with: dynamo load {as_argument(model)}" if model else "try: dynamo reload"
+        raise InvalidArgument(f"{name} has no process now; {how}")
     return found
 
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from dynamo.errors import name_problem
+
 ENGINE_CONTROL = "engine_control"
 """Endpoint, of the workers' component, that takes :class:`EngineCommand`."""
 
@@ -129,7 +131,6 @@ class EngineCommand(msgspec.Struct, omit_defaults=True):
 
 
 # Larger numbers are an error of the request: the request plane cannot carry them.
-_Count = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class PlannerChange(msgspec.Struct, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,9 +143,9 @@ class PlannerChange(msgspec.Struct, omit_defaults=True, kw_only=True, forbid_unk
     paused: bool | None = None
     ttft_ms: float | None = None
     itl_ms: float | None = None
-    max_gpu_budget: _Count | None = None
-    min_gpu_budget: _Count | None = None
-    minima: dict[str, _Count | None] | None = None
+    max_gpu_budget: int | None = None
+    min_gpu_budget: int | None = None
+    minima: dict[str, int | None] | None = None
 
 
 class PlannerState(msgspec.Struct, kw_only=True):
@@ -241,6 +242,11 @@ class ModelCard(msgspec.Struct, omit_defaults=True):
     router_config: dict[str, Any] = {}
     checksum: str = ""
     runtime_config: RuntimeConfig = msgspec.field(default_factory=RuntimeConfig)
+
+    def __post_init__(self) -> None:
+        for name in (self.display_name, self.lora_name or "", *self.model_aliases):
+            if problem := name_problem(name):
+                raise ValueError(f"the name {name!r} {problem}")
 
 
 decode_card = record_decoder(ModelCard)

@@ -19,7 +19,7 @@ import yaml
 
 from dynamo.config import environ
 from dynamo.config.programs import ATTACH, ENGINES, FRONTEND, PLANNER, EngineChoice, engines_for
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, name_problem
 from dynamo.llm.model_source import NamedModel
 from dynamo.runtime.process.paths import expanded
 from dynamo.serve.gpus.gpus import Gpu
@@ -234,6 +234,8 @@ class NewGraph:
 
     def document(self) -> dict[str, Any]:
         """Return the graph. Raises ConfigError for flags that the engine cannot get."""
+        if problem := name_problem(self.served_name):
+            raise ConfigError(f"the name {self.served_name!r} of the model {problem}: --name NAME")
         frontend: dict[str, Any] = {
             "run": FRONTEND,
             "http-host": self.host,

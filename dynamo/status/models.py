@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from dynamo.errors import as_argument
 from dynamo.protocols.status import (
     FrontendStatus,
     GpuStatus,
@@ -217,7 +218,7 @@ def _model(
     cause, remedy = (first.cause, first.remedy) if first is not None and told else ("", "")
     holds = any(one.state in ("ready", "loading") for one in workers)
     if not workers and wanted.get(name):
-        cause, remedy = "no worker runs", f"dynamo load {name}"
+        cause, remedy = "no worker runs", f"dynamo load {as_argument(name)}"
     return ModelStatus(
         model=name,
         state=state,

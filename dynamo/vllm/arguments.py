@@ -16,7 +16,7 @@ from dynamo.config import load_known
 from dynamo.config.programs import PROGRAMS, settings_groups
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import REASONING_ALIASES, REASONING_PARSERS, WorkerSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, name_problem
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
 from dynamo.runtime.process.paths import expanded
@@ -46,6 +46,8 @@ def parse_loras(modules: Iterable[str], model_name: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in modules:
         name, path = _parse(text)
+        if problem := name_problem(name):
+            raise ConfigError(f"--lora-modules: the name {name!r} {problem}")
         if name == model_name or name in found:
             raise ConfigError(
                 f"--lora-modules: the name {name!r} is used twice; give each adapter its own"

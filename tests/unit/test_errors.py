@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 
 from dynamo import errors
+from dynamo.cli.options import LoadModelSettings
+from dynamo.config import load
 
 CLASSES = [
     kind
@@ -51,3 +57,26 @@ def test_a_status_chosen_by_the_engine_crosses(given: int, status: int, kind: st
 @pytest.mark.parametrize("code", ["http.", "http.x", "http.²", "http.-4", "other.418"])
 def test_an_invalid_status_is_a_plain_failure(code: str) -> None:
     assert errors.from_code(code, "x").status == 500
+
+
+@pytest.mark.parametrize("name", ["m", "-name", "--", "--help", "a b", "$(id)", "it's", "-n 'x'"])
+def test_names_in_commands_reach_the_verb(name: str) -> None:
+    words = shlex.split(f"--namespace n {errors.as_argument(name)}")[2:]
+    (settings,) = load("dynamo load", "", [LoadModelSettings], words)
+    assert settings.model == name
+    (path,) = shlex.split(errors.as_path(name))
+    assert Path(path) == Path(name) and not path.startswith("-")
+
+
+def test_every_command_with_a_name_of_a_user_quotes_it() -> None:
+    package = Path(errors.__file__).parent
+    verbs = re.compile(r"dynamo (?:run|pull|rm|load|unload|remove|serve|reload) \{(\w+)")
+    safe = {"as_argument", "as_path", "file", "last", "shlex"}  # made by one of them
+    found = [
+        f"{path.relative_to(package)}:{number}: {line.strip()}"
+        for path in package.rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for match in verbs.finditer(line)
+        if match[1] not in safe
+    ]
+    assert not [one for one in found if "self._name" not in one]  # an id of the hub is a word

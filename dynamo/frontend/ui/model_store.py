@@ -26,6 +26,7 @@ from dynamo.errors import (
     DeadlineExceeded,
     InvalidArgument,
     Overloaded,
+    as_path,
     shorten,
 )
 from dynamo.llm.model_source import NamedModel, named_model
@@ -154,14 +155,12 @@ class ModelStore:
     async def add(self, name: str) -> str:
         """Begin to serve a model beside the others: ``dynamo run NAME``. Raises DynamoError."""
         _checked(name)
-        await self._check_running(f"dynamo run {name}")
+        await self._check_running(f"dynamo run {as_path(name)}")
         self._begin("run", name)
         return f"adding {name}: it is listed when its worker starts"
 
     async def remove(self, name: str) -> str:
         """Begin to take a model out of the deployment: ``dynamo remove NAME``."""
-        if name.startswith("-"):
-            raise InvalidArgument(f"no model {shorten(name, 128)!r}")
         await self._check_running("dynamo ps")
         self._begin("remove", name)
         return f"removing {name}: requests in flight finish"
@@ -272,7 +271,9 @@ class ModelStore:
 
     async def _verb(self, verb: str, name: str) -> None:
         try:
-            words = [verb, name, "--namespace", self._settings.namespace]
+            # A name that is removed may begin with a dash; `run` gives what follows to the engine.
+            cut = () if verb == "run" else ("--",)
+            words = [verb, "--namespace", self._settings.namespace, *cut, name]
             status, last = await _run(words, lambda line: None)
         except OSError as error:
             status, last = 1, str(error)

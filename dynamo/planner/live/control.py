@@ -16,6 +16,7 @@ import msgspec
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
+from dynamo.operations.outside import MOST_GPUS, check_change
 from dynamo.planner.connector import ScaledService
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.protocols.control import PlannerChange, PlannerState
@@ -24,7 +25,6 @@ from dynamo.runtime.process.paths import write_atomic
 
 _BUDGETS = ("max_gpu_budget", "min_gpu_budget")
 _TARGETS = ("ttft_ms", "itl_ms")
-_MOST = 1_000_000
 log = logging.getLogger(__name__)
 
 
@@ -136,6 +136,7 @@ class PlannerControl:
 
 def changed(settings: PlannerSettings, change: PlannerChange) -> PlannerSettings:
     """Return ``settings`` with the budgets and targets of ``change``. Raises InvalidArgument."""
+    check_change(change)
     given: dict[str, Any] = {
         name: getattr(change, name)
         for name in (*_BUDGETS, *_TARGETS)
@@ -143,12 +144,6 @@ def changed(settings: PlannerSettings, change: PlannerChange) -> PlannerSettings
     }
     if "min_gpu_budget" in given:
         given |= dict.fromkeys(("min_endpoint", "prefill_min_endpoint", "decode_min_endpoint"))
-    for name in _BUDGETS:
-        if name in given and not 0 <= given[name] <= _MOST:
-            raise InvalidArgument(f"{name} must be between 0 and {_MOST}, got {given[name]}")
-    for name in _TARGETS:
-        if name in given and not 0 < given[name] <= _MOST:
-            raise InvalidArgument(f"{name} must be above 0 and at most {_MOST}, got {given[name]}")
     if settings.mode == "load" and given.keys() & set(_TARGETS):
         raise InvalidArgument(
             "mode load has thresholds and no targets (ttft_ms, itl_ms): start the planner with "
@@ -184,6 +179,6 @@ def _check_minima(
         if service is None:
             known = ", ".join(sorted(services)) or "none yet"
             raise InvalidArgument(f"minima: no service {name!r} is scaled; there are: {known}")
-        most = _MOST if service.maximum is None else service.maximum
+        most = MOST_GPUS if service.maximum is None else service.maximum
         if count is not None and not least <= count <= most:
             raise InvalidArgument(f"minima: {name} must be between {least} and {most}, got {count}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.errors import DynamoError
+from dynamo.errors import DynamoError, as_argument
 from dynamo.observability.logs import counted
 from dynamo.operations.steps.limits import ActionLimits
 from dynamo.planner.connector import DRAINING, READY, STARTING, ScaledService
@@ -177,8 +177,8 @@ def cold_decision(pools: Mapping[str, Pool], waits_for: str = "") -> ScalingDeci
 
 def stopped_by_command(model: ScaledModel) -> str:
     """Return why no worker of a model is started, and the remedy, if an operator stopped it."""
-    name = model.decode.stopped
-    return f"{name} was stopped by a command; start it again with: dynamo load {model.name}"
+    remedy = f"dynamo load {as_argument(model.name)}"
+    return f"{model.decode.stopped} was stopped by a command; start it again with: {remedy}"
 
 
 def shared_model(

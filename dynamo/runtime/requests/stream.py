@@ -18,6 +18,7 @@ from dynamo.errors import (
     EngineShutdown,
     HttpError,
     HttpFailure,
+    InvalidArgument,
     InvalidRequest,
     Overloaded,
     Unavailable,
@@ -197,7 +198,10 @@ class ServerStream:
         """
         if self.closed:
             return
-        log.warning("%s: the handler failed", self.endpoint, exc_info=error)
+        if isinstance(error, InvalidArgument):  # the client's mistake, not the handler's
+            log.warning("%s: refused: %s", self.endpoint, shorten(error, 500))
+        else:
+            log.warning("%s: the handler failed", self.endpoint, exc_info=error)
         found = _as_error(error)
         report = self._served.on_engine_shutdown
         if report is not None and isinstance(found, EngineShutdown) and not found.relayed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import ssl
 import subprocess
@@ -74,6 +75,16 @@ async def response(target: Target, answer_s: float = 10.0) -> Sink:
         await sink.ended.wait()
     await pool.close()
     return sink
+
+
+async def test_names_that_cannot_be_printed_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    body = json.dumps({"data": [{"id": "a\nb"}, {"id": "good"}, {"id": "c\x1b[2J"}]}).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    async with answering(head + body) as target:
+        probe = ServerProbe(target, 5.0)
+        found = await describe(probe, "openai")
+        assert [model.name for model in found.models] == ["good"]
+    assert r"its name 'a\nb' has a line break" in caplog.text
 
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0\r\n", b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000])

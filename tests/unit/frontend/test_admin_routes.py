@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from http_bench import Bench
 
-from dynamo.errors import ModelNotFound
+from dynamo.config import from_env
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import InvalidArgument, ModelNotFound
 from dynamo.frontend.apis.operator.info import BusyThresholdRoutes
+from dynamo.frontend.apis.operator.planner import PlannerRoutes
 from dynamo.frontend.apis.operator.routing import ExplainRoutes
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
+from dynamo.operations.outside import ask_planner
+from dynamo.protocols.control import PlannerChange
 from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.runtime.process.tasks import Tasks
 
@@ -39,6 +46,8 @@ class Site:
         self.tasks = Tasks("test")
         routes = Routes()
         BusyThresholdRoutes(self, self.tasks).install(routes)  # type: ignore[arg-type]
+        runtime: Any = SimpleNamespace(settings=from_env(RuntimeSettings))
+        PlannerRoutes(runtime, self.tasks, 503).install(routes)
         ExplainRoutes(self, self.tasks, 503, OffLoop()).install(routes)  # type: ignore[arg-type]
         self.bench = Bench(routes)
 
@@ -79,6 +88,27 @@ async def site() -> AsyncIterator[Site]:
 
 def errors(answer: Any) -> Iterator[str]:
     yield from (one for one in answer.values() if isinstance(one, str))
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64, -(2**64), 10**300])
+async def test_numbers_beyond_the_wire_are_named(site: Site, number: int) -> None:
+    """Of all routes of operators that take one; the planner is not even asked."""
+    tokens = {"model": "m", "active_prefill_tokens_threshold": number}
+    status, answer = await site.ask("/busy_threshold", json.dumps(tokens).encode())
+    wanted = "active_prefill_tokens_threshold must be at most 9223372036854775807, got "
+    assert (status, wanted in str(answer)) == (400, True) or (status == 422 and number < 0)
+    for change in (
+        {"max_gpu_budget": number},
+        {"min_gpu_budget": number},
+        {"minima": {"W": number}},
+        {"ttft_ms": number},
+        {"itl_ms": number},
+    ):
+        status, answer = await site.ask("/v1/planner", json.dumps(change).encode())
+        (name,) = change
+        assert status == 400 and re.search(f"{name}.* must be .*, got ", str(answer))
+        with pytest.raises(InvalidArgument, match=f"{name}.* must be"):
+            await ask_planner(from_env(RuntimeSettings), msgspec.convert(change, PlannerChange))
 
 
 @pytest.mark.parametrize("path", ["/busy_threshold", "/v1/route"])

@@ -53,6 +53,7 @@ _LIVE = orjson.dumps({"status": "live", "message": "Service is live"})
 _PATH = "/busy_threshold"
 _IDLE = "kept, not in force: needs --admission-control token-capacity"
 _NAME_CHARACTERS = 256
+_MOST_TOKENS = 2**63 - 1
 log = logging.getLogger(__name__)
 
 
@@ -143,6 +144,10 @@ def _out_of_range(change: _Change) -> str:
     share = change.active_decode_blocks_threshold
     if share is not None and not 0 <= share <= 1:
         return f"active_decode_blocks_threshold must be between 0.0 and 1.0, got {share}"
+    tokens = change.active_prefill_tokens_threshold
+    if tokens is not None and tokens > _MOST_TOKENS:
+        given = shorten(tokens) if tokens < 1 << 256 else "a longer number"
+        return f"active_prefill_tokens_threshold must be at most {_MOST_TOKENS}, got {given}"
     fraction = change.active_prefill_tokens_threshold_frac
     if fraction is not None and fraction < 0:
         return f"active_prefill_tokens_threshold_frac must be >= 0.0, got {fraction}"

@@ -7,12 +7,12 @@ import logging
 
 import msgspec
 
-from dynamo.errors import DynamoError, InvalidRequest, Unavailable, shorten
+from dynamo.errors import DynamoError, InvalidArgument, InvalidRequest, Unavailable, shorten
 from dynamo.frontend.requests.errors import error_response
 from dynamo.http import Exchange
 from dynamo.http.access import operator_name
 from dynamo.http.routes import Routes, in_task
-from dynamo.operations.outside import call_planner_of, no_planner
+from dynamo.operations.outside import call_planner_of, check_change, no_planner
 from dynamo.protocols.control import PLANNER_PAUSE, PlannerChange
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.paths import state_path
@@ -47,6 +47,10 @@ class PlannerRoutes:
     async def _set(self, exchange: Exchange) -> None:
         try:
             change = _change(exchange.body)
+            check_change(change)
+        except InvalidArgument as error:
+            self._refuse(exchange, error)
+            return
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             text = f"Failed to deserialize the JSON body: {shorten(str(error))}"
             self._refuse(exchange, InvalidRequest(text))
