@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +28,8 @@ WHY = "has a line break or another character that cannot be printed; choose anot
 @pytest.mark.parametrize("name", BAD)
 def test_a_name_of_several_lines_is_refused(name: str, tmp_path: Path) -> None:
     for group in (WorkerSettings, AttachSettings):
-        for values in ({"model_name": name}, {"model_path": f"/models/{name}"}):
+        given: list[dict[str, Any]] = [{"model_name": name}, {"model_path": f"/models/{name}"}]
+        for values in given:
             if group is WorkerSettings or "model_name" in values:
                 with pytest.raises(ConfigError, match=WHY):
                     from_env(group, **values)
