@@ -27,8 +27,7 @@ def write_gguf(path: Path, seed: int = 1) -> Path:
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_file_type(0)
-    vocabulary = _add_tokenizer(writer)
-    _add_weights(writer, vocabulary, seed)
+    _add_weights(writer, _add_tokenizer(writer), seed)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -36,7 +35,8 @@ def write_gguf(path: Path, seed: int = 1) -> Path:
     return path
 
 
-def _add_tokenizer(writer: Any) -> int:
+def _add_tokenizer(writer: Any) -> list[str]:
+    """Return the tokens by their ids."""
     tokenizer = json.loads((MODEL / "tokenizer.json").read_text())
     settings = json.loads((MODEL / "tokenizer_config.json").read_text())
     config = json.loads((MODEL / "config.json").read_text())
@@ -57,22 +57,25 @@ def _add_tokenizer(writer: Any) -> int:
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_bool("tokenizer.ggml.add_bos_token", False)
     writer.add_chat_template(settings["chat_template"])
-    return len(numbers)
+    return [by_id[number] for number in numbers]
 
 
-def _add_weights(writer: Any, vocabulary: int, seed: int) -> None:
+def _add_weights(writer: Any, tokens: list[str], seed: int) -> None:
     numpy: Any = importlib.import_module("numpy")
     numbers = numpy.random.default_rng(seed)
 
     def add(name: str, *shape: int) -> None:
         # Logits far apart: rounding must not decide which token is the best.
         scale = shape[-1] ** -0.5 * (3.0 if name == "output.weight" else 1.0)
-        writer.add_tensor(name, (numbers.standard_normal(shape) * scale).astype("float32"))
+        values = (numbers.standard_normal(shape) * scale).astype("float32")
+        if name == "output.weight":  # llama-server refuses bytes that are no UTF-8
+            values[[not (one.isascii() and one.isalnum()) for one in tokens]] = 0
+        writer.add_tensor(name, values)
 
     def add_norm(name: str) -> None:
         writer.add_tensor(name, numpy.ones(HIDDEN, "float32"))
 
-    add("token_embd.weight", vocabulary, HIDDEN)
+    add("token_embd.weight", len(tokens), HIDDEN)
     for layer in range(LAYERS):
         add_norm(f"blk.{layer}.attn_norm.weight")
         for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
@@ -82,4 +85,4 @@ def _add_weights(writer: Any, vocabulary: int, seed: int) -> None:
         add(f"blk.{layer}.ffn_up.weight", INTERMEDIATE, HIDDEN)
         add(f"blk.{layer}.ffn_down.weight", HIDDEN, INTERMEDIATE)
     add_norm("output_norm.weight")
-    add("output.weight", vocabulary, HIDDEN)
+    add("output.weight", len(tokens), HIDDEN)
