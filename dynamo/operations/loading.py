@@ -6,6 +6,7 @@ A worker that another command starts or wakes is followed until it serves.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,8 @@ class ModelLoad:
     async def prepare(self) -> list[ServiceLoad]:
         """Reserve all workers in one change of the statefile, so that no other load does too.
 
-        Raises ActionFailed if all pools have one, or a worker gets no GPU: then none is reserved.
+        Its services note the time: the idle clock of the model begins again. Raises ActionFailed if
+        all pools have a worker, or one gets no GPU: then none is reserved.
         """
         access = self._access
         self._statuses = await access.statuses()
@@ -68,6 +70,12 @@ class ModelLoad:
         loads: list[ServiceLoad] = []
         # Blocks, so that a cancellation cannot arrive between the write and our note of it.
         access.statefile.update(lambda document: loads.extend(self._reserve(document)), True)
+        if not loads:
+            serving = [entry.name for _, entry in self._pools(access.document()) if entry]
+            raise ActionFailed(
+                f"it is served already, by {', '.join(serving)}; workers of the graph that were "
+                "drained start with: dynamo reload. Its idle time begins again"
+            )
         access.active.update(one.name for one in loads if not one.followed)
         return loads
 
@@ -79,15 +87,13 @@ class ModelLoad:
             if entry is not None and not serves(self._access, entry)
         ]
         cold = [service for service, entry in pools if entry is None]
-        if not cold and not starting:
-            serving = [entry.name for _, entry in pools if entry is not None]
-            raise ActionFailed(
-                f"it is served already, by {', '.join(serving)}; workers of the graph that were "
-                "drained start with: dynamo reload"
-            )
         check_turn(document, cold, self._access.active)
         loads = [self._load(document, service) for service in cold]
-        return loads + [self._follow(service, entry) for service, entry in starting]
+        loads += [self._follow(service, entry) for service, entry in starting]
+        asked = [load.name for load in loads] + [entry.name for _, entry in pools if entry]
+        for name in asked:
+            document.components[name].asked_at = time.time()
+        return loads
 
     def _follow(self, service: ServiceEntries, entry: Entry) -> ServiceLoad:
         begun = entry.reserved_by.operation if entry.reserved_by is not None else ""

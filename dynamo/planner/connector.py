@@ -36,7 +36,8 @@ class ScaledService:
     ``idle_timeout_s`` its last worker goes (None: as the planner's option says), and no other model
     of its ``groups`` is awake beside it. ``relayed``: its workers take whole HTTP requests.
     ``held`` says why its workers must not be changed now, else it is "". ``stopped`` is the watcher
-    that an operator has stopped, if that leaves it without a worker.
+    that an operator has stopped, if that leaves it without a worker. ``asked_at`` is the Unix time
+    of an operator's last load of its model.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ScaledService:
     relayed: bool = False
     held: str = ""
     stopped: str = ""
+    asked_at: float = 0.0
 
 
 class Connector(Protocol):
@@ -71,6 +73,9 @@ class Connector(Protocol):
         it does not serve in time; then nothing of it is left. What a cancelled start leaves,
         :meth:`reconcile` repairs.
         """
+
+    def give_up(self, service: str, reason: str) -> None:
+        """Let the starts of ``service`` that :meth:`add` has begun fail for ``reason``, undone."""
 
     async def remove(self, service: str) -> str:
         """Remove the newest worker; return its watcher's name when it has exited.

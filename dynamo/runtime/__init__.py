@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
     from dynamo.runtime.endpoints.client import Client
     from dynamo.runtime.endpoints.component import Component, Endpoint, Namespace
-    from dynamo.runtime.endpoints.responses import Annotated, UnaryClient, serve_unary_endpoint
+    from dynamo.runtime.endpoints.responses import UnaryClient, serve_unary_endpoint
+    from dynamo.runtime.requests import Annotated
     from dynamo.runtime.requests.context import Context
     from dynamo.runtime.worker_main import dynamo_endpoint, dynamo_worker
 
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Annotated": "endpoints.responses",
+    "Annotated": "requests.generator",
     "Client": "endpoints.client",
     "Component": "endpoints.component",
     "Context": "requests.context",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from deployment import ROOT, Deployment
 
-from dynamo.runtime.endpoints.responses import Annotated
+from dynamo.runtime.requests import Annotated
 
 EXAMPLES = {
     "pipeline": (("backend", "middle", "frontend"), "pipeline"),

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from deployment import Deployment
+from deployment import Deployment, free_port
 from jsonschema import Draft202012Validator
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
+
+from dynamo.config.router import ROUTER_MODES
 
 CHAT = "/v1/chat/completions"
 
@@ -33,10 +35,13 @@ def chat(max_tokens: int, stream: bool = False) -> dict[str, Any]:
 class Streaming:
     """A streamed chat that reads its events one by one."""
 
-    def __init__(self, deployment: Deployment, max_tokens: int) -> None:
+    def __init__(
+        self, deployment: Deployment, max_tokens: int, headers: dict[str, str] | None = None
+    ) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", deployment.port, timeout=30)
         body = json.dumps(chat(max_tokens, True))
-        self.connection.request("POST", CHAT, body, {"content-type": "application/json"})
+        given = {"content-type": "application/json", **(headers or {})}
+        self.connection.request("POST", CHAT, body, given)
         self.answer = self.connection.getresponse()
         self.sock = self.connection.sock
 
@@ -252,6 +257,42 @@ def test_the_openapi_document_is_complete(started: Deployment) -> None:
                 asked = path.replace("{response_id}", json.loads(made[2])["id"])
             status = started.request(method.upper(), asked, {})[0]
             assert status not in (404, 405), path
+
+
+def test_kv_blocks_in_every_router_mode(deployment: Deployment) -> None:
+    """`curl …/metrics | grep kv_blocks`: used and total of the model, whatever the mode."""
+    blocks = ("--block-size", "4", "--num-gpu-blocks-override", "64")
+    for _ in range(2):
+        deployment.mocker(*blocks, "--speedup-ratio", "0.05")
+    for mode in ROUTER_MODES:
+        deployment.port = free_port()
+        frontend = deployment.frontend("--router-mode", mode)
+        deployment.wait_for_workers(2)
+        assert kv_blocks(deployment) == (0.0, 64.0)
+        instances = json.loads(deployment.request("GET", "/health")[2])["instances"]
+        worker = next(one["instance_id"] for one in instances if one["endpoint"] == "generate")
+        pin = {"x-worker-instance-id": str(worker)} if mode == "direct" else {}
+        stream = Streaming(deployment, 100, pin)
+        assert stream.event() is not None
+        used, total = kv_blocks(deployment)
+        # A prompt of at least one block and what is generated, as a mean of two workers.
+        assert 0.5 <= used <= 32 and total == 64, mode
+        stream.close()
+        deployment.until(lambda: kv_blocks(deployment)[0] == 0, "no blocks in use")
+        frontend.terminate()
+        assert frontend.wait(30) == 0
+        deployment.processes.remove(frontend)
+
+
+def kv_blocks(deployment: Deployment) -> tuple[float, float]:
+    """Return the used and total blocks of the model."""
+    lines = deployment.request("GET", "/metrics")[2].decode().splitlines()
+    rows = dict(line.rsplit(" ", 1) for line in lines if "kv_blocks{" in line)
+    used, total = (
+        float(rows[f'dynamo_frontend_model_{kind}_kv_blocks{{model="tiny"}}'])
+        for kind in ("used", "total")
+    )
+    return used, total
 
 
 def test_informational_routes(started: Deployment) -> None:

@@ -353,7 +353,8 @@ class ModelEntry:
             self.served_since_s = time.monotonic()
         self.served = served
         if self.loaded is not None:
-            self._all_metrics.show_card(self.card, self.served, self._migrations.limit)
+            limit, workers = self._migrations.limit, len(self.workers)
+            self._all_metrics.show_card(self.card, self.served, limit, workers)
 
     def _open_prefill(
         self, runtime: DistributedRuntime, settings: RouterSettings, dispatch: Dispatch

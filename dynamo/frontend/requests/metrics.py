@@ -200,6 +200,11 @@ _MODEL_SEQS = gauge(
 )
 _MODEL_MIGRATION = gauge("dynamo_frontend_model_migration_limit", "Migrations allowed", "model")
 _MODEL_KV_BLOCKS = gauge("dynamo_frontend_model_total_kv_blocks", "KV blocks of a worker", "model")
+_MODEL_USED_KV_BLOCKS = gauge(
+    "dynamo_frontend_model_used_kv_blocks",
+    "KV blocks that running requests of this frontend hold, mean of the model's workers",
+    "model",
+)
 _WORKER = "dp_rank worker_id worker_type"
 _WORKER_LAST_ISL = gauge(
     "dynamo_frontend_worker_last_input_sequence_tokens",
@@ -362,9 +367,14 @@ class FrontendMetrics:
             self.registry.forget("model", oldest, (Counter, Gauge, Histogram))
             self.models_dropped.value += 1
 
-    def show_card(self, card: ModelCard, ready: bool, migration_limit: int) -> None:
+    def show_card(
+        self, card: ModelCard, ready: bool, migration_limit: int, workers: int = 1
+    ) -> None:
         """Set the model's gauges, most of them from its card."""
         config = card.runtime_config
+        model = self._models.get(card.display_name)
+        if model is not None and config.total_kv_blocks:
+            model.kv_block_size, model.workers = card.kv_cache_block_size or 0, max(1, workers)
         rows: list[tuple[MetricSpec[Gauge], float | None]] = [
             (_MODEL_READY, ready),
             (_MODEL_CONTEXT, card.context_length),
@@ -377,6 +387,16 @@ class FrontendMetrics:
         for spec, value in rows:
             if value is not None:
                 self.child(spec, card.display_name).value = value
+
+    def show_used_blocks(self, running: Iterable[tuple[str, int]]) -> None:
+        """Show the KV blocks that ``running`` requests hold: each has its model and its tokens."""
+        models = {name: model for name, model in self._models.items() if model.kv_block_size}
+        used = dict.fromkeys(models, 0)
+        for name, tokens in running:
+            if name in models:
+                used[name] += -(-tokens // models[name].kv_block_size)
+        for name, model in models.items():
+            self.child(_MODEL_USED_KV_BLOCKS, name).value = used[name] / model.workers
 
 
 class Outcomes:
@@ -416,6 +436,7 @@ class ModelMetrics(Outcomes):
         self.isl = metrics.child(_ISL, name)
         self.osl = metrics.child(_OSL, name)
         self.cached = metrics.child(_CACHED, name)
+        self.kv_block_size, self.workers = 0, 1
         # Families: a model has no series of what it never had: a cold start, images, embeddings.
         self.ttft_worker_wait = metrics.family(_TTFT_WORKER_WAIT)
         self.duration_worker_wait = metrics.family(_DURATION_WORKER_WAIT)

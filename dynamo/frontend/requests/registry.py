@@ -289,6 +289,12 @@ class RequestRegistry:
 
     def _show_in_progress(self) -> None:
         show_in_progress(self.metrics, [request.metrics for request in self._active])
+        self.metrics.show_used_blocks(
+            (request.model.name, len(one.original.token_ids) + one.tokens)
+            for request in self._active
+            for one in request.engine_requests
+            if one.decision is not None
+        )
 
     def _sweep(self) -> None:
         assert self._silence_s is not None, "armed only with a timeout"

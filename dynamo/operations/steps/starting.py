@@ -37,6 +37,14 @@ class WorkerStart:
         self._gpus: tuple[str, ...] = ()
         self._avoid: frozenset[str] = frozenset()
         self._rank: Mapping[str, int] = {}
+        self._scope: asyncio.Timeout | None = None
+        self._given_up = ""
+
+    def give_up(self, reason: str) -> None:
+        """Let :meth:`run` fail for this ``reason`` and undo what it has done, unless it is over."""
+        self._given_up = self._given_up or reason
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())
 
     async def prepare(self) -> None:
         """Reserve its name and its GPUs. Raises ActionFailed, StatefileError."""
@@ -73,10 +81,11 @@ class WorkerStart:
         if not self.name:
             await self.prepare()
         try:
-            await self._start(deadline_s)
+            await self._start_unless_given_up(deadline_s)
             access.statefile.update(self._confirm)
         except (ActionFailed, CircusError, StatefileError) as error:
-            log.warning("%s: not added: %s; undoing it", self.name, error.message)
+            level = logging.INFO if self._given_up else logging.WARNING
+            log.log(level, "%s: not added: %s; undoing it", self.name, error.message)
             await self._undo()
             raise ActionFailed(f"{self.name}: {error.message}") from error
         except BaseException:  # cancelled, or a bug: a later action repairs it
@@ -110,6 +119,19 @@ class WorkerStart:
             return ledger.assign(self.name, count, avoid=self._avoid, rank=self._rank)
         except ConfigError as error:
             raise ActionFailed(error.message.partition("\nLower workers")[0]) from None
+
+    async def _start_unless_given_up(self, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                if self._given_up:
+                    self.give_up(self._given_up)
+                await self._start(deadline_s)
+        except TimeoutError:
+            if self._scope is None or not self._scope.expired():
+                raise
+            raise ActionFailed(f"given up: {self._given_up}") from None
+        finally:
+            self._scope = None
 
     async def _start(self, deadline_s: float) -> None:
         access, name = self._access, self.name

@@ -195,6 +195,9 @@ class KubernetesConnector:
             raise
         return _worker(service, wanted - 1)
 
+    def give_up(self, service: str, reason: str) -> None:
+        """Do nothing: models do not share GPUs here."""
+
     async def remove(self, service: str) -> str:
         """See :class:`Connector`. The operator chooses the pod; its requests finish first."""
         self._check_rollout(service)

@@ -61,6 +61,7 @@ class _Flight:
 
     adds: list[_Add] = field(default_factory=list)
     removing: int = 0
+    given_up: bool = False
 
 
 class WorkerActions:
@@ -110,6 +111,22 @@ class WorkerActions:
             return f"{added} still being added to it"
         return ""
 
+    def starting(self, service: str) -> int:
+        """Return how many workers of ``service`` are being added here."""
+        return len(self._flight(service).adds)
+
+    def give_up(self, service: str, reason: str) -> None:
+        """Let the adds of ``service`` in flight end for ``reason``; what they began is undone."""
+        flight = self._flight(service)
+        if flight.adds and not flight.given_up:
+            log.info("%s: giving up its start: %s", service, reason)
+            flight.given_up = True
+            self._connector.give_up(service, reason)
+
+    def gave_up(self, service: str) -> bool:
+        """Return whether the last adds of ``service`` were given up: their failure is wanted."""
+        return self._flight(service).given_up
+
     def begin(self, service: ScaledService, delta: int) -> Coroutine[object, object, str]:
         """Count a change by ``delta`` workers from now on; the result carries it out.
 
@@ -119,6 +136,7 @@ class WorkerActions:
         adds = [_Add() for _ in range(delta)]
         flight.adds += adds
         flight.removing += max(0, -delta)
+        flight.given_up = flight.given_up and not adds
         work = [partial(self._add, service, add) for add in adds]
         work += [partial(self._remove, service)] * -delta
         return self._run_all(work)
@@ -188,7 +206,8 @@ class WorkerActions:
             problem=problem,
         )
         known = self._problems.get((service.name, adds), "")
-        level = logging.INFO if not problem else logging.WARNING
+        fails = problem and not self.gave_up(service.name)
+        level = logging.WARNING if fails else logging.INFO
         log.log(logging.DEBUG if problem and problem == known else level, "%s", action)
         self._problems[service.name, adds] = problem
         self._on_action(action)

@@ -98,6 +98,7 @@ def service_now(service: ServiceEntries, sighting: Sighting, limits: ActionLimit
         maximum=service.maximum,
         priority=service.priority,
         idle_timeout_s=service.model_args.idle_timeout,
+        asked_at=max((entry.asked_at for entry in service.entries), default=0.0),
         groups=service.model_args.group,
         relayed=ATTACH in service.template.argv[:3],
         stopped="" if workers else _stopped(service, sighting),
@@ -211,6 +212,7 @@ class LocalConnector:
         self._most_asleep = most_asleep
         self._falling: Counter[str] = Counter()
         self._asleep_bytes: dict[str, int] = {}
+        self._starts: dict[str, list[WorkerStart]] = {}
 
     def configure(self, settings: PlannerSettings) -> None:
         """Keep within the limits of ``settings`` from now on."""
@@ -258,9 +260,22 @@ class LocalConnector:
                 asleep = sleeper_to_wake(document, entries, self._access.active)
                 if asleep is not None:
                     return await wake_worker(self._access, self._engines, entries, asleep)
-            return await WorkerStart(self._access, service).run()
+            return await self._start(service)
         except StatefileError as error:
             raise ActionFailed(f"{service}: {error.message}") from error
+
+    async def _start(self, service: str) -> str:
+        start, starts = WorkerStart(self._access, service), self._starts.setdefault(service, [])
+        starts.append(start)
+        try:
+            return await start.run()
+        finally:
+            starts.remove(start)
+
+    def give_up(self, service: str, reason: str) -> None:
+        """See :class:`Connector`. A wake goes on: it takes seconds."""
+        for start in self._starts.get(service, ()):
+            start.give_up(reason)
 
     async def remove(self, service: str) -> str:
         """See :class:`Connector`."""

@@ -245,7 +245,8 @@ class ScalingLoop:
         """Carry out what the sharing of GPUs changes, beside the policies."""
         states = self._models.values()
         await sharing.update(
-            {state.model.name: (state, self._pools(state.model)) for state in states}
+            {state.model.name: (state, self._pools(state.model)) for state in states},
+            self._actions.starting,
         )
         for state in states:
             reason = sharing.waits_for(state.model, self._pools(state.model))
@@ -259,6 +260,10 @@ class ScalingLoop:
                 seen = self._observe(state, ends=False)
                 state.wanted = {}
                 self._execute(state, made, seen, self._record(state, made, seen, "sharing"))
+            for change in made.pools if state.is_busy else ():
+                service = state.model.service(change.pool)
+                if service is not None and not change.wanted:
+                    self._actions.give_up(service.name, change.rule)
 
     def _is_cold(self, state: ModelState) -> bool:
         return self._sharing is not None and is_cold(self._pools(state.model))
@@ -452,7 +457,8 @@ class ScalingLoop:
         if problem:
             outcome.postponed[change.pool] = problem
         elif problem := await self._actions.begin(service, delta):
-            outcome.failed[change.pool] = problem
+            gave_up = self._actions.gave_up(service.name)
+            (outcome.postponed if gave_up else outcome.failed)[change.pool] = problem
 
     def _postponement(self, state: ModelState, change: PoolChange) -> str:
         """Return why a change cannot begin now, whatever GPUs are free, else ""."""

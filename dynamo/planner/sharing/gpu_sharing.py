@@ -274,8 +274,15 @@ class GpuSharing:
         if action.adds and not action.problem and action.pool == DECODE:
             self._load(action.model).seconds = action.seconds
 
-    async def update(self, models: Mapping[str, tuple[ModelState, Pools]]) -> None:
-        """Announce the models on demand, and decide for all ``models``."""
+    async def update(
+        self,
+        models: Mapping[str, tuple[ModelState, Pools]],
+        adding: Callable[[str], int] = lambda service: 0,
+    ) -> None:
+        """Announce the models on demand, and decide for all ``models``.
+
+        ``adding`` returns how many workers of a service the planner is starting.
+        """
         await self._source.announce(
             {
                 state.model.decode.name: self._record(state.model, pools)
@@ -294,6 +301,7 @@ class GpuSharing:
                     state.wanted,
                 ),
                 newest_s=self._newest_s(state.model, now_s),
+                abandoned=self._is_abandoned(state.model, pools, adding),
                 pauses=now_s < state.retry_s or bool(state.model.decode.stopped),
                 load_s=self._load(name).seconds,
             )
@@ -395,7 +403,8 @@ class GpuSharing:
         return now_s - self._serving_since_s.setdefault(model, now_s)
 
     def _newest_s(self, model: ScaledModel, now_s: float) -> float:
-        """Return for how long no worker of ``model`` has begun to serve."""
+        """Return for how long no worker of ``model`` has begun to serve, and no operator has
+        loaded it."""
         ready = frozenset(
             worker.name
             for service in model.services
@@ -406,7 +415,21 @@ class GpuSharing:
         if not ready <= known:
             since_s = now_s
         self._newest[model.name] = ready, since_s
-        return now_s - since_s
+        asked_s = time.time() - max(service.asked_at for service in model.services)
+        return min(now_s - since_s, max(0.0, asked_s))
+
+    def _is_abandoned(self, model: ScaledModel, pools: Pools, adding: Callable[[str], int]) -> bool:
+        """Whether nothing waits for the load of a model any more that the planner has begun."""
+        demand, load = self._source.demand(model.name), self._load(model.name)
+        if demand.waiting or demand.idle_s is None or load.since is None:
+            return False
+        own = all(
+            not (pool.ready or pool.draining) and pool.starting == adding(service.name)
+            for service in model.services
+            for pool in [pools[service.pool]]
+        )
+        # An operator who loads it now waits for it, too.
+        return own and all(service.asked_at < load.since for service in model.services)
 
     def _sharing_limits(self) -> SharingLimits:
         settings, capacity = self._settings, self._capacity()

@@ -3,7 +3,8 @@
 :func:`share` runs once per metric pull. A model whose requests wait without a worker claims one.
 Its GPUs come from free ones, else from the first of these that suffices: idle models; workers of
 busy models beyond their first; the last worker of a busy model that has served for the minimum
-residency (time slicing). Lower priorities give up first, and ``min`` is never touched.
+residency (time slicing). Lower priorities give up first, and ``min`` is never touched. A load that
+the planner has begun, and that nothing waits for any more, counts as an idle model.
 
 Loads are not wasted: a model that was loaded answers what waited for it, and serves for as long as
 its load took, before a model that has waited for as long as its own load takes gets its turn. The
@@ -116,9 +117,10 @@ class SharedModel:
 
     ``waiting`` requests have no worker, the oldest for ``oldest_s``. There were no requests for
     ``idle_s``; None if that is unknown. Its first worker has served for ``serving_s``, its newest
-    one for ``newest_s``, so an operator has wished for it since. ``pauses``:
-    its last start has failed, and nothing is started for a while. ``load_s``: the time that its
-    last load took, None if there was none. ``idle_timeout_s``: its own, None for that of all.
+    one for ``newest_s``; an operator may have loaded it then. ``abandoned``: all its workers are
+    being started by the planner, for requests that have left. ``pauses``: its last start has
+    failed, and nothing is started for a while. ``load_s``: the time that its last load took, None
+    if there was none. ``idle_timeout_s``: its own, None for that of all.
     ``groups``: see the module.
     """
 
@@ -130,6 +132,7 @@ class SharedModel:
     idle_s: float | None = None
     serving_s: float = 0.0
     newest_s: float = math.inf
+    abandoned: bool = False
     pauses: bool = False
     load_s: float | None = None
     idle_timeout_s: float | None = None
@@ -378,7 +381,12 @@ class _Round:
         return model.has_been_idle(self._limits.yield_idle_s)
 
     def _yields(self, model: SharedModel) -> bool:
-        """Whether ``model`` has been idle for long enough that waiting requests take its GPUs."""
+        """Whether ``model`` has been idle for long enough that waiting requests take its GPUs.
+
+        A load that nothing waits for gives way at once.
+        """
+        if model.abandoned:
+            return True
         load_s = math.inf if model.load_s is None else model.load_s
         return model.has_been_idle(min(self._limits.yield_idle_s, load_s / _YIELD_SHARE))
 
@@ -409,7 +417,7 @@ class _Round:
         idle = [
             pair
             for one in self._others(model)
-            if self._is_idle(one) and one.priority <= model.priority
+            if self._is_idle(one) and one.priority <= model.priority and not one.abandoned
             for pair in self._above(one, 0, f"idle, and {model.name} needs a worker")
         ]
         return [*idle, *self._surplus(model, late=False, below=True)]
@@ -421,9 +429,9 @@ class _Round:
         self._gpus.give_up(service, fewer)
 
     def _idle(self, model: SharedModel) -> Iterator[tuple[SharedService, str]]:
-        """Workers of idle models, of the longest idle one first."""
+        """Workers of idle models: of abandoned loads, then of the longest idle one."""
         idle = [one for one in self._others(model) if self._yields(one)]
-        for one in sorted(idle, key=lambda other: -(other.idle_s or 0.0)):
+        for one in sorted(idle, key=lambda other: (not other.abandoned, -(other.idle_s or 0.0))):
             yield from self._above(one, 0, f"idle, and requests of {model.name} wait")
 
     def _surplus(
@@ -463,7 +471,7 @@ class _Round:
     def _others(self, model: SharedModel) -> Iterator[SharedModel]:
         for one in self._models:
             starting = any(service.starting for service in one.services)
-            if one is not model and not one.is_cold and not starting:
+            if one is not model and not one.is_cold and (one.abandoned or not starting):
                 yield one
 
     def _above(

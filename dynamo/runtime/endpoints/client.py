@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from dynamo.errors import (
@@ -17,11 +17,12 @@ from dynamo.errors import (
     InstanceGone,
     InvalidArgument,
     NoInstances,
+    Unavailable,
     WorkerSilent,
 )
 from dynamo.protocols import codec
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
-from dynamo.runtime.discovery import KeyEvent
+from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.endpoints.instances import (
     Availability,
     Instance,
@@ -51,6 +52,9 @@ log = logging.getLogger(__name__)
 class Client:
     """Follows the instances of ``namespace/component/endpoint``. Created by ``Endpoint.client()``.
 
+    It opens discovery at once in a running loop, else when it is first awaited. Awaiting it returns
+    it with the existing instances; each call awaits it first. A failure is raised there.
+
     An instance is *inhibited* while its worker is silent or unreachable (:class:`Peer`), for
     ``DYN_RUNTIME_INHIBITED_DURATION_SECS`` after it responded that its engine is unavailable, and
     while its record says that it is unhealthy. :meth:`random` and :meth:`round_robin` avoid it
@@ -73,16 +77,49 @@ class Client:
         self._listeners: list[OnInstances] = []
         self._changed = asyncio.Event()
         self._turn = 0
-        self._loop = asyncio.get_running_loop()
-        self._watch = runtime.discovery.watch(f"{INSTANCES}{path}/", self._on_key)
+        self._watch: Watch | None = None
+        self._is_ready = self._closed = False
+        self._failure: Exception | None = None
+        self._opening: asyncio.Task[None] | None = None
+        runtime.on_close(self.close)
+        if asyncio._get_running_loop() is not None:
+            self._begin()
 
-    async def ready(self) -> None:
+    def _begin(self) -> asyncio.Task[None]:
+        if self._opening is None:
+            name = f"client of {self.path}"
+            self._opening = self._runtime.tasks.spawn(self._open(), name=name)
+        return self._opening
+
+    def __await__(self) -> Generator[Any, None, Client]:
+        return self._opened().__await__()
+
+    async def _opened(self) -> Client:
+        await asyncio.wait((self._begin(),))
+        if self._failure is not None:
+            raise self._failure
+        if not self._is_ready:
+            raise Unavailable(f"the client of {self.path} was closed before it was ready")
+        return self
+
+    async def _open(self) -> None:
         """Wait until discovery has reported the existing instances."""
-        await self._watch.ready()
+        try:
+            await self._runtime.start()
+            if not self._closed:
+                self._watch = self._runtime.discovery.watch(
+                    f"{INSTANCES}{self.path}/", self._on_key
+                )
+                await self._watch.ready()
+                self._is_ready = True
+        except Exception as error:  # noqa: BLE001 - raised for each caller
+            self._failure = error
 
     def close(self) -> None:
         """Stop following; streams in flight continue."""
-        self._watch.close()
+        self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         self._listeners.clear()
         self.availability.close()
         for instance in self._instances.values():
@@ -114,6 +151,8 @@ class Client:
 
     async def wait_for_instances(self) -> list[int]:
         """Wait for the first instance; return all ids."""
+        if not self._is_ready:
+            await self
         while not self._instances:
             self._changed.clear()
             await self._changed.wait()
@@ -178,12 +217,16 @@ class Client:
         self, request: Any, annotated: bool = True, context: Context | None = None
     ) -> Responses:
         """Call any instance. Raises NoInstances."""
+        if not self._is_ready:
+            await self
         return self._call(random.choice(self._usable()), request, annotated, context)
 
     async def round_robin(
         self, request: Any, annotated: bool = True, context: Context | None = None
     ) -> Responses:
         """Call the instances in turn. Raises NoInstances."""
+        if not self._is_ready:
+            await self
         usable = self._usable()
         self._turn += 1
         return self._call(usable[self._turn % len(usable)], request, annotated, context)
@@ -202,6 +245,8 @@ class Client:
         context: Context | None = None,
     ) -> Responses:
         """Call this instance. Raises WorkerUnavailable."""
+        if not self._is_ready:
+            await self
         return self._call(instance_id, request, annotated, context)
 
     def inhibit(self, instance_id: int, text: str = "inhibited by its caller") -> None:
@@ -239,6 +284,8 @@ class Client:
     async def _by_runtime_data(
         self, key: str, value: str, min_count: int | None, timeout_s: float | None
     ) -> list[int]:
+        if not self._is_ready:
+            await self
         cards = RuntimeDataWatch(self._runtime.discovery, self.path, self._instances)
         self._listeners.append(cards.on_instances)
         try:
@@ -295,7 +342,7 @@ class Client:
 
     def _on_outage(self, instance_id: int, out: bool) -> None:
         if not out:  # later: routers get the notice of the instance first
-            self._loop.call_soon(self._move_stalled)
+            asyncio.get_running_loop().call_soon(self._move_stalled)
 
     def _move_stalled(self) -> None:
         """Move the requests of engines that have stopped computing, as soon as there are others."""

@@ -197,16 +197,13 @@ class Endpoint:
         canary = Canary(settings, checked, payload, self.runtime.metrics)
         return self.runtime.tasks.spawn(canary.run(), name=f"health checks of {self}")
 
-    async def client(self, router_mode: Any = None) -> Client:
-        """Return a client that follows the instances of this endpoint, the existing ones included.
+    def client(self, router_mode: Any = None) -> Client:
+        """Return a client that follows the instances of this endpoint.
 
-        ``router_mode`` is accepted for compatibility; the caller chooses with each call.
+        Await it to know the existing instances; its calls wait for them, too. ``router_mode`` is
+        accepted for compatibility; the caller chooses with each call.
         """
-        await self.runtime.start()
-        client = Client(self.runtime, "/".join(self.path))
-        self.runtime.on_close(client.close)
-        await client.ready()
-        return client
+        return Client(self.runtime, "/".join(self.path))
 
     async def unregister_endpoint_instance(self) -> None:
         """Remove the instance from discovery; clients that have its address may still call it."""

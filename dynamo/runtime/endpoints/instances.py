@@ -51,7 +51,6 @@ class Availability:
         self._answer_outage_s = answer_outage_s
         self._outages: dict[int, dict[OutageSource, Outage]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._loop = asyncio.get_running_loop()
         self._gauge = metrics.child(_OUT, path)
         self._counter = metrics.family(_OUTAGES)
 
@@ -83,7 +82,7 @@ class Availability:
             self._arm(instance_id)
         if found is not None and source in found and found[source].reason == reason:
             return
-        outage = Outage(reason, text, self._loop.time())
+        outage = Outage(reason, text, asyncio.get_running_loop().time())
         self._counter[self._path, reason].value += 1
         log.warning(
             "worker %x of %s gets no requests while others can take them: %s (%s)",
@@ -110,7 +109,7 @@ class Availability:
         if found or not ended:
             return
         del self._outages[instance_id]
-        seconds = self._loop.time() - min(one.since_s for one in ended)
+        seconds = asyncio.get_running_loop().time() - min(one.since_s for one in ended)
         log.info(
             "worker %x of %s gets requests again after %.1f s", instance_id, self._path, seconds
         )
@@ -132,7 +131,7 @@ class Availability:
 
     def _arm(self, instance_id: int) -> None:
         self._disarm(instance_id)
-        self._timers[instance_id] = self._loop.call_later(
+        self._timers[instance_id] = asyncio.get_running_loop().call_later(
             self._answer_outage_s, self.end, instance_id, "answer"
         )
 

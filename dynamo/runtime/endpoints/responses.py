@@ -18,7 +18,7 @@ from dynamo.errors import (
     ModelNotFound,
     Unavailable,
 )
-from dynamo.runtime.requests import ENVELOPE, ResponseStream
+from dynamo.runtime.requests import ENVELOPE, Annotated, ResponseStream
 from dynamo.runtime.requests.context import Context
 
 _KINDS: tuple[tuple[type[DynamoError], str], ...] = (
@@ -76,40 +76,6 @@ async def _first_two(stream: Any) -> AsyncIterator[Any]:
         count += 1
         if count == 2:
             return
-
-
-class Annotated:
-    """One response item; ``id``, ``event`` and ``comments`` if the handler yielded an envelope."""
-
-    __slots__ = ("_data", "_envelope")
-
-    def __init__(self, data: Any, envelope: dict[str, Any] | None = None) -> None:
-        self._data = data
-        self._envelope = envelope or {}
-
-    def data(self) -> Any:
-        """Return the value that the handler yielded."""
-        return self._data
-
-    def id(self) -> str | None:
-        """Return the id of the item, if any."""
-        return self._envelope.get("id")
-
-    def event(self) -> str | None:
-        """Return the name of the event, if any."""
-        return self._envelope.get("event")
-
-    def comments(self) -> list[str] | None:
-        """Return the comments, if any."""
-        return self._envelope.get("comment")
-
-    def is_error(self) -> bool:
-        """Return False: the iteration raises errors."""
-        return False
-
-    def __repr__(self) -> str:
-        rest = f"event={self.event()!r}, comment={self.comments() or []!r}, id={self.id()!r}"
-        return f"Annotated(data={self._data!r}, {rest})"
 
 
 class Responses:

@@ -4,6 +4,7 @@ from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.client_connection import ClientStream, StreamSink
 from dynamo.runtime.requests.generator import (
     ENVELOPE,
+    Annotated,
     ResponseSender,
     ResponseStream,
     generator_handler,
@@ -13,6 +14,7 @@ from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServerStr
 
 __all__ = [
     "ENVELOPE",
+    "Annotated",
     "ClientStream",
     "EndpointStats",
     "PushHandler",

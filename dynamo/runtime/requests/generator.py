@@ -36,6 +36,44 @@ _NOTES = ("id", "event", "comment")
 _ENCODE_ERRORS = (TypeError, ValueError, msgspec.MsgspecError, RecursionError)
 
 
+class Annotated:
+    """One response item; ``id``, ``event`` and ``comments`` if the handler yielded an envelope."""
+
+    __slots__ = ("_data", "_envelope")
+
+    def __init__(self, data: Any, envelope: dict[str, Any] | None = None) -> None:
+        self._data = data
+        self._envelope = envelope or {}
+
+    def data(self) -> Any:
+        """Return the value that the handler yielded."""
+        return self._data
+
+    def id(self) -> str | None:
+        """Return the id of the item, if any."""
+        return self._envelope.get("id")
+
+    def event(self) -> str | None:
+        """Return the name of the event, if any."""
+        return self._envelope.get("event")
+
+    def comments(self) -> list[str] | None:
+        """Return the comments, if any."""
+        return self._envelope.get("comment")
+
+    def item(self) -> Any:
+        """Return what a handler yields to send this item on: its envelope, or its plain value."""
+        return self._envelope or self._data
+
+    def is_error(self) -> bool:
+        """Return False: the iteration raises errors."""
+        return False
+
+    def __repr__(self) -> str:
+        rest = f"event={self.event()!r}, comment={self.comments() or []!r}, id={self.id()!r}"
+        return f"Annotated(data={self._data!r}, {rest})"
+
+
 class ResponseSender:
     """Sends the items of one response from a handler that has a parameter ``response_sender``.
 
@@ -64,8 +102,11 @@ class ResponseSender:
 def encode_item(item: Any) -> bytes:
     """Encode an item of a handler. EngineFailure: it cannot be encoded, or it is an error event.
 
-    An envelope without notes is sent as its plain value, so that every caller can read it.
+    An envelope without notes is sent as its plain value, so that every caller can read it; an
+    :class:`Annotated` item of another worker as that worker sent it.
     """
+    if type(item) is Annotated:
+        item = item.item()
     if type(item) is dict and ENVELOPE in item:
         item = _unwrapped(item)
     try:

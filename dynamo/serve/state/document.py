@@ -176,7 +176,8 @@ class Entry(Record):
     ``cmd`` is the command of an entry that was written without ``argv``. ``gpus_per_worker`` is
     None if the graph says it. ``pinned`` are the GPUs that the environment of its service names:
     all of its workers run on these. ``holds_gpus`` is false for a draining worker that slept:
-    another one may have its GPUs.
+    another one may have its GPUs. ``asked_at`` is the Unix time of an operator's last load of its
+    model, 0 for none.
     """
 
     name: str = msgspec.field(name="watcher_name", default="")
@@ -193,6 +194,7 @@ class Entry(Record):
     holds_gpus: bool = True
     reserved_by: OperationOwner | None = None
     replacing: Replacement | None = None
+    asked_at: float = 0.0
     always = frozenset({"name", "cmd", "argv", "resources", "state", "processes", "lease"})
 
     @classmethod
@@ -245,7 +247,7 @@ class Entry(Record):
     def clear(self) -> None:
         """Leave the command of the next worker alone."""
         self.resources, self.state, self.processes, self.lease = Resources(), RUNNING, (), None
-        self.reserved_by, self.holds_gpus = None, True
+        self.reserved_by, self.holds_gpus, self.asked_at = None, True, 0.0
 
 
 @functools.lru_cache(maxsize=1024)

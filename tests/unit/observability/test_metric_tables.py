@@ -21,6 +21,7 @@ OWN = {
     "dynamo_frontend_http_connections",
     "dynamo_frontend_http_refused_total",
     "dynamo_frontend_model_cards_rejected_total",
+    "dynamo_frontend_model_used_kv_blocks",
     "dynamo_frontend_models_dropped_total",
     "dynamo_frontend_model_migration_duration_seconds",  # Dynamo has it, with unknown buckets
     "dynamo_frontend_prefill_active_requests",

@@ -40,6 +40,7 @@ class FakeConnector:
         self.most_gpus = 0.0
         self.failure: Exception | None = None
         self.unknown: Exception | None = None
+        self.reason = ""
         self._manual = manual
         self._number = 0
 
@@ -68,8 +69,18 @@ class FakeConnector:
             self.calls.append(f"undo {service}")
             raise
         self._drop(service, name)
+        if self.reason:
+            reason, self.reason = self.reason, ""
+            raise ActionFailed(f"given up: {reason}")
         self._put(service, ScaledWorker(name=name, state=READY, worker_id=self._number))
         return name
+
+    def give_up(self, service: str, reason: str) -> None:
+        """Let the starts that wait fail, as a connector that undoes them."""
+        self.calls.append(f"give up {service}")
+        self.reason = reason
+        for gate in self.gates:
+            gate.set()
 
     async def remove(self, service: str) -> str:
         self.calls.append(f"remove {service}")

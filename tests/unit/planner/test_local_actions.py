@@ -147,6 +147,27 @@ async def test_a_watcher_that_circus_refuses_leaves_nothing(given: Fixture) -> N
 
 
 @simulated()
+async def test_a_start_that_is_given_up_is_undone_at_once(given: Fixture) -> None:
+    """Before its watcher is added, while it starts, and not once it serves."""
+    given.world.faults = Faults(never_serves=1)
+    for pause_s in (0.0, 0.5, 3.0):
+        given.connector.give_up("W", "nothing to give up")
+        began_s = now_s()
+        adding = asyncio.ensure_future(given.connector.add("W"))
+        await asyncio.sleep(pause_s)
+        given.connector.give_up("W", "no request waits")
+        with pytest.raises(ActionFailed, match=r"dynamo_W_\d: given up: no request waits"):
+            await adding
+        assert now_s() - began_s < pause_s + 10
+        assert await given.states("W") == [READY] and given.entry("W_1") is None
+        assert not given.access.active and not given.access.needs_repair
+    given.world.faults = Faults()
+    await given.connector.add("W")
+    given.connector.give_up("W", "it serves")
+    assert await given.states("W") == [READY, READY]
+
+
+@simulated()
 async def test_what_cannot_be_undone_is_repaired_by_the_next_action(given: Fixture) -> None:
     start, remove = given.world.start, given.world.remove
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.operations.steps.limits import ActionFailed
+from dynamo.planner.connector import STARTING, ScaledWorker
 from dynamo.planner.live.loop import LoopObserver, ScalingLoop
 from dynamo.planner.sharing.gpu_sharing import (
     GpuCapacity,
@@ -121,6 +123,83 @@ async def test_a_model_that_goes_while_frontends_are_read_is_not_started_again()
         await until(lambda: len(record.pools) > counted + 20)
     assert connector.calls == ["remove A"]
     assert all(one.decode.workers for one in policy.seen)
+
+
+def one_group(first: int, second: int) -> FakeConnector:
+    return FakeConnector(
+        replace(service("A", first, "a"), minimum=0, groups=("g",)),
+        replace(service("B", second, "b"), minimum=0, groups=("g",)),
+        manual=True,
+    )
+
+
+WAITS = ModelDemand(waiting=1, oldest_s=1, idle_s=0)
+
+
+async def test_a_load_whose_clients_have_left_gives_way_and_may_begin_again() -> None:
+    connector, frontends = one_group(0, 0), Frontends()
+    async with running(connector, frontends, Wanted(1), capacity=4) as record:
+        frontends.demands["a"] = WAITS
+        await until(lambda: connector.calls == ["add A"])
+        counted = len(record.pools)
+        frontends.demands["b"] = WAITS
+        await until(lambda: len(record.pools) > counted + 20)
+        assert connector.calls == ["add A"]  # its client waits
+        frontends.demands["a"] = ModelDemand(idle_s=0)
+        await until(lambda: connector.calls == ["add A", "give up A", "add B"])
+        frontends.demands |= {"a": WAITS, "b": ModelDemand(idle_s=0)}
+        # At once, in both directions: what was given up is no failure.
+        await until(lambda: connector.calls[3:] == ["give up B", "add A"])
+        connector.gates[-1].set()
+        await until(lambda: connector.count("A") == 1)
+        errors = [one.pools[0].error for one in record.records if one.pools[0].error]
+    assert errors[0] == "given up: requests of b wait, which is of the same group"
+    assert all(not one.problem or "given up" in one.problem for one in record.actions)
+
+
+@pytest.mark.parametrize("kind", ["asked", "its own", "unknown"])
+async def test_a_load_of_an_operator_is_not_given_up(kind: str) -> None:
+    """One that he began; one that he joined; and nothing is known without reports."""
+    connector, frontends = one_group(0, 0), Frontends()
+    starting = ScaledWorker(name="A_9", state=STARTING)
+    if kind == "its own":
+        connector.by_name["A"] = replace(connector.by_name["A"], workers=(starting,))
+    async with running(connector, frontends, Wanted(1), capacity=4) as record:
+        if kind != "its own":
+            frontends.demands["a"] = WAITS
+            await until(lambda: connector.calls)
+        if kind == "asked":
+            joined = replace(connector.by_name["A"], asked_at=time.time() + 1)
+            connector.by_name["A"] = joined
+        frontends.demands["a"] = ModelDemand(idle_s=None if kind == "unknown" else 5)
+        frontends.demands["b"] = WAITS
+        counted = len(record.pools)
+        await until(lambda: len(record.pools) > counted + 20)
+    assert {"give up A", "add B"}.isdisjoint(connector.calls)
+
+
+async def test_the_idle_clock_begins_with_each_wish_of_an_operator() -> None:
+    """When a worker begins to serve, and at a load of a model that is served already."""
+    connector, frontends = two(0, 0), Frontends()
+    settings = replace(FAST, idle_timeout_s=0.4)
+    loop = asyncio.get_running_loop()
+    async with running(connector, frontends, Wanted(1), settings, capacity=4) as record:
+        frontends.demands["a"] = ModelDemand(idle_s=9000)
+        await until(lambda: record.pools)
+        began_s = loop.time()
+        served = replace(service("A", 1, "a"), minimum=0)
+        connector.by_name["A"] = served
+        await until(lambda: connector.calls)
+        assert loop.time() - began_s >= 0.4
+        await until(lambda: not connector.by_name["A"].workers)
+        del connector.calls[:]
+        connector.by_name["A"] = served
+        counted = len(record.pools)
+        await until(lambda: len(record.pools) > counted + 20)
+        asked_s = loop.time()
+        connector.by_name["A"] = replace(served, asked_at=time.time())
+        await until(lambda: connector.calls)
+        assert loop.time() - asked_s >= 0.35
 
 
 async def test_a_cold_model_is_left_alone_until_requests_wait() -> None:

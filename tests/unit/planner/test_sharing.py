@@ -76,6 +76,22 @@ def test_nothing_changes_without_a_reason() -> None:
     assert shared(model("a", 1, idle_s=None)) == {}
 
 
+def test_a_load_that_nothing_waits_for_gives_way_to_requests() -> None:
+    """Of its group, or of any model that needs its GPU; a load of an operator does not."""
+    begun = replace(model("a", starting=1, idle_s=0.1), groups=("g",))
+    waits = model("b", waiting=1, oldest_s=0.1, idle_s=0.0)
+    in_group = replace(waits, groups=("g",))
+    abandoned = replace(begun, abandoned=True)
+    assert shared(begun, in_group, gpus=2) == {} == shared(begun, waits)
+    assert shared(abandoned, in_group, gpus=2) == {"a": 0} == shared(abandoned, waits)
+    assert shared(abandoned, waits, gpus=2) == {"b": 1}
+    # First, before a model that is idle; not for the growth of a busy model.
+    idle = model("c", 1, idle_s=9.0)
+    assert shared(abandoned, idle, waits, gpus=2) == {"a": 0}
+    assert shared(replace(abandoned, idle_s=9.0), model("d", 1, wanted=2), gpus=2) == {}
+    assert shared(abandoned, gpus=1) == {}
+
+
 def test_a_model_that_was_loaded_is_idle_when_its_worker_serves_and_not_before() -> None:
     loaded = replace(model("a", 1, idle_s=9000), newest_s=1.0)
     assert shared(loaded) == {}

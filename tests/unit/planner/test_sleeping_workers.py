@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
@@ -500,8 +501,10 @@ def test_of_several_loads_one_starts_a_worker_and_the_others_wait_for_it(run: An
         waiting = ["dynamo_B_1 is starting, waiting for it"]
         assert found == [["starting dynamo_B_1"], *[waiting] * 3]
         assert site.states()["dynamo_B_1"] == "running"
+        before_s = time.time()
         with pytest.raises(ActionFailed, match="it is served already, by dynamo_B_1; workers of"):
             await load_b(site)
+        assert site.access.document().components["dynamo_B_1"].asked_at >= before_s
 
     run(work, 4)
 

@@ -314,6 +314,86 @@ async def test_an_incoming_context_links_the_outgoing_call(deployment: Deploymen
     assert inner.context.id() == "outer-1"
 
 
+async def test_a_handler_that_yields_the_items_of_another_endpoint(deployment: Deployment) -> None:
+    """The example of Dynamo's page on cancellation, with notes and errors of the inner worker."""
+    notes = {"_dynamo_annotated": True, "data": 2, "event": "tick", "comment": ["a"], "id": "7"}
+
+    async def inner(request: Any, context: Context) -> AsyncIterator[Any]:
+        yield {"token_ids": [request]}
+        yield notes
+        yield None
+        if request:
+            raise RuntimeError("inner failed")
+
+    middle = deployment.runtime()
+
+    class Outer:
+        def __init__(self) -> None:
+            self.client = middle.endpoint("ns.comp.inner").client()
+
+        async def generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
+            stream = await self.client.generate(request, context=context)
+            async for response in stream:
+                yield response
+
+    deployment.serve(deployment.runtime(), "ns.comp.inner", inner)
+    async with asyncio.timeout(20):
+        await middle.endpoint("ns.comp.inner").client().wait_for_instances()
+    deployment.serve(middle, "ns.comp.outer", Outer().generate)
+    client = await deployment.client("ns.comp.outer")
+    items = [item async for item in await client.random(0)]
+    assert [one.data() for one in items] == [{"token_ids": [0]}, 2, None]
+    assert [one.event() for one in items] == [None, "tick", None]
+    assert (items[1].comments(), items[1].id()) == (["a"], "7")
+    with pytest.raises(EngineFailure, match="inner failed"):
+        async for _ in await client.random(1):
+            pass
+
+
+async def test_a_client_that_is_not_awaited(deployment: Deployment) -> None:
+    """The example of Dynamo's page on routing: usable at once, and awaitable more than once."""
+
+    async def echo(request: Any) -> AsyncIterator[Any]:
+        yield request
+
+    worker = deployment.runtime()
+    deployment.serve(worker, "dynamo.VllmWorker.generate", echo)
+    await deployment.client("dynamo.VllmWorker.generate")
+    runtime = deployment.runtime()
+    client = runtime.endpoint("dynamo.VllmWorker.generate").client()
+    for call in (client.generate, client.random, client.round_robin):
+        assert [item.data() async for item in await call("x")] == ["x"]
+        client = runtime.endpoint("dynamo.VllmWorker.generate").client()
+    stream = await client.direct("y", worker.instance_id)
+    assert [item.data() async for item in stream] == ["y"]
+    assert await client is client and await client is client
+    client = runtime.endpoint("dynamo.VllmWorker.generate").client()
+    async with asyncio.timeout(20):
+        while not client.instance_ids():  # noqa: ASYNC110 - as a user waits
+            await asyncio.sleep(0.01)
+    client = runtime.endpoint("dynamo.VllmWorker.generate").client()
+    client.close()
+    with pytest.raises(DynamoError, match="was closed before it was ready"):
+        await client.random("x")
+    nobody = runtime.endpoint("dynamo.VllmWorker.none").client()
+    with pytest.raises(NoInstances):
+        await nobody.random("x")
+
+
+def test_a_client_that_is_made_before_the_loop_runs(tmp_path: Path) -> None:
+    settings = RuntimeSettings(state_dir=str(tmp_path), discovery_backend="mem")
+    runtime = DistributedRuntime(None, settings)
+    client = runtime.endpoint("ns.comp.gen").client()
+
+    async def run() -> list[int]:
+        try:
+            return (await client).instance_ids()
+        finally:
+            await runtime.close()
+
+    assert asyncio.run(run()) == []
+
+
 async def test_round_robin_takes_turns_and_push_handlers_serve(deployment: Deployment) -> None:
     workers = [deployment.runtime() for _ in range(3)]
     for worker in workers:
