@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployment import Deployment
 from image_kit import write_eyes
-from playwright.sync_api import Browser, BrowserContext, Page, Route
 from web_kit import WAIT_MS, collect_errors
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page, Route
 
 RICH = """# Plan
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import os
 import signal
 import socket
@@ -56,6 +57,7 @@ _IFF_UP = 1
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give each worker of pytest-xdist a network of its own, if root, and a short directory."""
+    gc.disable()  # nearly all that a collection of tests creates is kept
     record_failures(config)
     if not hasattr(config, "workerinput"):
         return
@@ -64,6 +66,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if ctypes.CDLL(None).unshare(_CLONE_NEWNET) == 0:
         with socket.socket() as control:
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector visit what tests create, and not the tests of the whole suite."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 import re
@@ -22,7 +23,8 @@ def declared_in(*modules: ModuleType) -> list[AnySpec]:
     return [v for module in modules for v in vars(module).values() if isinstance(v, MetricSpec)]
 
 
-def declarations() -> list[AnySpec]:
+@functools.cache
+def declarations() -> tuple[AnySpec, ...]:
     """Each declaration of the package once, except in the modules that import an engine."""
     modules = []
     for one in pkgutil.walk_packages(dynamo.__path__, "dynamo."):
@@ -33,7 +35,7 @@ def declarations() -> list[AnySpec]:
         except ModuleNotFoundError as error:
             if error.name not in ("numpy", "vllm"):
                 raise
-    return list({id(spec): spec for spec in declared_in(*modules)}.values())
+    return tuple({id(spec): spec for spec in declared_in(*modules)}.values())
 
 
 def kind_of(spec: AnySpec) -> str:

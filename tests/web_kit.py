@@ -10,11 +10,10 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -25,6 +24,9 @@ from dynamo.http import Exchange, HttpLimits, HttpServer
 from dynamo.http.routes import Routes
 from dynamo.protocols.status import BoxEvent, BoxStatus, FrontendStatus, RecentList, RequestRecord
 from dynamo.runtime.process.tasks import Tasks
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 needs_chromium = pytest.mark.skipif(
@@ -37,6 +39,8 @@ _START_S = 10.0
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
     """Start the browser."""
+    from playwright.sync_api import sync_playwright  # takes 0.3 s
+
     with sync_playwright() as playwright:
         # As root, as in a container, Chromium's sandbox does not start.
         flags = ["--no-sandbox"] if os.geteuid() == 0 else []

@@ -11,11 +11,16 @@ import string
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from deployment import Deployment
+from lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me about key-value caches, please."}]
 CHAT = "/v1/chat/completions"

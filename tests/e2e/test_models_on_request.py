@@ -9,13 +9,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
-import openai
 import pytest
 from deployment import free_port
+from lazy_module import LazyModule
 from serving import ROOT, Serving
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 GRAPH = ROOT / "examples/on_request.yaml"
 AGENTS, ROUNDS = 4, 3

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from deployment import Deployment
+from lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me about key-value caches, please."}]
 

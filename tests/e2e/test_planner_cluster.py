@@ -28,6 +28,7 @@ from cluster_kit import (
     worker,
 )
 from deployment import MODEL, ROOT, Deployment, free_port
+from lazy_module import LazyModule
 from load_kit import under_load
 from serving import Serving
 
@@ -36,9 +37,10 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import DynamoError
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.planner.connector import READY, Connector
-from dynamo.planner.kubernetes import connector as kubernetes
 from dynamo.planner.live import local_connector
 from dynamo.runtime import DistributedRuntime
+
+kubernetes = LazyModule("dynamo.planner.kubernetes.connector")
 
 MOCKER = (
     *("--model-path", str(MODEL), "--model-name", "tiny"),

@@ -12,15 +12,20 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
-import openai
 import psutil
 import pytest
 from deployment import free_port
+from lazy_module import LazyModule
 from load_kit import Load, under_load
 from serving import ROOT, Serving
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 GRAPH = ROOT / "examples/two_models.yaml"
 IDLE_S = 2

@@ -6,11 +6,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from deployment import MODEL, Deployment
+from lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 ARGUMENTS = '{"city": "Köln \\u00e9", "days": {"from": 1, "names": ["a", "\\"}"]}}'
 TOOLS: Any = [

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Route
 from web_kit import WAIT_MS, ScriptedPage, accessibility_findings, needs_chromium
 
 from dynamo.frontend.ui.history import figures_of
@@ -32,6 +31,9 @@ from dynamo.protocols.status import (
     RouteReceipt,
     WorkerStatus,
 )
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page, Route
 
 pytestmark = needs_chromium
 END_S = 1_800_000_000

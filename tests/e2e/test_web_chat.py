@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from chat_kit import RICH, TOOLS, Site, answer_with, ask, bodies, part, reload, send
 from image_kit import data_url, png
-from playwright.sync_api import Browser, FilePayload
 from web_kit import WAIT_MS, needs_chromium
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, FilePayload
 
 pytestmark = needs_chromium
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from chat_kit import Site, ask, reload, send, titles
 from deployment import Deployment
-from playwright.sync_api import Browser, Page
 from web_kit import WAIT_MS, ScriptedPage, needs_chromium
 
 from dynamo.http.api_keys import key_line, new_key
 from dynamo.protocols.status import ModelFigures, ModelStatus
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 pytestmark = needs_chromium
 

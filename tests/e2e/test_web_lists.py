@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Page
 from web_kit import ScriptedPage, accessibility_findings, needs_chromium
 
 from dynamo.protocols.status import (
@@ -17,6 +17,9 @@ from dynamo.protocols.status import (
     ModelStatus,
     WorkerStatus,
 )
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 pytestmark = needs_chromium
 GIB = 1 << 30

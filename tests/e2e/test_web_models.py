@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from deployment import MODEL, free_port
 from hub_server import Hub, cache_model
-from playwright.sync_api import Browser, Page
 from serving import Serving
 from web_kit import WAIT_MS, needs_chromium
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 pytestmark = needs_chromium
 NAME = "acme/tiny"

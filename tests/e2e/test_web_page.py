@@ -6,15 +6,17 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from deployment import Deployment, free_port
-from playwright.sync_api import Browser, BrowserContext, Page
 from serving import ROOT, Serving
 from web_kit import WAIT_MS, collect_errors, needs_chromium
 
 from dynamo.http.api_keys import key_line, new_key
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 pytestmark = needs_chromium
 GRAPH = f"""

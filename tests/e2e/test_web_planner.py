@@ -7,18 +7,20 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
 import msgspec
 import pytest
 from deployment import MODEL, free_port
-from playwright.sync_api import Browser, Page, Route
 from serving import Serving
 from web_kit import WAIT_MS, ScriptedPage, accessibility_findings, needs_chromium
 
 from dynamo.protocols.control import PlannerState
 from dynamo.protocols.status import PlannerSummary
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, Route
 
 pytestmark = needs_chromium
 GRAPH = """

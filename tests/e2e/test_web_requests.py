@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from playwright.sync_api import Browser, Page
 from web_kit import ScriptedPage, accessibility_findings, needs_chromium
 
 from dynamo.protocols.status import (
@@ -20,6 +19,9 @@ from dynamo.protocols.status import (
     RouteReceipt,
     WorkerStatus,
 )
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 pytestmark = needs_chromium
 ROWS = "#request-rows > tbody:has(td.id)"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Browser, Page
 from web_kit import ScriptedPage, needs_chromium
 
 from dynamo.frontend.ui.routing import RoutedDecision, RoutedPool, RoutedWorker, RoutingView
 from dynamo.frontend.ui.stream import columns
 from dynamo.protocols.status import RequestRecord, RouteCandidate, RouteReceipt, WorkerStatus
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 pytestmark = needs_chromium
 AT_S = 1e9

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from playwright.sync_api import Browser
 from web_kit import ScriptedPage, needs_chromium
 
 from dynamo.frontend.ui.history import figures_of
@@ -20,6 +20,9 @@ from dynamo.protocols.status import (
     RequestRecord,
     WorkerStatus,
 )
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 pytestmark = needs_chromium
 

@@ -7,11 +7,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from deployment import MODEL, Deployment
+from lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = LazyModule("openai")
 
 WORKER = Path(__file__).with_name("worker_text.py")
 

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from answers_kit import CHAT, prompts
+from lazy_module import LazyModule
 from servers_kit import AttachedEngine, EngineDeployment, closing
+
+openai = LazyModule("openai")
 
 PATH = "/v1/embeddings"
 POOLING = ("--runner", "pooling", "--hf-overrides", '{"is_matryoshka": true}')

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from image_kit import write_eyes
+from lazy_module import LazyModule
 from pydantic import TypeAdapter
 from text_kit import EXAMPLE, card, outputs
 
@@ -20,6 +20,8 @@ from dynamo.frontend.apis.messages.route import prepare_message
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
+
+anthropic_types = LazyModule("anthropic.types")
 
 CALLS = "".join(
     f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>\n'
@@ -32,7 +34,11 @@ BLOCKS = [
     {"type": "tool_use", "name": "weather", "input": {"city": "Köln", "days": [1, 2]}},
     {"type": "tool_use", "name": "time", "input": {}},
 ]
-EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+@functools.cache
+def event_type() -> TypeAdapter[Any]:
+    return TypeAdapter(anthropic_types.RawMessageStreamEvent)
 
 
 @functools.cache
@@ -58,7 +64,7 @@ def body(text: str, reason: str = "stop", **fields: Any) -> Any:
     for each in outputs(text, reason):
         stream.choices[0].push(each)
     raw = json.loads(stream.unary())
-    Message.model_validate(raw)
+    anthropic_types.Message.model_validate(raw)
     return raw
 
 
@@ -94,7 +100,7 @@ def message_of(shown: list[Any]) -> dict[str, Any]:
             message |= event["delta"]
             message["usage"] = event["usage"]
         if event["type"] != "ping":
-            EVENTS.validate_python(event)
+            event_type().validate_python(event)
     assert not is_open and shown[-1]["type"] == "message_stop"
     for block in message["content"]:
         text = block.pop("json")

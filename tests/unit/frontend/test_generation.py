@@ -8,8 +8,7 @@ import math
 from typing import Any
 
 import pytest
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from lazy_module import LazyModule
 from text_kit import (
     chat_body,
     completion_body,
@@ -23,6 +22,9 @@ from dynamo.errors import Disconnected, EngineFailure, InvalidArgument
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
+
+openai_types = LazyModule("openai.types")
+chat_types = LazyModule("openai.types.chat")
 
 UUID = "123e4567-e89b-12d3-a456-426614174000"
 PROMPT_TOKENS = len(ids_of("<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"))
@@ -42,8 +44,10 @@ def completion(**fields: Any) -> CompletionStream:
     return CompletionStream(request, prepared, preprocessor.tokenizer, f"cmpl-{UUID}", 1700000000)
 
 
-def chat_chunks(stream: bytes) -> list[ChatCompletionChunk]:
-    return [ChatCompletionChunk.model_validate(each, strict=True) for each in events(stream)]
+def chat_chunks(stream: bytes) -> list[Any]:
+    return [
+        chat_types.ChatCompletionChunk.model_validate(each, strict=True) for each in events(stream)
+    ]
 
 
 def write(stream: GenerationStream, index: int, output: EngineOutput) -> bytes:
@@ -124,7 +128,7 @@ def test_unary_chat() -> None:
     stream = chat()
     done = [stream.choices[0].push(each) for each in outputs("Hello 😀", "length")]
     assert done == [False] * (len(done) - 1) + [True]
-    answer = ChatCompletion.model_validate_json(stream.unary(), strict=True)
+    answer = chat_types.ChatCompletion.model_validate_json(stream.unary(), strict=True)
     assert answer.choices[0].message.content == "Hello 😀"
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
@@ -303,7 +307,7 @@ def test_chat_logprobs() -> None:
     )
     stream = chat(logprobs=True, top_logprobs=2)
     stream.choices[0].push(given)
-    answer = ChatCompletion.model_validate_json(stream.unary(), strict=True)
+    answer = chat_types.ChatCompletion.model_validate_json(stream.unary(), strict=True)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
     first, second = logprobs.content
@@ -447,7 +451,10 @@ def test_completion_stream_of_several_prompts() -> None:
         )
         stream.choices[index].push(output)
     raw = stream.flush()
-    chunks = [Completion.model_validate(each, strict=True) for each in events(raw + stream.end())]
+    chunks = [
+        openai_types.Completion.model_validate(each, strict=True)
+        for each in events(raw + stream.end())
+    ]
     texts = [(chunk.choices[0].index, chunk.choices[0].text) for chunk in chunks[:-1]]
     assert texts == [(0, "x ya"), (1, "x ya"), (2, "za"), (3, "za")]
     usage_chunk = chunks[-1].usage

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 from answer_cases import TOOLS, merge
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from lazy_module import LazyModule
 from text_kit import EXAMPLE, card, chat_body, events, outputs
 
 from dynamo.config.frontend import FrontendSettings
@@ -28,6 +28,8 @@ from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import RuntimeConfig
 from dynamo.protocols.engine import EngineOutput
+
+chat_types = LazyModule("openai.types.chat")
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -58,7 +60,7 @@ def answer(
 
 def body(text: str, reason: str = "stop", **fields: Any) -> Any:
     raw = json.loads(answer(text, reason, **fields).unary())
-    ChatCompletion.model_validate(raw, strict=True)
+    chat_types.ChatCompletion.model_validate(raw, strict=True)
     return raw["choices"][0]
 
 
@@ -74,7 +76,7 @@ def stream(text: str, reason: str = "stop", **fields: Any) -> tuple[Any, list[An
     chunks = events(raw + made.end())
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for chunk in chunks:
-        ChatCompletionChunk.model_validate(chunk, strict=True)
+        chat_types.ChatCompletionChunk.model_validate(chunk, strict=True)
         merge(message, chunk["choices"][0]["delta"])
     return message, [chunk["choices"][0] for chunk in chunks]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import typing
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 from http_bench import error_json
+from lazy_module import LazyModule
 from migration_kit import MigratingFleet
-from openai.types.responses import Response, ResponseStreamEvent
 from test_request import Site, ids, turn
 
 from dynamo.errors import Disconnected, EngineFailure, Overloaded
@@ -21,11 +22,16 @@ from dynamo.frontend.apis.responses.store import ResponseStore
 from dynamo.frontend.apis.tokenize import PromptCountRoutes
 from dynamo.http import Exchange
 
+response_types = LazyModule("openai.types.responses")
+
 PATH = "/v1/responses"
-EVENTS: dict[str, Any] = {
-    one.model_fields["type"].annotation.__args__[0]: one
-    for one in typing.get_args(typing.get_args(ResponseStreamEvent)[0])
-}
+
+
+@functools.cache
+def event_types() -> dict[str, Any]:
+    """The client's model of each event, by the event's name."""
+    models = typing.get_args(typing.get_args(response_types.ResponseStreamEvent)[0])
+    return {one.model_fields["type"].annotation.__args__[0]: one for one in models}
 
 
 class ResponsesSite(Site):
@@ -90,10 +96,10 @@ async def test_events_of_a_text(site: ResponsesSite) -> None:
         *("output_item.done", "completed"),
     ]
     for number, (name, data) in enumerate(site.named):
-        EVENTS[name].model_validate(data, strict=True)
+        event_types()[name].model_validate(data, strict=True)
         assert data["type"] == name and data["sequence_number"] == number
     first, last = site.named[0][1]["response"], site.named[-1][1]["response"]
-    Response.model_validate(last, strict=True)
+    response_types.Response.model_validate(last, strict=True)
     assert first["status"] == "in_progress" and first["output"] == [] and first["usage"] is None
     assert last["output"][0]["content"][0]["text"] == "good day"
     assert last["id"] == first["id"] and last["created_at"] == first["created_at"]
@@ -105,7 +111,7 @@ async def test_events_of_a_text(site: ResponsesSite) -> None:
 async def test_one_body(site: ResponsesSite) -> None:
     site.ask(instructions="Be brief.", tools=[{"type": "function", "name": "f"}], user="u")
     site.say("good day", "length")
-    Response.model_validate(site.answer, strict=True)
+    response_types.Response.model_validate(site.answer, strict=True)
     assert site.status == 200 and site.answer["status"] == "incomplete"
     assert site.answer["incomplete_details"] == {"reason": "max_output_tokens"}
     assert site.answer["output"][0]["status"] == "incomplete"
@@ -125,7 +131,7 @@ async def test_log_probabilities(site: ResponsesSite) -> None:
         site.streams[-1].say([], finish_reason="stop")
         site.streams[-1].sink.on_end()
         response = site.named[-1][1]["response"] if stream else site.answer
-        Response.model_validate(response, strict=True)
+        response_types.Response.model_validate(response, strict=True)
         shown = response["output"][0]["content"][0]["logprobs"]
         assert [each["logprob"] for each in shown] == [-0.5] * len(found)
         assert "".join(each["token"] for each in shown) == "good day"
@@ -133,7 +139,7 @@ async def test_log_probabilities(site: ResponsesSite) -> None:
         if stream:
             (delta,) = [data for name, data in site.named if name.endswith("output_text.delta")]
             assert delta["logprobs"] == shown
-            EVENTS[delta["type"]].model_validate(delta, strict=True)
+            event_types()[delta["type"]].model_validate(delta, strict=True)
 
 
 async def test_errors_before_the_first_output(site: ResponsesSite) -> None:
@@ -160,7 +166,7 @@ async def test_errors_in_the_middle(site: ResponsesSite) -> None:
     await turn()
     name, data = site.named[-1]
     assert name == "response.failed"
-    EVENTS[name].model_validate(data, strict=True)
+    event_types()[name].model_validate(data, strict=True)
     failed = data["response"]
     assert failed["status"] == "failed" and failed["error"]["code"] == "server_error"
     assert failed["output"][0]["content"][0]["text"] == "good"
@@ -176,7 +182,7 @@ async def test_errors_after_comments(site: ResponsesSite) -> None:
     site.streams[0].sink.on_error(Disconnected("gone"))
     ((name, data),) = site.named
     assert name == "error" and data["code"] == "disconnected" and data["sequence_number"] == 0
-    EVENTS[name].model_validate(data, strict=True)
+    event_types()[name].model_validate(data, strict=True)
     site.settled()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -14,14 +15,13 @@ from typing import Any
 import pytest
 import yaml
 from boxes import binary, needs
-from metric_specs import declarations, kind_of
+from metric_specs import AnySpec, declarations, kind_of
 from promql import Use, uses
 
 from dynamo.planner.reports import metrics as planner
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy/grafana"
-SPECS = {spec.name: spec for spec in [*declarations(), *planner._GAUGES]}
 ADDED = {"job", "instance", "le", "namespace"}  # by Prometheus and its configuration
 FOREIGN = {
     "up": {"job", "instance", "namespace"},
@@ -41,6 +41,11 @@ UPSTREAM = [
 NAMES = ("frontend", "planner", "router", "workers")
 
 
+@functools.cache
+def specs() -> dict[str, AnySpec]:
+    return {spec.name: spec for spec in [*declarations(), *planner._GAUGES]}
+
+
 def dashboard(name: str) -> Any:
     return json.loads((FOLDER / f"{name}.json").read_text())
 
@@ -50,13 +55,13 @@ def known(use: Use) -> set[str]:
     if use.metric in FOREIGN:
         return FOREIGN[use.metric]
     name = use.metric
-    if name not in SPECS:
+    if name not in specs():
         name, _, suffix = use.metric.rpartition("_")
         assert suffix in ("bucket", "sum", "count"), f"no metric {use.metric}"
-        assert kind_of(SPECS[name]) == "histogram", f"{name} is no histogram"
+        assert kind_of(specs()[name]) == "histogram", f"{name} is no histogram"
     else:
-        assert kind_of(SPECS[name]) != "histogram", f"{name} needs _bucket, _sum or _count"
-    return set(SPECS[name].labels) | ADDED
+        assert kind_of(specs()[name]) != "histogram", f"{name} needs _bucket, _sum or _count"
+    return set(specs()[name].labels) | ADDED
 
 
 def queries(name: str) -> Iterator[tuple[str, str, str]]:
@@ -165,7 +170,7 @@ def test_dashboards_of_dynamo_show_data(row: list[str]) -> None:
     """Each metric and label of their queries is here, or the documentation says why not."""
     _, metric, labels, why = row
     named = set(filter(None, labels.split(",")))
-    found = set(SPECS[metric].labels) if metric in SPECS else None
+    found = set(specs()[metric].labels) if metric in specs() else None
     if found is not None and metric in WORKERS:
         found |= {"model"}
     assert (found is not None and named <= found) == (not why)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
-from metric_specs import declarations, kind_of
+from metric_specs import AnySpec, declarations, kind_of
 
 from dynamo.observability.metrics import Registry
 
@@ -68,8 +69,6 @@ OWN = {
 """Metrics that Dynamo does not have."""
 
 
-DECLARED = declarations()
-SPECS = {spec.name: spec for spec in DECLARED}
 TABLE = [
     line.split("\t")
     for line in Path(__file__).with_name("dynamo_metrics.tsv").read_text().splitlines()
@@ -77,18 +76,23 @@ TABLE = [
 ]
 
 
+@functools.cache
+def specs() -> dict[str, AnySpec]:
+    return {spec.name: spec for spec in declarations()}
+
+
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
 def test_as_in_dynamo(row: list[str]) -> None:
     name, kind, labels, buckets = row + [""] * (4 - len(row))
-    spec = SPECS[name]
+    spec = specs()[name]
     assert kind_of(spec) == kind
     assert sorted(spec.labels) == sorted(filter(None, labels.split(",")))
     assert list(spec.buckets) == [float(bound) for bound in buckets.split()]
 
 
 def test_each_metric_is_declared_once_and_well_formed() -> None:
-    assert len(SPECS) == len(DECLARED) > 130
-    for spec in DECLARED:
+    assert len(specs()) == len(declarations()) > 130
+    for spec in declarations():
         assert spec.name.startswith(("vllm:", "dynamo_")) and spec.help
         assert len(set(spec.labels)) == len(spec.labels)
         assert (kind_of(spec) == "histogram") == bool(spec.buckets)
@@ -96,13 +100,13 @@ def test_each_metric_is_declared_once_and_well_formed() -> None:
 
 
 def test_metrics_that_dynamo_lacks_are_listed() -> None:
-    assert set(SPECS) - {row[0] for row in TABLE} == OWN
+    assert set(specs()) - {row[0] for row in TABLE} == OWN
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if len(row) > 3], ids=lambda row: row[0])
 def test_bounds_are_written_as_in_dynamo(row: list[str]) -> None:
     registry = Registry()
-    spec = SPECS[row[0]]
+    spec = specs()[row[0]]
     registry.child(spec, *("x" for _ in spec.labels))
     lines = registry.render().decode().splitlines()
     written = [line.split('le="')[1].split('"')[0] for line in lines if 'le="' in line]

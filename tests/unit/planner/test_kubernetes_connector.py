@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from api_server import SERVED, ApiServer
@@ -22,6 +22,7 @@ from cluster_kit import (
     graph,
     worker,
 )
+from lazy_module import LazyModule
 from planner_kit import FakeSources, Recorder, Wanted
 
 from dynamo.config.planner import PlannerSettings
@@ -29,11 +30,15 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.planner.connector import READY, STARTING, ScaledService
-from dynamo.planner.kubernetes.cluster import ClusterError
-from dynamo.planner.kubernetes.connector import KubernetesConnector, open_connector
 from dynamo.planner.kubernetes.graph import SERVICE_LABEL
 from dynamo.planner.live.loop import ScalingLoop
 from dynamo.runtime import DistributedRuntime
+
+if TYPE_CHECKING:
+    from dynamo.planner.kubernetes.connector import KubernetesConnector
+
+cluster_client = LazyModule("dynamo.planner.kubernetes.cluster")
+connectors = LazyModule("dynamo.planner.kubernetes.connector")
 
 SETTINGS = PlannerSettings(
     environment="kubernetes",
@@ -54,7 +59,7 @@ class World:
     async def service(self, name: str = "Worker") -> ScaledService | None:
         try:
             return (await self.connector.services()).get(name)
-        except ClusterError:
+        except cluster_client.ClusterError:
             return None
 
     async def until(self, condition: Callable[[], Any]) -> None:
@@ -98,7 +103,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         runtime = DistributedRuntime(asyncio.get_running_loop(), settings)
         made = World(server, operator, runtime)
         try:
-            async with open_connector(runtime, SETTINGS) as made.connector:
+            async with connectors.open_connector(runtime, SETTINGS) as made.connector:
                 await runtime.start()
                 await made.ready(1)
                 yield made
@@ -306,7 +311,7 @@ async def test_an_outage_changes_nothing(world: World, caplog: pytest.LogCapture
     await world.until(lambda: world.replicas() == 2)
     world.server.set_down(True)
     await world.until(lambda: world.connector._deployments.problem)
-    with pytest.raises(ClusterError, match="the API server does not answer"):
+    with pytest.raises(cluster_client.ClusterError, match="the API server does not answer"):
         await world.connector.services()
     assert not adding.done()
     world.operator.starts = True
@@ -396,7 +401,7 @@ async def test_an_adapter_stays_while_the_server_does_not_show_it(
     world.server.call(world.server.cut_watches)
     await world.until(lambda: world.connector._adapters.problem and slices.problem)
     assert world.connector._adapter("Worker")
-    with pytest.raises(ClusterError, match=f"status {status} for the test"):
+    with pytest.raises(cluster_client.ClusterError, match=f"status {status} for the test"):
         await world.connector.add("Worker")
     world.server.call(world.server.faults.kinds.clear)
     await world.until(lambda: not world.connector._adapters.problem)
@@ -411,7 +416,7 @@ async def test_kinds_that_it_may_not_see(world: World, tmp_path: Path) -> None:
         f"{verb} {DEPLOYMENTS}" for verb in ("get", "list", "watch", "patch")
     )
     world.server.kubeconfig(tmp_path / "config", "few")
-    async with open_connector(world.runtime, SETTINGS) as world.connector:
+    async with connectors.open_connector(world.runtime, SETTINGS) as world.connector:
         await world.ready(1)
         await world.connector.add("Worker")
         await world.until(lambda: world.connector._slices and not world.connector._slices.problem)
@@ -450,22 +455,24 @@ async def test_missing_permissions_are_named(
     world.server.tokens.update(reader=frozenset({"get *", "list *", "watch *"}))
     config = world.server.kubeconfig(tmp_path / "reader", "reader")
     monkeypatch.setenv("KUBECONFIG", str(config))
-    async with open_connector(world.runtime, SETTINGS) as world.connector:
+    async with connectors.open_connector(world.runtime, SETTINGS) as world.connector:
         await world.ready(1)
-        with pytest.raises(ClusterError, match=r"refuses to patch .* deploy/kubernetes"):
+        with pytest.raises(
+            cluster_client.ClusterError, match=r"refuses to patch .* deploy/kubernetes"
+        ):
             await world.connector.add("Worker")
     assert world.replicas() == 1
     world.server.tokens.clear()
     world.server.tokens.update(other=frozenset())
     with pytest.raises(ConfigError, match=r"refuses to get .*: Unauthorized"):
-        async with open_connector(world.runtime, SETTINGS):
+        async with connectors.open_connector(world.runtime, SETTINGS):
             pass
 
 
 async def test_a_deployment_that_does_not_exist(world: World) -> None:
     settings = PlannerSettings(environment="kubernetes", graph_deployment="other")
     with pytest.raises(ConfigError, match=r'"other" not found.*namespace .now .default'):
-        async with open_connector(world.runtime, settings):
+        async with connectors.open_connector(world.runtime, settings):
             pass
 
 
@@ -474,7 +481,7 @@ async def test_without_credentials(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="no credentials of a Kubernetes cluster"):
-        async with open_connector(world.runtime, SETTINGS):
+        async with connectors.open_connector(world.runtime, SETTINGS):
             pass
 
 

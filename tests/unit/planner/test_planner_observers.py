@@ -6,10 +6,10 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.observability.metrics import Registry
@@ -160,7 +160,9 @@ def test_the_decisions_are_enumerations() -> None:
     assert state(load, "throughput_scaling_decision") == ["disabled"]
 
 
-def scalars(directory: Path) -> EventAccumulator:
+def scalars(directory: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     found = EventAccumulator(str(directory))
     found.Reload()
     return found
