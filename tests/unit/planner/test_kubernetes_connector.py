@@ -128,7 +128,7 @@ async def test_the_versions_that_the_server_has(
     offered = dict(zip((DEPLOYMENTS, ADAPTERS), versions, strict=True))
     served = [one for one in SERVED if one.version in offered.get(one.plural, one.version)]
     world.server.served = tuple(served)
-    async with open_connector(world.runtime, SETTINGS) as world.connector:
+    async with connectors.open_connector(world.runtime, SETTINGS) as world.connector:
         await world.ready(1)
         service = await world.ready(1)
         assert (service.model, service.gpus_per_worker) == ("tiny", 1.0)
@@ -148,14 +148,14 @@ async def test_the_versions_that_the_server_has(
     with pytest.raises(
         ConfigError, match=rf"get dynamographdeployments\.{tried}\.nvidia\.com other"
     ):
-        async with open_connector(world.runtime, other):
+        async with connectors.open_connector(world.runtime, other):
             pass
 
 
 async def test_a_server_without_dynamos_operator(world: World) -> None:
     world.server.served = tuple(one for one in SERVED if not one.custom)
     with pytest.raises(ConfigError, match=r"no dynamographdeployments in nvidia.com/v1beta1 or nv"):
-        async with open_connector(world.runtime, SETTINGS):
+        async with connectors.open_connector(world.runtime, SETTINGS):
             pass
 
 
@@ -531,7 +531,7 @@ async def test_a_change_that_is_refused_again_and_again_is_logged_once(
     policy, record = Wanted(2, blocking=False), Recorder()
 
     async def refuse(service: str) -> str:
-        raise ClusterError(f"the API server refuses to patch {service}", 403)
+        raise cluster_client.ClusterError(f"the API server refuses to patch {service}", 403)
 
     monkeypatch.setattr(world.connector, "add", refuse)
     loop = ScalingLoop(world.connector, FakeSources(), SETTINGS, lambda _: policy, [record])
