@@ -9,10 +9,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+import httpx2
+from huggingface_hub import set_client_factory
+
+from dynamo.llm import model_download
 
 _LARGE = 1_000_000
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -156,3 +161,39 @@ def _etag(data: bytes) -> str:
 
 def _json(document: Any) -> bytes:
     return json.dumps(document).encode()
+
+
+class Body(httpx2.SyncByteStream):
+    """Bytes as they come from a socket; ``size_bytes`` were read."""
+
+    def __init__(self, parts: Iterable[bytes]) -> None:
+        self._parts = parts
+        self.size_bytes = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._parts:
+            self.size_bytes += len(part)
+            yield part
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[str], tuple[Body | str, dict[str, str]]]) -> Iterator[None]:
+    """Let the Hub's library get the ``answer`` about models, without a server: body and headers."""
+
+    def handle(request: httpx2.Request) -> httpx2.Response:
+        if "/api/models" not in request.url.path:  # the library asks for more, as which agents are
+            return httpx2.Response(404)
+        body, headers = answer(str(request.url))
+        stream = Body([body.encode()]) if isinstance(body, str) else body
+        return httpx2.Response(200, headers=headers, stream=stream)
+
+    def client() -> httpx2.Client:
+        made = httpx2.Client(transport=httpx2.MockTransport(handle))
+        model_download.bounded(made)
+        return made
+
+    set_client_factory(client)
+    try:
+        yield
+    finally:
+        set_client_factory(model_download.bounded_client)

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hub_server import answering
 
 from dynamo.attach.profiles import LoadNames, prometheus_load
 from dynamo.doctor.alert_watch import parse_counts
-from dynamo.errors import ConfigError, StatefileError
+from dynamo.errors import ConfigError, DynamoError, StatefileError
 from dynamo.frontend.apis.operator.content import response_body
 from dynamo.frontend.apis.operator.redaction import cleaned_answer, cleaned_body
 from dynamo.frontend.formats.formats import (
@@ -36,6 +37,8 @@ from dynamo.frontend.formats.formats import (
 )
 from dynamo.frontend.formats.message import AnswerMessage, CallProbe
 from dynamo.frontend.formats.reasoning import ReasoningParser
+from dynamo.llm.model_download import HubModel
+from dynamo.operations.pull import find_on_hub
 from dynamo.serve.graph.graph import MAX_TEXT_BYTES, parse_yaml
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.statefile import Statefile
@@ -392,6 +395,18 @@ def _logs(text: str) -> object:
         return shown, [progress_in(line) for line in text.split("\n")[:5]]
 
 
+def _hub(text: str) -> object:
+    """Search a hub, and list the files of a model, with answers that have this text."""
+    answers: list[object] = []
+    for body in (text, f"[{text}]", f'[{{"id":"a","tags":[{text}],"path":"{text}"}}]'):
+        with answering(lambda _, body=body: (body, {})):  # type: ignore[misc]
+            with contextlib.suppress(DynamoError):
+                answers.append(find_on_hub("a"))
+            with contextlib.suppress(DynamoError):
+                answers.append(HubModel("a/b", None, "a/b").files())
+    return answers
+
+
 LOAD_NAMES = LoadNames(("up",), ("waiting",), ("usage",), "engine")
 PARSERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "a server's metrics": (
@@ -431,6 +446,10 @@ PARSERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "a recorded answer": (
         lambda text: cleaned_answer(f"data: {text}".encode()),
         ('{"a":"b"}\n\ndata: ', "\n", "data: {\n", "data:", '{"id":"sk-"}\ndata: '),
+    ),
+    "a hub's answer": (
+        _hub,
+        ("a", "[", '{"id":"a"},', '{"id":"', '"a",', "\\u0041", "{", '{"type":"file","path":"a"},'),
     ),
     "a framed response": (
         lambda text: response_body(text.encode()),

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
@@ -20,7 +21,14 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, file_download, hf_hub_download, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    constants,
+    file_download,
+    hf_hub_download,
+    set_client_factory,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -29,6 +37,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils._http import default_client_factory
 from tqdm.std import tqdm
 
 from dynamo.errors import ConfigError, ModelUnreachable
@@ -44,6 +53,11 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 _PASSING = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 # What a server may choose of a name in the cache: no separator, and nothing that is hidden.
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+MAX_ANSWER_BYTES = 4 << 20
+"""Of one answer of a hub's API: some 13,000 files of a repository."""
+_MAX_PAGES = 100
+_SILENCE_S = 30.0
+_ANSWER_S = 120.0
 log = logging.getLogger(__name__)
 
 
@@ -80,6 +94,81 @@ def _refuse_paths() -> None:
 
 
 _refuse_paths()
+
+
+class _BadAnswer(ValueError):
+    """An answer of a hub's API is too large, too slow, or one of too many."""
+
+
+class _Pages(threading.local):
+    """How many pages of one list this thread has got, and where the next one is."""
+
+    count = 0
+    next_url = ""
+
+
+_pages = _Pages()
+
+
+def _ask_plainly(request: Any) -> None:
+    """Bound the silence of the API's answer, and accept none that is larger unpacked."""
+    if not _is_api(request):
+        return
+    request.headers["accept-encoding"] = "identity"
+    request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), _SILENCE_S)
+    _pages.count = _pages.count + 1 if str(request.url) == _pages.next_url else 1
+    if _pages.count > _MAX_PAGES:
+        raise _BadAnswer(f"it gives more than {_MAX_PAGES} pages of a list")
+
+
+def _read_bounded(response: Any) -> None:
+    """Read an answer of the API to its end, unless it is too long or too slow."""
+    if not _is_api(response.request):
+        return
+    _pages.next_url = str(response.request.url.join(response.links.get("next", {}).get("url", "")))
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise _BadAnswer("its answer is compressed, though that was not asked for")
+    end_s, size_bytes, parts = time.monotonic() + _ANSWER_S, 0, []
+    for part in response.iter_raw():
+        parts.append(part)
+        size_bytes += len(part)
+        if size_bytes > MAX_ANSWER_BYTES:
+            raise _BadAnswer(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
+        if time.monotonic() > end_s:
+            raise _BadAnswer(f"its answer took more than {_ANSWER_S:g} s")
+    response._content = b"".join(parts)  # as its own read() does, which has no bound
+
+
+def _is_api(request: Any) -> bool:
+    """Whether the answer is about a model: files are not read into memory."""
+    path = request.url.path
+    return "/api/" in path and "/resolve" not in path
+
+
+def bounded(client: Any) -> Any:
+    """Return ``client`` with bounds on the answers of a hub's API."""
+    hooks = client.event_hooks
+    client.event_hooks = {
+        "request": [*hooks["request"], _ask_plainly],
+        "response": [*hooks["response"], _read_bounded],
+    }
+    return client
+
+
+def bounded_client() -> Any:
+    """Return a client as the Hub's library makes it, with these bounds."""
+    return bounded(default_client_factory())
+
+
+set_client_factory(bounded_client)
+
+
+def search_hub(words: str, limit: int) -> list[Any]:
+    """Return what the Hub knows of the most downloaded models whose names have ``words``.
+
+    Raises what the Hub's library does, and ValueError for an answer beyond the bounds.
+    """
+    return list(HfApi().list_models(search=words, sort="downloads", limit=limit))
 
 
 class HubModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dynamo.errors import ConfigError, InvalidArgument, Unavailable, as_path
 from dynamo.llm.model_source import NamedModel, OnProgress, resolve_model
@@ -13,6 +14,8 @@ from dynamo.operations.stored_models import ask_ollama, check_blobs, empty_parts
 
 _HITS = 20
 _QUERY_CHARACTERS = 96
+_ID_CHARACTERS = 193
+"""Of an owner, a slash and a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,9 @@ def find_on_hub(text: str) -> list[HubHit]:
     if not words or len(words) > _QUERY_CHARACTERS:
         raise InvalidArgument(f"give 1 to {_QUERY_CHARACTERS} characters of a model's name")
     # Imported here: it takes 0.2 s.
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import constants
+
+    from dynamo.llm.model_download import search_hub
 
     if constants.HF_HUB_OFFLINE:
         raise Unavailable(
@@ -70,23 +75,25 @@ def find_on_hub(text: str) -> list[HubHit]:
             "models on disk are listed"
         )
     try:
-        found = list(HfApi().list_models(search=words, sort="downloads", limit=_HITS))
+        found = search_hub(words, _HITS)
     except Exception as error:  # of the Hub's library and of its HTTP library
         reason = str(error).partition("\n")[0]
         raise Unavailable(
             f"Hugging Face cannot be asked at {constants.ENDPOINT}: {reason:.200}; models on disk "
             "are listed"
         ) from error
-    return [
-        HubHit(
-            name=one.id,
-            downloads=one.downloads or 0,
-            likes=one.likes or 0,
-            task=one.pipeline_tag or "",
-            is_gated=bool(one.gated),
-        )
-        for one in found
-    ]
+    return [_hit(one) for one in found if isinstance(one.id, str) and len(one.id) <= _ID_CHARACTERS]
+
+
+def _hit(model: Any) -> HubHit:
+    """Return a hit of the Hub, which need not have the types of its library."""
+    counts = {name: getattr(model, name) for name in ("downloads", "likes")}
+    return HubHit(
+        name=model.id,
+        task=str(model.pipeline_tag or "")[:_QUERY_CHARACTERS],
+        is_gated=bool(model.gated),
+        **{name: count for name, count in counts.items() if isinstance(count, int)},
+    )
 
 
 def _gguf_source(source: str) -> str:

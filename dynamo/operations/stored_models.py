@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dynamo.config import environ
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError, DynamoError, shorten
 from dynamo.runtime.process.paths import expanded
 from dynamo.serve.state.document import Document
 
@@ -354,6 +354,7 @@ def _digest(blob: Path, name: str) -> str | None:
 _ADDRESS = "127.0.0.1:11434"
 _CONNECT_S = 0.5
 _ANSWER_S = 60.0
+_LINE_BYTES = 1 << 20
 
 
 def running_ollama() -> str | None:
@@ -382,15 +383,17 @@ def ask_ollama(method: str, path: str, model: str) -> Iterator[dict[str, Any]]:
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_ANSWER_S)
     try:
         connection.request(method, path, json.dumps({"model": model}).encode())
-        answer = connection.getresponse()
-        for line in answer:
-            reply = json.loads(line) if line.strip() else {}
-            if "error" in reply:
-                raise DynamoError(f"Ollama at {url}: {reply['error']}")
-            yield reply
-        if answer.status >= http.client.BAD_REQUEST:
-            raise DynamoError(f"Ollama at {url} answered {answer.status} {answer.reason}")
-    except (http.client.HTTPException, ValueError) as error:
-        raise DynamoError(f"Ollama at {url}: {error}") from error
+        with connection.getresponse() as answer:
+            while line := answer.readline(_LINE_BYTES + 1):
+                reply = json.loads(line) if line.strip() and len(line) <= _LINE_BYTES else None
+                if line.strip() and not isinstance(reply, dict):
+                    raise ValueError(f"a line is no JSON object of at most {_LINE_BYTES} bytes")
+                if reply and "error" in reply:
+                    raise DynamoError(f"Ollama at {url}: {shorten(str(reply['error']))}")
+                yield reply or {}
+            if answer.status >= http.client.BAD_REQUEST:
+                raise DynamoError(f"Ollama at {url} answered {answer.status} {answer.reason}")
+    except (http.client.HTTPException, RecursionError, ValueError) as error:
+        raise DynamoError(f"Ollama at {url}: {shorten(str(error))}") from error
     finally:
         connection.close()
