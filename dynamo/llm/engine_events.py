@@ -1,29 +1,23 @@
-"""KV events that engines (vLLM, SGLang) publish over ZMQ: their decoder and their relay.
+"""KV events that engines (vLLM, SGLang) publish over ZMQ: their decoder.
 
 A message is MessagePack ``[timestamp, [event, …], dp_rank]``, or a map of these names; the last may
 be missing. An event is a map with ``type``, or an array of the type and the fields in the order
-below. A hash is an integer, signed or not, or bytes, of which the last eight count (big-endian).
+below; further fields are ignored. A hash is an integer, signed or not, or bytes, of which the last
+eight count (big-endian).
 ``medium`` is the storage of the blocks; on a medium below the device, events may name blocks by
 their hashes alone, without tokens.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import struct
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from dynamo.llm.prefix_index import short_hash
 from dynamo.protocols.kv import STORAGE_TIERS
 
-_U32 = 0xFFFF_FFFF
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _FIELDS = {
     "BlockStored": (
@@ -42,7 +36,6 @@ _FIELDS = {
     "AllBlocksCleared": (),
 }
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
-_FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
 _DEVICE = STORAGE_TIERS[0]
 _MEDIA = (
     ("GPU",),
@@ -57,173 +50,9 @@ _TIER_OF = {
     for name in (*media, tier.upper())
 }
 _decode = msgspec.msgpack.Decoder().decode
-HIGH_WATER_MESSAGES = 100_000
-REPLAY_TIMEOUT_S = 5.0
-REPLAY_PAUSE_S = 60.0
-REPLAY_BYTES = 64 << 20
-_FRAMES = 3  # topic, number, payload
-_SEQUENCE = struct.Struct(">Q")
-_END_OF_REPLAY = _SEQUENCE.pack(_U64)
-log = logging.getLogger(__name__)
-
-
-class EngineEventRelay:
-    """A SUB socket on the engine's ``endpoint``, and its replay socket, if it has one.
-
-    Calls ``on_events(dp_rank or None, events)`` once per message, ``on_dropped(count)`` for lost
-    messages, ``on_malformed(error)`` for each event that is dropped. Before the events that follow
-    a restart of the engine, or a loss that the replay did not repair, it calls ``on_reset()``: a
-    removal may be lost, so no earlier block counts.
-
-    A restarted engine numbers its messages from 0. One whose number is above the last is found by
-    the connection that was closed, and by the replay: it has another message under the last number.
-    """
-
-    def __init__(
-        self,
-        endpoint: str,
-        topic: str,
-        on_events: Callable[[int | None, list[EngineEvent]], None],
-        on_dropped: Callable[[int], None],
-        on_malformed: Callable[[Exception], None],
-        on_reset: Callable[[], None],
-        replay_endpoint: str | None = None,
-    ) -> None:
-        self.endpoint = endpoint
-        self.malformed = 0
-        self._topic = topic
-        self._on_events = on_events
-        self._on_dropped = on_dropped
-        self._on_malformed = on_malformed
-        self._on_reset = on_reset
-        self._replay_endpoint = replay_endpoint
-        self._no_replay_until_s = 0.0
-        self._disconnected = False  # since the last message
-        self._newest: int | None = None  # the last number that the SUB socket delivered
-        self._expected: int | None = None  # the next number to apply; a replay may be ahead
-        self._last = b""  # the payload before it
-
-    async def run(self) -> None:
-        """Relay until cancelled; ZMQ reconnects when the engine restarts."""
-        socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
-            socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
-            socket.connect(self.endpoint)
-            while True:
-                frames = await socket.recv_multipart()
-                # ZMQ reports it before the first message of the next connection.
-                while int(monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-                    await monitor.recv_multipart()
-                    self._disconnected = True
-                await self._on_message(frames)
-                await asyncio.sleep(0)  # receiving does not suspend while messages wait
-        finally:
-            socket.disable_monitor()
-            monitor.close()
-            socket.close()
-
-    async def _on_message(self, frames: list[bytes]) -> None:
-        message = self._decoded(frames)
-        if message is None:
-            return  # the next message shows the gap
-        if self._newest is not None and message.number <= self._newest:
-            self._restart()
-        self._newest = message.number
-        # Later messages wait in the socket until the replay is complete.
-        lost = message.number > (self._expected or 0)
-        if (lost and self._replay_endpoint is not None) or self._disconnected:
-            await self._repair()
-        self._deliver(message)
-
-    def _restart(self) -> None:
-        if self._expected is not None:
-            log.warning("%s: the engine restarted; cleared its blocks", self.endpoint)
-            self._on_reset()
-        self._expected, self._last = None, b""
-
-    def _deliver(self, message: _Message) -> None:
-        if self._expected is not None:
-            lost = message.number - self._expected
-            if lost < 0:  # already replayed
-                return
-            if lost:
-                self._on_dropped(lost)
-                log.warning(
-                    "%s: messages %d to %d of the engine are lost; cleared its blocks",
-                    self.endpoint,
-                    self._expected,
-                    message.number - 1,
-                )
-                self._on_reset()
-        self._expected, self._last = message.number + 1, message.payload
-        self._on_events(message.dp_rank, message.events)
-
-    async def _repair(self) -> None:
-        """Apply the replay. It begins with the last message, which proves that it continues it."""
-        start = max((self._expected or 0) - 1, 0)
-        replayed = await self._replay(start)
-        if self._expected is not None:
-            first = replayed[0] if replayed else [b"", b"", b""]
-            continued = first[1:] == [_SEQUENCE.pack(start), self._last]
-            newer = first[1] > _SEQUENCE.pack(self._expected)  # a gap: _deliver() clears
-            if not continued and (self._disconnected or (replayed and not newer)):
-                self._restart()
-                replayed = await self._replay(0) if replayed and start else replayed
-        self._disconnected = False
-        for frames in replayed:
-            message = self._decoded(frames)
-            if message is not None:  # else the next one shows the gap
-                self._deliver(message)
-            await asyncio.sleep(0)
-
-    async def _replay(self, start: int) -> list[list[bytes]]:
-        """Return what the engine still has of its messages since ``start``, in frames.
-
-        After a failure, nothing for :data:`REPLAY_PAUSE_S`: events wait for the answer.
-        """
-        now = asyncio.get_running_loop().time()
-        if self._replay_endpoint is None or now < self._no_replay_until_s:
-            return []
-        replayed: list[list[bytes]] = []
-        size = 0
-        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
-            socket.setsockopt(zmq.MAXMSGSIZE, REPLAY_BYTES)
-            socket.connect(self._replay_endpoint)
-            async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                await socket.send_multipart([b"", _SEQUENCE.pack(start)])
-                while size <= REPLAY_BYTES and len(replayed) < HIGH_WATER_MESSAGES:
-                    frames = (await socket.recv_multipart())[1:]  # after the empty delimiter
-                    if frames[1:2] == [_END_OF_REPLAY]:
-                        return replayed
-                    if len(frames) == _FRAMES:  # else the next one shows the gap
-                        replayed.append(frames)
-                        size += len(frames[-1])
-                    await asyncio.sleep(0)
-            problem = f"more than {HIGH_WATER_MESSAGES} messages, or {REPLAY_BYTES} bytes"
-        except (TimeoutError, zmq.ZMQError) as error:
-            problem = str(error) or f"no complete replay in {REPLAY_TIMEOUT_S:g} s"
-        finally:
-            socket.close()
-        self._no_replay_until_s = now + REPLAY_PAUSE_S
-        log.warning("%s: %s; not used for %g s", self._replay_endpoint, problem, REPLAY_PAUSE_S)
-        return replayed
-
-    def _decoded(self, frames: list[bytes]) -> _Message | None:
-        try:
-            _, number, payload = frames
-            (sequence,) = _SEQUENCE.unpack(number)
-            return _Message(sequence, payload, *decode_events(payload, self._on_malformed))
-        except (ValueError, struct.error) as error:
-            self.malformed += 1
-            if self.malformed == 1:
-                log.warning("%s: dropped a malformed message: %.200s", self.endpoint, error)
-            return None
+MAX_RANKS = 1024
+MAX_GROUPS = 256
+"""Of data-parallel ranks and of groups of layers: above, an event is malformed."""
 
 
 class EngineStored(NamedTuple):
@@ -232,7 +61,8 @@ class EngineStored(NamedTuple):
     Without ``token_ids`` another tier has them. ``group`` is the group of layers that the blocks
     belong to, ``attention`` the kind of these layers; None for engines that do not say.
     ``mm_hashes`` are those of the images in each block, None without any; ``cache_salt`` is known
-    only of a chain that begins at the root.
+    only of a chain that begins at the root. ``reused``: the engine held the blocks already, this is
+    no further copy of them.
     """
 
     block_hashes: list[int]
@@ -245,6 +75,7 @@ class EngineStored(NamedTuple):
     attention: str | None = None
     mm_hashes: list[list[int]] | None = None
     cache_salt: str | None = None
+    reused: bool = False
 
 
 class EngineRemoved(NamedTuple):
@@ -264,108 +95,21 @@ class EngineCleared(NamedTuple):
 EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 
-class _Message(NamedTuple):
-    """One message of the engine."""
-
-    number: int
-    payload: bytes
-    dp_rank: int | None
-    events: list[EngineEvent]
-
-
-class AttentionGroup:
-    """Selects the events of the groups of layers that decide which prompts are cached.
-
-    A hybrid model stores each block in several groups, under the same hash, and a group with a
-    sliding window drops its blocks early. Groups with full attention decide, whenever they appear;
-    until then, the first group does.
-    """
-
-    def __init__(self) -> None:
-        self._first: int | None = None
-        self._full: set[int | None] = set()
-
-    def select(self, events: list[EngineEvent]) -> list[EngineEvent]:
-        """Return the events of the deciding groups, and those without a group.
-
-        The first event of full attention clears the blocks of a group that decided before it.
-        """
-        stored = [each for each in events if isinstance(each, EngineStored)]
-        groups = [each.group for each in stored if each.group is not None]
-        full: set[int | None] = {
-            each.group
-            for each in stored
-            if each.group is not None and each.attention in _FULL_ATTENTION
-        }
-        replaced = bool(full) and not self._full and self._first is not None
-        self._full |= full
-        if self._first is None and not self._full and groups:
-            self._first = groups[0]
-        accepted = {None, *(self._full or {self._first})}
-        selected: list[EngineEvent] = [
-            event for event in events if isinstance(event, EngineCleared) or event.group in accepted
-        ]
-        return [EngineCleared(), *selected] if replaced else selected
-
-
-class BlockCopies:
-    """The blocks that one rank of an engine holds, with the number of copies of each.
-
-    vLLM keeps several blocks of equal content and publishes the removal of each copy. Groups of
-    layers count separately: a prompt is cached as far as all of them have it. The salt of a block
-    is known as long as any tier has it.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[str, int | None], Counter[int]] = {}
-        self._salts: dict[int, str] = {}
-
-    def stored(self, event: EngineStored) -> str | None:
-        """Count a copy of each block. Return the salt of their chain."""
-        held = self._held.setdefault((event.storage_tier, event.group), Counter())
-        held.update(event.block_hashes)
-        salt = event.cache_salt
-        if self._salts and salt is None:
-            if event.parent_hash is not None:
-                salt = self._salts.get(event.parent_hash)
-            elif not event.token_ids:
-                return None
-        if salt is not None:
-            self._salts |= dict.fromkeys(event.block_hashes, salt)
-        return salt
-
-    def removed(self, event: EngineRemoved) -> list[int]:
-        """Discount a copy of each block. Return the blocks of which none is left."""
-        held = self._held.get((event.storage_tier, event.group), Counter[int]())
-        gone = []
-        for block_hash in event.block_hashes:
-            copies = held.pop(block_hash, 1) - 1
-            if copies:
-                held[block_hash] = copies
-            else:
-                gone.append(block_hash)
-        self._forget_salts(gone)
-        return gone
-
-    def cleared(self, storage_tier: str = _DEVICE) -> None:
-        """Forget the blocks of a tier; for the device, all."""
-        for key in [key for key in self._held if storage_tier in (_DEVICE, key[0])]:
-            del self._held[key]
-        self._forget_salts(list(self._salts))
-
-    def _forget_salts(self, block_hashes: list[int]) -> None:
-        if self._salts:
-            for block_hash in block_hashes:
-                if not any(block_hash in held for held in self._held.values()):
-                    self._salts.pop(block_hash, None)
-
-
 def tier_of(medium: str | None) -> str | None:
     """Return the storage tier of an engine's ``medium`` (None: the device); None if it is unknown.
 
     The names of the tiers are valid too, in upper or lower case.
     """
     return _DEVICE if medium is None else _TIER_OF.get(str(medium).upper())
+
+
+def time_of(payload: bytes) -> float | None:
+    """Return when the engine sent a message, in Unix time; None if it does not say."""
+    try:
+        sent_s = _fields(_decode(payload), _BATCH_FIELDS).get("ts")
+    except (msgspec.MsgspecError, TypeError, RecursionError):
+        return None
+    return float(sent_s) if isinstance(sent_s, int | float) else None
 
 
 def decode_events(
@@ -381,7 +125,7 @@ def decode_events(
         raw_events, dp_rank = list(batch["events"]), batch.get("data_parallel_rank")
     except (msgspec.MsgspecError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not a KV event batch: {error!r}") from error
-    if dp_rank is not None and not (isinstance(dp_rank, int) and 0 <= dp_rank <= _U32):
+    if dp_rank is not None and not (isinstance(dp_rank, int) and 0 <= dp_rank < MAX_RANKS):
         raise ValueError(f"not a KV event batch: data_parallel_rank is {dp_rank!r:.40}")
     events: list[EngineEvent] = []
     for raw in raw_events:
@@ -416,13 +160,20 @@ def _event(raw: Any) -> EngineEvent | None:
     tier = tier_of(event.get("medium"))
     if tier is None:
         return None
+    if event.get("locality") == "REMOTE":
+        tier = STORAGE_TIERS[-1]
     group = _require("group_idx", event.get("group_idx"), int | None)
+    if group is not None and not 0 <= group < MAX_GROUPS:
+        raise ValueError(f"group_idx is {group}")
     if kind == "BlockRemoved":
         return EngineRemoved([_hash(value) for value in event["block_hashes"]], tier, group)
     if kind == "AllBlocksCleared":
         return EngineCleared(tier)
     parent = event.get("parent_block_hash")
     lora_name = _require("lora_name", event.get("lora_name"), str | None)
+    if lora_name is None and event.get("lora_id"):
+        # Earlier versions of vLLM have no names: the blocks are not those of the base model.
+        lora_name = f"\0{event['lora_id']!r:.40}"
     keys = _require("extra_keys", event.get("extra_keys"), list | tuple | None) or ()
     return EngineStored(
         [_hash(value) for value in event["block_hashes"]],
@@ -435,6 +186,7 @@ def _event(raw: Any) -> EngineEvent | None:
         _require("kv_cache_spec_kind", event.get("kv_cache_spec_kind"), str | None),
         _mm_hashes(keys) if any(keys) else None,
         _salt(keys[0], lora_name) if parent is None and keys and keys[0] else None,
+        event.get("origin") == "REUSED",
     )
 
 
@@ -466,4 +218,4 @@ def _require(name: str, value: Any, kind: Any) -> Any:
 
 
 def _hash(value: int | bytes) -> int:
-    return (value if isinstance(value, int) else int.from_bytes(value, "big")) & _U64
+    return value & _U64 if isinstance(value, int) else int.from_bytes(value[-8:], "big")

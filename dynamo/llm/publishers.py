@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -17,15 +17,9 @@ import msgspec
 
 from dynamo._fast.hashing import block_hashes as hash_blocks
 from dynamo._fast.hashing import seed_for
-from dynamo.llm.engine_events import (
-    AttentionGroup,
-    BlockCopies,
-    EngineEvent,
-    EngineEventRelay,
-    EngineRemoved,
-    EngineStored,
-    tier_of,
-)
+from dynamo.llm.engine_blocks import EngineBlocks
+from dynamo.llm.engine_events import EngineEvent, tier_of
+from dynamo.llm.engine_relay import EngineEventRelay
 from dynamo.llm.prefix_index import mm_hashes_of
 from dynamo.llm.register import note_block_size
 from dynamo.observability.metrics import counter
@@ -129,11 +123,11 @@ class KvEventPublisher:
         labels = (target.component, target.namespace, str(self._sender.worker_id))
         self._dropped = runtime.metrics.child(_DROPPED, *labels)
         self._malformed = 0
-        self._groups: defaultdict[int, AttentionGroup] = defaultdict(AttentionGroup)
-        self._copies: defaultdict[int, BlockCopies] = defaultdict(BlockCopies)
+        self._engine_blocks: dict[int, EngineBlocks] = {}
+        self._engine: EngineEventRelay | None = None
         self._relay: asyncio.Task[None] | None = None
         if zmq_endpoint is not None:
-            relay = EngineEventRelay(
+            self._engine = EngineEventRelay(
                 zmq_endpoint,
                 zmq_topic or "",
                 self._on_engine_events,
@@ -142,7 +136,7 @@ class KvEventPublisher:
                 self._on_reset,
                 zmq_replay_endpoint,
             )
-            self._relay = runtime.tasks.spawn(relay.run(), name=f"relay {zmq_endpoint}")
+            self._relay = runtime.tasks.spawn(self._engine.run(), name=f"relay {zmq_endpoint}")
 
     def publish_stored(  # noqa: PLR0913 - Dynamo's signature
         self,
@@ -199,8 +193,11 @@ class KvEventPublisher:
                 self.publish_stored(**msgspec.structs.asdict(event))
 
     def publish_all_cleared(self) -> None:
-        """Publish that all blocks were removed."""
-        self._copies.pop(self.dp_rank, None)
+        """Publish that all blocks were removed. What the engine sent before is ignored."""
+        if self.dp_rank in self._engine_blocks:
+            self._engine_blocks[self.dp_rank].cleared()
+        if self._engine is not None:
+            self._engine.cleared(time.time())
         self._record(self.dp_rank, [BlocksCleared()], STORAGE_TIERS[0])
 
     def shutdown(self) -> None:
@@ -256,24 +253,23 @@ class KvEventPublisher:
 
     def _on_engine_events(self, dp_rank: int | None, events: list[EngineEvent]) -> None:
         rank = self.dp_rank if dp_rank is None else dp_rank
-        selected = self._groups[rank].select(events)
-        copies = self._copies[rank]
-        for tier, group in groupby(selected, key=attrgetter("storage_tier")):
+        blocks = self._engine_blocks.get(rank)
+        if blocks is None:
+            blocks = self._engine_blocks[rank] = EngineBlocks(self.kv_block_size)
+        for tier, group in groupby(blocks.select(events), key=attrgetter("storage_tier")):
             changes = []
             for event in group:
                 try:
-                    change = self._to_change(event, copies)
+                    changes += blocks.changes(event)
                 except (ValueError, TypeError) as error:  # token ids that are not uint32
                     self._on_malformed(error)
-                    continue
-                if change is not None:
-                    changes.append(change)
             self._record(rank, changes, tier)
 
     def _on_reset(self) -> None:
         """Clear all ranks of this engine: what they hold is unknown."""
-        for rank in {self.dp_rank, *self._copies}:
-            self._copies.pop(rank, None)
+        for rank in {self.dp_rank, *self._engine_blocks}:
+            if rank in self._engine_blocks:
+                self._engine_blocks[rank].cleared()
             self._record(rank, [BlocksCleared()], STORAGE_TIERS[0])
 
     def _on_malformed(self, error: Exception) -> None:
@@ -286,36 +282,6 @@ class KvEventPublisher:
                 error,
                 _DROPPED.name,
             )
-
-    def _to_change(
-        self, event: EngineEvent, copies: BlockCopies
-    ) -> BlocksStored | BlocksRemoved | BlocksCleared | None:
-        if isinstance(event, EngineStored):
-            salt = copies.stored(event)
-            if not event.token_ids:
-                return self._by_id(event)
-            count = self._complete_blocks([event.block_size] * len(event.block_hashes))
-            # A sliding window names the tokens of its span, but only the blocks that are left.
-            if len(event.token_ids) != event.block_size * len(event.block_hashes):
-                return None
-            hashing = _Hashing(event.lora_name, salt, mm_hashes=event.mm_hashes)
-            return self._stored(
-                event.token_ids, event.block_hashes[:count], event.parent_hash, hashing
-            )
-        if isinstance(event, EngineRemoved):
-            gone = copies.removed(event)
-            return BlocksRemoved(_column(gone)) if gone else None
-        copies.cleared(event.storage_tier)
-        return BlocksCleared()
-
-    def _by_id(self, event: EngineStored) -> BlocksStored | None:
-        """Convert blocks that the engine offloaded and names by their hashes alone."""
-        if event.storage_tier == STORAGE_TIERS[0] or event.block_size not in (
-            0,
-            self.kv_block_size,
-        ):
-            return None
-        return BlocksStored(_column(event.block_hashes), b"")
 
 
 class WorkerMetricsPublisher:

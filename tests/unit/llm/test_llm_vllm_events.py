@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from dynamo._fast.hashing import xxh3_64
+from dynamo.llm.engine_blocks import AttentionGroup
 from dynamo.llm.engine_events import (
-    AttentionGroup,
     EngineCleared,
     EngineEvent,
     EngineRemoved,
