@@ -50,6 +50,7 @@ _TIER_OF = {
     for name in (*media, tier.upper())
 }
 _decode = msgspec.msgpack.Decoder().decode
+_YEAR_2001_S = 1e9  # smaller numbers are of another clock
 MAX_RANKS = 1024
 MAX_GROUPS = 256
 """Of data-parallel ranks and of groups of layers: above, an event is malformed."""
@@ -109,7 +110,7 @@ def time_of(payload: bytes) -> float | None:
         sent_s = _fields(_decode(payload), _BATCH_FIELDS).get("ts")
     except (msgspec.MsgspecError, TypeError, RecursionError):
         return None
-    return float(sent_s) if isinstance(sent_s, int | float) else None
+    return float(sent_s) if isinstance(sent_s, int | float) and sent_s > _YEAR_2001_S else None
 
 
 def decode_events(

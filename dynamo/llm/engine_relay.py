@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -73,6 +74,7 @@ class EngineEventRelay:
         self._replay_endpoint = replay_endpoint
         self._no_replay_until_s = 0.0
         self._disconnected = False  # since the last message
+        self._disconnected_s = 0.0
         self._newest: int | None = None  # the last number that the SUB socket delivered
         self._expected: int | None = None  # the next number to apply; a replay may be ahead
         self._last = b""  # the payload before it
@@ -114,7 +116,7 @@ class EngineEventRelay:
     async def _on_connection(self, event: int) -> None:
         """Check the blocks at once: a restarted engine may have nothing to send."""
         if event == zmq.EVENT_DISCONNECTED:
-            self._disconnected = True
+            self._disconnected, self._disconnected_s = True, time.time()
             if self._replay_endpoint is None:
                 self._restart()
         elif self._replay_endpoint is not None and (self._disconnected or self._expected is None):
@@ -138,20 +140,19 @@ class EngineEventRelay:
     def _is_repeated(self, message: _Message) -> bool:
         """Return whether the message was applied before, or counts as lost already."""
         number, payload = message.number, message.payload
-        if (number, hash(payload)) in self._recent:
-            return True
         sent_s, last_s = time_of(payload), time_of(self._last)
-        return (
-            any(number in gap for gap in self._gaps)
-            and sent_s is not None
-            and last_s is not None
-            and sent_s < last_s
+        if sent_s is None or last_s is None:
+            return False
+        return (number, hash(payload)) in self._recent or (
+            any(number in gap for gap in self._gaps) and sent_s < last_s
         )
 
     def _restart(self) -> None:
         if self._expected is not None:
             log.warning("%s: the engine restarted; cleared its blocks", self.endpoint)
             self._on_reset()
+        if self._disconnected:  # messages of its last run may wait in the socket
+            self._void_before_s = self._disconnected_s
         self._expected, self._last = None, b""
         self._recent.clear()
         self._gaps.clear()
@@ -178,7 +179,7 @@ class EngineEventRelay:
             self._on_events(message.dp_rank, message.events)
 
     def _is_void(self, payload: bytes) -> bool:
-        """Return whether the message is older than :meth:`cleared`."""
+        """Return whether the message is older than a lost connection, or :meth:`cleared`."""
         if self._void_before_s is not None:
             sent_s = time_of(payload)
             if sent_s is not None and 0 < self._void_before_s - sent_s < _VOID_S:
