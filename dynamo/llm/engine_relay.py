@@ -152,7 +152,7 @@ class EngineEventRelay:
             log.warning("%s: the engine restarted; cleared its blocks", self.endpoint)
             self._on_reset()
         if self._disconnected:  # messages of its last run may wait in the socket
-            self._void_before_s = self._disconnected_s
+            self._void_before_s = max(self._void_before_s or 0.0, self._disconnected_s)
         self._expected, self._last = None, b""
         self._recent.clear()
         self._gaps.clear()
