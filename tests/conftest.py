@@ -22,6 +22,8 @@ from hypothesis import HealthCheck, settings
 from second_try import record_failures
 from serving import Serving
 
+from dynamo.runtime.process.inotify import InotifyInstance
+
 # A shell starts its background jobs with SIGINT ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -179,3 +181,24 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nats]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture
+def needs_inotify() -> None:
+    """Skip a test of the events of the kernel where a user's limit leaves none."""
+    try:
+        instance = InotifyInstance()
+    except OSError as error:
+        pytest.skip(f"no inotify instance is left: {error}")
+    instance.close()
+
+
+@pytest.fixture
+def other_users(tmp_path: Path) -> None:
+    """Skip where files of other users cannot be made, nor processes of theirs be started."""
+    mine = tmp_path / "mine"
+    mine.touch()
+    try:
+        os.chown(mine, 1, 1)
+    except OSError as error:
+        pytest.skip(f"there are no other users here: {error}")

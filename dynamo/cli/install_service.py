@@ -219,16 +219,19 @@ def _check_access(unit: SystemdUnit) -> None:
     account = pwd.getpwnam(str(unit.user))
     programs = [Path(unit.command[0]), Path(sys.executable).resolve()]
     entered = [path for one in [*programs, Path(unit.graph)] for path in reversed(one.parents)]
-    done = subprocess.run(
-        ["/bin/sh", "-c", _ENTER, "sh", unit.graph, *map(str, [*entered, *programs])],
-        user=account.pw_uid,
-        group=account.pw_gid,
-        extra_groups=os.getgrouplist(account.pw_name, account.pw_gid),
-        cwd="/",
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", _ENTER, "sh", unit.graph, *map(str, [*entered, *programs])],
+            user=account.pw_uid,
+            group=account.pw_gid,
+            extra_groups=os.getgrouplist(account.pw_name, account.pw_gid),
+            cwd="/",
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    except PermissionError:  # a root who may not become another user, as in some containers
+        return
     if done.returncode:
         raise ConfigError(
             f"user {unit.user} may not enter, run or read {done.stdout}, which the service needs; "

@@ -83,7 +83,7 @@ def test_a_user_without_a_home_gets_directories(
     assert "useradd --system no-such-user" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can try the access of another user")
+@pytest.mark.usefixtures("other_users")
 def test_a_user_who_may_not_read_the_graph_is_refused(
     graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 import uvloop
 
 from dynamo.runtime.discovery import FileDiscovery
-from dynamo.runtime.process.inotify import InotifyInstance
 
 ON_BOTH = ("test_context", "test_request_", "test_events")
 
@@ -24,16 +23,6 @@ def pytest_asyncio_loop_factories(
     if item.path.name.startswith(ON_BOTH):
         factories["uvloop"] = uvloop.new_event_loop
     return factories
-
-
-@pytest.fixture
-def needs_inotify() -> None:
-    """Skip a test of the events of the kernel where a user's limit leaves none."""
-    try:
-        instance = InotifyInstance()
-    except OSError as error:
-        pytest.skip(f"no inotify instance is left: {error}")
-    instance.close()
 
 
 @pytest.fixture

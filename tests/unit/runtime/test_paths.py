@@ -112,7 +112,7 @@ def test_a_file_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
         paths.state_dir(RuntimeSettings(state_dir=str(tmp_path / "state")))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a directory of another user")
+@pytest.mark.usefixtures("other_users")
 def test_another_users_directory_is_refused(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -189,7 +189,7 @@ def test_a_planted_fallback_is_refused_and_not_followed(
         paths.release_sockets(settings)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a directory of another user")
+@pytest.mark.usefixtures("other_users")
 def test_the_fallback_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

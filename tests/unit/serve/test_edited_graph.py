@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -153,7 +154,7 @@ def test_overrides_of_a_removed_service_go_with_it(word: str) -> None:
 def test_the_file_keeps_its_line_ends_and_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "graph.yaml"
     path.write_bytes(b"namespace: a\r\nA:\r\n  run: x\r\n")
-    if os.geteuid() == 0:
+    with contextlib.suppress(OSError):  # only root can, and not in a user namespace without others
         os.chown(path, 12345, 23456)
     before = path.stat()
     GraphEdit({"B": "run: y\nsay: z\n"}, ()).write(path)
