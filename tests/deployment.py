@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from until import poll
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/model"
@@ -152,12 +153,9 @@ class Deployment:
         self, condition: Callable[[], Any], what: str = "it", timeout_s: float = START_TIMEOUT_S
     ) -> float:
         """Poll ``condition``; return the seconds until it held. Fails with the logs."""
-        started = time.monotonic()
-        while not self._holds(condition):
-            waited_s = time.monotonic() - started
-            assert waited_s < timeout_s, f"not after {waited_s:.0f} s: {what}\n{self.tail()}"
-            time.sleep(0.02)
-        return time.monotonic() - started
+        return poll(
+            lambda: self._holds(condition), lambda: f"{what}\n{self.tail()}", timeout_s, 0.02
+        )
 
     def _holds(self, condition: Callable[[], Any]) -> bool:
         try:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from until import poll
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples/quickstart.yaml"
@@ -159,10 +160,7 @@ class Serving:
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 75.0) -> None:
         """Poll ``condition``, for state of other processes that comes without an event."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{self.text()}"
-            time.sleep(0.01)
+        poll(condition, self.text, timeout_s)
 
     @property
     def arbiter_pid(self) -> int:

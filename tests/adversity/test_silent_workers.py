@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from until import Changes
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
@@ -65,12 +66,12 @@ class Site:
         self.system = SystemSettings(inhibited_duration_s=0.5, grace_period_s=0)
         self.runtime = DistributedRuntime(None, self.settings, system=self.system)
         self.workers: dict[int, asyncio.subprocess.Process] = {}
-        self.changed = asyncio.Event()
+        self.changes = Changes()
         self.events: list[tuple[int, bool]] = []
 
     async def __aenter__(self) -> Site:
         self.client = await self.runtime.endpoint(PATH).client()
-        self.client.on_change(lambda added, removed: self.changed.set())
+        self.client.on_change(self.changes.changed)
         self.client.on_inhibited(self._on_inhibited)
         return self
 
@@ -84,7 +85,7 @@ class Site:
 
     def _on_inhibited(self, instance_id: int, out: bool) -> None:
         self.events.append((instance_id, out))
-        self.changed.set()
+        self.changes.changed()
 
     async def start(self, **env: str) -> int:
         """Start a worker; return its instance id."""
@@ -101,10 +102,7 @@ class Site:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for ``condition`` of instances and outages."""
-        async with asyncio.timeout(TIMEOUT_S):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
+        await self.changes.until(condition)
 
     async def out(self, instance_id: int) -> None:
         await self.until(lambda: self.client.is_inhibited(instance_id))

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 from deployment import MODEL, free_port
 from hub_server import COMMIT, Hub, cache_model, run_with_hub
 from serving import Serving
+from until import poll
 
 NAME = "acme/tiny"
 FILES = {
@@ -262,13 +262,6 @@ def test_an_interrupted_pull_goes_on_where_it_was(disk: Disk, hub: Hub) -> None:
     assert disk.listed()[NAME]["is_complete"]
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 def has_file(disk: Disk, name: str) -> bool:
     return bool(list(disk.hub_home.glob(f"hub/models--acme--tiny/snapshots/*/{name}")))
 
@@ -281,7 +274,7 @@ def test_ctrl_c_ends_a_pull_that_stalls(disk: Disk, hub: Hub) -> None:
     disk.env["HF_ENDPOINT"] = hub.url
     hub.gate.clear()
     pulling = disk.begin("pull", NAME)
-    until(lambda: weights_asked(hub) and has_file(disk, "config.json"))
+    poll(lambda: weights_asked(hub) and has_file(disk, "config.json"))
     pulling.send_signal(signal.SIGINT)
     _, errors = pulling.communicate(timeout=60)
     assert pulling.returncode == 130 and f"to go on: dynamo pull {NAME}" in errors
@@ -298,10 +291,10 @@ def test_two_pulls_at_once_leave_one_model(disk: Disk, hub: Hub) -> None:
     disk.env["HF_ENDPOINT"] = hub.url
     hub.gate.clear()
     first = disk.begin("pull", NAME)
-    until(lambda: weights_asked(hub))
+    poll(lambda: weights_asked(hub))
     asked = hub.requests.count(f"GET /api/models/{NAME}")
     second = disk.begin("pull", NAME)
-    until(lambda: hub.requests.count(f"GET /api/models/{NAME}") > asked)
+    poll(lambda: hub.requests.count(f"GET /api/models/{NAME}") > asked)
     first.kill()
     first.communicate(timeout=60)
     hub.gate.set()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from deployment import Deployment
+from until import Changes
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
@@ -32,7 +32,7 @@ class Caller:
         self.component = component
         self.events: dict[tuple[int, int], list[Any]] = {}
         self.loads: dict[tuple[int, int], KvMetrics] = {}
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         runtime.subscribe(namespace, component, "kv-events", self._on_events)
         runtime.subscribe(namespace, component, "kv_metrics", self._on_loads)
         self.client: Client
@@ -41,19 +41,16 @@ class Caller:
         """Wait until ``workers`` instances serve generate."""
         endpoint = self.runtime.endpoint(f"{self.namespace}.{self.component}.generate")
         self.client = await endpoint.client()
-        self.client.on_change(lambda added, removed: self._changed.set())
+        self.client.on_change(self._changes.changed)
         await self.until(lambda: len(self.client.instance_ids()) == workers)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for ``condition``; check it after every event, load report and instance change."""
-        async with asyncio.timeout(TIMEOUT_S):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changes.until(condition)
 
     def changed(self) -> None:
         """Check the conditions of :meth:`until` again."""
-        self._changed.set()
+        self._changes.changed()
 
     def used_blocks(self, instance: int) -> int | None:
         """Return the used blocks that rank 0 of the worker reported last."""
@@ -93,12 +90,12 @@ class Caller:
         batch = _BATCH(payload)
         for event in batch.events:
             self.events.setdefault((batch.worker_id, event.dp_rank), []).append(event)
-        self._changed.set()
+        self._changes.changed()
 
     def _on_loads(self, publisher: int, sequence: int, payload: bytes) -> None:
         for load in _LOADS(payload):
             self.loads[load.worker_id, load.dp_rank] = load
-        self._changed.set()
+        self._changes.changed()
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from deployment import Deployment
 from kv_events import held_after
 from mocker_kit import Caller, caller
 from relay_kit import relayed_router
+from until import until
 
 from dynamo._fast.hashing import block_hashes
 from dynamo.errors import DynamoError
@@ -43,13 +44,6 @@ def indexed(live: ConnectedKvRouter, worker_id: int) -> Held:
                 path = (*path, tokens)
                 held[block] = path
     return held
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for ``condition``, which queries the processes."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not await condition():  # noqa: ASYNC110 - other processes do not notify
-            await asyncio.sleep(0.05)
 
 
 async def cached(here: Caller) -> Held:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from boxes import Etcd, needs_etcd
 from deployment import free_port
+from until import Changes, until
 
 from dynamo.config.runtime import EtcdSettings, RuntimeSettings
 from dynamo.errors import ConfigError, WorkerUnavailable
@@ -58,7 +59,7 @@ class Log:
     def __init__(self) -> None:
         self.events: list[KeyEvent] = []
         self.live: dict[str, bytes] = {}
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     def __call__(self, event: KeyEvent) -> None:
         self.events.append(event)
@@ -66,20 +67,10 @@ class Log:
             del self.live[event.key]
         else:
             self.live[event.key] = event.value
-        self._changed.set()
+        self._changes.changed()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Poll every few milliseconds a state that has no change event."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        await self._changes.until(condition)
 
 
 async def watched(discovery: EtcdDiscovery) -> Log:

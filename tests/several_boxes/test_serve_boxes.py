@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from boxes import Etcd, Nats, needs_etcd, needs_nats
 from deployment import free_port
 from serving import ROOT, Serving
+from until import poll
 
 pytestmark = [needs_etcd, needs_nats]
 GRAPH = f"""
@@ -60,10 +60,7 @@ def workers(port: int) -> int:
 
 
 def until_workers(port: int, count: int, box: Serving) -> None:
-    deadline = time.monotonic() + 20
-    while workers(port) != count:
-        assert time.monotonic() < deadline, f"{workers(port)} workers\n{box.text()}"
-        time.sleep(0.05)
+    poll(lambda: workers(port) == count, lambda: f"{workers(port)} workers\n{box.text()}")
 
 
 def test_two_boxes_serve_one_model(boxes: list[Serving]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import httpx2 as httpx
 import msgspec
 import pytest
+from until import Changes, until
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
@@ -55,7 +56,7 @@ class Planner:
     def __init__(self, settings: RuntimeSettings) -> None:
         self.runtime = DistributedRuntime(None, settings)
         self.states: list[OnDemandState] = []
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     async def start(self) -> None:
         self.runtime.subscribe("ns", "planner", ON_DEMAND_STATE, self._on_event)
@@ -68,14 +69,11 @@ class Planner:
 
     async def until(self, waiting: int) -> None:
         """Wait until the last state has ``waiting`` requests."""
-        async with asyncio.timeout(30):
-            while not self.states or self.states[-1].waiting != waiting:
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changes.until(lambda: self.states and self.states[-1].waiting == waiting)
 
     def _on_event(self, publisher: int, sequence: int, payload: bytes) -> None:
         self.states.append(_STATE(payload))
-        self._changed.set()
+        self._changes.changed()
 
 
 class Worker:
@@ -204,13 +202,6 @@ def lacks_workers(site: Site, name: str) -> bool:
 
 def forgot(site: Site, name: str) -> bool:
     return site.frontend.models.named(name) is None
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait, in loop turns, for what has no event."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from until import until as until_it_holds
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
@@ -144,10 +144,8 @@ async def running(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait, in loop turns, until a condition holds; models have no change event."""
-    async with asyncio.timeout(30):
-        while not _holds(condition):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    """Wait until a condition holds; until then its model or workers may be missing."""
+    await until_it_holds(lambda: _holds(condition))
 
 
 def _holds(condition: Callable[[], bool]) -> bool:

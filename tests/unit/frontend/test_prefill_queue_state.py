@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
+from until import Changes
 
 from dynamo.frontend.disagg import metrics as prefill_metrics
 from dynamo.frontend.disagg.metrics import INTERVAL_S, QueueStatePublisher
@@ -21,21 +21,18 @@ class Subscriber:
 
     def __init__(self) -> None:
         self.received: list[tuple[float, PrefillQueueState]] = []
-        self._more = asyncio.Event()
+        self._changes = Changes()
 
     def __call__(self, payload: bytes) -> None:
         self.received.append((time.monotonic(), _decode(payload)))
-        self._more.set()
+        self._changes.changed()
 
     @property
     def sizes(self) -> list[int]:
         return [state.size for _, state in self.received]
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(20):
-            while len(self.received) < count:
-                self._more.clear()
-                await self._more.wait()
+        await self._changes.until(lambda: len(self.received) >= count)
 
 
 async def test_publishes_at_once_to_and_from_zero_else_at_intervals() -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from until import until
 
 from dynamo.errors import ConfigError
 from dynamo.http import Exchange, HttpLimits, HttpServer
@@ -91,9 +92,11 @@ class Site:
 
     async def until(self, key: str, status: int) -> None:
         """Wait until requests with ``key`` get ``status``."""
-        async with asyncio.timeout(20):
-            while (await self.ask(f"X-Api-Key: {key}"))[0] != status:  # noqa: ASYNC110 - see name
-                await asyncio.sleep(0.01)
+
+        async def answered() -> bool:
+            return (await self.ask(f"X-Api-Key: {key}"))[0] == status
+
+        await until(answered)
 
 
 async def response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], Any]:

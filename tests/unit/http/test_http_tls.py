@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from certificates import Authority, needs_openssl, plain_context
+from until import until
 
 from dynamo.errors import ConfigError
 from dynamo.http import Exchange, HttpLimits, HttpServer
@@ -72,11 +73,6 @@ class Site:
         context = context or self.authority.trust()
         return await asyncio.open_connection("127.0.0.1", self.port, ssl=context, limit=1 << 24)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110 - the server has no event for these
-                await asyncio.sleep(0.01)
-
 
 @pytest.fixture
 async def site(tmp_path: Path, authority: Authority) -> AsyncIterator[Site]:
@@ -128,7 +124,7 @@ async def test_old_versions_are_refused(site: Site) -> None:
     context.set_ciphers("ALL:@SECLEVEL=0")
     with pytest.raises(ssl.SSLError):
         await site.connect(context)
-    await site.until(lambda: site.server.connections == 0)
+    await until(lambda: site.server.connections == 0)
 
 
 async def test_a_stream_ends_with_a_message_of_tls(site: Site) -> None:
@@ -221,7 +217,7 @@ async def test_a_handshake_has_a_deadline_and_counts(tmp_path: Path, authority: 
     site = Site(tmp_path, authority)
     await site.start(header_timeout_s=1.0)
     half = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(20)]
-    await site.until(lambda: site.server.connections == 20)
+    await until(lambda: site.server.connections == 20)
     for number, (_, writer) in enumerate(half):
         if number % 2:  # a record header that announces 16 KiB, then a byte now and then
             writer.write(b"\x16\x03\x01\x40\x00")
@@ -234,7 +230,7 @@ async def test_a_handshake_has_a_deadline_and_counts(tmp_path: Path, authority: 
             slow_writer.write(b"\x01")
         assert await slow_reader.read() == b""
         await shut(slow_writer)
-    await site.until(lambda: site.server.connections == 0)
+    await until(lambda: site.server.connections == 0)
     await site.server.close(0.2)
 
 
@@ -256,7 +252,7 @@ async def test_many_handshakes_take_many_turns(site: Site) -> None:
     assert max(after - before for before, after in pairwise(answered)) <= 8
     for one in clients:
         one.close()
-    await site.until(lambda: site.server.connections == 0)
+    await until(lambda: site.server.connections == 0)
 
 
 async def test_over_the_limit_is_503_and_a_handshake_gives_way(
@@ -265,7 +261,7 @@ async def test_over_the_limit_is_503_and_a_handshake_gives_way(
     site = Site(tmp_path, authority)
     await site.start(connections=1, header_timeout_s=5.0, linger_s=5.0)
     _, idle = await asyncio.open_connection("127.0.0.1", site.port)
-    await site.until(lambda: any(not site.server._is_new(one) for one in site.server._connections))
+    await until(lambda: any(not site.server._is_new(one) for one in site.server._connections))
     _, waiting = await site.connect()  # in the place of the idle one
     waiting.write(GET.replace(b"/x", b"/hold"))
     await site.held.get()
@@ -300,7 +296,7 @@ async def test_junk_costs_its_connection_alone(
     with contextlib.suppress(ConnectionError):
         await reader.read()  # an alert, perhaps
     await shut(writer)
-    await site.until(lambda: site.server.connections == 0)
+    await until(lambda: site.server.connections == 0)
     await site.server.close(0.2)
 
 
@@ -349,7 +345,7 @@ async def test_random_clients(site: Site, seed: int) -> None:
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         for _ in range(30):
             group.create_task(client())
-    await site.until(lambda: site.server.connections == 0)
+    await until(lambda: site.server.connections == 0)
     assert site.server.bodies_bytes == 0
 
 
@@ -362,7 +358,7 @@ async def test_a_new_certificate_for_new_connections(
     writer.write(GET)  # within the time for a first head
     assert await response(reader) == (200, b"empty")
     site.install("second")
-    await site.until(lambda: "reloaded" in caplog.text)
+    await until(lambda: "reloaded" in caplog.text)
     other_reader, other = await site.connect()
     assert name_of(other) == "second"
     for one_reader, one in ((reader, writer), (other_reader, other)):
@@ -371,12 +367,12 @@ async def test_a_new_certificate_for_new_connections(
     caplog.clear()
     third = site.authority.sign("third")
     shutil.copy(third[1], site.key)  # the key alone
-    await site.until(lambda: "is not the key of" in caplog.text)
+    await until(lambda: "is not the key of" in caplog.text)
     _, again = await site.connect()
     assert name_of(again) == "second"
     caplog.clear()
     shutil.copy(third[0], site.cert)  # now its certificate
-    await site.until(lambda: "reloaded" in caplog.text)
+    await until(lambda: "reloaded" in caplog.text)
     _, last = await site.connect()
     assert name_of(last) == "third"
     for one in (writer, other, again, last):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
+from until import until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.llm import (
@@ -54,13 +54,6 @@ async def endpoints(tmp_path: Path) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
         await runtime.close()
 
 
-async def until(condition: Callable[[], Any], send: Callable[[], object] = lambda: None) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            send()
-            await asyncio.sleep(0.01)
-
-
 async def test_a_worker_publishes_its_passes(
     endpoints: tuple[Endpoint, Endpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,11 +70,12 @@ async def test_a_worker_publishes_its_passes(
     found: list[ForwardPass] = []
 
     def seen() -> bool:
+        publisher.publish(dp_rank=1, **PASS)  # type: ignore[arg-type]
         newest = subscriber.get_recent_stats().get((name, 1))
         found.extend([] if newest is None else [_decode(newest)])
         return bool(found and found[-1].wall_time)
 
-    await until(seen, lambda: publisher.publish(dp_rank=1, **PASS))  # type: ignore[arg-type]
+    await until(seen)
     assert found[-1].scheduled_requests == ScheduledRequests(1, 20, 0.0, 4, 2, 50)
     assert found[-1].queued_requests == QueuedRequests(3, 30, 0.0, 1, 9)
     assert found[-1].counter_id > 1
@@ -110,12 +104,13 @@ async def test_the_messages_of_an_engine_are_relayed(
     waiting = asyncio.ensure_future(asyncio.to_thread(subscriber.recv))
     payload = codec.encode(ForwardPass(worker_id="7", wall_time=0.5))
 
-    def send() -> None:
+    def received() -> bool:
         engine.send_multipart([b"", b"too few"])
         engine.send_multipart([b"", struct.pack(">Q", 1), payload])
+        return waiting.done()
 
     try:
-        await until(waiting.done, send)
+        await until(received)
         assert waiting.result() == payload
         assert caplog.text.count("dropped forward-pass metrics of 2 frames") == 1
         with pytest.raises(RuntimeError, match="after recv"):

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from until import Changes
 
 from dynamo._fast.hashing import block_hashes, seed_for
 from dynamo.config.runtime import RuntimeSettings
@@ -42,7 +43,7 @@ class Subscriber:
         self.runtime = runtime
         self.batches: list[KvEventBatch] = []
         self.loads: list[KvMetrics] = []
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         runtime.subscribe("ns", "comp", "kv-events", self._on_events)
         runtime.subscribe("ns", "comp", "kv_metrics", self._on_loads)
 
@@ -51,10 +52,7 @@ class Subscriber:
         return [event for batch in self.batches for event in batch.events]
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changes.until(condition)
 
     async def connect(self, publisher: KvEventPublisher) -> int:
         """Wait until events of ``publisher`` arrive; return the number of the last one."""
@@ -77,11 +75,11 @@ class Subscriber:
 
     def _on_events(self, publisher: int, sequence: int, payload: bytes) -> None:
         self.batches.append(codec.decoder(KvEventBatch).decode(payload))
-        self._changed.set()
+        self._changes.changed()
 
     def _on_loads(self, publisher: int, sequence: int, payload: bytes) -> None:
         self.loads.extend(codec.decoder(list[KvMetrics]).decode(payload))
-        self._changed.set()
+        self._changes.changed()
 
 
 def runtime(path: Path) -> DistributedRuntime:

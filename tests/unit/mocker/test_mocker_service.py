@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from until import until
 
 from dynamo.errors import Disconnected, DynamoError, InvalidArgument, Overloaded
 from dynamo.frontend.requests.migration import continued
@@ -125,12 +126,6 @@ async def deployment(
         await server.close()
 
 
-async def wait_until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not done():  # noqa: ASYNC110 - one loop iteration at a time
-            await asyncio.sleep(0)
-
-
 async def test_tokens_stream_and_the_last_item_has_the_reason(tmp_path: Path) -> None:
     async with deployment(tmp_path) as here:
         sink = await here.answer(list(range(20)), 5)
@@ -233,7 +228,7 @@ async def test_cancellation_frees_the_blocks(tmp_path: Path, kind: str) -> None:
             here.client.connection(here.address).lose(Disconnected("lost"))
         else:
             getattr(stream, kind)()
-        await wait_until(lambda: not pool.used and not here.ranks[0].load)
+        await until(lambda: not pool.used and not here.ranks[0].load)
         assert here.service.admission.running == 0
         if kind == "stop":
             await sink.finished.wait()
@@ -284,7 +279,7 @@ async def test_each_rank_has_its_own_cache(tmp_path: Path) -> None:
 async def test_events_and_load_describe_the_state(tmp_path: Path) -> None:
     async with deployment(tmp_path) as here:
         await here.answer(list(range(20)), 1)
-        await wait_until(lambda: bool(here.loads) and here.loads[-1].num_requests_running == 0)
+        await until(lambda: bool(here.loads) and here.loads[-1].num_requests_running == 0)
         assert here.loads[0].kv_total_blocks == 100
         assert here.loads[-1].kv_used_blocks == 0
         ((stored, _, _),) = here.changes

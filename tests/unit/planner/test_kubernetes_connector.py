@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from cluster_kit import (
 )
 from lazy_module import LazyModule
 from planner_kit import FakeSources, Recorder, Wanted
+from until import until
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -61,11 +62,6 @@ class World:
             return (await self.connector.services()).get(name)
         except cluster_client.ClusterError:
             return None
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():  # noqa: ASYNC110 - the server is in another thread
-                await asyncio.sleep(0.01)
 
     async def held(self) -> ScaledService:
         """Wait until the connector sees a change that the operator has not applied."""
@@ -136,7 +132,7 @@ async def test_the_versions_that_the_server_has(
         await world.connector.add("Worker")
         await world.ready(2)
         world.server.put(ADAPTERS, adapter("Worker", 2))
-        await world.until(lambda: world.connector._adapter("Worker"))
+        await until(lambda: world.connector._adapter("Worker"))
         await world.connector.add("Worker")
         await world.ready(3)
         found = [
@@ -205,7 +201,7 @@ async def test_replicas_are_added_and_removed(world: World) -> None:
 
 async def test_a_scaling_adapter_is_scaled_instead(world: World) -> None:
     world.server.put(ADAPTERS, adapter("Worker", 1))
-    await world.until(lambda: world.connector._adapter("Worker"))
+    await until(lambda: world.connector._adapter("Worker"))
     await world.connector.add("Worker")
     assert world.server.object(ADAPTERS, f"{GRAPH}-worker")["spec"]["replicas"] == 2
     await world.ready(2)
@@ -249,7 +245,7 @@ async def test_an_operator_that_scales_by_hand_at_the_same_time(world: World) ->
 async def test_a_start_that_another_client_takes_back(world: World) -> None:
     world.operator.starts = False
     adding = asyncio.get_running_loop().create_task(world.connector.add("Worker"))
-    await world.until(lambda: world.replicas() == 2)
+    await until(lambda: world.replicas() == 2)
     world.by_hand(1)
     with pytest.raises(ActionFailed, match="another client set 1 replica "):
         await adding
@@ -263,11 +259,11 @@ async def test_a_cancelled_start_leaves_nothing(world: World, answered: bool) ->
     if not answered:
         world.server.faults.before_patch.append(lambda: setattr(world.server.faults, "hang", True))
     adding = asyncio.get_running_loop().create_task(world.connector.add("Worker"))
-    await world.until(lambda: world.server.faults.hang or world.replicas() == 2)
+    await until(lambda: world.server.faults.hang or world.replicas() == 2)
     if answered:
-        await world.until(lambda: len(world.connector._expected) == 1)
+        await until(lambda: len(world.connector._expected) == 1)
     else:
-        await world.until(lambda: world.replicas() == 2)
+        await until(lambda: world.replicas() == 2)
         world.server.call(lambda: setattr(world.server.faults, "hang", False))
     adding.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -308,16 +304,16 @@ async def test_an_outage_changes_nothing(world: World, caplog: pytest.LogCapture
     caplog.set_level(logging.INFO)
     world.operator.starts = False
     adding = asyncio.get_running_loop().create_task(world.connector.add("Worker"))
-    await world.until(lambda: world.replicas() == 2)
+    await until(lambda: world.replicas() == 2)
     world.server.set_down(True)
-    await world.until(lambda: world.connector._deployments.problem)
+    await until(lambda: world.connector._deployments.problem)
     with pytest.raises(cluster_client.ClusterError, match="the API server does not answer"):
         await world.connector.services()
     assert not adding.done()
     world.operator.starts = True
     world.by_hand(3)
     world.server.set_down(False)
-    await world.until(lambda: world.operator.counts[-1] == 3)
+    await until(lambda: world.operator.counts[-1] == 3)
     world.by_hand(4)  # so that two more than the one that never starts serve
     await adding
     assert "the API server answers again" in caplog.text
@@ -325,7 +321,7 @@ async def test_an_outage_changes_nothing(world: World, caplog: pytest.LogCapture
 
 async def test_a_watch_that_is_too_old_lists_again(world: World) -> None:
     world.server.set_down(True)
-    await world.until(lambda: world.connector._deployments.problem)
+    await until(lambda: world.connector._deployments.problem)
     world.by_hand(3)
     world.server.call(world.server.store.compact)
     world.by_hand(2)
@@ -345,7 +341,7 @@ async def test_bookmarks_move_a_quiet_watch_on(world: World) -> None:
     for number in range(3):
         world.server.put(ADAPTERS, {**adapter("Else", number), "metadata": {"name": "else"}})
     at = world.server.call(lambda: world.server.store.version)
-    await world.until(lambda: int(world.connector._deployments._version) >= at)
+    await until(lambda: int(world.connector._deployments._version) >= at)
     world.server.call(world.server.store.compact)
     world.server.call(world.server.cut_watches)
     world.by_hand(2)
@@ -379,7 +375,7 @@ async def test_a_watch_that_is_silent_begins_again(
     for watched in (world.connector._deployments, world.connector._adapters):
         # A bookmark later, its reader waits with the deadline of this test.
         watched._version = "0"
-        await world.until(partial(_is_at, watched, at))
+        await until(partial(_is_at, watched, at))
     world.server.call(world.server.mute_watches)
     world.by_hand(2)
     await world.ready(2)
@@ -392,20 +388,20 @@ async def test_an_adapter_stays_while_the_server_does_not_show_it(
 ) -> None:
     """A server that starts answers so for a moment: what was listed once is not gone."""
     world.server.put(ADAPTERS, adapter("Worker", 1))
-    await world.until(lambda: world.connector._adapter("Worker"))
+    await until(lambda: world.connector._adapter("Worker"))
     slices = world.connector._slices
-    await world.until(lambda: slices and not slices.problem)
+    await until(lambda: slices and not slices.problem)
     assert slices
     refused = {ADAPTERS: status, "endpointslices": status}
     world.server.call(lambda: world.server.faults.kinds.update(refused))
     world.server.call(world.server.cut_watches)
-    await world.until(lambda: world.connector._adapters.problem and slices.problem)
+    await until(lambda: world.connector._adapters.problem and slices.problem)
     assert world.connector._adapter("Worker")
     with pytest.raises(cluster_client.ClusterError, match=f"status {status} for the test"):
         await world.connector.add("Worker")
     world.server.call(world.server.faults.kinds.clear)
-    await world.until(lambda: not world.connector._adapters.problem)
-    await world.until(lambda: not slices.problem)
+    await until(lambda: not world.connector._adapters.problem)
+    await until(lambda: not slices.problem)
     await world.connector.add("Worker")
     assert world.server.object(ADAPTERS, f"{GRAPH}-worker")["spec"]["replicas"] == 2
 
@@ -419,7 +415,7 @@ async def test_kinds_that_it_may_not_see(world: World, tmp_path: Path) -> None:
     async with connectors.open_connector(world.runtime, SETTINGS) as world.connector:
         await world.ready(1)
         await world.connector.add("Worker")
-        await world.until(lambda: world.connector._slices and not world.connector._slices.problem)
+        await until(lambda: world.connector._slices and not world.connector._slices.problem)
         assert await world.connector.frontends() == {}
 
 
@@ -443,7 +439,7 @@ async def test_the_pods_of_frontends(world: World) -> None:
     other = {"metadata": {"name": "b", "labels": {SERVICE_LABEL: "else"}}, "endpoints": []}
     world.server.put("endpointslices", other)
     slices = world.connector._slices
-    await world.until(lambda: slices and not slices.problem and slices.objects)
+    await until(lambda: slices and not slices.problem and slices.objects)
     seen = await world.connector.frontends()
     assert list(seen) == ["http://10.0.0.1:8000", "http://[fd00::3]:8000"]
     assert {prefix for _, prefix in seen.values()} == {"mine"}
@@ -495,11 +491,11 @@ async def test_the_loop_holds_during_a_rollout(
     caplog.set_level(logging.INFO)
     policy, record = Wanted(3, blocking=False), Recorder()
     world.operator.rolling.add("Worker")
-    await world.until(lambda: _held(world))
+    await until(lambda: _held(world))
     loop = ScalingLoop(world.connector, FakeSources(), SETTINGS, lambda _: policy, [record])
     running = asyncio.get_running_loop().create_task(loop.run())
     try:
-        await world.until(lambda: len(record.records) > 3)
+        await until(lambda: len(record.records) > 3)
         errors = {one.pools[0].error for one in record.records}
         assert errors == {"a rollout is in progress: 0 of 1 replicas updated"}
         with pytest.raises(ActionFailed, match="Worker: a rollout is in progress"):
@@ -508,7 +504,7 @@ async def test_the_loop_holds_during_a_rollout(
         assert caplog.text.count("decode workers are not changed: a rollout is in progress") == 1
         assert caplog.text.count("decode 1 -> 3") == 1
         world.operator.rolling.clear()
-        await world.until(lambda: world.replicas() == 3)
+        await until(lambda: world.replicas() == 3)
         await world.ready(3)
     finally:
         await loop.stop(5)
@@ -536,7 +532,7 @@ async def test_a_change_that_is_refused_again_and_again_is_logged_once(
     monkeypatch.setattr(world.connector, "add", refuse)
     loop = ScalingLoop(world.connector, FakeSources(), SETTINGS, lambda _: policy, [record])
     running = asyncio.get_running_loop().create_task(loop.run())
-    await world.until(lambda: sum(bool(one.pools[0].error) for one in record.records) > 3)
+    await until(lambda: sum(bool(one.pools[0].error) for one in record.records) > 3)
     await loop.stop(5)
     await running
     assert caplog.text.count("the API server refuses to patch Worker") == 1
@@ -545,7 +541,7 @@ async def test_a_change_that_is_refused_again_and_again_is_logged_once(
 async def test_an_operator_that_is_down_is_waited_for(world: World) -> None:
     world.operator.paused = True
     adding = asyncio.get_running_loop().create_task(world.connector.add("Worker"))
-    await world.until(lambda: world.replicas() == 2)
+    await until(lambda: world.replicas() == 2)
     service = await world.held()
     assert [one.state for one in service.workers] == [READY, STARTING]
     assert service.held == "the operator has not applied generation 2 yet"

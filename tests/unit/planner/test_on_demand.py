@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
+from until import until
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -78,12 +79,6 @@ async def running(
     finally:
         await made.stop(1.0)
         await task
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - no event for every condition
-            await asyncio.sleep(0.002)
 
 
 def two(first: int, second: int) -> FakeConnector:

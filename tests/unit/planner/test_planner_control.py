@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from planner_kit import FakeConnector, FakeSources, service
-from test_planner_loop import FAST, running, until
+from test_planner_loop import FAST, running
+from until import until
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError, InvalidArgument

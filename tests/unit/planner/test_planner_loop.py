@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
+from until import until
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import StatefileError
@@ -69,12 +70,6 @@ async def running(
     finally:
         await loop.stop(1.0)
         await task
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - no event for every condition
-            await asyncio.sleep(0.002)
 
 
 async def test_the_load_policy_adds_and_removes_workers() -> None:

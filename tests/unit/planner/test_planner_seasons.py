@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
-from test_planner_loop import FAST, until
+from test_planner_loop import FAST
+from until import until
 
 from dynamo.planner.capacity.season import (
     DAY_S,

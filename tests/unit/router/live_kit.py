@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable
 
 import msgspec
+from until import until
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
@@ -26,7 +26,7 @@ from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 
-__all__ = ["BLOCK", "CHAINED", "PROMPT", "Box", "Worker", "stored", "until"]
+__all__ = ["BLOCK", "CHAINED", "PROMPT", "Box", "Worker", "stored"]
 
 BLOCK = 4
 WORKERS = RoutedWorkers("ns", "backend", "generate", BLOCK, "tiny")
@@ -167,10 +167,3 @@ class Box:
         await self.runtime.close()
         for worker in self.workers:
             await worker.runtime.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait, in loop turns, until a condition holds; there is no event for index content."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - the index has no change event
-            await asyncio.sleep(0.005)

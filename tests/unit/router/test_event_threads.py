@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from live_kit import CHAINED, Box, Worker, stored, until
+from live_kit import CHAINED, Box, Worker, stored
 from test_live_router import (
     overlap,
     test_a_dump_on_discovery_then_live_events,
@@ -25,6 +25,7 @@ from test_live_router import (
     test_without_local_indexer_no_dump_is_requested,
     test_workers_are_added_and_removed,
 )
+from until import until
 
 from dynamo.config.option import from_env
 from dynamo.config.router import RouterSettings

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from live_kit import CHAINED, PROMPT, Box, Worker, stored, until
+from live_kit import CHAINED, PROMPT, Box, Worker, stored
+from until import until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import NoInstances, Overloaded

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from live_kit import PROMPT, Box, stored, until
+from live_kit import PROMPT, Box, stored
 from metric_specs import declared_in, kind_of
+from until import until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.llm import KvEventPublisher

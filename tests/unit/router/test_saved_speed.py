@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from live_kit import WORKERS, Box, until
+from live_kit import WORKERS, Box
+from until import until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import RuntimeConfig

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from live_kit import BLOCK, PROMPT, Box, Worker, until
+from live_kit import BLOCK, PROMPT, Box, Worker
+from until import until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import RuntimeConfig

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from boxes import Etcd
+from until import Changes
 
 from dynamo.config.runtime import EtcdSettings
 from dynamo.errors import InvalidArgument, WorkerUnavailable
@@ -45,17 +46,14 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[KeyEvent] = []
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     def __call__(self, event: KeyEvent) -> None:
         self.events.append(event)
-        self._changed.set()
+        self._changes.changed()
 
     async def until(self, count: int) -> list[KeyEvent]:
-        async with asyncio.timeout(20):
-            while len(self.events) < count:
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changes.until(lambda: len(self.events) >= count)
         return self.events
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from until import Changes
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
@@ -159,14 +160,11 @@ def fleet(
 async def test_kills_in_a_row_leave_no_socket(fleet: Fleet) -> None:
     watching = DistributedRuntime(None, fleet.settings)
     client = await watching.endpoint("ns.comp.gen").client()
-    changed = asyncio.Event()
-    client.on_change(lambda added, removed: changed.set())
+    changes = Changes()
+    client.on_change(changes.changed)
 
     async def until(count: int) -> None:
-        async with asyncio.timeout(10):
-            while len(client.instance_ids()) != count:
-                changed.clear()
-                await changed.wait()
+        await changes.until(lambda: len(client.instance_ids()) == count)
 
     survivor = await fleet.start()
     for _ in range(3):

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from until import Changes
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
@@ -83,12 +84,9 @@ async def deployment(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
 
 async def until_count(client: Client, count: int) -> None:
     """Wait until the client sees ``count`` instances."""
-    changed = asyncio.Event()
-    client.on_change(lambda added, removed: changed.set())
-    async with asyncio.timeout(20):
-        while len(client.instance_ids()) != count:
-            changed.clear()
-            await changed.wait()
+    changes = Changes()
+    client.on_change(changes.changed)
+    await changes.until(lambda: len(client.instance_ids()) == count)
 
 
 async def echo(request: dict[str, Any], context: Context) -> AsyncIterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from until import Changes
 
 from dynamo.errors import InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
@@ -49,17 +50,14 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[KeyEvent] = []
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     def __call__(self, event: KeyEvent) -> None:
         self.events.append(event)
-        self._changed.set()
+        self._changes.changed()
 
-    async def until(self, count: int, timeout_s: float = 20) -> list[KeyEvent]:
-        async with asyncio.timeout(timeout_s):
-            while len(self.events) < count:
-                self._changed.clear()
-                await self._changed.wait()
+    async def until(self, count: int) -> list[KeyEvent]:
+        await self._changes.until(lambda: len(self.events) >= count)
         return self.events
 
 
@@ -482,6 +480,7 @@ async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, 
     source._deliver = deliver  # type: ignore[method-assign]
     overflow = (-1).to_bytes(4, "little", signed=True) + (0x4000).to_bytes(4, "little")
     source._deliver(overflow + bytes(8))
+    await log.until(7)  # a slice of the files in each iteration of the loop
     assert sorted((event.kind, event.key, event.value) for event in log.events[3:]) == [
         ("delete", KEY, None),
         ("delete", "v1/mdc/doomed", None),

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 from statefile_entries import rewrite
+from until import until
 
 from dynamo.errors import StatefileError
 from dynamo.runtime.process.tasks import Tasks
@@ -372,11 +373,6 @@ def test_a_failed_write_and_a_kept_entry_are_tried_again(
     world.vanish("dynamo_A_2")
     world.statefile.lock_path.unlink()
     world.statefile.lock_path.mkdir()
-
-    async def until(done: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not done():  # noqa: ASYNC110 - a file of another process
-                await asyncio.sleep(0.01)
 
     async def main() -> None:
         tasks = Tasks("test")

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from until import until
 
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded
 from dynamo.observability.metrics import Registry
@@ -164,12 +165,6 @@ class Deployment:
         sink = Sink()
         payload = codec.encode(request)
         return sink, self.client.open(self.address, ENDPOINT, {}, payload, sink)
-
-
-async def wait_until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not done():  # noqa: ASYNC110 - one loop iteration at a time
-            await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -358,11 +353,11 @@ async def test_a_paused_stream_gets_its_plain_tokens_later(tmp_path: Path) -> No
         steps.on_output(EngineStep([7], prefill_stats=Stats(0)))
         stream.pause()
         message = step_message({"r0": 1})
-        await wait_until(lambda: made.engine.plain.pass_on(message) == message)
+        await until(lambda: made.engine.plain.pass_on(message) == message)
         passed = made.engine.plain.count
         steps.on_output(EngineStep([9]))
         stream.resume()
-        await wait_until(lambda: bool(sink.items) and sink.items[-1].token_ids == [9])
+        await until(lambda: bool(sink.items) and sink.items[-1].token_ids == [9])
         steps.on_output(EngineStep([8], "length"))
         await sink.end()
         expected = [[7], *[[1]] * passed, [9], [8]]
@@ -501,7 +496,7 @@ async def test_requests_beyond_the_limits(tmp_path: Path) -> None:
         await refused.end()
         assert isinstance(refused.error, Overloaded)
         waiting.kill()  # withdrawn from the queue: never submitted
-        await wait_until(lambda: made.service.admission.waiting == 0)
+        await until(lambda: made.service.admission.waiting == 0)
         third, _ = made.start()
         made.engine.sinks["r0"].on_output(EngineStep([1], "length"))
         await made.engine.started(2)
