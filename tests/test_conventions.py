@@ -376,6 +376,27 @@ def test_no_orphan_tasks() -> None:
     assert not bare, f"tasks without a parent: {bare}"
 
 
+DEFAULT_POOL = {
+    "dynamo/observability/otel.py": "waits two seconds at most, when the process ends",
+}
+"""Where asyncio's default pool is used, and why nothing of ours can be held up there."""
+
+
+def test_no_work_of_ours_is_in_the_default_pool() -> None:
+    """What is stuck there (users' code, a hub, a name server) must stop nothing of ours; see
+    dynamo.runtime.process.threads."""
+    found = set()
+    for path in SOURCES:
+        for node in nodes(path):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            in_default = node.func.attr == "run_in_executor" and ast.unparse(node.args[0]) == "None"
+            if in_default or node.func.attr in ("to_thread", "set_default_executor"):
+                found.add(str(path.relative_to(ROOT)))
+    report(found - DEFAULT_POOL.keys(), "in asyncio's default pool of threads")
+    assert not DEFAULT_POOL.keys() - found, "no longer needed"
+
+
 def test_compiled_modules_have_a_stub_and_a_reference() -> None:
     """Every extension loads as compiled code, has a stub and a reference implementation."""
     for path in COMPILED:

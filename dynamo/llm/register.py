@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from dynamo.protocols.control import (
     instance_key,
 )
 from dynamo.runtime import DistributedRuntime, Endpoint, serve_unary_endpoint
+from dynamo.runtime.process.threads import in_daemon_thread
 
 if TYPE_CHECKING:
     from dynamo.llm.router_config import RouterConfig
@@ -131,7 +131,7 @@ async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
     With ``ignore_weights`` only the files that make prompts are downloaded. Raises InvalidArgument.
     """
     try:
-        found = await asyncio.to_thread(resolve_model, remote_name, weights=not ignore_weights)
+        found = await in_daemon_thread(resolve_model, remote_name, weights=not ignore_weights)
     except ConfigError as error:
         raise InvalidArgument(error.message) from None
     return str(found.path)
@@ -182,7 +182,7 @@ async def _publish(endpoint: Endpoint, card: ModelCard, name: str | None, weight
     if card.model_input == str(ModelInput.Tensor):
         card.checksum = f"{card.model_input} {card.source_path}"
     else:
-        own_name = await asyncio.to_thread(_add_model, card, weights)
+        own_name = await in_daemon_thread(_add_model, card, weights)
     card.display_name = name or own_name
     card.slug = slug_of(card.display_name)
     encoded, lease = encode_card(card), await endpoint.runtime.granted()

@@ -43,6 +43,7 @@ from dynamo.runtime.discovery.layout import BadRecord, decode_lease, lease_path,
 from dynamo.runtime.discovery.leases import ProcessEnd
 from dynamo.runtime.process.os_process import host_id, is_running
 from dynamo.runtime.process.paths import state_path, store_path
+from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import program_of
 from dynamo.serve.state.statefile import Statefile
@@ -87,7 +88,7 @@ async def call_planner_of(
             async for item in await client.random(request):
                 return item.data()
     except (TimeoutError, DeadlineExceeded, WorkerUnavailable):
-        raise (await asyncio.to_thread(no_planner, runtime.settings)) from None
+        raise (await in_file_thread(no_planner, runtime.settings)) from None
     return None
 
 

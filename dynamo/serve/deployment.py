@@ -18,6 +18,7 @@ from dynamo.observability.logs import counted
 from dynamo.runtime.process.paths import remove_unfinished
 from dynamo.runtime.process.stop_order import write_stop_stage
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.graph.watchers import DeploymentPlan, GraphSource, MakePlan
 from dynamo.serve.reload import GraphReload
 from dynamo.serve.startup import StartupReport
@@ -292,7 +293,7 @@ class Deployment:
         await self._arbiter.end()
         self._arbiter.close()
         await self._tasks.close()
-        await asyncio.to_thread(end_descendants, _SWEEP_TIMEOUT_S)
+        await in_file_thread(end_descendants, _SWEEP_TIMEOUT_S)
         self._factory.close()
         self._leases.close()
         self._run_directory.clear()

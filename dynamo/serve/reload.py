@@ -6,7 +6,6 @@ A command may also name services to add and to remove: then the file is changed 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.gpus.gpus import GpuLedger
 from dynamo.serve.graph.changes import (
     GraphChanges,
@@ -79,7 +79,7 @@ class GraphReload:
         """Apply the graph of ``request`` (see ReloadGraph); return the reply."""
         edit = GraphEdit.of(request)
         try:
-            source = await asyncio.to_thread(self._wanted, request, edit)
+            source = await in_file_thread(self._wanted, request, edit)
             plan, changes = await self._planned_changes(source)
         except (DynamoError, OSError) as error:
             return {**error_reply(str(error)), "graph_is_wrong": isinstance(error, ConfigError)}
@@ -128,7 +128,7 @@ class GraphReload:
 
     async def _planned_changes(self, source: GraphSource) -> tuple[DeploymentPlan, GraphChanges]:
         """Raises DynamoError or OSError for a graph that cannot be applied."""
-        plan = await asyncio.to_thread(self._make_plan, source)
+        plan = await in_file_thread(self._make_plan, source)
         changes = self._compare(plan)
         self._check_room(changes, self._record.ledger(plan.gpu_ids))
         self._check_ports(changes)
@@ -147,7 +147,7 @@ class GraphReload:
     async def _write(self, file: Path, edit: GraphEdit) -> str:
         """Change the file of the graph; return "" or what failed."""
         try:
-            await asyncio.to_thread(edit.write, file)
+            await in_file_thread(edit.write, file)
         except (DynamoError, OSError) as error:
             return str(error)
         return ""

@@ -32,6 +32,7 @@ from dynamo.vllm.engine_inputs import (
     failure,
     image_limit,
     image_loader,
+    in_input_thread,
     load_images,
     priority,
 )
@@ -131,7 +132,7 @@ class AsyncLLMEngine:
     async def close(self) -> None:
         """See ``Engine``."""
         await self._tasks.close()
-        await asyncio.to_thread(self._llm.shutdown)
+        await in_input_thread(self._llm.shutdown)
 
     async def sleep(self, level: int = 1) -> None:
         """See ``Engine``."""

@@ -49,6 +49,7 @@ from dynamo.vllm.engine_inputs import (
     expansions,
     failure,
     image_limit,
+    in_input_thread,
     priority,
 )
 from dynamo.vllm.plain_requests import PlainRequests
@@ -191,7 +192,7 @@ class CoreEngine:
     async def close(self) -> None:
         """See ``Engine``."""
         await self._tasks.close()
-        await asyncio.to_thread(self._client.shutdown, _CLOSE_TIMEOUT_S)
+        await in_input_thread(self._client.shutdown, _CLOSE_TIMEOUT_S)
         for endpoint in (
             *self.info.event_endpoints.values(),
             *self.info.replay_endpoints.values(),
@@ -276,7 +277,7 @@ class CoreEngine:
         """
         turn = self._tokenizing if request.sampling_options.bad_words else nullcontext()
         async with turn:
-            made = await asyncio.to_thread(self._prepared, request, number, rank)
+            made = await in_input_thread(self._prepared, request, number, rank)
         self._requests.learn(request, made)
         if number in self._sinks:
             self._post(made)
@@ -292,7 +293,7 @@ class CoreEngine:
         inputs = await self._images.process(request)
         tokens = len(inputs["prompt_token_ids"])
         check_context(tokens, self.info.context_length)
-        made = await asyncio.to_thread(self._request, request, number, params, rank, inputs)
+        made = await in_input_thread(self._request, request, number, params, rank, inputs)
         sink = self._sinks.get(number)
         if sink is not None:
             sink.on_images(tokens, expansions(request.token_ids, inputs))

@@ -13,7 +13,10 @@ import itertools
 import logging
 import time
 from array import array
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 import vllm.exceptions
 from vllm.inputs import TokensPrompt
@@ -27,6 +30,8 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.vllm.sampling import SamplingMapping
 
+P = ParamSpec("P")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 EMBED = "embed"
 """vLLM's task of an embedding model."""
@@ -37,8 +42,19 @@ CLIENT_ERRORS: tuple[type[Exception], ...] = (
 )
 """What vLLM raises for a request that it refuses."""
 _KEY = "image_url"
+_threads = ThreadPoolExecutor(4, "inputs")
 _IMAGES_AT_ONCE = 4
 """Requests whose images are decoded in memory at a time."""
+
+
+def in_input_thread(
+    function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> asyncio.Future[T]:
+    """Call ``function``, which prepares a request, or begins or ends an engine.
+
+    asyncio's own pool is left to users' code. The result raises what it raises.
+    """
+    return asyncio.get_running_loop().run_in_executor(_threads, partial(function, *args, **kwargs))
 
 
 class ImageInputs:
@@ -93,7 +109,7 @@ async def load_images(request: PreprocessedRequest, loader: ImageMediaIO) -> Tok
         if isinstance(fields, list) and len(fields) == len(urls):
             field = str(fields[number])
         url = entry.get("Url") if isinstance(entry, dict) else None
-        images.append(await asyncio.to_thread(_load, loader, field, url))
+        images.append(await in_input_thread(_load, loader, field, url))
     prompt = TokensPrompt(
         prompt_token_ids=request.token_ids.tolist(), multi_modal_data={"image": images}
     )

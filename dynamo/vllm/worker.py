@@ -30,6 +30,7 @@ from dynamo.runtime.process.sockets import (
     remove_sockets,
 )
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.threads import in_daemon_thread
 from dynamo.vllm.arguments import VllmArguments, find_model, parse_loras
 from dynamo.vllm.embeddings import EmbeddingService
 from dynamo.vllm.engine import Engine
@@ -133,7 +134,7 @@ async def start_engine(
 
 async def _attempt(build: Callable[[], Engine]) -> Engine | Exception:
     try:
-        return await asyncio.to_thread(build)
+        return await in_daemon_thread(build)
     except Exception as error:  # noqa: BLE001 - the caller raises it
         return error
 

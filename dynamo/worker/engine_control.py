@@ -21,6 +21,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.control import CLEAR_KV_BLOCKS, ENGINE_CONTROL, EngineCommand
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.threads import in_file_thread
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.worker.tree_guard import Process, cpu_ticks, descendants, process_state
 
@@ -239,7 +240,7 @@ class ProcessWatch:
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        self._processes = await asyncio.to_thread(descendants, os.getpid())
+        self._processes = await in_file_thread(descendants, os.getpid())
         before: set[Process] = set()
         polls = 0
         try:
@@ -316,7 +317,7 @@ class StallWatch:
             return ""
         if self._question is None:
             self._question = self._tasks.spawn(self._ask(), name="question")
-        ticks, runnable = await asyncio.to_thread(cpu_ticks, os.getpid())
+        ticks, runnable = await in_file_thread(cpu_ticks, os.getpid())
         idle = 0 <= ticks - self._ticks <= _IDLE_TICKS and not runnable
         self._ticks = ticks
         if not self.problem:

@@ -13,12 +13,12 @@ import orjson
 
 from dynamo.errors import ConfigError
 from dynamo.frontend.models.registry import Models
-from dynamo.frontend.prompt.off_loop import in_daemon_thread
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.llm.types import FrontendExtensionContext, FrontendResponse, FrontendRoute
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.threads import in_daemon_thread
 
 GROUP = "dynamo.frontend.routes"
 """The group of entry points whose names may be given."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from dynamo.errors import ConfigError, StatefileError
 from dynamo.runtime.process.inotify import Inotify, Mask
+from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.graph.service import ModelArgs, merged
 from dynamo.serve.state.entries import ServiceEntries, argv_flags, model_name, read_services
 from dynamo.serve.state.statefile import Statefile
@@ -145,7 +146,7 @@ class GraphModels:
             if modified_ns == self._modified_ns:
                 return
             self._modified_ns = modified_ns
-            self.read(await asyncio.to_thread(self._read_services))
+            self.read(await in_file_thread(self._read_services))
         except (OSError, StatefileError):
             return
 

@@ -18,7 +18,6 @@ from dynamo.frontend.apis.relay.body import CHAT, COMPLETIONS, EMBEDDINGS
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import PrefillPool
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.frontend.prompt.off_loop import in_daemon_thread
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
@@ -32,6 +31,7 @@ from dynamo.router.eligibility.eligibility_filter import Thresholds
 from dynamo.router.picker import Picker
 from dynamo.router.worker_pool import WorkerPool
 from dynamo.runtime import Client, DistributedRuntime
+from dynamo.runtime.process.threads import in_daemon_thread
 
 TEXT_INPUT = "Text"
 INPUTS = ("Tokens", TEXT_INPUT, HTTP_INPUT)

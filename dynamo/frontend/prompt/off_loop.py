@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -59,24 +59,6 @@ class OffLoop:
     def close(self) -> None:
         """Drop queued work; running work ends on its own."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``function`` in a thread of its own, for which the end of the process does not wait.
-
-    Raises what it raises.
-    """
-    result: Future[T] = Future()
-    result.set_running_or_notify_cancel()  # from here on it is not cancelled, only abandoned
-
-    def call() -> None:
-        try:
-            result.set_result(function(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            result.set_exception(error)
-
-    threading.Thread(target=call, name="load", daemon=True).start()
-    return await asyncio.wrap_future(result)
 
 
 def end_without_threads(delay_s: float, status: int) -> None:

@@ -6,7 +6,6 @@ other frontends are asked over HTTP (``/v1/requests``): each keeps those that it
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from dynamo.frontend.requests.recent import RecentRequests
 from dynamo.frontend.ui.stream import Columns, columns
 from dynamo.protocols.status import RecentList, RequestRecord
 from dynamo.runtime.process.paths import state_path
+from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.state.frontends import KnownFrontend, frontends_in, local_key
 from dynamo.serve.state.statefile import Statefile
 from dynamo.status.reading import get
@@ -58,7 +58,7 @@ class RequestFeed:
     async def all(self) -> RequestTable:
         """Return the newest 1,000."""
         own = self._recent.after(0.0, _MOST)
-        return _table([own, *await asyncio.to_thread(self._peers.all, _MOST)], _MOST)
+        return _table([own, *await in_file_thread(self._peers.all, _MOST)], _MOST)
 
     async def read(self, first: bool) -> RequestTable | None:
         """Return what ended since the last call; None for nothing.
@@ -68,10 +68,10 @@ class RequestFeed:
         """
         if first:
             self._cursor = time.monotonic() - _OVERLAP_S
-            await asyncio.to_thread(self._peers.begin, self._cursor)
+            await in_file_thread(self._peers.begin, self._cursor)
         own = self._recent.after(self._cursor, _AT_ONCE)
         self._cursor = own.cursor
-        found = _table([own, *await asyncio.to_thread(self._peers.newer, _AT_ONCE)], _AT_ONCE)
+        found = _table([own, *await in_file_thread(self._peers.newer, _AT_ONCE)], _AT_ONCE)
         return found if found.requests.count or found.problems else None
 
     async def find(self, request_id: str) -> RequestRecord:
@@ -82,7 +82,7 @@ class RequestFeed:
         except ModelNotFound:
             found = self._running(request_id)
             if found is None:
-                found = await asyncio.to_thread(self._peers.find, request_id)
+                found = await in_file_thread(self._peers.find, request_id)
             if found is None:
                 raise
             return found

@@ -6,7 +6,6 @@ this frontend alone.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote
@@ -25,6 +24,7 @@ from dynamo.http.access import OperatorGuard, operator_name
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.status import FrontendStatus, RequestRecord
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.threads import in_file_thread
 
 _ABOUT = f"{PAGE}/about.json"
 _ACTIONS = f"{PAGE}/actions"
@@ -194,7 +194,7 @@ class UiRoutes:
         if (on_disk := self.store.actions.get(asked.action)) is not None:
             work = on_disk(asked.name)
         elif asked.action in self._source.actions:
-            work = asyncio.to_thread(self._source.act, asked.action, asked.name, by)
+            work = in_file_thread(self._source.act, asked.action, asked.name, by)
         else:
             known = ", ".join((*self._source.actions, *self.store.actions))
             exchange.refuse(400, f"unknown action {shorten(asked.action, 64)!r}; there are {known}")

@@ -34,6 +34,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.paths import state_path, write_atomic
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.threads import in_file_thread
 from dynamo.status.logs import EventReader
 from dynamo.status.reading import BoxCollector
 
@@ -134,7 +135,7 @@ class StatusSampler:
         self._collected_s = time.monotonic()
         self._wake.clear()
         own = self._own() if self._source.needs_own else None
-        status, happened = await asyncio.to_thread(self._read, own)
+        status, happened = await in_file_thread(self._read, own)
         self._events.extend(happened)
         self.history.add(status.at_s, figures_of(status))
         if self.pages:
@@ -145,7 +146,7 @@ class StatusSampler:
             self._send_more()
         if self._collected_s - self._saved_s >= _SAVE_S:
             self._saved_s = self._collected_s
-            await asyncio.to_thread(self._write, self.history.pack())
+            await in_file_thread(self._write, self.history.pack())
 
     async def _send_feeds(self) -> None:
         for section, read in self._feeds.items():

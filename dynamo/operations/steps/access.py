@@ -34,6 +34,7 @@ from dynamo.operations.steps.limits import ActionFailed, ActionLimits, budget_he
 from dynamo.runtime.discovery.layout import ensure_directories, lease_path
 from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.paths import private_dir, run_dir, state_dir, store_dir
+from dynamo.runtime.process.threads import in_daemon_thread
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.gpus.room import crowded_gpus
 from dynamo.serve.state.document import Document, Entry
@@ -55,7 +56,7 @@ async def probe_gpus() -> Sequence[Gpu] | None:
     """Return the GPUs of the driver, None without one."""
     from dynamo.serve.gpus.nvml import probe  # loads the driver's library: only where it is needed
 
-    return await asyncio.to_thread(probe)
+    return await in_daemon_thread(probe)
 
 
 async def without_room(
@@ -281,7 +282,7 @@ async def open_access(runtime: RuntimeSettings, limits: ActionLimits) -> AsyncIt
     statefile = Statefile(state_dir(runtime), runtime.namespace)
     document = read_deployment(statefile)
     if runs_here(document.arbiter):
-        await asyncio.to_thread(check_answers, document)
+        await in_daemon_thread(check_answers, document)
     circus = CircusEndpoint(document.circus_endpoint)
     registrations = FileRegistrations(store_dir(runtime), statefile.path)
     try:

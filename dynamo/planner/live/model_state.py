@@ -23,6 +23,7 @@ from dynamo.planner.policies.base import (
 )
 from dynamo.planner.policies.load import LoadFallback
 from dynamo.planner.reports.decisions import DecisionRecord
+from dynamo.runtime.process.threads import in_daemon_thread
 
 Pools = Mapping[str, Pool]
 """The pools of a model, by name."""
@@ -210,14 +211,14 @@ class ModelState:
         """
         async with self._deciding:
             applied, self._applied = self._applied, []
-            return await asyncio.to_thread(self._ask, self.policy, self._fallback, applied, seen)
+            return await in_daemon_thread(self._ask, self.policy, self._fallback, applied, seen)
 
     async def rehearse(self, seen: Observation) -> ScalingDecision:
         """Return what the policy would decide, without effect on it."""
         async with self._deciding:
             policy, fallback = copy.deepcopy((self.policy, self._fallback))
             applied = list(self._applied)
-        return await asyncio.to_thread(self._ask, policy, fallback, applied, seen)
+        return await in_daemon_thread(self._ask, policy, fallback, applied, seen)
 
     def applied(self, made: ScalingDecision, failed: Collection[str]) -> None:
         """Count ``made`` as carried out, except in the pools ``failed``.

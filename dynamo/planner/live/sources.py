@@ -30,6 +30,7 @@ from dynamo.protocols.kv import (
     KvMetrics,
     PrefillQueueState,
 )
+from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import FrontendAddress, frontends_in
 from dynamo.serve.state.statefile import Statefile
@@ -299,7 +300,7 @@ def frontends_of(statefile: Statefile) -> Frontends:
     """
 
     async def find() -> Mapping[str, tuple[FrontendAddress, str]]:
-        document = await asyncio.to_thread(statefile.read)
+        document = await in_file_thread(statefile.read)
         known = frontends_in(document or Document())
         running = ((one.address, one.prefix) for one in known if one.runs and one.address)
         return {address.url: (address, prefix) for address, prefix in running}

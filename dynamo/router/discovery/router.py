@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from dynamo.runtime.discovery import Discovery, KeyEvent, Watch
 from dynamo.runtime.endpoints.client import Client, OnInstances
 from dynamo.runtime.events.channels import Subscription
 from dynamo.runtime.process.paths import state_path, write_atomic
+from dynamo.runtime.process.threads import in_file_thread
 
 log = logging.getLogger(__name__)
 _decode_load = codec.decoder(list[KvMetrics]).decode
@@ -305,7 +305,7 @@ class SpeedFile:
         model, endpoint, phase = self._described
         content = SavedSpeed(model=model, endpoint=endpoint, phase=phase, speed=speed)
         try:
-            await asyncio.to_thread(self._write, msgspec.json.encode(content))
+            await in_file_thread(self._write, msgspec.json.encode(content))
             self._saved = speed
         except OSError as error:
             if not self._failed:

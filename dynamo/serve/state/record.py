@@ -15,6 +15,7 @@ from functools import partial
 from dynamo.errors import ConfigError, StatefileError, Unavailable
 from dynamo.runtime.process.os_process import host_id
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.gpus.gpus import GpuLedger, fits
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, with_gpus
 from dynamo.serve.state.document import (
@@ -214,8 +215,7 @@ class StatefileWriter:
         async with self._writing:
             components = self._components()
             # In a thread: another process may hold the lock of the statefile.
-            loop = asyncio.get_running_loop()
-            write = loop.run_in_executor(None, self.write, components, change, assigns)
+            write = in_file_thread(self.write, components, change, assigns)
             try:
                 await asyncio.shield(write)
             except asyncio.CancelledError:

@@ -425,7 +425,8 @@ def test_the_bound_on_bytes_needs_a_context() -> None:
 
 HANGING = """
 import asyncio, threading
-from dynamo.frontend.prompt.off_loop import OffLoop, end_without_threads, in_daemon_thread
+from dynamo.frontend.prompt.off_loop import OffLoop, end_without_threads
+from dynamo.runtime.process.threads import in_daemon_thread
 
 begun = threading.Event()
 

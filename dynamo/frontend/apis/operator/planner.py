@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import msgspec
@@ -17,6 +16,7 @@ from dynamo.protocols.control import PLANNER_PAUSE, PlannerChange
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.process.paths import state_path
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.threads import in_file_thread
 from dynamo.serve.state.events import BoxEventLog
 
 _PATH = "/v1/planner"
@@ -62,7 +62,7 @@ class PlannerRoutes:
             request = msgspec.to_builtins(change)
             state = await call_planner_of(self._runtime, PLANNER_PAUSE, request)
             if state is None:
-                error = await asyncio.to_thread(no_planner, self._runtime.settings)
+                error = await in_file_thread(no_planner, self._runtime.settings)
                 raise Unavailable(error.message)
         except DynamoError as error:
             self._refuse(exchange, error)
