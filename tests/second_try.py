@@ -4,6 +4,10 @@
 line of JSON in it, and pytest exits with 66 if these failures are all that went wrong. Afterwards,
 when nothing else runs, this program repeats them. A test that passes then is listed, and does not
 fail the run. More than three failed tests do.
+
+The tests that passed so are kept with those of the nine runs before, in the file that
+``DYN_SECOND_TRIES`` names or in ``.second-tries`` of the checkout. One that is there twice is named
+at the end of each run until it is mended.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +24,8 @@ import pytest
 
 VARIABLE = "DYN_TEST_FAILURES"
 MOST_FAILURES = 3
+KEPT = "DYN_SECOND_TRIES"
+KEPT_RUNS = 10
 RECORDED = 66
 _SHOWN_LINES = 60
 
@@ -69,15 +76,18 @@ def main(path: Path) -> int:
     failures = {line["test"]: line for line in reversed(lines) if "test" in line}
     waiting = [failure for name, failure in reversed(failures.items()) if name not in repeated]
     if not waiting:
+        _keep(str(path), [])
         return 0
     if len(failures) > MOST_FAILURES:
         print(f"{len(failures)} tests failed, more than {MOST_FAILURES}: no second try")
         print(*(f"  {name}" for name in reversed(failures)), sep="\n")
+        _keep(str(path), [])
         return 1
     passed = [failure for failure in waiting if _passes(failure)]
     with path.open("a") as file:
         file.writelines(json.dumps({"repeated": failure["test"]}) + "\n" for failure in passed)
     _report(passed)
+    _keep(str(path), [failure["test"] for failure in passed])
     return 0 if len(passed) == len(waiting) else 1
 
 
@@ -95,6 +105,22 @@ def _report(passed: Sequence[dict[str, str]]) -> None:
     for failure in passed:
         text = failure["text"].splitlines()[-_SHOWN_LINES:]
         print(f"  {failure['test']}", *(f"    {line}" for line in text), sep="\n")
+
+
+def _keep(run: str, passed: list[str]) -> None:
+    """Add ``passed`` to the tests of this ``run``; print those that the last runs have twice."""
+    file = Path(os.environ.get(KEPT) or Path(__file__).resolve().parents[1] / ".second-tries")
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not lines or lines[-1]["run"] != run:  # a second call of the same run adds to its line
+        lines.append({"run": run, "passed": []})
+    lines[-1]["passed"] += passed
+    lines = lines[-KEPT_RUNS:]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    counts = Counter(name for line in lines for name in line["passed"])
+    print(f"second tries of the last {len(lines)} runs: {counts.total()}, in {file}")
+    for name, count in counts.items():
+        if count > 1:
+            print(f"  {count} times, a defect: mend or remove {name}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -40,6 +41,7 @@ class Suite:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.record = directory / "failures"
+        self.kept = directory / "second-tries"
         (directory / "conftest.py").write_text(CONFTEST)
         (directory / "pytest.ini").write_text("[pytest]")
 
@@ -50,7 +52,8 @@ class Suite:
 
     def second_try(self) -> subprocess.CompletedProcess[str]:
         """Run the program that repeats what failed."""
-        return self._start([sys.executable, str(TESTS / "second_try.py"), str(self.record)])
+        command = [sys.executable, str(TESTS / "second_try.py"), str(self.record)]
+        return self._start(command, DYN_SECOND_TRIES=str(self.kept))
 
     def _start(self, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(TESTS), **variables}
@@ -108,3 +111,18 @@ def test_nothing_failed(suite: Suite) -> None:
     (suite.directory / "test_a.py").write_text("def test_passes(): pass")
     assert suite.run().returncode == 0
     assert suite.second_try().returncode == 0
+
+
+def test_a_test_that_is_unlucky_in_two_of_ten_runs_is_named(suite: Suite) -> None:
+    (suite.directory / "test_a.py").write_text("".join(UNLUCKY.format(number=n) for n in range(2)))
+    names = ["test_a.py::test_unlucky_0", "test_a.py::test_unlucky_1"]
+    runs = [{"run": str(number), "passed": names[:1] * (number == 0)} for number in range(9)]
+    suite.kept.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    assert suite.run().returncode == 66
+    told = suite.second_try().stdout
+    assert f"last 10 runs: 3, in {suite.kept}" in told
+    assert f"2 times, a defect: mend or remove {names[0]}" in told
+    assert f"mend or remove {names[1]}" not in told
+    suite.record = suite.directory / "failures of the next run"
+    told = suite.second_try().stdout
+    assert "last 10 runs: 2," in told and "mend or remove" not in told

@@ -279,7 +279,7 @@ async def test_a_worker_cannot_register_a_card_out_of_range(tmp_path: Path) -> N
     given = ModelInput.Tokens, ModelType.Chat, endpoint, str(MODEL_DIR), "m"
     with pytest.raises(InvalidArgument, match=r"1024 - at `\$.runtime_config.data_parallel_size"):
         await register_model(*given, runtime_config=config)
-    with pytest.raises(InvalidArgument, match="the model card of .* is wrong"):
+    with pytest.raises(InvalidArgument, match=r"the model card of .* is wrong"):
         await register_model(*given, context_length=2**70)
     await register_model(*given)
     await runtime.close()
