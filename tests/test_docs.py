@@ -108,3 +108,42 @@ def long_lines(page: Path) -> Iterator[int]:
 def test_lines_are_short() -> None:
     wide = [place(page, number) for page in PAGES for number in long_lines(page)]
     assert not wide, f"lines of more than {LINE_WIDTH} characters:\n" + "\n".join(wide)
+
+
+FOREIGN = {"dynamo/common", "dynamo/sglang", "examples/pipeline"}
+"""Packages of Dynamo, and a namespace with a slash, which sources name like files of ours."""
+SOURCES = [
+    path
+    for folder in ("dynamo", "tests", "benchmarks", "examples")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".pyx", ".pyi", ".hpp")
+]
+
+
+def test_files_that_docstrings_and_comments_name_exist() -> None:
+    named = re.compile(
+        r"``?((?:dynamo|tests|docs|benchmarks|scripts|examples|deploy|statefiles)/[\w./-]*\w)``?"
+    )
+    stale = [
+        place(path, name)
+        for path in SOURCES
+        for name in sorted(set(named.findall(path.read_text())) - FOREIGN)
+        if not any(ROOT.glob(name)) and not any(ROOT.glob(f"{name}.*"))
+    ]
+    assert not stale, "\n".join(stale)
+
+
+def test_what_docstrings_refer_to_is_defined() -> None:
+    """As :class:`Name` or :meth:`Name.method`: somewhere, because types are imported for checks."""
+    defined, roles = {"bytes", "find", *PACKAGES, *MODULES}, []
+    for path in SOURCES:
+        if path.is_relative_to(PACKAGE):
+            text = path.read_text()
+            defined |= {path.stem, path.parent.name}
+            names = re.findall(
+                r"\b(?:def|class) (\w+)|^\s*(\w+)(?::| =)|\bself\.(\w+)", text, re.MULTILINE
+            )
+            defined |= {name for found in names for name in found if name}
+            roles += [(path, name) for name in re.findall(r":[a-z]+:`~?([\w.]+)`", text)]
+    unknown = [place(path, name) for path, name in roles if not defined.issuperset(name.split("."))]
+    assert not unknown, "\n".join(unknown)

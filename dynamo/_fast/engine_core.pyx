@@ -388,7 +388,7 @@ cdef unsigned char* _put_uint(unsigned char* out, uint32_t value) noexcept nogil
 
 
 cdef unsigned char* _put_item_id(unsigned char* out, uint32_t value) noexcept nogil:
-    """A token id as ``dynamo/worker/items`` encodes it: in 1, 3 or 5 bytes."""
+    """A token id in the item of one token: 1, 3 or 5 bytes of msgpack."""
     if value < 0x80:
         out[0] = <unsigned char> value
         return out + 1

@@ -1,7 +1,7 @@
 """Workers that hang, die, flap or cannot be reached: out of routing, and back by themselves.
 
 Times are short through the environment (a ping may stay unanswered for 1 s instead of 2 s), so
-that a test takes seconds. No test asserts how fast; ``benchmarks/detection.py`` measures that.
+that a test takes seconds. No test asserts how fast; ``benchmarks/hang_notice.py`` measures that.
 """
 
 from __future__ import annotations

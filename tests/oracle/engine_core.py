@@ -82,7 +82,7 @@ def _plain(ids: Any, further: Sequence[Any]) -> bool:
 
 
 def _item_id(token: int) -> bytes:
-    """A token id in 1, 3 or 5 bytes, as in ``dynamo/worker/items``."""
+    """A token id in 1, 3 or 5 bytes of msgpack."""
     if token < 0x80:
         return bytes([token])
     return bytes([0xCD if token < 0x10000 else 0xCE]) + token.to_bytes(
