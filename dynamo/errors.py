@@ -377,6 +377,14 @@ def shorten(value: object, characters: int = 64) -> str:
     return text if len(text) <= characters else text[: characters - 3] + "..."
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception of users' code, whose own methods may fail."""
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001 - users' code, too
+        return "(no text: its __str__ failed)"
+
+
 def name_problem(name: str) -> str:
     """Return why ``name`` cannot name a model: it stands in lines of logs, tables and metrics."""
     if name.isprintable():

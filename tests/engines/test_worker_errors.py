@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import MODEL, Deployment
+from deployment import MODEL, Deployment, free_port
 
 WORKER = Path(__file__).with_name("worker_failing.py")
 UNAVAILABLE = (503, "Service temporarily unavailable", "Service Unavailable")
@@ -44,7 +44,9 @@ def test_every_exception_has_its_status(failing: Deployment) -> None:
         4: (500, "Internal server error", "Internal Server Error"),
         5: (500, "Internal server error", "Internal Server Error"),
         6: (499, "Request cancelled", "Client Closed Request"),
-        9: (500, "Internal server error", "Internal Server Error"),
+        **dict.fromkeys(
+            (9, 11, 12, 13, 14), (500, "Internal server error", "Internal Server Error")
+        ),
     }.items():
         for stream in (False, True):
             status, answer = complete(failing, token, stream=stream)
@@ -52,6 +54,20 @@ def test_every_exception_has_its_status(failing: Deployment) -> None:
             assert (status, said["message"], said["type"]) == expected
             assert said["code"] == status and b"secret" not in answer
     assert complete(failing, 8)[0] == 200
+
+
+def test_an_engine_route_that_asks_to_end_the_worker_does_not(deployment: Deployment) -> None:
+    port = free_port()
+    deployment.env["DYN_SYSTEM_PORT"] = str(port)
+    start(deployment)
+    deployment.env.pop("DYN_SYSTEM_PORT")
+    deployment.frontend("--router-mode", "kv")
+    deployment.wait_for_workers(1)
+    for way in (5, 9, 10, 11, 12, 13, 14):
+        status, _, answer = deployment.request("POST", "/engine/end", {"way": way}, port=port)
+        assert status == 500 and json.loads(answer)["error"], way
+        assert deployment.processes[0].poll() is None
+    assert complete(deployment, 8)[0] == 200
 
 
 @pytest.mark.parametrize("token", [7, 10])

@@ -13,7 +13,19 @@ from dynamo.llm import HttpError, ModelInput, ModelType, register_llm
 from dynamo.llm.exceptions import EngineShutdown
 from dynamo.runtime import DistributedRuntime, dynamo_worker
 
-WAYS = {
+
+class Unprintable(Exception):
+    """An exception whose own text asks to end the process."""
+
+    @property
+    def status(self) -> int:
+        raise SystemExit("secret")
+
+    def __str__(self) -> str:
+        raise SystemExit("secret")
+
+
+WAYS: dict[int, BaseException] = {
     1: ValueError("n is odd"),
     2: HttpError(418, "short and stout"),
     3: HttpError(503, "secret"),
@@ -23,7 +35,16 @@ WAYS = {
     7: EngineShutdown("secret"),
     9: SystemExit("secret"),
     10: GeneratorExit("secret"),
+    11: KeyboardInterrupt("secret"),
+    12: RecursionError("secret"),
+    13: MemoryError("secret"),
+    14: Unprintable(),
 }
+
+
+async def end(body: Any) -> Any:
+    """Fail as a request does, in an engine route."""
+    raise WAYS[body["way"]]
 
 
 async def generate(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -38,6 +59,7 @@ async def generate(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
 async def main(runtime: DistributedRuntime, model_path: str) -> None:
     """Serve the model ``tiny``."""
     endpoint = runtime.namespace("dynamo").component("backend").endpoint("generate")
+    runtime.register_engine_route("end", end)
     kinds = ModelType.Chat | ModelType.Completions
     await register_llm(ModelInput.Tokens, kinds, endpoint, model_path, "tiny")
     await endpoint.serve_endpoint(generate, metrics_labels=[("model", "tiny")])

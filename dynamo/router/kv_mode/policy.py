@@ -19,7 +19,7 @@ from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import choose
 from dynamo.config.router import RouterSettings
 from dynamo.config.router_policy import WEIGHTED
-from dynamo.errors import Unavailable
+from dynamo.errors import Unavailable, text_of
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
@@ -103,7 +103,7 @@ class Guard(Generic[P]):
             answer = policy()
         except BaseException as error:  # noqa: BLE001 - code of users, which may call sys.exit()
             self._failures["raised"].value += 1
-            self._switch_off(f"it raised {type(error).__name__}: {error}", error)
+            self._switch_off(f"it raised {type(error).__name__}: {text_of(error)}", error)
             return None
         took_s = self._clock() - begun_s
         self._seconds.observe(took_s)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from dynamo.config.system import HealthCheckSettings, SystemSettings
-from dynamo.errors import ConfigError, DynamoError
+from dynamo.errors import ConfigError, DynamoError, text_of
 from dynamo.health_check import HEALTH_CHECK_KEY
 from dynamo.http import NEVER, Exchange, HttpLimits, HttpServer
 from dynamo.http.access import Access, OperatorGuard
@@ -22,6 +22,7 @@ from dynamo.runtime.process.sockets import bracketed
 from dynamo.runtime.process.stop_order import is_supervised
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests import ClientStream, EndpointStats, StreamSink
+from dynamo.runtime.requests.stream import is_interrupt
 
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
@@ -165,9 +166,13 @@ async def _run(exchange: Exchange, route: EngineRoute, name: str) -> None:
         answer = json.dumps(await route(request)).encode()
     except DynamoError as error:
         exchange.respond(error.status, _problem(error.message))
-    except Exception as error:  # the route responds with the error of the engine
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # of users' code: the client gets it, and the worker goes on
         log.exception("engine route %s failed", name)
-        exchange.respond(500, _problem(f"{type(error).__name__}: {error}"))
+        exchange.respond(500, _problem(f"{type(error).__name__}: {text_of(error)}"))
+        if is_interrupt(error):
+            raise
     else:
         exchange.respond(200, answer)
 

@@ -22,7 +22,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.engine import with_every_key
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.runtime.requests.client_connection import ClientStream
-from dynamo.runtime.requests.stream import PushHandler, ServerStream
+from dynamo.runtime.requests.stream import PushHandler, ServerStream, is_interrupt
 
 if TYPE_CHECKING:
     from dynamo.runtime.endpoints.admission import AdmissionQueue
@@ -306,7 +306,7 @@ async def _serve(
         stream.error(HandlerCancelled("Request cancelled"))
     except BaseException as error:  # it becomes the stream's error
         stream.raised(error)
-        if isinstance(error, KeyboardInterrupt):
+        if is_interrupt(error):
             raise
 
 

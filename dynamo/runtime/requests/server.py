@@ -37,7 +37,13 @@ from dynamo.runtime.requests.frames import (
     pack_error,
     parse_open,
 )
-from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServedEndpoint, ServerStream
+from dynamo.runtime.requests.stream import (
+    EndpointStats,
+    PushHandler,
+    ServedEndpoint,
+    ServerStream,
+    is_interrupt,
+)
 from dynamo.runtime.requests.tls import RequestTls
 
 CLOSE_TIMEOUT_S = 2.0
@@ -125,7 +131,7 @@ class ServerConnection(FramedConnection):
             served.handler(stream, payload)
         except BaseException as error:  # it becomes the stream's error
             stream.raised(error)
-            if isinstance(error, KeyboardInterrupt):
+            if is_interrupt(error):
                 raise
 
     def _refuse_size(self, number: int, size: bytes) -> None:

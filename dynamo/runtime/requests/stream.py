@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -23,6 +24,7 @@ from dynamo.errors import (
     Overloaded,
     Unavailable,
     shorten,
+    text_of,
 )
 from dynamo.observability.metrics import Counter, Gauge
 from dynamo.runtime.requests.context import CancelKind, Context
@@ -276,6 +278,13 @@ class ServerStream:
             self.on_finished(error)
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether ``error`` is Ctrl-C in a program that handles it by this exception: one that a
+    handler raises is the error of its request alone."""
+    by_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return by_default and isinstance(error, KeyboardInterrupt)
+
+
 def _as_error(error: BaseException) -> DynamoError:
     """Map an exception of a handler to the error that its caller receives.
 
@@ -287,13 +296,13 @@ def _as_error(error: BaseException) -> DynamoError:
         return error
     if isinstance(error, HttpError):
         return HttpFailure(error.message, error.code)
-    status, message = getattr(error, "status", None), getattr(error, "message", None)
+    try:
+        status, message = getattr(error, "status", None), getattr(error, "message", None)
+    except BaseException:  # noqa: BLE001 - users' code, too, and the caller needs an end frame
+        status = message = None
     if type(status) is int and isinstance(message, str):
         return HttpFailure(message, status)
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - the caller needs an end frame
-        text = "(no text: its __str__ failed)"
+    text = text_of(error)
     if isinstance(error, (ValueError, TypeError)):
         return InvalidRequest(text, shorten(type(error).__name__, 40))
     text_with_type = f"{type(error).__name__}: {text}"
