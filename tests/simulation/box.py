@@ -18,11 +18,14 @@ import msgspec
 import planes
 import programs
 from disk import Disk
+from excuses import RESTART_S, Causes, target_of
 from history import Answer, Life, Request
 from machine import START_S, Machine, Process
 from network import Network
+from presence import Presence, Span, model_of
 from recording_client import Plan, RecordingClient
-from scenario import PROFILES, Scenario, Step
+from scenario import PROFILES, Profile, Scenario, Step
+from verbs import unexpected
 
 __all__ = ["Box", "PoolEntry"]
 
@@ -36,12 +39,9 @@ model-path: {model_path}
 model-name: extra
 """
 """A service that comes and goes; requests do not ask for it."""
-RESTART_S = 10.0
-"""A fault may be felt so long: until what died is back."""
 _KEPT_ALIVE = 0.8
 """The share of connections that a client uses again."""
 _SHORT_TOKENS, _SHORT_CHARACTERS = 4, 1000
-_REMOVING = ("drain", "unload", "sleep", "circus stop", "circus rm", "circus decr", "pause planner")
 
 
 class PoolEntry(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Box:
     ) -> None:
         self.machine = machine
         self.scenario = scenario
-        self.profile = PROFILES[scenario.profile]
+        self.profile: Profile = PROFILES[scenario.profile]
         self.pool = pool
         self._short = [one for one in pool if _is_short(one.body)]
         self.state = directory
@@ -78,9 +78,17 @@ class Box:
         """The port of each request, by its id."""
         self.models: dict[str, str] = {}
         """The model of each request."""
-        self._operating: dict[int, float] = {}
-        self._operated: list[tuple[float, float]] = []
-        self._removed: list[tuple[float, float]] = []
+        self.causes = Causes()
+        self.presence = Presence(machine)
+        self.presence.on_end = self._process_ended
+        self.stops: dict[int, list[Span]] = {}
+        """When each process was stopped by SIGSTOP."""
+        self.results: dict[str, list[str]] = {}
+        """How each verb ended."""
+        self._result: dict[int, str] = {}
+        self._begun: dict[int, float] = {}
+        self._acts: list[tuple[float, float]] = []
+        """The times of the operations that have ended."""
         self._env = {
             "DYN_LOCAL_STATE_DIR": str(directory),
             "HOME": str(directory),
@@ -131,7 +139,12 @@ class Box:
         if not isinstance(error, (DynamoError, OSError)):
             self.machine.failures.append(f"dynamo serve failed: {error!r}")
 
+    def _process_ended(self, process: Process) -> None:
+        if process.program == "dynamo.planner":
+            self.causes.started_again("planner", self.clock())
+
     def _serve_ended(self) -> None:
+        self.causes.started_again("arbiter", self.clock())
         if self.wanted:
             self.machine.after(1.0, self._start_again)
 
@@ -151,6 +164,11 @@ class Box:
             for one in self.machine.processes.values()
             if one.alive and one.program == f"dynamo.{module}"
         ]
+
+    def began(self) -> None:
+        """The deployment is ready: the steps begin."""
+        self.ready_s = self.clock()
+        self.causes.of_the_graph |= {one.name for one in self.processes("mocker")}
 
     def ready(self) -> bool:
         """Whether the deployment said that it is ready, or has ended."""
@@ -239,36 +257,48 @@ class Box:
                 if process.alive and not isinstance(error, OSError):  # the disk is full
                     self.machine.failures.append(f"operator {step.number} {name} {result}")
             self.operations.append((step, result))
+            self._result[step.number] = result
             self.machine.note(f"operator {step.number} {name}: {result}")
             return 0
 
         self.machine.note(f"operator {step.number}: {name}")
-        self._operating[step.number] = self.clock()
-        if step.what in _REMOVING or step.details.get("value") == 0:
-            self._removed.append((self.clock(), float("inf")))  # until someone loads it
+        self.causes.verb(step, self.clock())
+        self._begun[step.number] = self.clock()
         process = self.machine.spawn(f"operator {step.number}", dict(self._env), operator)
-        process.on_death[partial(self._operator_ended, step.number)] = None
+        process.on_death[partial(self._operator_ended, step)] = None
 
-    def _operator_ended(self, number: int) -> None:
+    def _operator_ended(self, step: Step) -> None:
         self.open_operations -= 1
-        self._operated.append((self._operating.pop(number), self.clock()))
+        result = self._result.pop(step.number, "killed")
+        begun_s = self._begun.pop(step.number)
+        why = unexpected(self, step, result, begun_s)
+        if why:
+            self.machine.failures.append(f"operator {step.number} ({step.what}): {why}")
+        self._acts.append((begun_s, self.clock()))
+        self.results.setdefault(step.what, []).append(result)
+        self.causes.verb_ended(step, result, self.clock())
 
     def clock(self) -> float:
         """Seconds since the start of the run."""
         return self.machine.now_s - START_S
 
-    def disturbances(self) -> list[tuple[float, float]]:
-        """The spans in which faults or operations may have ended requests."""
-        found = [
-            *self._operated,
-            *self._removed,
-            *((since_s, self.clock()) for since_s in self._operating.values()),
-        ]
-        for step in self.done:
-            if step.kind == "fault":
-                at_s = step.at_s + self.ready_s
-                found.append((at_s, at_s + step.details["seconds"] + RESTART_S))
-        return found
+    def was_full(self, ago_s: float = 0.0) -> bool:
+        """Whether the disk is full, or was so long ago."""
+        return self.machine.now_s < self._full_until_s + ago_s
+
+    def disturbed(self, step: Step, since_s: float) -> bool:
+        """Whether a fault or another operation may have changed what ``step`` does."""
+        since_s -= RESTART_S
+        return (
+            not self.wanted
+            or bool(self._begun)
+            or any(until_s >= since_s for _, until_s in self._acts)
+            or any(
+                one.at_s + self.ready_s + one.details["seconds"] >= since_s
+                for one in self.done
+                if one.kind in ("fault", "clock")
+            )
+        )
 
     async def _operation(self, step: Step) -> None:
         from dynamo.cli import state
@@ -294,7 +324,7 @@ class Box:
         elif "model" in step.details:
             steps = getattr(actions, step.what)(step.details["model"])
         else:
-            steps = getattr(actions, step.what)(self._target(step))
+            steps = getattr(actions, step.what)(target_of(step))
         async for text in steps:
             self.machine.note(f"operator {step.number}: {text}")
 
@@ -310,13 +340,6 @@ class Box:
         entries = document.components.values() if document is not None else ()
         owners = {one.reserved_by.pid for one in entries if one.reserved_by is not None}
         return not owners <= self.machine.processes.keys()
-
-    def _target(self, step: Step) -> str:
-        """The service, or one of its workers by number."""
-        service, number = step.details["service"], step.details["worker"]
-        if number < 0:
-            return str(service)
-        return f"{NAMESPACE}_{service}" + (f"_{number}" if number else "")
 
     async def _reload(self, step: Step) -> None:
         change, service, value = (step.details[key] for key in ("change", "service", "value"))
@@ -357,6 +380,8 @@ class Box:
         finally:
             circus.close()
         self.machine.note(f"circus {command} {properties.get('name', '')}: {reply}")
+        if reply.get("status") != "ok":
+            raise StatefileError(str(reply.get("reason", reply)))
 
     # -- faults
 
@@ -386,11 +411,15 @@ class Box:
 
     def _signal(self, process: Process | None, signum: int) -> None:
         if process is not None and process.alive:
+            self.causes.hit(process, f"signal {signum} to", self.clock())
             self.machine.kill(process.pid, signum)
 
     def _stop_for(self, process: Process | None, seconds: float) -> None:
         if process is not None and process.alive:
             self._thaw.append(process)
+            now_s = self.clock()
+            self.causes.hit(process, "stopped", now_s, seconds)
+            self.stops.setdefault(process.pid, []).append(Span(now_s, now_s + seconds))
             self.machine.kill(process.pid, signal.SIGSTOP)
             self.machine.after(seconds, self._continue, process)
 
@@ -463,7 +492,9 @@ class Box:
             if isinstance(one.address, str) and one.address.endswith(".sock")
         ]
         if found:
-            dice.choice(found).cut()
+            chosen = dice.choice(found)
+            self.causes.losses.append((model_of(chosen.loop.process), self.clock()))
+            chosen.cut()
 
     def _cut_events(self, dice: random.Random, seconds: float) -> None:
         import fake_os
@@ -490,19 +521,31 @@ class Box:
                 if path.name.endswith(".sock") and "circus" not in path.name
             ]
             if found:
-                dice.choice(found).unlink()
+                self._remove_file(dice.choice(found))
 
     def _remove(self, dice: random.Random, directory: Path) -> None:
         with suppress(OSError):
             found = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
             if found:
-                dice.choice(found).unlink()
+                self._remove_file(dice.choice(found))
+
+    def _remove_file(self, path: Path) -> None:
+        """Remove a file of a process, whose name has the lease."""
+        lease = path.name.rpartition("%2F")[2].partition(".")[0]
+        owner = self.presence.owners.get(lease)
+        if owner is not None:
+            self.causes.hit(owner, f"removed {path.name} of", self.clock())
+            if path.parent.name == "leases":  # it drains from then on
+                self.machine.stop_signals_s.setdefault(owner.pid, self.machine.now_s)
+        path.unlink()
 
     def _disk_full(self, dice: random.Random, seconds: float) -> None:
+        self.causes.everywhere("the disk was full", self.clock(), seconds)
         self._full_until_s = self.machine.now_s + seconds
 
     def _power_loss(self, dice: random.Random, seconds: float) -> None:
         """Every process of the deployment dies at once, and what no one synced may be lost."""
+        self.causes.everywhere("power loss", self.clock(), 0.0)
         for process in list(self.machine.processes.values()):
             if process.alive and not process.name.startswith("client"):
                 process.state = "R"
@@ -518,6 +561,7 @@ class Box:
             if self._writes_left <= 0:
                 self._armed = None
                 self.machine.note(f"killed while it changes {name}")
+                self.causes.hit(process, "killed at a file:", self.clock())
                 self.machine.kill(process.pid, signal.SIGKILL)
         if grows and self.machine.now_s < self._full_until_s:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -527,8 +571,9 @@ class Box:
     def stop(self) -> None:
         """Stop the deployment."""
         self.wanted = False
-        self._removed.append((self.clock(), float("inf")))
-        self._signal(self.serve, signal.SIGTERM)
+        self.causes.everywhere("the stop", self.clock(), float("inf"))
+        if self.serve is not None and self.serve.alive:
+            self.machine.kill(self.serve.pid, signal.SIGTERM)
 
     def remove(self) -> None:
         """Remove the state directory."""

@@ -9,26 +9,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aftermath import IN_FLIGHT
-from history import Fault, Life, Request
-from machine import START_S, Process
+from machine import Process
 from network import Network
-from validator import SILENCE_S, Spans, validate
+from presence import asleep
 
 if TYPE_CHECKING:
     from box import Box
-    from scenario import Step
 
     from dynamo.observability.metrics import Registry
     from dynamo.serve.state.document import Document, Entry
 
-__all__ = ["check_always", "check_drained", "check_end", "check_quiet", "check_requests"]
+__all__ = ["check_always", "check_drained", "check_end", "check_quiet"]
 
-_ACCOUNTED_S = 6.0
 _SHARE_ERROR = 1e-6
 _LEASED_S = 10.0
-_LONE_S = 10.0
-"""So long a request waits for the only worker of its model that does not answer."""
-_UNAVAILABLE = 503
 
 
 def check_always(box: Box) -> Iterator[str]:
@@ -36,7 +30,7 @@ def check_always(box: Box) -> Iterator[str]:
     used: dict[str, float] = defaultdict(float)
     users: dict[str, list[str]] = defaultdict(list)
     for process in box.processes("mocker"):
-        if process.state == "R" and not _asleep(process):
+        if process.state == "R" and not asleep(process):
             for gpu in process.env.get("CUDA_VISIBLE_DEVICES", "").split(","):
                 if gpu:
                     used[gpu] += 0.5 if "_Half" in process.name else 1.0
@@ -44,81 +38,6 @@ def check_always(box: Box) -> Iterator[str]:
     for gpu, share in used.items():
         if share > 1 + _SHARE_ERROR:
             yield f"GPU {gpu} is used {share:g} times: {', '.join(users[gpu])}"
-
-
-def _asleep(process: Process) -> bool:
-    return any(getattr(part, "_asleep", False) for part in process.parts)
-
-
-def check_requests(box: Box) -> Iterator[str]:
-    """Each request ended once, with the tokens of an undisturbed run or an allowed error."""
-    lives = list(_lives(box))
-    faults = [
-        Fault(_FAULT_NAMES.get(step.what, step.what), "", step.at_s + box.ready_s + later_s)
-        for step in box.done
-        if step.kind == "fault"
-        for later_s in _moments_s(step)
-    ]
-    for port in sorted(set(box.ports.values())):
-        requests = [one for one in box.requests if box.ports[one.id] == port]
-        mine = [one for one in lives if one.role == "worker" or box.life_ports[id(one)] == port]
-        for violation in validate([*requests, *faults], mine).violations:
-            yield f"{violation.request}: {violation.rule}: {violation.detail}"
-    disturbed = Spans(box.disturbances())
-    for request in box.requests:
-        if not (
-            _is_fine(request)
-            or _is_cold(box, request)
-            or disturbed.meet(request.started_s - _ACCOUNTED_S, request.ended_s)
-        ):
-            yield (
-                f"{request.id}: failed without a cause: {request.ending} {request.status} "
-                + ("; ".join(event.text for event in request.events if event.kind == "error")[:300])
-            )
-
-
-def _moments_s(step: Step) -> list[float]:
-    """Return the seconds after its begin at which a fault counts.
-
-    Requests may lose a worker as long as it is stopped, and ask it again if it is alone for too
-    long.
-    """
-    if step.what != "stop worker" or step.details["seconds"] < _LONE_S:
-        return [0.0]
-    times = int(step.details["seconds"] / SILENCE_S) + 1
-    return [0.0, *(number * SILENCE_S for number in range(times))]
-
-
-_FAULT_NAMES = {"cut requests": "requests cut", "stop worker": "worker stopped"}
-
-
-def _is_fine(request: Request) -> bool:
-    if request.ending == "cancelled":
-        return True
-    failed = any(event.kind == "error" for event in request.events)
-    return request.ending == "complete" and request.status == 200 and not failed
-
-
-def _is_cold(box: Box, request: Request) -> bool:
-    """Whether it is for a model that is served only after a person has loaded it."""
-    return request.status == _UNAVAILABLE and box.models[request.id] in box.profile.cold
-
-
-def _lives(box: Box) -> Iterator[Life]:
-    for life in box.frontend_lives:
-        since_s = box.machine.stop_signals_s.get(life.pid)
-        if since_s is not None:  # it drains from then on, also while it is stopped
-            life.closing_s = since_s - START_S
-        yield life
-    for process in box.machine.lived:
-        if process.program == "dynamo.mocker":
-            yield Life(
-                "worker",
-                process.name,
-                process.started_s - START_S,
-                None if process.alive else process.ended_s - START_S,
-                pid=process.pid,
-            )
 
 
 def check_quiet(box: Box) -> Iterator[str]:
@@ -213,7 +132,7 @@ def _check_entry(name: str, entry: Entry, alive: dict[int, Process]) -> Iterator
     process = next((alive[one.pid] for one in entry.processes if one.pid in alive), None)
     is_worker = process is not None and process.program == "dynamo.mocker"
     if process is not None and is_worker and not entry.draining:
-        sleeps = _asleep(process)
+        sleeps = asleep(process)
         if sleeps != entry.asleep:
             what = "sleeps" if sleeps else "is awake"
             yield f"statefile: {name} has state {entry.state!r}, but its engine {what}"

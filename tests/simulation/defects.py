@@ -132,6 +132,27 @@ DEFECTS = (
         'return ""',
         "The process that wakes a worker is killed: no repair finishes or undoes the wake.",
     ),
+    Defect(
+        "no-migration",
+        "dynamo.frontend.requests.engine_request",
+        "return self._dispatch.migrations.limit",
+        "return 0",
+        "No request goes on with another worker when its own dies.",
+    ),
+    Defect(
+        "index-never-filled",
+        "dynamo.router.caches.indexer",
+        "        for event in batch.events:\n            stream = self",
+        "        for event in ():\n            stream = self",
+        "The router does not apply KV events: no request meets the blocks that others left.",
+    ),
+    Defect(
+        "statefile-without-lock",
+        "dynamo.serve.state.statefile",
+        "lock = FileLock(self.lock_path)\n        lock.acquire()\n        try:\n            yield",
+        "lock = FileLock(self.lock_path)\n        try:\n            yield",
+        "Two processes change the statefile at once: the change of one is lost.",
+    ),
 )
 
 

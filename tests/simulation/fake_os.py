@@ -268,6 +268,8 @@ def _replacing(real: Any, stamp: Any) -> Any:
             if _machine.disk is not None:
                 _machine.disk.rename(os.fspath(source), os.fspath(target))
         real(source, target, **rest)
+        if _machine is not None:
+            _machine.on_file(target, True)
 
     return replace
 
@@ -369,6 +371,8 @@ def _unlinking(real: Any) -> Any:
         if not rest:
             _disk_changes(path, torn=False)
         real(path, **rest)
+        if _machine is not None:
+            _machine.on_file(path, False)
 
     return unlink
 

@@ -98,6 +98,10 @@ class Machine:
         self.failures: list[str] = []
         self.file_faults: Callable[[Process, Any, bool], None] | None = None
         """Called before each change of a file by a process."""
+        self.on_state: Callable[[Process], None] = lambda process: None
+        """Called when a process has been stopped, continued or has ended."""
+        self.on_file: Callable[[Any, bool], None] = lambda path, exists: None
+        """Called when a file has got its name, or lost it."""
         self.disk: Disk | None = None
         """Set if this run has a loss of power."""
         self.steps = 0
@@ -281,6 +285,7 @@ class Machine:
             self._end(process, signum)
         elif signum == signal.SIGSTOP:
             process.state = "T"
+            self.on_state(process)
         elif signum == signal.SIGCONT:
             self._continue(process)
         elif signum in process.handlers:
@@ -292,6 +297,7 @@ class Machine:
         if process.state != "T":
             return
         process.state = "R"
+        self.on_state(process)
         if process.loop.ready_callbacks and not process.loop.is_queued:
             process.loop.is_queued = True
             self._runnable.append(process.loop)
@@ -303,6 +309,7 @@ class Machine:
         process.state, process.status = "Z", status
         process.ended_s = self.now_s
         self.note(f"{process} ends with status {status}")
+        self.on_state(process)
         self.graveyard.append((process.loop, list(process.loop.ready_callbacks)))
         process.loop.ready_callbacks.clear()
         current, self.current = self.current, None  # the kernel cleans up, not the process

@@ -10,8 +10,9 @@ from pathlib import Path
 import fake_os
 from box import Box, PoolEntry
 from chaos_load import make_pool
-from checks import check_always, check_drained, check_end, check_quiet, check_requests
+from checks import check_always, check_drained, check_end, check_quiet
 from history import Answer
+from judge import EITHER, Judge
 from machine import START_S, Livelock, Machine
 from scenario import Scenario, Step
 
@@ -40,6 +41,10 @@ class Outcome:
     steps: int = 0
     requests: int = 0
     complete: int = 0
+    judged: dict[str, int] = field(default_factory=dict)
+    """How many requests had to be complete, had to be refused, … See :class:`Judge`."""
+    verbs: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """How often each operation ended as it should, and how often it was tried."""
     faults: int = 0
     operations: int = 0
     virtual_s: float = 0.0
@@ -67,6 +72,7 @@ def run_scenario(scenario: Scenario, pool: list[PoolEntry]) -> Outcome:
     outcome.faults = sum(step.kind == "fault" for step in box.done)
     outcome.operations = sum(step.kind == "operator" for step in box.done)
     outcome.virtual_s = machine.now_s - START_S
+    outcome.verbs = {verb: (ends.count("ended"), len(ends)) for verb, ends in box.results.items()}
     return outcome
 
 
@@ -90,7 +96,7 @@ def _run(box: Box, outcome: Outcome) -> None:
     if not machine.run(box.ready, START_S + START_LIMIT_S):
         failures.append(f"not ready after {START_LIMIT_S:g} s")
         return
-    box.ready_s = machine.now_s - START_S
+    box.began()
     begin_s = machine.now_s
     _watch(box)
     for step in box.scenario.steps:
@@ -105,7 +111,7 @@ def _run(box: Box, outcome: Outcome) -> None:
         machine.run(None, machine.now_s + 1.0)
         box.heal()
         _until_quiet(box, failures)
-        failures += check_requests(box)
+        _judge(box, outcome)
         failures += _settled(box)
     box.stop()
     serve = box.serve
@@ -113,8 +119,17 @@ def _run(box: Box, outcome: Outcome) -> None:
         failures.append(f"dynamo serve did not end within {STOP_LIMIT_S:g} s")
     if box.scenario.is_cut:
         _until_quiet(box, failures)
-        failures += check_requests(box)
+        _judge(box, outcome)
     failures += check_end(box)
+
+
+def _judge(box: Box, outcome: Outcome) -> None:
+    judge = Judge(box)
+    outcome.failures += judge.failures()
+    outcome.judged = dict(judge.counts)
+    either = {kind: count for kind, count in judge.counts.items() if kind.startswith(EITHER)}
+    if box.scenario.is_calm and either:
+        outcome.failures.append(f"not every request of a calm box was judged strictly: {either}")
 
 
 def _do(box: Box, step: Step) -> None:

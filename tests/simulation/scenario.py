@@ -57,6 +57,8 @@ class Profile:
     planner: bool = False
     cold: tuple[str, ...] = ()
     """Models that have no worker until a person loads them."""
+    on_demand: tuple[str, ...] = ()
+    """Models whose workers the planner starts and ends: requests wait for a first one."""
     weight: int = 1
     """How often it is drawn."""
 
@@ -150,7 +152,15 @@ PROFILES = {
     "replicas": Profile(_replicas, ("one",), ("Worker",), frontends=2, weight=2),
     "disagg": Profile(_disagg, ("one",), ("Prefill", "Worker")),
     "box": Profile(
-        _box, ("one", "two", "half"), ("One", "Two", "Half"), 2, 1, True, True, weight=3
+        _box,
+        ("one", "two", "half"),
+        ("One", "Two", "Half"),
+        2,
+        1,
+        True,
+        True,
+        on_demand=("one", "two", "half"),
+        weight=3,
     ),
     "manual": Profile(
         _manual, ("one", "two"), ("One", "Two"), 2, sleeps=True, cold=("two",), weight=3
@@ -202,6 +212,8 @@ OPERATIONS: dict[str, float] = {
 """The operations and how often they are drawn."""
 _AIMED_SHARE = 0.1
 """Of the runs of two models."""
+_CALM_SHARE = 0.12
+"""Of the runs of one model without a planner."""
 _SILENT_S = 6.5
 """Less than a request waits for the only worker of its model."""
 _BURST = 25
@@ -240,7 +252,8 @@ class Step:
 class Scenario:
     """A run: its graph, its steps in order of time, and when the last of them is begun.
 
-    ``is_cut``: it ends with a stop while requests and operations go on.
+    ``is_cut``: it ends with a stop while requests and operations go on. ``is_calm``: one of several
+    workers dies or restarts, and nothing else happens: every request has to be complete.
     """
 
     seed: int
@@ -249,6 +262,7 @@ class Scenario:
     steps: tuple[Step, ...]
     seconds: float
     is_cut: bool = False
+    is_calm: bool = False
 
 
 class Rates(NamedTuple):
@@ -295,7 +309,7 @@ def make_scenario(
             if chosen.planner:
                 steps.append(happening.operation(at_s, "resume planner"))
     scenario = Scenario(seed, name, graph, _numbered(steps), length_s)
-    return _with_clock(scenario if rates.requests else _cut(_aimed(scenario)))
+    return _with_clock(scenario if rates.requests else _cut(_aimed(_calm(scenario))))
 
 
 def _numbered(steps: list[Step]) -> tuple[Step, ...]:
@@ -367,6 +381,21 @@ class Happenings:
         return steps
 
 
+def _calm(scenario: Scenario) -> Scenario:
+    """Leave a model with several workers of one event in some scenarios: one dies, or restarts."""
+    dice, profile = random.Random(f"calm {scenario.seed}"), PROFILES[scenario.profile]
+    if profile.models != ("one",) or profile.planner or dice.random() >= _CALM_SHARE:
+        return scenario
+    happening = Happenings(dice, profile)
+    at_s = round(1 + dice.random() * 2, 4)
+    kind = dice.choice(("kill worker", "terminate worker", "stop worker", "restart"))
+    event = happening.operation(at_s, kind) if kind == "restart" else happening.fault(at_s, kind)
+    if kind == "stop worker":
+        event = replace(event, details={"seconds": dice.choice((0.5, 1.5, 4.0))})
+    asked = [_request(dice, profile, round(dice.random() * 8, 4)) for _ in range(40)]
+    return replace(scenario, steps=_numbered([event, *asked]), is_calm=True)
+
+
 def _aimed(scenario: Scenario) -> Scenario:
     """Return a meeting that chance rarely makes instead of some scenarios with two models.
 
@@ -390,7 +419,7 @@ def _cut(scenario: Scenario) -> Scenario:
     """End some scenarios with a stop in the middle, a moment after one of the steps."""
     dice = random.Random(f"stop {scenario.seed}")
     operations = [step for step in scenario.steps if step.kind != "request"]
-    if dice.random() >= _CUT_SHARE or not operations:
+    if dice.random() >= _CUT_SHARE or not operations or scenario.is_calm:
         return scenario
     until_s = dice.choice(operations).at_s + dice.choice(_OFFSETS_S)
     steps = tuple(step for step in scenario.steps if step.at_s <= until_s)

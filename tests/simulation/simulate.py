@@ -11,6 +11,7 @@ import re
 import select
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ _SHRINK_RUNS = 120
 _PROGRESS_S = 30.0
 _COUNTED = ("requests", "complete", "faults", "operations", "steps", "virtual_s")
 _SHOWN_LINES = 250
+_TRIES = 40
+"""So often an operation is tried until one must have succeeded."""
 _SCENARIO = ("profile", "seconds", "requests", "faults", "defect")
 """The options that decide what happens in the run of a seed."""
 _TESTS = Path(__file__).resolve().parents[1]
@@ -171,7 +174,7 @@ class Simulation:
         for pid in self._exiting:
             os.waitpid(pid, 0)
         self._summary(outcomes, failed, self._clock() - started_s)
-        return 1 if failed else 0
+        return 1 if failed or _refused_always(outcomes) else 0
 
     def _all(self, seeds: Iterable[int], failed: list[Outcome]) -> Iterable[Outcome]:
         seeds = iter(seeds)
@@ -272,12 +275,16 @@ class Simulation:
         if self._options.json:
             rows = [{**asdict(one), "history": []} for one in failed]
             totals = {name: _total(outcomes, name) for name in _COUNTED}
-            print(json.dumps({"seeds": len(outcomes), **totals, "failed": rows}, indent=2))
+            found = {"judged": _judged(outcomes), "refused_always": _refused_always(outcomes)}
+            print(json.dumps({"seeds": len(outcomes), **totals, **found, "failed": rows}, indent=2))
             return
         print(
             f"{_totals(outcomes, failed)} in {took_s:.0f} s"
             + (": " + ", ".join(str(one.seed) for one in failed) if failed else "")
         )
+        print(_judged(outcomes))
+        for text in _refused_always(outcomes):
+            print(text)
 
 
 def _total(outcomes: list[Outcome], name: str) -> int:
@@ -292,6 +299,36 @@ def _totals(outcomes: list[Outcome], failed: list[Outcome]) -> str:
         f"{count['requests']} requests ({count['complete']} complete), {count['faults']} faults, "
         f"{count['operations']} operations; {len(failed)} failed"
     )
+
+
+def _refused_always(outcomes: list[Outcome]) -> list[str]:
+    """Return the operations that were tried often and never did what they are for."""
+    ended: Counter[str] = Counter()
+    tried: Counter[str] = Counter()
+    for outcome in outcomes:
+        for verb, (ends, tries) in outcome.verbs.items():
+            ended[verb] += ends
+            tried[verb] += tries
+    return [
+        f"{verb} was tried {count} times and never ended as it should"
+        for verb, count in tried.items()
+        if count >= _TRIES and not ended[verb]
+    ]
+
+
+def _judged(outcomes: list[Outcome]) -> str:
+    """How many requests had a certain outcome, and which; the others might end in several ways."""
+    from judge import EITHER
+
+    counts: Counter[str] = Counter()
+    for outcome in outcomes:
+        counts.update(outcome.judged)
+    total = sum(counts.values())
+    if not total:
+        return "no request was judged"
+    strict = total - sum(count for kind, count in counts.items() if kind.startswith(EITHER))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    return f"{100 * strict / total:.1f} % of {total} requests were judged strictly: {kinds}"
 
 
 def _kept(scenario: Scenario, numbers: frozenset[int]) -> Scenario:

@@ -1,0 +1,308 @@
+"""Judges the requests of a run: each has one end, and an error only where the page allows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from excuses import Cause
+from history import Fault, Life, Request
+from machine import START_S
+from presence import SERVED_BY, Span, decoders, model_of
+from validator import CLOSING_RACE_S, WORKERS_LOST, Spans, validate
+
+if TYPE_CHECKING:
+    from box import Box
+
+__all__ = ["EITHER", "Judge"]
+
+EITHER = "either"
+"""How the kinds begin of requests that might end in several ways."""
+
+MIGRATIONS = 3
+"""What ``dynamo serve`` gives each request."""
+NOTICE_S = 0.3
+"""So long a frontend that runs may take to see that a model has a worker."""
+PLANNER_S = 1.0
+"""So long a planner that begins may take to say which models are started on demand."""
+SILENT_S = 6.0
+"""So long it may take a worker that was stopped, and runs again, for silent."""
+COLD_S = 100.0
+"""--cold-start-timeout of each graph."""
+_NO_WORKER = ("is not ready to serve requests yet", "has no worker", "temporarily unavailable")
+_BY_COMMAND = "was stopped by a command"
+_TIMEOUT = "got no worker within"
+_SHUTDOWN = "Service is shutting down"
+
+
+class Judge:
+    """Judges the requests of ``box``.
+
+    ``counts`` has how many were judged strictly, because their outcome was certain ("complete":
+    it had to be complete; "refused": no live worker, so it had to be a 503; "cut": its frontend
+    ended; "cancelled"), and how many might end in several ways ("either: …").
+    """
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self._lives = list(_lives(box))
+        end_s = box.clock()
+        self._gaps = {
+            model: [
+                gap
+                for gap in box.presence.gaps(decoders(model), end_s)
+                if gap.until_s > box.ready_s
+            ]
+            for model in box.profile.models
+        }
+        self.counts: Counter[str] = Counter()
+
+    def failures(self) -> Iterator[str]:
+        """Yield what broke a promise."""
+        yield from self._validated()
+        for request in self._box.requests:
+            certain = self._certain(request)
+            self.counts[certain] += 1
+            reason = self._refusal(request, certain)
+            if reason:
+                error = _error(request)[:300]
+                yield (
+                    f"{request.id}: {reason}: {request.ending} {request.status} {error}"
+                    f" (model {self._model(request)}, {request.started_s:.3f} to"
+                    f" {request.ended_s:.3f} s, expected: {certain})"
+                )
+        yield from self._absences()
+
+    def _validated(self) -> Iterator[str]:
+        """Yield what the validator of the chaos says, for each model and frontend."""
+        box = self._box
+        for model in box.profile.models:
+            workers = [
+                one for one in self._lives if one.role == "worker" and _served(one.name) == model
+            ]
+            losses = [
+                Fault("requests cut", "", at_s) for lost, at_s in box.causes.losses if lost == model
+            ]
+            for port in sorted(set(box.ports.values())):
+                requests = [
+                    one
+                    for one in box.requests
+                    if box.ports[one.id] == port and box.models[one.id] == model
+                ]
+                frontends = [
+                    one
+                    for one in self._lives
+                    if one.role == "frontend" and box.life_ports[id(one)] == port
+                ]
+                for violation in validate([*requests, *losses], [*workers, *frontends]).violations:
+                    yield f"{violation.request}: {violation.rule}: {violation.detail}"
+
+    # -- what had to happen
+
+    def _model(self, request: Request) -> str:
+        return self._box.models[request.id]
+
+    def _certain(self, request: Request) -> str:
+        """Return what had to happen to ``request``; "either: …": no one can say, and why."""
+        if request.cancel and request.ending == "cancelled":
+            return "cancelled"
+        frontend = self._frontend(request)
+        if frontend != "alive":
+            return frontend
+        model, since_s = self._model(request), request.started_s - NOTICE_S
+        on_demand = model in self._box.profile.on_demand
+        if not on_demand and any(
+            one.since_s <= since_s and request.ended_s <= one.until_s for one in self._gaps[model]
+        ):
+            return "refused"
+        if self._may_lose(request):
+            return f"{EITHER}: workers lost"
+        if self._blind(request):
+            return f"{EITHER}: stopped frontend"
+        met = [one for one in self._gaps[model] if one.meets(since_s, request.ended_s)]
+        if not met:
+            return "complete"
+        if on_demand:
+            away = self._removed(request) or self._no_planner(request)
+            return f"{EITHER}: not started on demand" if away else "complete"
+        return f"{EITHER}: no worker for a while"
+
+    def _removed(self, request: Request) -> bool:
+        """Whether an operator has removed the workers of its model, or paused what starts them."""
+        return any(one.removing for one in self._causes(request))
+
+    def _frontend(self, request: Request) -> str:
+        """Return "alive", "cut" or, if it began or ended at the same time, "either"."""
+        port = self._box.ports[request.id]
+        lives = [one for one in self._lives
+                 if one.role == "frontend" and self._box.life_ports[id(one)] == port]  # fmt: skip
+        for life in lives:
+            until_s = _until(life)
+            closing_s = until_s if life.closing_s is None else life.closing_s
+            if life.from_s <= request.started_s < closing_s - CLOSING_RACE_S:
+                if request.ended_s <= closing_s:
+                    return "alive"
+                return f"{EITHER}: frontend"
+        since_s = request.started_s - CLOSING_RACE_S
+        met = any(one.from_s <= request.ended_s and since_s <= _until(one) for one in lives)
+        return f"{EITHER}: frontend" if met else "cut"
+
+    def _blind(self, request: Request) -> bool:
+        """Whether its frontend was stopped, so it may not know the workers yet."""
+        port, since_s = self._box.ports[request.id], request.ended_s - NOTICE_S
+        frontends = [
+            one
+            for one in self._lives
+            if one.role == "frontend" and self._box.life_ports[id(one)] == port
+        ]
+        return any(
+            span.meets(since_s, request.ended_s)
+            for one in frontends
+            for span in self._box.stops.get(one.pid, ())
+        )
+
+    def _no_planner(self, request: Request) -> bool:
+        """Whether no planner had said, all the time, which models are started on demand."""
+        since_s = request.started_s - PLANNER_S
+        planners = [one for one in self._box.machine.lived if one.program == "dynamo.planner"]
+        runs = [
+            one
+            for one in planners
+            if one.started_s - START_S < since_s
+            and (one.alive or one.ended_s - START_S > request.ended_s)
+        ]
+        stops = (span for one in runs for span in self._box.stops.get(one.pid, ()))
+        return not runs or any(one.meets(since_s, request.ended_s) for one in stops)
+
+    def _may_lose(self, request: Request) -> bool:
+        """Whether it may have lost two workers before its first token, or more than may migrate."""
+        first_s = next((one.at_s for one in request.events if one.kind == "text"), request.ended_s)
+        died = self._losses(request, first_s, drained=False)
+        return died > 1 or self._losses(request, request.ended_s) > MIGRATIONS
+
+    def _losses(self, request: Request, until_s: float, drained: bool = True) -> int:
+        """Return how many workers of its model were lost while it waited, up to ``until_s``.
+
+        Those that ``drained`` returned their requests.
+        """
+        model = self._model(request)
+        ends = [
+            one.ended_s - START_S
+            for one in self._box.machine.lived
+            if model_of(one) == model and not one.alive and (drained or one.status)
+        ]
+        lost = [at_s for lost, at_s in self._box.causes.losses if lost == model]
+        return sum(request.started_s - NOTICE_S <= at_s <= until_s for at_s in ends) + sum(
+            request.started_s - SILENT_S <= at_s <= until_s for at_s in lost
+        )
+
+    def _causes(self, request: Request) -> list[Cause]:
+        return [
+            one
+            for one in self._box.causes.of(self._model(request))
+            if one.span.meets(request.started_s, request.ended_s)
+        ]
+
+    # -- what is allowed
+
+    def _refusal(self, request: Request, certain: str) -> str:
+        """Return why the end of ``request`` is not allowed; '' if it is."""
+        error = _error(request)
+        if request.ending == "cancelled":
+            return ""
+        if not error and request.status == 200:
+            served = request.ending == "complete" and certain == "refused"
+            return "complete without a live worker" if served else ""
+        if certain == "complete":
+            return "had to be complete"
+        if request.ending != "complete":
+            return ""  # the validator has judged whether the frontend lived
+        if error.startswith(WORKERS_LOST):
+            return "" if self._losses(request, request.ended_s) > 1 else "lost no two workers"
+        if _SHUTDOWN in error:
+            return "" if self._drained(request) else "its frontend did not stop"
+        if _TIMEOUT in error:
+            return self._timeout(request)
+        if _BY_COMMAND in error:
+            removed = any(one.removing for one in self._causes(request))
+            return "" if removed else "no command stopped its model"
+        if any(text in error for text in _NO_WORKER):
+            return "" if self._without(request) or self._blind(request) else "had a live worker"
+        return "no such error is allowed"
+
+    def _without(self, request: Request) -> bool:
+        """Whether its model had no live worker when it ended, or just before."""
+        return any(
+            one.meets(request.ended_s - NOTICE_S, request.ended_s)
+            for one in self._gaps[self._model(request)]
+        )
+
+    def _drained(self, request: Request) -> bool:
+        port = self._box.ports[request.id]
+        return any(
+            one.role == "frontend"
+            and self._box.life_ports[id(one)] == port
+            and one.closing_s is not None
+            and one.closing_s <= request.ended_s
+            and request.started_s <= _until(one)
+            for one in self._lives
+        )
+
+    def _timeout(self, request: Request) -> str:
+        """A request waits for a first worker as long as the graph says, and only with a cause."""
+        if request.ended_s - request.started_s < COLD_S - 1:
+            return f"gave up after {request.ended_s - request.started_s:.1f} s"
+        return "" if self._causes(request) else "got no worker without a cause"
+
+    # -- workers that are away
+
+    def _absences(self) -> Iterator[str]:
+        """Yield the workers that were away for longer than something explains.
+
+        Those that a planner starts and ends come when requests wait for them.
+        """
+        box = self._box
+        if box.profile.planner:
+            return
+        for name in sorted(one for one in box.presence.counts if one.startswith("box_")):
+            causes = [one for one in box.causes.found if one.names(name)]
+            for gap in box.presence.gaps((name,), box.clock()):
+                if gap.since_s < box.ready_s:
+                    continue
+                spans = [one.span for one in causes]
+                spans += [
+                    Span(one.since_s, gap.until_s)
+                    for one in causes
+                    if one.removing and one.since_s <= gap.since_s <= one.until_s
+                ]
+                if not Spans(spans).covers(*gap):
+                    yield (
+                        f"{name} was away from {gap.since_s:.3f} to {gap.until_s:.3f} s without a "
+                        "cause"
+                    )
+
+
+def _lives(box: Box) -> Iterator[Life]:
+    for life in box.frontend_lives:
+        since_s = box.machine.stop_signals_s.get(life.pid)
+        if since_s is not None:  # it drains from then on, also while it is stopped
+            life.closing_s = since_s - START_S
+        yield life
+    for process in box.machine.lived:
+        if model_of(process):
+            until_s = None if process.alive else process.ended_s - START_S
+            started_s = process.started_s - START_S
+            yield Life("worker", process.name, started_s, until_s, pid=process.pid)
+
+
+def _served(name: str) -> str:
+    return SERVED_BY.get(name.split("_")[1], "")
+
+
+def _until(life: Life) -> float:
+    return float("inf") if life.until_s is None else life.until_s
+
+
+def _error(request: Request) -> str:
+    return next((event.text for event in request.events if event.kind == "error"), "")

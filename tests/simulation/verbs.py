@@ -1,0 +1,96 @@
+"""What operators' verbs must do: succeed, or be refused for a reason that is true."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from excuses import RESTART_S, target_of
+from machine import Process
+from presence import SERVED_BY, asleep, model_of, service_of
+
+if TYPE_CHECKING:
+    from box import Box
+    from scenario import Step
+
+__all__ = ["unexpected"]
+
+
+class Refusal(NamedTuple):
+    """``text`` is a pattern of the refusal, ``is_true`` whether what it says is so."""
+
+    text: str
+    is_true: Callable[[Box, Step], bool]
+
+
+def _targets(box: Box, step: Step) -> list[Process]:
+    """The processes of the service, worker or model that the step names."""
+    name = target_of(step)
+    workers = box.processes("mocker")
+    if not name:
+        return [one for one in workers if model_of(one) == step.details.get("model")]
+    return [one for one in workers if name in (one.name, service_of(one))]
+
+
+def _served(box: Box, step: Step) -> bool:
+    return any(box.presence.live(service) for service, model in SERVED_BY.items()
+               if model == step.details["model"])  # fmt: skip
+
+
+_REFUSALS = (
+    Refusal("it is served already", _served),
+    Refusal("has no process now", lambda box, step: not _targets(box, step)),
+    Refusal("is not asleep", lambda box, step: not all(map(asleep, _targets(box, step)))),
+    Refusal("sleeps(;| already)", lambda box, step: any(map(asleep, _targets(box, step)))),
+    Refusal("holds no GPU", lambda box, step: not _served(box, step)),
+    Refusal("no service or worker", lambda box, step: "_" in target_of(step)),
+    Refusal("has no sleep mode", lambda box, step: not _sleeps(box, step)),
+    Refusal("the planner keeps a worker", lambda box, step: box.profile.planner),
+    Refusal("GPU .* is in use", lambda box, step: len(box.processes("mocker")) > 1),
+    Refusal("No space left", lambda box, step: box.was_full(RESTART_S)),
+    Refusal("program .* not found", lambda box, step: not _targets(box, step)),
+    Refusal("needs .* GPU", lambda box, step: len(box.processes("mocker")) > 1),
+    Refusal("changes it|replaces its process", lambda box, step: box.profile.planner),
+    Refusal("no planner runs", lambda box, step: not box.processes("planner")),
+)
+"""Refusals that depend on nothing but what is so. Any other one needs a cause near: a fault, or
+another operation."""
+
+
+def _sleeps(box: Box, step: Step) -> bool:
+    return box.profile.sleeps and step.details["service"] not in ("Half", "Extra")
+
+
+def unexpected(box: Box, step: Step, result: str, since_s: float) -> str:
+    """Return why ``result`` is not what the verb had to do; '' if it is, or no one can say."""
+    if box.disturbed(step, since_s):
+        return ""
+    if result == "ended":
+        return _undone(box, step)
+    if not result.startswith("refused"):
+        return ""
+    for refusal in _REFUSALS:
+        if re.search(refusal.text, result):
+            return "" if refusal.is_true(box, step) else f"that is not so: {result}"
+    return f"nothing was in its way: {result}"
+
+
+def _undone(box: Box, step: Step) -> str:
+    """Return what a verb that ended has not done."""
+    targets = _targets(box, step)
+    if step.what == "load" and not _served(box, step):
+        return "its model has no worker after it"
+    if step.what == "unload" and any(not asleep(one) for one in targets):
+        return "a worker runs after it"
+    if step.what == "drain" and targets and not box.profile.planner:
+        return f"{targets[0]} runs after it"
+    if step.what == "sleep" and not all(map(asleep, targets)):
+        return "an engine is awake after it"
+    if step.what == "wake" and any(map(asleep, targets)):
+        return "an engine sleeps after it"
+    if step.what == "restart" and not all(
+        one.started_s > box.machine.now_s - 60 for one in targets
+    ):
+        return "the old process runs after it"
+    return ""
