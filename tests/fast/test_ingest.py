@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from occurred import assert_occurred
 from oracle.ingest import Alone, Counts
 
 from dynamo._fast import ingest
@@ -26,7 +27,7 @@ from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEv
 from dynamo.router.caches.event_threads import EventThreads, apply_handoff
 from dynamo.router.caches.indexer import Indexer
 
-TIERS = ["device", "device", "device", "host_pinned", "disk", "external", "tape"]
+TIERS = ["device", "device", "host_pinned", "host_pinned", "disk", "external", "tape"]
 decode = codec.decoder(KvEventBatch).decode
 
 
@@ -64,7 +65,8 @@ def changes(source: Random, event_id: int) -> dict[str, Any]:
     chain = [source.randrange(60) for _ in range(source.randrange(4))]
     blocks = column(*(block % 30 for block in chain)) + source.choice([b"", b"", b"", b"torn"])
     event: dict[str, Any] = {"event_id": event_id}
-    match source.choices(range(3), [8, 6, 1])[0]:
+    tier = source.choice(TIERS) if source.random() < 0.6 else None
+    match source.choices(range(4), [8, 6, 1, 2])[0]:
         case 0:
             event["data"] = {"kind": "stored", "block_hashes": blocks}
             tokens = source.choice([column(*chain), column(*chain), column(*chain), b""])
@@ -75,12 +77,14 @@ def changes(source: Random, event_id: int) -> dict[str, Any]:
                 event["data"]["start_position"] = source.choice([None, 7])
         case 1:
             event["data"] = {"kind": "removed", "block_hashes": blocks}
-        case 2:
+        case kind:
             event["data"] = {"kind": "cleared"}
+            # Often not the device, which would clear all tiers.
+            tier = tier if kind == 2 else source.choice(TIERS[3:5])
     if source.random() < 0.3:
         event["dp_rank"] = source.randrange(3)
-    if source.random() < 0.4:
-        event["storage_tier"] = source.choice(TIERS)
+    if tier is not None:
+        event["storage_tier"] = tier
     if source.random() < 0.2:
         event["data"]["medium"] = {"any": [1, 2.5, None, "x" * 40, b"y"], "thing": -(2**40)}
     if source.random() < 0.2:
@@ -97,11 +101,11 @@ def payloads(source: Random, count: int) -> Iterator[bytes]:
         for _ in range(source.choice([1, 1, 1, 2, 5])):
             change = changes(source, 0)
             stream = worker, change.get("dp_rank", 0)
-            ids[stream] += source.choices([1, 0, 2, -3], [60, 1, 1, 1])[0]
+            ids[stream] += source.choices([1, 0, 2, -3], [120, 1, 1, 1])[0]
             events.append({**change, "event_id": max(ids[stream], 0)})
         batch: dict[str, Any] = {"worker_id": worker, "events": events}
         payload = msgspec.msgpack.encode(batch)
-        match source.choices(range(4), [20, 1, 1, 1])[0]:
+        match source.choices(range(4), [120, 1, 1, 1])[0]:  # each is a gap, too
             case 0:
                 yield payload
             case 1:
@@ -123,16 +127,14 @@ def test_any_input_gives_the_result_of_python(seed: int) -> None:  # noqa: C901 
         for worker in range(2):  # a third one is not known
             for rank in range(2):
                 side.add(worker, rank)
-    lower = [alone.tree.slot(w, r, tier) for w in range(2) for r in range(2) for tier in (1, 2)]
-    emptied = 0
+    states = Counter[str]()
     for number, payload in enumerate(payloads(source, 1500)):
-        before = [alone.tree.held(slot) > 1 for slot in lower]
+        before = held(alone.tree)
         for side in sides:
             side.deliver(payload)
-        emptied += sum(
-            was and not alone.tree.held(slot) for was, slot in zip(before, lower, strict=True)
-        )
-        if number % 5 == 4:  # soon: the next clear or recovery hides a difference
+        states += changed(before, held(alone.tree))
+        # Soon: the next clear or recovery hides a difference.
+        if number % 5 == 4 or b"cleared" in payload:
             helped.tree._check()
             assert helped.tree.blocks() == alone.tree.blocks()
             assert contents(helped.tree) == contents(alone.tree)
@@ -145,8 +147,32 @@ def test_any_input_gives_the_result_of_python(seed: int) -> None:  # noqa: C901 
             for side in sides:
                 side.indexer.verify()
     assert helped.all_counts() == +alone.counts.seen
-    assert helped.ingest.applied()["stored", "ok"] > 50
-    assert emptied > 1, "no lower tier was cleared while it had blocks"
+    applied = helped.ingest.applied()
+    kinds = ("stored", "ok"), ("removed", "ok"), ("cleared", "ok"), ("stored", "invalid_block")
+    more = ("stored", "parent_block_not_found"), ("removed", "block_not_found")
+    assert all(applied.get(each, 0) > 5 for each in (*kinds, *more)), applied
+    warnings = ("duplicate", "malformed", "unknown_worker", "gap")
+    assert all(alone.counts.seen[each] for each in warnings), alone.counts.seen
+    assert states["one tier emptied"] > 2 and states["all tiers emptied"], states
+
+
+def held(tree: RadixTree) -> list[list[int]]:
+    """Return how many blocks each stream has on the device, the host and the disk."""
+    return [
+        [tree.held(tree.slot(worker, rank, tier)) for tier in range(3)]
+        for worker in range(2)
+        for rank in range(2)
+    ]
+
+
+def changed(before: list[list[int]], after: list[list[int]]) -> Counter[str]:
+    """Count the tiers that had several blocks and have none."""
+    seen = Counter[str]()
+    for old, new in zip(before, after, strict=True):
+        emptied = sum(was > 1 and not now for was, now in zip(old[1:], new[1:], strict=True))
+        seen["one tier emptied"] += emptied if new[0] else 0
+        seen["all tiers emptied"] += emptied and old[0] > 0 and not any(new)
+    return seen
 
 
 def contents(tree: RadixTree) -> list[Any]:
@@ -226,6 +252,7 @@ class Storm:
         self.alive = [self.join(number) for number in range(self.WORKERS)]
         self.born = self.WORKERS
         self.depths = array("I", bytes(4 * 64))
+        self.seen = Counter[str]()
 
     def join(self, worker: int) -> int:
         self.indexer.add(worker, 0, self.tree.slot(worker, 0), answers=False)
@@ -263,10 +290,12 @@ class Storm:
                 self.send(worker, BlocksStored(column(*names), column(*chain)))
             case 1:
                 gone = self.source.sample(sorted(held), min(len(held), self.source.randrange(90)))
+                self.seen["removed"] += len(gone)
                 for name in gone:
                     del held[name]
                 self.send(worker, BlocksRemoved(column(*gone)))
             case 2:
+                self.seen["cleared"] += len(held)
                 held.clear()
                 self.send(worker, BlocksCleared())
             case 3:
@@ -278,6 +307,7 @@ class Storm:
         self.indexer.remove(worker)
         self.tree.remove_worker(worker)
         self.alive.remove(worker)
+        self.seen["died with blocks"] += len(self.held[worker])
         del self.ever[worker], self.held[worker]
         assert worker not in {owner[0] for owner in self.tree.match(array("Q", [0]))}
         self.alive.append(self.join(self.born))
@@ -288,6 +318,7 @@ class Storm:
         query = [self.source.randrange(3) for _ in range(6)]
         for (worker, _), depth in self.tree.match(array("Q", query)).items():
             assert tuple(query[:depth]) in self.ever[worker]
+            self.seen["found"] += 1
 
     def compare(self) -> None:
         """At rest the index holds exactly what was sent."""
@@ -318,6 +349,7 @@ def test_threads_end_with_the_reference_result(seed: int) -> None:
             storm.settle(running)
         storm.compare()
     assert storm.threads.warnings()["failed"] == 0
+    assert_occurred(storm.seen, "removed", "cleared", "died with blocks", "found")
 
 
 async def test_messages_over_zmq(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from random import Random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
+from occurred import StateMachine, assert_occurred, occurring
 from oracle import radix as oracle
 
 from dynamo._fast import radix
@@ -27,7 +29,7 @@ def column(values: list[int]) -> array[int]:
     return array("Q", values)
 
 
-class Histories(RuleBasedStateMachine):
+class Histories(StateMachine):
     """Both sides live through the same history."""
 
     @initialize(cap=st.sampled_from([0, 0, 0, 5, 12]), spread=st.sampled_from([1, 1, 40, 300]))
@@ -49,9 +51,10 @@ class Histories(RuleBasedStateMachine):
         return slot
 
     def store(self, slot: int, parent: int | None, blocks: list[int], local: list[int]) -> None:
-        assert self.store_fast(slot, parent, blocks, local) == self.store_reference(
-            slot, parent, blocks, local
-        )
+        stored = self.store_fast(slot, parent, blocks, local)
+        assert stored == self.store_reference(slot, parent, blocks, local)
+        self.seen[stored if isinstance(stored, str) else "stored"] += 1
+        self.seen["refused by the cap"] += self.fast.dropped() > 0
 
     def store_fast(
         self, slot: int, parent: int | None, blocks: list[int], local: list[int]
@@ -103,10 +106,20 @@ class Histories(RuleBasedStateMachine):
     @rule(worker=workers, rank=ranks, blocks=st.lists(ids, max_size=5))
     def remove(self, worker: int, rank: int, blocks: list[int]) -> None:
         slot = self.slot(worker, rank)
-        assert self.fast.remove(slot, column(blocks)) == self.reference.remove(slot, blocks)
+        unknown = self.fast.remove(slot, column(blocks))
+        assert unknown == self.reference.remove(slot, blocks)
+        self.seen["removed unknown"] += unknown > 0
+        self.seen["removed"] += unknown < len(blocks)
+
+    @rule(worker=workers, rank=ranks, which=ids, blocks=st.lists(ids, max_size=2))
+    def remove_held(self, worker: int, rank: int, which: int, blocks: list[int]) -> None:
+        held = sorted(self.reference.ids(self.slot(worker, rank)))
+        if held:
+            self.remove(worker, rank, [held[which % len(held)], *blocks])
 
     @rule(worker=workers, rank=ranks, whole_worker=st.booleans())
     def forget(self, worker: int, rank: int, whole_worker: bool) -> None:
+        self.seen["forgot blocks"] += self.fast.blocks() > 0
         if whole_worker:
             assert self.fast.remove_worker(worker) == self.reference.remove_worker(worker)
         else:
@@ -116,6 +129,7 @@ class Histories(RuleBasedStateMachine):
     @rule(query=queries, early_exit=st.booleans())
     def match(self, query: list[int], early_exit: bool) -> None:
         expected = self.reference.match(query, early_exit)
+        self.seen["several match"] += len(expected) > 1
         assert self.fast.match(column(query), early_exit) == expected
 
     @rule(queries=st.lists(queries, max_size=4))
@@ -128,6 +142,7 @@ class Histories(RuleBasedStateMachine):
             replayed.store(slot, parent, blocks.tolist(), local.tolist())
             again.store(slot, parent, blocks, local)
         again._check()
+        self.seen["rebuilt without what is behind a hole"] += again.blocks() < self.fast.blocks()
         expected = oracle.RadixTree()
         for worker, rank, parent, names, hashes in self.reference.dump():
             expected.store(expected.slot(worker, rank), parent, names, hashes)
@@ -141,6 +156,7 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "fast"):
             return
         self.fast._check()
+        self.seen["two names of a block"] += max(self.reference.copies().values(), default=0) > 1
         assert self.fast.blocks() == self.reference.blocks()
         assert self.fast.nodes() == self.reference.nodes()
         assert self.fast.dropped() == self.reference.dropped()
@@ -148,24 +164,30 @@ class Histories(RuleBasedStateMachine):
             assert self.fast.blocks() <= self.cap and self.fast.nodes() <= self.cap
 
 
+STATES = (
+    *("stored", "no parent", "own parent", "removed", "removed unknown", "forgot blocks"),
+    *("several match", "two names of a block", "rebuilt without what is behind a hole"),
+)
+
 Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestHistories = Histories.TestCase
+TestHistories = occurring(Histories, *STATES, "refused by the cap")
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_long_histories(seed: int) -> None:
+def test_long_histories(seed: int) -> None:  # noqa: C901 - event kinds
     """Fuller trees than hypothesis builds: mostly stores, seldom a worker that leaves."""
     source = Random(seed)
     both = Histories()
+    both.seen = Counter()
     both.start(cap=[0, 0, 40][seed % 3], spread=[1, 40][seed % 2])
 
     def chain(longest: int) -> list[tuple[int, int]]:
         length = source.randrange(1, longest)
         return [(source.randrange(60), source.randrange(2)) for _ in range(length)]
 
-    for step in range(600):
+    def step() -> None:
         owner = (source.randrange(3), source.randrange(2))
-        match source.choices(range(6), [4, 8, 4, 8, 8, 0.1])[0]:
+        match source.choices(range(7), [4, 8, 4, 8, 8, 0.1, 0.3])[0]:
             case 0:
                 both.store_from_the_root(*owner, chain(8))
             case 1:
@@ -179,6 +201,13 @@ def test_long_histories(seed: int) -> None:
                 both.match([local for _, local in chain(10)], source.random() < 0.5)
             case 5:
                 both.forget(*owner, source.random() < 0.5)
+            case 6:  # the parent is often unknown
+                both.store_anything(*owner, source.randrange(60, 90), chain(3))
+
+    for number in range(600):
+        step()
         both.agree()
-        if step % 50 == 49:
+        if number % 50 == 49:
             both.rebuild([[local for _, local in chain(10)] for _ in range(10)])
+    both.forget(0, 0, True)
+    assert_occurred(both.seen, *STATES, *(["refused by the cap"] if both.cap else []))

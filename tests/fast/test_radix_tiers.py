@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from random import Random
 
 import pytest
+from occurred import assert_occurred
 from oracle import radix as oracle
 
 from dynamo._fast import radix
@@ -151,6 +153,9 @@ def test_slots_that_cannot_be(tree: RadixTree) -> None:
     assert tree.held(77) == 0
 
 
+KINDS = {"store": 8, "remove": 6, "match": 6, "clear": 1, "remove worker": 0.3, "adopt": 2}
+
+
 @pytest.mark.parametrize("same_names", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_histories(seed: int, same_names: bool) -> None:  # noqa: C901 - event kinds
@@ -160,6 +165,7 @@ def test_random_histories(seed: int, same_names: bool) -> None:  # noqa: C901 - 
     for other in range([0, 70][seed % 2]):
         assert fast.slot(1000 + other, 0) == reference.slot(1000 + other, 0)
     names: dict[tuple[int, ...], int] = {}
+    seen = Counter[str]()
 
     def slot(tier: int) -> int:
         owner = (source.randrange(3), source.randrange(2), tier)
@@ -176,28 +182,31 @@ def test_random_histories(seed: int, same_names: bool) -> None:  # noqa: C901 - 
         ends = range(1, len(of) + 1)
         return [names.setdefault(tuple(of[:end]), 1000 + len(names)) for end in ends]
 
-    for step in range(500):
+    for step in range(800):
         tier = source.choice([0, 0, 1, 2])
         place, chain = slot(tier), path()
         blocks = ids(chain)
-        match source.choices(range(6), [8, 6, 6, 0.3, 0.2, 2])[0]:
-            case 0:
+        before = fast.blocks()
+        kind = source.choices([*KINDS], [*KINDS.values()])[0]
+        match kind:
+            case "store":
                 begin = source.randrange(len(chain))
                 parent = blocks[begin - 1] if begin else None
                 store(fast, reference, place, parent, blocks[begin:], chain[begin:])
-            case 1:
+            case "remove":
                 assert fast.remove(place, column(*blocks)) == reference.remove(place, blocks)
-            case 2:
+            case "match":
                 compare(fast, reference, chain)
                 for lower in (1, 2, 3):
                     assert fast.ranges(column(*chain), lower) == reference.ranges(chain, lower)
-            case 3:
+            case "clear":
                 assert fast.clear(place) == reference.clear(place)
-            case 4:
+            case "remove worker":
                 worker = source.randrange(3)
                 assert fast.remove_worker(worker) == reference.remove_worker(worker)
-            case 5:
+            case "adopt":
                 assert fast.adopt(place, column(*blocks)) == reference.adopt(place, blocks)
+        seen[f"{kind} in tier {tier}"] += fast.blocks() != before or kind == "match"
         fast._check()
         assert (fast.blocks(), fast.nodes()) == (reference.blocks(), reference.nodes())
         if step % 50 == 49:
@@ -205,6 +214,7 @@ def test_random_histories(seed: int, same_names: bool) -> None:  # noqa: C901 - 
             for query in [path() for _ in range(20)]:
                 if same_names:
                     compare(again, reference, query)
+    assert_occurred(seen, *(f"{kind} in tier {tier}" for kind in KINDS for tier in range(3)))
 
 
 def store(

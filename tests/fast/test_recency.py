@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
+from occurred import StateMachine, occurring
 from oracle.recency import Recency as Reference
 
 from dynamo._fast.recency import Recency
@@ -22,7 +23,7 @@ def chain(path: list[int]) -> array[int]:
     return array("Q", hashes)
 
 
-class History(RuleBasedStateMachine):
+class History(StateMachine):
     """Touch, pin, release, drop and close in any order; both must drop the same, in order."""
 
     slots = st.integers(0, SLOTS - 1)
@@ -46,7 +47,9 @@ class History(RuleBasedStateMachine):
     @rule(slot=slots)
     def close(self, slot: int) -> None:
         self.open_slots.pop(slot, None)
-        assert self.fast.close(slot) == self.reference.close(slot)
+        closed = self.fast.close(slot)
+        assert closed == self.reference.close(slot)
+        self.seen["closed with blocks"] += closed > 0
 
     @rule(seconds=st.integers(0, 3))
     def wait(self, seconds: int) -> None:
@@ -67,21 +70,30 @@ class History(RuleBasedStateMachine):
     @rule(pick=pick)
     def release(self, pick: int) -> None:
         for ours, theirs in self.chosen(pick):
-            assert self.fast.release(ours, self.now_s) == self.reference.release(theirs, self.now_s)
+            released = self.fast.release(ours, self.now_s)
+            assert released == self.reference.release(theirs, self.now_s)
+            self.seen["released" if released else "released again"] += 1
 
     @rule(seconds=st.integers(0, 6), most=most)
     def age(self, seconds: int, most: int) -> None:
         before_s = self.now_s - seconds
-        assert self.fast.age(before_s, most) == self.reference.age(before_s, most)
+        aged = self.fast.age(before_s, most)
+        assert aged == self.reference.age(before_s, most)
+        self.seen["aged"] += bool(aged)
 
     @rule(slot=slots, most=most)
     def evict(self, slot: int, most: int) -> None:
         if self.open_slots.get(slot):
-            assert self.fast.evict(slot, most) == self.reference.evict(slot, most)
+            evicted = self.fast.evict(slot, most)
+            assert evicted == self.reference.evict(slot, most)
+            self.seen["evicted"] += bool(evicted)
+            self.seen["pinned blocks stay"] += self.fast.blocks_of(slot) > 0 and bool(most)
 
     @rule(most=most)
     def prune(self, most: int) -> None:
-        assert self.fast.prune(most) == self.reference.prune(most)
+        pruned = self.fast.prune(most)
+        assert pruned == self.reference.prune(most)
+        self.seen["pruned"] += bool(pruned)
 
     def chosen(self, pick: int) -> Iterator[tuple[int, int]]:
         """One pair of leases ever given out, ended or not; none at first."""
@@ -99,8 +111,12 @@ class History(RuleBasedStateMachine):
             assert self.fast.has_own_list(slot) == self.open_slots.get(slot, False)
 
 
-TestHistory = History.TestCase
-TestHistory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+History.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHistory = occurring(
+    History,
+    *("closed with blocks", "released", "released again", "aged", "evicted", "pruned"),
+    "pinned blocks stay",
+)
 
 
 def test_leaves_are_dropped_before_parents_and_shared_prefixes_last() -> None:

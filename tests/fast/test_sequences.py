@@ -9,7 +9,8 @@ from array import array
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
+from occurred import StateMachine, occurring
 from oracle.sequences import ActiveSequences as Reference
 
 from dynamo._fast.sequences import ActiveSequences
@@ -37,7 +38,7 @@ def project(
     return list(zip(prefill, blocks, strict=True))
 
 
-class History(RuleBasedStateMachine):
+class History(StateMachine):
     """Reserve, grow, release and clear in any order; sums must equal the reference's."""
 
     def __init__(self) -> None:
@@ -66,23 +67,29 @@ class History(RuleBasedStateMachine):
     @rule(pick=pick)
     def end_prefill(self, pick: int) -> None:
         for ours, theirs in self.chosen(pick):
-            assert self.active.end_prefill(ours) == self.reference.end_prefill(theirs)
+            ended = self.active.end_prefill(ours)
+            assert ended == self.reference.end_prefill(theirs)
+            self.seen["prefill ended" if ended else "prefill of an ended one"] += 1
 
     @rule(pick=pick, blocks=st.integers(0, 4), faded=st.sampled_from([0.0, 0.25, 0.5, 1.0]))
     def grow(self, pick: int, blocks: int, faded: float) -> None:
         for ours, theirs in self.chosen(pick):
-            assert self.active.grow(ours, blocks, faded) == self.reference.grow(
-                theirs, blocks, faded
-            )
+            grown = self.active.grow(ours, blocks, faded)
+            assert grown == self.reference.grow(theirs, blocks, faded)
+            self.seen["grown" if grown else "ended one grown"] += 1
 
     @rule(pick=pick)
     def release(self, pick: int) -> None:
         for ours, theirs in self.chosen(pick):
-            assert self.active.release(ours) == self.reference.release(theirs)
+            released = self.active.release(ours)
+            assert released == self.reference.release(theirs)
+            self.seen["released" if released else "released again"] += 1
 
     @rule(slot=st.integers(0, SLOTS))
     def clear(self, slot: int) -> None:
-        assert self.active.clear(slot) == self.reference.clear(slot)
+        cleared = self.active.clear(slot)
+        assert cleared == self.reference.clear(slot)
+        self.seen["cleared requests"] += bool(cleared)
 
     def chosen(self, pick: int) -> list[tuple[int, int]]:
         """One handle pair ever given out, dead or alive; none at first."""
@@ -107,8 +114,12 @@ class History(RuleBasedStateMachine):
             assert abs(blocks - expected[1]) <= 0.5
 
 
-TestHistory = History.TestCase
-TestHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+History.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHistory = occurring(
+    History,
+    *("prefill ended", "prefill of an ended one", "grown", "ended one grown", "released"),
+    *("released again", "cleared requests"),
+)
 
 
 def test_observed_example() -> None:

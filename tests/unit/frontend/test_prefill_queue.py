@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from occurred import StateMachine, occurring
 
 from dynamo.errors import Overloaded
 from dynamo.router.queue.prefill import Capacity, PrefillQueue
@@ -129,7 +130,7 @@ def test_removed_requests_leave_no_memory_behind() -> None:
     assert sum(len(heap._heap) for heap in queue._heaps.values()) < 200
 
 
-class QueueMachine(RuleBasedStateMachine):
+class QueueMachine(StateMachine):
     """Any history of arrivals, departures, deaths, busy workers and answers."""
 
     def __init__(self) -> None:
@@ -144,6 +145,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.pins: dict[int, int | None] = {}
         self.number = 0
 
+    @initialize(requests=st.integers(1, 3), tokens=st.integers(1, 100))
+    def begin(self, requests: int, tokens: int) -> None:
+        for worker in WORKERS[:2]:
+            self.come(worker, requests, tokens)
+
     @rule(worker=st.sampled_from(WORKERS), requests=st.integers(1, 3), tokens=st.integers(1, 100))
     def come(self, worker: int, requests: int, tokens: int) -> None:
         self.slots[worker] = Capacity(tokens, requests)
@@ -153,6 +159,7 @@ class QueueMachine(RuleBasedStateMachine):
     def die(self, worker: int) -> None:
         stranded = [one for one in self.waiting if self.pins[one] == worker]
         assert self.queue.remove_worker(worker) == stranded
+        self.seen["stranded"] += bool(stranded)
         for one in stranded:
             if one % 2:
                 self.queue.bind(one, None)
@@ -173,6 +180,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.returned = [one for one in self.returned if one in self.waiting]
         front = len(self.returned)
         self.waiting[front:front] = back
+        self.seen["back to the front"] += bool(back and self.waiting[len(back) :])
         self.returned += back
 
     @precondition(lambda self: self.slots)
@@ -190,6 +198,7 @@ class QueueMachine(RuleBasedStateMachine):
         if len(self.waiting) >= LIMIT and (behind or not slot):
             with pytest.raises(Overloaded):
                 self.queue.add(self.number, float(self.number), pin=pin)
+            self.seen["full"] += 1
             return
         self.queue.add(self.number, float(self.number), pin=pin)
         self.pins[self.number] = pin
@@ -218,6 +227,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.finish(request)
         self.queue.finish(request)
         del self.running[request]
+        self.seen["answered"] += 1
 
     @rule(tokens=st.integers(1, 60), last=st.booleans())
     def send(self, tokens: int, last: bool) -> None:
@@ -226,6 +236,7 @@ class QueueMachine(RuleBasedStateMachine):
         first = next((one for one in self.waiting if self.pins[one] in (None, *free)), None)
         if not free or first is None:
             assert turn is None
+            self.seen["all slots taken"] += bool(self.waiting and self.slots)
             return
         pin = self.pins[first]
         anywhere = None if len(free) == len(self.slots) else free
@@ -256,4 +267,6 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestQueue = QueueMachine.TestCase
+TestQueue = occurring(
+    QueueMachine, "stranded", "back to the front", "full", "answered", "all slots taken"
+)

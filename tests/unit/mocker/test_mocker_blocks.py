@@ -7,7 +7,8 @@ from array import array
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
+from occurred import StateMachine, occurring
 
 from dynamo.mocker.blocks import DEVICE, HOST, BlockPool, CacheChange, SequenceBlocks
 from dynamo.protocols.codec import tokens
@@ -112,7 +113,7 @@ def test_blocks_differ_by_lora_and_namespace() -> None:
     assert plain[0] != SequenceBlocks(ids, B, cache_namespace="a").sequence_hashes[0]
 
 
-class PoolMachine(RuleBasedStateMachine):
+class PoolMachine(StateMachine):
     """Random histories against plain sets: the events describe the cache, nothing leaks."""
 
     CAPACITY = 6
@@ -129,6 +130,7 @@ class PoolMachine(RuleBasedStateMachine):
         for change, tier, _ in self.pool.changes:
             assert not isinstance(change, BlocksCleared)
             hashes = set(u64(change.block_hashes))
+            self.seen[f"{tier} {type(change).__name__}"] += 1
             if tier == HOST and isinstance(change, BlocksStored):
                 assert hashes <= self.published - self.on_host and not change.tokens_hashes
                 self.on_host |= hashes
@@ -149,6 +151,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = sequence_blocks(*ids)
         found, active = self.pool.cached_prefix(held)
         if -(-len(ids) // B) - active <= self.pool.free:
+            self.seen["reused"] += found > 0
             self.pool.reuse(held, found)
             assert self.pool.grow(held, len(ids))
             self.held.append(held)
@@ -161,6 +164,7 @@ class PoolMachine(RuleBasedStateMachine):
         held.tokens.extend(ids)
         if not self.pool.grow(held, len(held.tokens)):
             del held.tokens[-len(ids) :]
+            self.seen["no room"] += 1
         self.apply_events()
 
     @precondition(lambda self: self.held)
@@ -183,7 +187,8 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestPoolMachine = PoolMachine.TestCase
+STATES = ("device BlocksStored", "device BlocksRemoved", "reused", "no room")
+TestPoolMachine = occurring(PoolMachine, *STATES)
 
 
 class HostPoolMachine(PoolMachine):
@@ -193,7 +198,9 @@ class HostPoolMachine(PoolMachine):
 
 
 HostPoolMachine.TestCase.settings = PoolMachine.TestCase.settings
-TestHostPoolMachine = HostPoolMachine.TestCase
+TestHostPoolMachine = occurring(
+    HostPoolMachine, *STATES, "host_pinned BlocksStored", "host_pinned BlocksRemoved"
+)
 
 
 def test_an_evicted_block_returns_from_host_memory() -> None:

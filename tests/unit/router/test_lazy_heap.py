@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
+from occurred import StateMachine, occurring
 
 from dynamo.router.queue.waiting import _SLACK, LazyHeap
 
 ITEMS = st.integers(0, 12)
 
 
-class HeapMachine(RuleBasedStateMachine):
+class HeapMachine(StateMachine):
     """Any history of pushes, changes of key and removals."""
 
     def __init__(self) -> None:
@@ -26,12 +27,14 @@ class HeapMachine(RuleBasedStateMachine):
     @rule(item=ITEMS, key=st.integers(-2, 2))
     def push(self, item: int, key: int) -> None:
         self.pushes += 1
+        self.seen["another key"] += self.keys.get(item, (key,))[0] != key
         self.heap.push(item, key)
         self.keys[item] = key, self.pushes
 
     @rule(item=ITEMS)
     def remove(self, item: int) -> None:
         assert self.heap.remove(item) == (item in self.keys)
+        self.seen["removed" if item in self.keys else "removed unknown"] += 1
         self.keys.pop(item, None)
 
     @precondition(lambda self: self.keys)
@@ -41,6 +44,7 @@ class HeapMachine(RuleBasedStateMachine):
         assert first is not None and self.heap.remove(first)
         assert first == self.order()[0]
         del self.keys[first]
+        self.seen["others after the first"] += bool(self.keys)
 
     @invariant()
     def it_agrees_with_the_sorted_list(self) -> None:
@@ -53,7 +57,9 @@ class HeapMachine(RuleBasedStateMachine):
 
 
 HeapMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestHeap = HeapMachine.TestCase
+TestHeap = occurring(
+    HeapMachine, "another key", "removed", "removed unknown", "others after the first"
+)
 
 
 def test_removed_items_are_released() -> None:

@@ -10,7 +10,8 @@ from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from occurred import StateMachine, occurring
 
 from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import DynamoError
@@ -47,7 +48,7 @@ class Clock:
         return self.now_s
 
 
-class Histories(RuleBasedStateMachine):
+class Histories(StateMachine):
     """A picker, and a plain record of which request runs where."""
 
     picker: KvPicker | InflightPicker
@@ -56,6 +57,8 @@ class Histories(RuleBasedStateMachine):
         self.picker, self.clock = picker, clock
         self.running: dict[str, int] = {}
         self.workers: set[int] = set()
+        for worker in (1, 2):
+            self.add(worker, 1, 12, None)
 
     @rule(
         worker=WORKERS,
@@ -75,6 +78,7 @@ class Histories(RuleBasedStateMachine):
     @rule(worker=WORKERS)
     def remove(self, worker: int) -> None:
         """Remove a worker, known or not, with or without requests."""
+        self.seen["removed with requests"] += worker in self.running.values()
         self.picker.remove_worker(worker)
         self.workers.discard(worker)
         self.running = {name: at for name, at in self.running.items() if at != worker}
@@ -96,7 +100,10 @@ class Histories(RuleBasedStateMachine):
             decision = self.picker.pick(name, prompt, routing=routing)
         except DynamoError:
             assert name in self.running or pin is not None or not self._available()
+            self.seen["refused"] += name not in self.running
             return
+        self.seen["pinned" if pin is not None else "routed"] += 1
+        self.seen["a worker is busy"] += bool(self.picker.worker_pool.busy)
         assert decision.worker_id in self.workers and name not in self.running
         self.running[name] = decision.worker_id
 
@@ -108,7 +115,7 @@ class Histories(RuleBasedStateMachine):
     @rule(name=REQUESTS, count=st.integers(0, 9))
     def end(self, name: str, count: int) -> None:
         self.picker.free(name, count)
-        self.running.pop(name, None)
+        self.seen["ended"] += self.running.pop(name, None) is not None
 
     @rule(seconds=st.sampled_from([0.1, 3.0]))
     def wait(self, seconds: float) -> None:
@@ -145,6 +152,7 @@ class KvHistories(Histories):
     def expire(self, age_s: float) -> None:
         for name in self.picker.expire(age_s):
             del self.running[name]
+            self.seen["expired"] += 1
 
     @invariant()
     def load_is_that_of_the_running_requests(self) -> None:
@@ -180,5 +188,6 @@ class ModeHistories(Histories):
         assert sum(self.picker._prefill) == sum(self.picker._prompt_tokens.values())
 
 
-TestKvHistories = KvHistories.TestCase
-TestModeHistories = ModeHistories.TestCase
+STATES = ("removed with requests", "refused", "pinned", "routed", "a worker is busy", "ended")
+TestKvHistories = occurring(KvHistories, *STATES, "expired")
+TestModeHistories = occurring(ModeHistories, *STATES)

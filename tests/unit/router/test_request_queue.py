@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from occurred import StateMachine, occurring
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
@@ -494,7 +495,7 @@ async def test_a_cancelled_context_leaves_the_line() -> None:
     assert len(world.queue) == 0
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(StateMachine):
     """Any history: no request is lost or booked twice, the queue is bounded and ordered."""
 
     names: list[str]
@@ -519,12 +520,15 @@ class Machine(RuleBasedStateMachine):
             self.world.ask(name, tokens, 200 * len(self.asked), **hints)
         except RouterQueueLimitExceeded:
             assert full
+            self.seen["full"] += 1
             return
         except NoInstances:
             assert not self.workers
+            self.seen["no workers"] += 1
             return
         self.asked.add(name)
         self.strict[name] = strict
+        self.seen["waits" if name in self.waiting() else "goes at once"] += 1
 
     def running(self) -> list[str]:
         return sorted(
@@ -549,6 +553,7 @@ class Machine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.waiting())))
         self.world.queued[name].cancel()
         self.left.add(name)
+        self.seen["leaves"] += 1
 
     @rule(seconds=st.sampled_from([0.0, 0.05, 1.0, 30.0]))
     def pass_time(self, seconds: float) -> None:
@@ -557,6 +562,7 @@ class Machine(RuleBasedStateMachine):
         self.world.turn(seconds)
         gone = self.world.order[before:]
         if gone:
+            self.seen["goes later"] += 1
             assert self.strict[gone[0]] == strict
         order = [self.strict[one] for one in gone]
         assert order == sorted(order, reverse=True)
@@ -569,6 +575,7 @@ class Machine(RuleBasedStateMachine):
         elif not grow and self.workers:
             gone = self.workers
             self.workers -= 1
+            self.seen["worker gone while one waits"] += bool(self.waiting())
             self.world.picker.remove_worker(gone)
 
     def waiting(self) -> set[str]:
@@ -603,4 +610,8 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestMachine = Machine.TestCase
+TestMachine = occurring(
+    Machine,
+    *("full", "no workers", "waits", "goes at once", "goes later", "leaves"),
+    "worker gone while one waits",
+)
