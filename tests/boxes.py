@@ -32,6 +32,16 @@ def needs(name: str, package: str) -> pytest.MarkDecorator:
     )
 
 
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 loopback")
 needs_etcd = needs("etcd", "etcd-server")
 needs_nats = needs("nats-server", "nats-server")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from boxes import needs_ipv6
 from deployment import free_port
 from serving import QUICKSTART, Serving
 
@@ -151,16 +151,7 @@ def test_a_worker_that_never_serves_is_given_up(serving: Serving) -> None:
     serving.assert_clean()
 
 
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
+@needs_ipv6
 @pytest.mark.parametrize("host", ["::", "::1"])
 def test_ipv6(serving: Serving, host: str) -> None:
     port = free_port()

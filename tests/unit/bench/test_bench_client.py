@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from boxes import needs_ipv6
 
 from dynamo.bench.client import LoadConnection
 from dynamo.bench.runner import Runner, calibrate, first_model
@@ -203,6 +204,7 @@ async def test_an_open_loop_counts_from_the_scheduled_time() -> None:
     assert summary.schedule_lag_ms.max == pytest.approx(second.schedule_lag_s * 1000)
 
 
+@needs_ipv6
 async def test_an_endpoint_on_ipv6() -> None:
     seen: list[bytes] = []
 
@@ -212,11 +214,7 @@ async def test_an_endpoint_on_ipv6() -> None:
         await writer.drain()
         writer.close()
 
-    try:
-        listener = await asyncio.start_server(serve, "::1", 0)
-    except OSError:
-        pytest.skip("no IPv6 loopback")
-    async with listener:
+    async with await asyncio.start_server(serve, "::1", 0) as listener:
         port = listener.sockets[0].getsockname()[1]
         assert await first_model(parse_url(f"http://[::1]:{port}/v1/")) == "m"
     assert f"host: [::1]:{port}\r\n".encode() in seen[0]

@@ -208,9 +208,12 @@ def test_huggingface_conventions() -> None:
         "{{ {'b': '<é>', 'a': 1} | tojson }}|{{ [1] | tojson(indent=2) }}|"
         "{{ strftime_now('%Y') }}|{{ missing is defined }}|{{ documents }}"
     )
-    year = datetime.datetime.now().year
-    expected = f'1\n3\ng|<s>|{{"b": "<é>", "a": 1}}|[\n  1\n]|{year}|False|None'
-    assert template(source, bos_token="<s>").render(USER) == expected
+    years = [datetime.datetime.now().year]
+    rendered = template(source, bos_token="<s>").render(USER)
+    years.append(datetime.datetime.now().year)
+    assert rendered in [
+        f'1\n3\ng|<s>|{{"b": "<é>", "a": 1}}|[\n  1\n]|{year}|False|None' for year in years
+    ]
 
 
 def test_dict_methods_and_keys() -> None:

@@ -8,6 +8,8 @@ import os
 import socket
 
 import pytest
+from boxes import needs_ipv6
+from deployment import free_port
 
 from dynamo.errors import ConfigError
 from dynamo.http.server import HttpServer
@@ -16,12 +18,14 @@ from dynamo.serve.state.frontends import FrontendAddress
 from dynamo.serve.supervision.supervised_process import FrontendListener
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-@pytest.mark.parametrize(("host", "families"), [("::", 2), ("::1", 1), ("0.0.0.0", 1)])
+@pytest.mark.parametrize(
+    ("host", "families"),
+    [
+        pytest.param("::", 2, marks=needs_ipv6),
+        pytest.param("::1", 1, marks=needs_ipv6),
+        ("0.0.0.0", 1),
+    ],
+)
 def test_the_arbiter_binds_both_families(host: str, families: int) -> None:
     port = free_port()
     listener = FrontendListener(FrontendAddress(host, port))
@@ -35,6 +39,7 @@ def test_the_arbiter_binds_both_families(host: str, families: int) -> None:
         assert reached == families
 
 
+@needs_ipv6
 def test_an_ipv4_listener_is_in_the_way_of_both() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = int(other.getsockname()[1])
@@ -43,6 +48,7 @@ def test_an_ipv4_listener_is_in_the_way_of_both() -> None:
             check_free(FrontendAddress("::", port))
 
 
+@needs_ipv6
 def test_a_frontend_alone_binds_both_families() -> None:
     async def connect() -> None:
         server = HttpServer(lambda exchange: exchange.respond(200, b""))
