@@ -21,7 +21,8 @@ Synthetic prompts have 8,000 tokens and replies 350 on average, both with a CV o
 deployment shown is the cheapest one with 90 %, the oracle the cheapest schedule it found with 90 %.
 G/Go is relative to the oracle at the same attainment. ``load+sla, profile`` and ``auto, profile``
 have a profile of the simulated worker, as `dynamo profile` would measure it; ``auto`` has the
-targets that follow from it. Without a profile ``auto`` is ``load+sla`` with these targets. The
+targets that follow from it. ``auto`` begins by the thresholds of ``load``, one worker an interval,
+until the cost of a request is learned, and at most doubles a pool in an interval. The
 whole table takes ten minutes of one core, most of it the oracle; ``--traffic`` runs a part.
 """
 

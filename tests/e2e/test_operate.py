@@ -446,3 +446,31 @@ def test_a_failed_worker_is_started_again(serving: Serving) -> None:
         serving.wait_for_pids("Worker")
     finally:
         control.close()
+
+
+def test_after_circusctl_decr_to_zero_all_verbs_agree(box: Box) -> None:
+    """The last process of a worker with GPUs: stopped, until `dynamo load` starts it again."""
+    box.act(box.control.actions.drain, "Worker_1")
+    assert box.dynamo("planner", "pause").returncode == 0  # it would keep its minimum
+    name = box.name("Worker")
+    assert "Singleton" in box.serving.circusctl("incr", name)
+    assert box.serving.circusctl("decr", name, "--waiting") == "0"
+    box.serving.until(lambda: not box.serving.pids("Worker"))
+
+    def shown() -> tuple[str, str, str, bool]:
+        found = json.loads(box.dynamo("ps", "--json").stdout)
+        (worker,) = [one for one in found["workers"] if one["name"] == name]
+        state = json.loads(box.dynamo("state", "show", "--json").stdout)
+        (component,) = [one for one in state["components"] if one["component"] == name]
+        entry = box.serving.document()["components"][name]
+        return worker["state"], component["state"], entry["watcher"]["status"], "state" in entry
+
+    box.serving.until(lambda: shown() == ("stopped", "stopped", "stopped", False))
+    assert box.dynamo("state", "repair", "--dry-run").stdout == "nothing to repair\n"
+    assert box.dynamo("state", "repair").stdout == "nothing to repair\n"
+    assert box.serving.circusctl("numprocesses", name) == "0"
+    done = box.dynamo("load", "tiny")
+    assert done.returncode == 0 and f"starting {name} again" in done.stdout, done.stderr
+    assert shown() == ("ready", "ready", "active", True)
+    assert box.serving.circusctl("numprocesses", name) == "1"
+    assert box.dynamo("state", "repair").stdout == "nothing to repair\n"

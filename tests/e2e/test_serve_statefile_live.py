@@ -172,7 +172,7 @@ def test_the_lease_of_a_worker(serving: Serving) -> None:
     statefile.update(lambda document: rewrite(document, name, state="draining"))
     (leases / f"{again['W']['lease']:x}").unlink()
     last = until(serving, lambda now: not now["W"]["processes"])["W"]
-    assert (last["lease"], last["state"], last["argv"]) == (None, "running", found["W"]["argv"])
+    assert (last["lease"], "state" in last, last["argv"]) == (None, False, found["W"]["argv"])
     assert name.lower() not in serving.circusctl("list")
     assert serving.stop() == 0
     serving.assert_clean()

@@ -178,7 +178,7 @@ class Box:
         known = recorded | {self.serving.pid, self.serving.arbiter_pid}
         living = {one.pid for one in self.serving.survivors()}
         return [
-            *(one for one in entries if "reserved_by" in one or one["state"] == "draining"),
+            *(one for one in entries if "reserved_by" in one or one.get("state") == "draining"),
             *(ledger_of(Document.of(document)).held.keys() - alive),
             *(known ^ living),
         ]

@@ -24,6 +24,7 @@ from dynamo.planner.policies.base import (
     ScalingDecision,
     TargetedPolicy,
 )
+from dynamo.planner.policies.guarded import GuardedScalingPolicy
 from dynamo.planner.policies.load import LoadFallback
 from dynamo.planner.reports.decisions import DecisionRecord, PoolChange
 from dynamo.planner.sharing.gpu_sharing import GpuSharing, cold_decision, is_cold, is_on_demand
@@ -312,7 +313,8 @@ class ScalingLoop:
         for name, model in models.items():
             state = self._models.get(name)
             if state is None or (state.model.prefill is None) != (model.prefill is None):
-                policy = self._make_policy(model.prefill is not None)
+                has_prefill = model.prefill is not None
+                policy = GuardedScalingPolicy.make(self._make_policy, has_prefill, self._settings)
                 log.info(
                     "model %s: policy %s decides every %g s on %s",
                     *(name, policy.name, policy.interval_s),
@@ -369,8 +371,8 @@ class ScalingLoop:
         try:
             made = await state.decide(seen)
             record = self._record(state, made, seen)
-        except Exception:  # a mistake in a policy must not stop the planner
-            log.exception("policy %s failed; nothing is changed", state.policy.name)
+        except Exception:  # a mistake here must not stop the planner
+            log.exception("model %s: no decision; nothing is changed", state.model.name)
             state.begin(seen.now_s)
             return
         state.begin(seen.now_s)

@@ -240,12 +240,7 @@ class ModelState:
             return fallback.decide(seen)
         if fallback is not None:
             fallback.known()
-        try:
-            return policy.decide(seen)
-        except Exception:
-            raise
-        except BaseException as error:  # code of users, which may call sys.exit()
-            raise RuntimeError(f"it raised {type(error).__name__}") from error
+        return policy.decide(seen)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)

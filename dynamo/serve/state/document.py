@@ -213,8 +213,11 @@ class Entry(Record):
                 self.argv = tuple(shlex.split(self.cmd))
 
     def written(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return {**super().written(), "cmd": self.cmd or _joined(self.argv)}
+        """Return the JSON object. Without a process it has no ``state``: it does not run."""
+        found = {**super().written(), "cmd": self.cmd or _joined(self.argv)}
+        if self.state == RUNNING and not self.pids:
+            found.pop("state", None)
+        return found
 
     def set_command(self, argv: Sequence[str]) -> None:
         """Set the command of the next process."""

@@ -159,6 +159,26 @@ def _delay_s(count: int) -> float:
     return min(delay_s, _MAX_DELAY_S)
 
 
+_ONE_FRONTEND = (
+    "{} listens on an HTTP port, which a second process cannot share. Add a service with another "
+    "http-port to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
+)
+_ONE_OF_ITS_GPUS = (
+    "Singleton {}: a second process would use the same GPUs. For more workers raise `workers` of "
+    "its service in the graph, and run dynamo reload"
+)
+
+
+def single_because(spec: WatcherSpec) -> str | None:
+    """Return why a watcher has one process at most; None if it may have more.
+
+    Not circus's ``singleton``, which refuses `circusctl decr`, too.
+    """
+    if spec.is_frontend:
+        return _ONE_FRONTEND.format(spec.name)
+    return _ONE_OF_ITS_GPUS.format(spec.name) if spec.gpus and not spec.pinned else None
+
+
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
     """One watcher. ``on_line`` gets its output; ``single_because``: why it has one process only."""
 
@@ -256,7 +276,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             self.graceful_timeout = after.graceful_timeout_s
         kept = {k: v for k, v in self.env.items() if k in after.env or k not in before.env}
         self.env = {**kept, **after.env}
-        self.singleton = bool(after.gpus) and not after.pinned
+        self._single_because = single_because(after)
         self.gpus = after.shares
 
     def incr(self, nb: int = 1) -> Any:

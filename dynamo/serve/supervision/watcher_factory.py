@@ -13,13 +13,9 @@ from dynamo.errors import ConfigError
 from dynamo.serve.graph.watchers import DeploymentPlan, WatcherSpec, plan_added
 from dynamo.serve.state.frontends import FrontendAddress, frontend_address
 from dynamo.serve.supervision.output import Announcer, LogFile, ServiceOutput
-from dynamo.serve.supervision.supervised import RestartPolicy, SupervisedWatcher
+from dynamo.serve.supervision.supervised import RestartPolicy, SupervisedWatcher, single_because
 from dynamo.serve.supervision.supervised_process import FrontendListener, quote_program
 
-_ONE_FRONTEND = (
-    "{} listens on an HTTP port, which a second process cannot share. Add a service with another "
-    "http-port to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
-)
 _REMOVED = 16
 """Removed watchers whose log file stays open."""
 # Options of circus that a watcher of ours decides itself.
@@ -103,8 +99,6 @@ class WatcherFactory:
         own = {
             "graceful_timeout": spec.graceful_timeout_s,
             "working_dir": spec.working_dir,
-            # A second process would use the same GPUs.
-            "singleton": bool(spec.gpus) and not spec.pinned,
             **{key: value for key, value in options.items() if key not in _OURS},
         }
         watcher = SupervisedWatcher(
@@ -114,7 +108,7 @@ class WatcherFactory:
             policy=self._policy,
             on_line=self._outputs[name],
             stop_stage=spec.stop_stage,
-            single_because=_ONE_FRONTEND.format(name) if spec.is_frontend else None,
+            single_because=single_because(spec),
             listener=FrontendListener(address_of(spec)),
             **own,
         )

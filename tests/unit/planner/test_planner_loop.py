@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
@@ -137,8 +138,7 @@ async def test_a_pool_is_never_changed_in_two_directions() -> None:
     async with running(connector, policy) as (_, record):
         await until(lambda: connector.gates)
         policy.decode = 1
-        await until(lambda: record.records)
-        assert record.records[-1].outcome == "failed"
+        await until(lambda: record.records and record.records[-1].outcome == "failed")
         assert "still being added" in record.records[-1].pools[0].error
         assert connector.calls == ["add Worker"]
         connector.gates[0].set()
@@ -235,6 +235,78 @@ async def test_a_policy_that_raises_changes_nothing(caplog: pytest.LogCaptureFix
         await until(lambda: len(policy.seen) >= 3)
     assert connector.calls == []
     assert "policy wanted failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), ZeroDivisionError("x"), "wrong", asyncio.Event()]
+)
+async def test_a_policy_that_fails_again_and_again_is_switched_off(
+    error: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thresholds decide instead, and each decision says so."""
+
+    def fail(seen: object) -> Any:
+        if isinstance(error, BaseException):
+            raise error
+        return error
+
+    connector, policy = FakeConnector(service("Worker")), Wanted(fail)
+    async with running(connector, policy, sources=FakeSources(0.95)) as (loop, record):
+        await until(lambda: record.records)
+        ((_, explained),) = await loop.explain()
+        await until(lambda: connector.count("Worker") == 2)
+    assert len(policy.seen) == 3
+    failed = record.records[:3]
+    assert [one.mode for one in failed[:2]] == ["wanted"] * 2
+    assert all(one.pools[0].rule.startswith("policy wanted failed: ") for one in failed)
+    assert "policy wanted failed: " in explained.pools[0].rule or explained.mode == "load"
+    changed = next(one for one in record.records if one.changes)
+    reason = "the policy is switched off: wanted failed 3 times in a row, at last: "
+    assert changed.mode == "load" and reason in changed.pools[0].rule
+    assert caplog.text.count("load decides instead until the planner is restarted") == 1
+
+
+async def test_a_policy_that_fails_now_and_then_stays() -> None:
+    def fail(seen: Any) -> int:
+        if len(policy.seen) % 3:
+            raise RuntimeError("now and then")
+        return 1
+
+    connector, policy = FakeConnector(service("Worker")), Wanted(fail)
+    async with running(connector, policy):
+        await until(lambda: len(policy.seen) >= 10)
+    assert connector.calls == []
+
+
+async def test_other_code_of_a_policy_that_fails() -> None:
+    """Its constructor, what it learns of changes, and its copy for `dynamo planner explain`."""
+
+    class Odd(Wanted):
+        def applied(self, decision: Any, failed: Any) -> None:
+            raise SystemExit
+
+        def __deepcopy__(self, memo: object) -> Odd:
+            raise TypeError("a lock")
+
+    connector = FakeConnector(service("Worker"))
+    async with running(connector, Odd(1)) as (loop, record):
+        await until(lambda: record.records)
+        ((_, explained),) = await loop.explain()
+        assert "it cannot be asked without an effect on it" in explained.pools[0].rule
+        await until(lambda: record.records[-1].mode == "load")
+
+    def refuse(prefill: bool) -> Any:
+        raise SystemExit("no licence")
+
+    record = Recorder()
+    made = ScalingLoop(connector, FakeSources(), FAST, refuse, [record])
+    task = asyncio.get_running_loop().create_task(made.run())
+    await until(lambda: record.records)
+    await made.stop(1.0)
+    await task
+    assert (
+        "switched off: it cannot be made: SystemExit: no licence" in record.records[0].pools[0].rule
+    )
 
 
 async def test_no_operation_decides_only() -> None:

@@ -62,6 +62,9 @@ def test_the_code_follows_the_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(document, SCHEMA)
     assert list(document["components"]) == ["ns_Frontend", "ns_Worker", "ns_Worker_1"]
+    # Without a process it does not run; readers of the version before take none as that.
+    assert "running" not in {entry.get("state") for entry in document["components"].values()}
+    assert Document.of(document).components["ns_Worker"].state == "running"
     assert document["components"]["ns_Worker"]["resources"] == {"allocated_gpus": [0]}
     assert document["components"]["ns_Worker_1"]["resources"] == {"allocated_gpus": ["GPU-abc"]}
     assert document["components"]["ns_Frontend"]["resources"] == {}
@@ -82,7 +85,7 @@ def with_defaults(document: dict[str, Any]) -> dict[str, Any]:
     for entry in document["components"].values():
         entry.setdefault("argv", shlex.split(entry["cmd"]))
         defaults: dict[str, Any] = {
-            "state": "running",
+            **({"state": "running"} if entry.get("processes") else {}),
             "processes": [],
             "lease": None,
             "resources": {},

@@ -1,0 +1,130 @@
+"""A policy around one that may be code of users: what that raises ends nothing else. Pure.
+
+After three failures in a row the thresholds of mode ``load`` decide instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.errors import DynamoError
+from dynamo.planner.policies.base import Observation, Policy, ScalingDecision, TargetedPolicy
+from dynamo.planner.policies.budget import at_limits
+from dynamo.planner.policies.load import LoadPolicy
+
+_FAILURES = 3
+"""Failures in a row after which a policy is switched off."""
+log = logging.getLogger(__name__)
+
+
+class GuardedScalingPolicy(TargetedPolicy):
+    """A :class:`Policy` that decides as ``policy`` does, and keeps the workers where that fails.
+
+    Switched off, :class:`LoadPolicy` decides, and its rules say why.
+    """
+
+    def __init__(self, policy: Policy, settings: PlannerSettings) -> None:
+        self.name, self.interval_s = str(policy.name), float(policy.interval_s)
+        self.blocking = bool(policy.blocking)
+        self._policy = policy
+        self._settings = settings
+        self._failures = Counter[str]()
+        self._reason = ""
+
+    @classmethod
+    def make(
+        cls, make: Callable[[bool], Policy], prefill: bool, settings: PlannerSettings
+    ) -> GuardedScalingPolicy:
+        """Return the policy that ``make`` makes. Raises DynamoError for one that does not exist."""
+        try:
+            return cls(make(prefill), settings)
+        except DynamoError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - code of users, which may call sys.exit()
+            made = cls(LoadPolicy(settings), settings)
+            made._reason = f"it cannot be made: {_text(error)}"
+            log.error("the policy is switched off, %s; load decides instead", made._reason)
+            return made
+
+    def decide(self, seen: Observation) -> ScalingDecision:
+        """Return the decision of the policy; that to keep the workers if it fails."""
+        name = self.name
+        try:
+            made = _checked(self._policy.decide(seen), seen)
+        except BaseException as error:  # noqa: BLE001 - code of users
+            self._failed("decide", error)
+            return at_limits(seen, f"policy {name} failed: {_text(error)}")
+        if self._reason:
+            note = f"; the policy is switched off: {self._reason}"
+            return replace(made, pools=tuple(replace(p, rule=p.rule + note) for p in made.pools))
+        self._failures["decide"] = 0
+        return made
+
+    def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
+        """Tell the policy."""
+        try:
+            self._policy.applied(decision, failed)
+            self._failures["applied"] = 0
+        except BaseException as error:  # noqa: BLE001 - code of users
+            self._failed("applied", error)
+
+    def aim(self, ttft_ms: float, itl_ms: float) -> None:
+        """Set the targets of a policy that has some."""
+        if isinstance(self._policy, TargetedPolicy):
+            self._policy.aim(ttft_ms, itl_ms)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GuardedScalingPolicy:
+        made = copy.copy(self)
+        made._failures = Counter(self._failures)
+        try:
+            made._policy = copy.deepcopy(self._policy, memo)
+        except BaseException as error:  # noqa: BLE001 - code of users
+            made._policy = _UncopiedPolicy(self.name, error)
+        return made
+
+    def _failed(self, call: str, error: BaseException) -> None:
+        self._failures[call] += 1
+        log.error("policy %s failed; nothing is changed", self.name, exc_info=error)
+        if self._failures[call] >= _FAILURES and not self._reason:
+            self._reason = f"{self.name} failed {_FAILURES} times in a row, at last: {_text(error)}"
+            log.error("%s; load decides instead until the planner is restarted", self._reason)
+            substitute = self._policy = LoadPolicy(self._settings)
+            self.name, self.interval_s = substitute.name, substitute.interval_s
+            self.blocking = substitute.blocking
+
+
+class _UncopiedPolicy:
+    """A policy that cannot be asked without an effect on it."""
+
+    interval_s, blocking = 1.0, True
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        self.name = name
+        self._error = error
+
+    def decide(self, seen: Observation) -> ScalingDecision:
+        return at_limits(seen, f"it cannot be asked without an effect on it: {_text(self._error)}")
+
+    def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
+        """Do nothing."""
+
+
+def _checked(made: object, seen: Observation) -> ScalingDecision:
+    """Return ``made`` if it is a decision about the pools of ``seen``. Raises TypeError."""
+    if not isinstance(made, ScalingDecision):
+        raise TypeError(f"decide() must return a ScalingDecision, got {type(made).__name__}")
+    pools = tuple(replace(one, wanted=operator.index(one.wanted)) for one in made.pools)
+    for pool in pools:
+        if pool.pool not in seen.pools or pool.wanted < 0:
+            raise TypeError(f"decide() wants {pool.wanted} workers of the pool {pool.pool!r}")
+    return replace(made, pools=pools)
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".rstrip(": ").split())
