@@ -90,9 +90,8 @@ class ModelLoad:
         check_turn(document, cold, self._access.active)
         loads = [self._load(document, service) for service in cold]
         loads += [self._follow(service, entry) for service, entry in starting]
-        asked = [load.name for load in loads] + [entry.name for _, entry in pools if entry]
-        for name in asked:
-            document.components[name].asked_at = time.time()
+        served = [entry.name for _, entry in pools if entry is not None]
+        note_load(document, [*served, *(load.name for load in loads)])
         return loads
 
     def _follow(self, service: ServiceEntries, entry: Entry) -> ServiceLoad:
@@ -153,6 +152,13 @@ class ModelLoad:
         if entry.draining or entry.asleep:
             return False
         return bool(entry.pids) or self._statuses.get(entry.name, STOPPED) != STOPPED
+
+
+def note_load(document: Document, names: Iterable[str]) -> None:
+    """Note that an operator loads the model of the workers ``names`` now, awake already or not."""
+    for name in names:
+        if name in document.components:
+            document.components[name].asked_at = time.time()
 
 
 def check_turn(

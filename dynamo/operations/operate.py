@@ -26,6 +26,7 @@ from dynamo.operations.loading import (
     Worker,
     check_turn,
     follow,
+    note_load,
     sleepers_and_others,
     wait_until_served,
 )
@@ -170,6 +171,7 @@ class BoxActions:
             parts = [f"waking {_names(others)}"] if others else []
             parts += [f"{_names(begun)}: being woken already, waiting for it"] if begun else []
             yield "; ".join(parts)
+            access.statefile.update(partial(note_load, names=[e.name for _, e in workers]))
             work = [wake_worker(access, engines, service, e) for service, e in others]
             await complete_all(
                 [*work, *(follow(access, engines, service, e.name) for service, e in begun)]

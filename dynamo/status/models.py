@@ -204,7 +204,7 @@ def _model(
     name: str,
     workers: Sequence[WorkerStatus],
     state: str,
-    timeouts_s: Mapping[str, float],
+    timeouts_s: Mapping[str, tuple[float, float]],
     figures: Mapping[str, ModelFigures],
     wanted: Mapping[str, int],
     loads: Mapping[str, Sequence[LoadEffect]],
@@ -243,9 +243,9 @@ def _holds(worker: WorkerStatus) -> bool:
 
 def _idle_timeouts_s(
     seen: BoxSighting, services: Mapping[str, ServiceEntries]
-) -> Mapping[str, float]:
-    """Return after which idle time the planner removes the last worker of each model; those that it
-    keeps are not there."""
+) -> Mapping[str, tuple[float, float]]:
+    """Return after which idle time the planner removes the last worker of each model, and the time
+    since an operator loaded it; models that it keeps are not there."""
     planner = seen.planner
     if planner is None or planner.state != "running" or planner.idle_timeout_s is None:
         return {}
@@ -253,14 +253,26 @@ def _idle_timeouts_s(
     for service in services.values():
         if service.model in found and service.model_args.idle_timeout is not None:
             found[service.model] = service.model_args.idle_timeout
-    return {model: seconds for model, seconds in found.items() if seconds != math.inf}
+    asked_at = dict.fromkeys(found, 0.0)
+    for service in services.values():
+        if service.model in found:
+            times = [entry.asked_at for entry in service.entries]
+            asked_at[service.model] = max([asked_at[service.model], *times])
+    return {
+        model: (seconds, seen.at_s - asked_at[model])
+        for model, seconds in found.items()
+        if seconds != math.inf
+    }
 
 
-def _idle_until_s(timeout_s: float | None, figures: ModelFigures | None) -> float | None:
+def _idle_until_s(
+    timeouts_s: tuple[float, float] | None, figures: ModelFigures | None
+) -> float | None:
     """Return the time until an idle model loses its workers, None if it does not."""
-    if timeout_s is None or figures is None or figures.idle_s is None or figures.in_flight:
+    if timeouts_s is None or figures is None or figures.idle_s is None or figures.in_flight:
         return None
-    return max(0.0, timeout_s - figures.idle_s)
+    timeout_s, asked_s = timeouts_s
+    return max(0.0, timeout_s - max(0.0, min(figures.idle_s, asked_s)))
 
 
 def _wanted(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> dict[str, int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from deployment import free_port
+from deployment import MODEL, free_port
 from serving import CIRCUSCTL, ROOT, Serving, is_running
 
 from dynamo.serve.state.rundir import OWNER_LOCK
@@ -226,6 +228,37 @@ def test_circusctl_stop_start_incr_quit(serving: Serving) -> None:
     assert serving.circusctl("quit") == "ok"
     assert serving.wait() == 0
     serving.assert_clean()
+
+
+def test_a_system_port_in_the_shell_with_several_workers(serving: Serving) -> None:
+    """Each process takes the next free port and says so; another program keeps its own."""
+    model = f"run: dynamo.mocker, model-path: {MODEL}, model-name: tiny"
+    frontend = f"Frontend: {{run: dynamo.frontend, http-port: {free_port()}}}\n"
+    text = f"{frontend}W: {{{model}, ServiceArgs: {{workers: 3}}}}\n"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        serving.start(text, wait="workers: 3", DYN_SYSTEM_PORT=str(port))
+        said = [line for line in serving.lines if "status server listens on" in line]
+        ports = {int(line.rpartition(":")[2]) for line in said}
+        assert len(said) == len(ports) == 3 and port < min(ports) and max(ports) <= port + 100
+        for number in ports:
+            assert http_status(number, "/health") == 200
+        assert sum(f"port {port} is in use" in line for line in serving.lines) == 3
+        watchers = [one["watcher"] for one in serving.document()["components"].values()]
+        assert {one["status"] for one in watchers} == {"active"}
+        assert not any(one.get("restarts") for one in watchers)
+        assert serving.stop() == 0
+
+
+def http_status(port: int, path: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
