@@ -178,7 +178,8 @@ def _detach(verb: str, words: Sequence[str], runtime: RuntimeSettings, directory
         child.wait()
         return 130
     if not ready:
-        print(f"logs: {directory}", file=sys.stderr)
+        if survival.begun:
+            print(f"logs: {directory}", file=sys.stderr)
         return child.wait() or 1
     print(f"  stop: dynamo stop --namespace {runtime.namespace}   logs: {directory}")
     for name, reason in survival.given_up.items():
@@ -196,6 +197,8 @@ class _Survival:
         self._runtime = runtime
         #: First and last sight of the processes of each watcher.
         self._seen_s: dict[str, dict[int, tuple[float, float]]] = {}
+        #: Whether the deployment has said anything, so that it has logs.
+        self.begun = False
         #: The watchers that are given up, and why.
         self.given_up: dict[str, str] = {}
 
@@ -242,6 +245,7 @@ def _follow(child: subprocess.Popen[bytes], path: Path, begin: int, survival: _S
                 if text.startswith(_READY):
                     ready = text
                 elif text.startswith(_OWN):
+                    survival.begun = True
                     print(text, flush=True)
                 else:
                     others.append(text)

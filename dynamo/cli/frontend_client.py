@@ -32,7 +32,7 @@ from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in, local_key
 from dynamo.serve.state.statefile import Statefile
-from dynamo.status.deployment import chosen_runtime
+from dynamo.status.deployment import chosen_runtime, not_running
 from dynamo.status.reading import BoxCollector, worker_names
 
 Names = Mapping[str, str]
@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 _DEFAULT_PORT = 8000
 _DEFAULT_URL = f"http://127.0.0.1:{_DEFAULT_PORT}"
 _LISTENS = "0A"
-START = "start a deployment with dynamo serve, or name an endpoint with --url"
+START = "start a deployment (dynamo run MODEL), or name an endpoint with --url"
 """What to do where nothing listens."""
 _WEB = "Print the address of the web page of a running deployment, and open it."
 _WEB_END = """Exit status: 0 the page is served, 1 it is not, and why, 2 a bad flag."""
@@ -187,9 +187,7 @@ def web(argv: Sequence[str] | None = None) -> int:
 def page_url(box: BoxStatus) -> str:
     """Return the address of the page, after a look whether it is served. Raises Unavailable."""
     if box.state != "running":
-        raise Unavailable(
-            f"no deployment runs in namespace {box.namespace!r}; start one: dynamo serve GRAPH"
-        )
+        raise Unavailable(not_running(box.namespace))
     if box.frontend == "none":
         raise Unavailable("the deployment has no frontend; add one to its graph: dynamo reload")
     if box.frontend in ("down", "loading"):

@@ -16,7 +16,7 @@ from dynamo.cli.text_table import aligned, cell_len, model_state
 from dynamo.config import load
 from dynamo.config.option import option
 from dynamo.runtime.process.paths import planned_socket_path
-from dynamo.status.deployment import STATUS_SOCKET, ask, chosen_runtime
+from dynamo.status.deployment import STATUS_SOCKET, ask, chosen_runtime, not_running
 
 DESCRIPTION = "Show the models of a deployment: their workers, GPUs, load, and what failed."
 EPILOG = """Works also while the frontend is down; then the figures of requests are missing.
@@ -92,7 +92,7 @@ def _lines(found: Status, width: int = 0) -> Iterator[str]:
     problems = found.get("problems", ())
     if found["state"] != "running":
         if not problems:
-            yield f"no deployment runs in namespace {found['namespace']!r}; try: dynamo serve GRAPH"
+            yield not_running(found["namespace"])
         yield from problems
         return
     models = found.get("models", ())

@@ -13,6 +13,7 @@ from typing import Any
 
 from dynamo.cli.text_table import aligned, cut, model_state, printable, wrap
 from dynamo.protocols.status import BoxStatus, GpuStatus, ModelStatus, WorkerStatus
+from dynamo.status.deployment import not_running
 from dynamo.status.workers import natural_order
 
 Line = tuple[str, str]
@@ -100,10 +101,7 @@ def _panes(status: BoxStatus, view: TopView, room: int, width: int) -> list[Line
     lines = [_headline(status)]
     lines += [(BAD, line) for one in status.problems for line in _wrapped(one, width)]
     if status.state != "running":
-        text = (
-            f"no deployment runs in namespace {status.namespace!r}; start one: dynamo serve GRAPH"
-        )
-        return [*lines, (PLAIN, text)]
+        return [*lines, (PLAIN, not_running(status.namespace))]
     lines += _gpus(status.gpus, width)
     lines += _models(status.models, width)
     planner = _planner(status)

@@ -114,8 +114,10 @@ class Parser(argparse.ArgumentParser):
         import difflib  # slow to import: only for an error
 
         flag = next((word for word in words if word.startswith("--")), "").partition("=")[0]
-        close = difflib.get_close_matches(flag, self._option_string_actions, n=1) if flag else []
-        return f" (did you mean {close[0]}?)" if close else ""
+        name, known = flag.lstrip("-"), [one[2:] for one in self._option_string_actions]
+        close = difflib.get_close_matches(name, known, n=1)
+        close += [one for one in known if name and one.endswith(f"-{name}")]  # of --api-key-file
+        return f" (did you mean --{close[0]}?)" if close else ""
 
     def refuse(self, flag: str, text: str) -> NoReturn:
         """Exit with status 2 because of ``flag``."""

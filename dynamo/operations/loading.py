@@ -74,7 +74,7 @@ class ModelLoad:
             serving = [entry.name for _, entry in self._pools(access.document()) if entry]
             raise ActionFailed(
                 f"it is served already, by {', '.join(serving)}; workers of the graph that were "
-                "drained start with: dynamo reload. Its idle time begins again"
+                "drained start with: dynamo reload; an idle time begins again"
             )
         access.active.update(one.name for one in loads if not one.followed)
         return loads

@@ -44,8 +44,9 @@ def model_warnings(graph: Graph) -> Iterator[str]:
         args = service.model_args
         keys = [key for key in ("idle_timeout", "group") if getattr(args, key) not in (None, ())]
         if keys:
+            have = "have" if len(keys) > 1 else "has"
             yield (
-                f"{service.name}: {' and '.join(keys)} have no effect without a planner: add a "
+                f"{service.name}: {' and '.join(keys)} {have} no effect without a planner: add a "
                 "service Planner: {run: dynamo.planner}"
             )
 

@@ -45,6 +45,14 @@ def chosen_runtime(namespace: str | None) -> RuntimeSettings:
     return replace(runtime, namespace=found[0]) if found else runtime
 
 
+def not_running(namespace: str) -> str:
+    """Return that no deployment runs there, and how to start one."""
+    return (
+        f"no deployment runs in namespace {namespace!r}; start one: dynamo run MODEL, or dynamo "
+        "serve GRAPH"
+    )
+
+
 def running_deployment(runtime: RuntimeSettings) -> Document | None:
     """Return the statefile of the namespace of ``runtime`` if its arbiter runs, else None."""
     return _read_running(state_path(runtime), runtime.namespace)

@@ -308,7 +308,7 @@ def test_top_restores_the_terminal(tmp_path: Path, signum: int, status: int) -> 
     env = {**os.environ, "DYN_LOCAL_STATE_DIR": str(tmp_path), "DYN_NAMESPACE": "none"}
     top = PtyScreen([sys.executable, "-m", "dynamo", "top"], env)
     try:
-        top.wait_for("no deployment runs in namespace 'none'; start one: dynamo serve GRAPH")
+        top.wait_for("no deployment runs in namespace 'none'; start one: dynamo run MODEL")
         top.process.send_signal(signum)
         assert top.ended() == status
     finally:

@@ -118,8 +118,7 @@ class ChatChunks(ChoiceChunks):
 class MessageChunks(ChatChunks):
     """Chunks of /v1/chat/completions with reasoning and tool calls.
 
-    ``reasoning_head`` is as ``head``, for a chunk that has reasoning alone, in
-    ``reasoning_field``.
+    ``reasoning_head`` is as ``head``, for a chunk that has reasoning alone.
     """
 
     __slots__ = ("reasoning_head",)

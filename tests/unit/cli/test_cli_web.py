@@ -53,7 +53,7 @@ def box(url: str = "", state: str = "running", frontend: str = "ready") -> BoxSt
 @pytest.mark.parametrize(
     ("seen", "words"),
     [
-        (box(state="stopped"), "no deployment runs in namespace 'ns'; start one: dynamo serve"),
+        (box(state="stopped"), "no deployment runs in namespace 'ns'; start one: dynamo run"),
         (box(frontend="none"), "has no frontend"),
         (box("http://a:1", frontend="down"), "does not answer at http://a:1.*dynamo logs ns_Front"),
         (box("http://127.0.0.1:9"), "can't reach http://127.0.0.1:9/ui: .*dynamo ps"),

@@ -406,6 +406,7 @@ def test_unknown_flags_of_verbs_have_a_hint(capsys: pytest.CaptureFixture[str]) 
         (["run", "m", "--max-model-len", "8"], "flags of the engine go to the end, after --"),
         (["run", "m", "--worker", "2"], "(did you mean --workers?)"),
         (["ps", "--jsn"], "(did you mean --json?)"),
+        (["key", "list", "--file", "x"], "(did you mean --api-key-file?)"),
         (["serve", "--dry-rn", "g.yaml"], "(did you mean dry-run?)"),
     ):
         try:

@@ -284,7 +284,7 @@ def test_a_log_instead_of_the_panes() -> None:
 
 def test_missing_parts() -> None:
     stopped = BoxStatus(namespace="ns", state="stopped", at_s=0.0, frontend="none")
-    assert "no deployment runs in namespace 'ns'; start one: dynamo serve GRAPH" in text(stopped)
+    assert "no deployment runs in namespace 'ns'; start one: dynamo run MODEL" in text(stopped)
     bare = BoxStatus(namespace="ns", state="running", at_s=0.0, frontend="down")
     for part in ("no GPU", "no model", "no worker", "planner: none runs", "none yet"):
         assert part in text(bare)
