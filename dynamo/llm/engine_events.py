@@ -52,7 +52,7 @@ _TIER_OF = {
 _decode = msgspec.msgpack.Decoder().decode
 _YEAR_2001_S = 1e9  # smaller numbers are of another clock
 MAX_RANKS = 1024
-MAX_GROUPS = 256
+MAX_GROUPS = 64
 """Of data-parallel ranks and of groups of layers: above, an event is malformed."""
 
 

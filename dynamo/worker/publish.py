@@ -51,7 +51,37 @@ _LOAD_TIME = gauge(
 _DECODE_QUERY = codec.decoder(KvQuery).decode
 RING_EVENTS = 1024
 """Events that the log keeps, and that one message holds at most."""
+RING_BYTES = 32 << 20
+"""Hashes of these events, and of those of one message; one event may be larger."""
 log = logging.getLogger(__name__)
+
+
+class _Newest(deque[KvEvent]):
+    """The newest events: at most ``count``, and :data:`RING_BYTES` of hashes."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+        self._bytes = 0
+
+    def append(self, event: KvEvent) -> None:
+        """Add the next event; drop the oldest ones above the bounds."""
+        while self and self.is_full_with(event):
+            self._bytes -= _size(self.popleft())
+        super().append(event)
+        self._bytes += _size(event)
+
+    def is_full_with(self, event: KvEvent) -> bool:
+        """Return whether older events have no room beside ``event``."""
+        return len(self) >= self._count or self._bytes + _size(event) > RING_BYTES
+
+
+def _size(event: KvEvent) -> int:
+    """Return the bytes of the event's hashes."""
+    data = event.data
+    if isinstance(data, BlocksCleared):
+        return 0
+    return len(data.block_hashes) * (2 if isinstance(data, BlocksStored) else 1)
 
 
 class EventLog:
@@ -66,7 +96,7 @@ class EventLog:
         self.dp_rank = dp_rank
         self.last_event_id = 0
         self.rejected = 0
-        self._ring: deque[KvEvent] = deque(maxlen=ring_events)
+        self._ring = _Newest(ring_events)
         self._tree = RadixTree()
 
     def record(
@@ -84,7 +114,13 @@ class EventLog:
             self._apply(data, TIER_NUMBERS[storage_tier])
         except (ParentNotFound, InvalidSequence, _UnknownBlocks) as error:
             self.rejected += 1
-            log.warning("dropped a KV event of dp_rank %d: %s", self.dp_rank, error)
+            if self.rejected & (self.rejected - 1) == 0:  # 1, 2, 4, 8, …: a loss rejects many
+                log.warning(
+                    "dropped a KV event of dp_rank %d, %d so far: %s",
+                    self.dp_rank,
+                    self.rejected,
+                    error,
+                )
             return None
         self.last_event_id += 1
         event = KvEvent(self.last_event_id, data, self.dp_rank, storage_tier)
@@ -164,7 +200,7 @@ class KvEventSender:
         self.event_logs: dict[int, EventLog] = {}
         self._delay_s = delay_s
         self._publish: Publish | None = None
-        self._pending: deque[KvEvent] = deque(maxlen=RING_EVENTS)
+        self._pending = _Newest(RING_EVENTS)
         self._timer: asyncio.Handle | None = None
 
     def open(self, publish: Publish) -> None:
@@ -191,9 +227,9 @@ class KvEventSender:
         for change in changes:
             event = event_log.record(change, storage_tier)
             if event is not None:
-                self._pending.append(event)
-                if len(self._pending) == RING_EVENTS:  # before the deque drops the oldest
+                if self._pending.is_full_with(event):
                     self._flush()
+                self._pending.append(event)
         if self._pending and self._timer is None and self._publish is not None:
             loop = asyncio.get_running_loop()
             if self._delay_s:
@@ -228,7 +264,7 @@ class KvEventSender:
         if self._publish is None or not self._pending:
             return
         batch = KvEventBatch(self.worker_id, list(self._pending))
-        self._pending.clear()
+        self._pending = _Newest(RING_EVENTS)
         self._publish(codec.encode(batch))
 
 

@@ -10,6 +10,8 @@ import pytest
 from dynamo._fast.hashing import xxh3_64
 from dynamo.llm.engine_blocks import AttentionGroup
 from dynamo.llm.engine_events import (
+    MAX_GROUPS,
+    MAX_RANKS,
     EngineCleared,
     EngineEvent,
     EngineRemoved,
@@ -52,6 +54,19 @@ SHAPES = {
         [1.5, [as_array(**stored(medium="GPU", lora_name="sql"))], 0],
         0,
         STORED._replace(lora_name="sql"),
+    ),
+    # As vLLM before it had names: not a block of the base model.
+    "an adapter without a name": (
+        [1.5, [stored(lora_id=3)], 0],
+        0,
+        STORED._replace(lora_name="\x003"),
+    ),
+    "of reused blocks": ([1.5, [stored(origin="REUSED")], 0], 0, STORED._replace(reused=True)),
+    "of new blocks": ([1.5, [stored(origin="NEW")], 0], 0, STORED),
+    "elsewhere": (
+        [1.5, [stored(medium="STORAGE", locality="REMOTE")], 0],
+        0,
+        STORED._replace(storage_tier="external"),
     ),
     "signed hashes": (
         [1.5, [stored(block_hashes=[-1, 6], parent_block_hash=-2)], 0],
@@ -166,7 +181,7 @@ NONSENSE = (
     msgspec.msgpack.encode(7),
     msgspec.msgpack.encode([1.0, 7]),
     msgspec.msgpack.encode([1.0, [], -1]),
-    msgspec.msgpack.encode([1.0, [], 2**32]),
+    msgspec.msgpack.encode([1.0, [], MAX_RANKS]),
     msgspec.msgpack.encode([1.0, [], "0"]),
     b"\x91" * 100_000,
 )
@@ -185,6 +200,9 @@ MALFORMED: tuple[Any, ...] = (
     stored(block_size="2"),
     stored(block_size=None),
     stored(lora_name=3),
+    stored(group_idx=MAX_GROUPS),
+    stored(group_idx=-1),
+    stored(group_idx="0"),
     ["BlockRemoved", [None]],
 )
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_events import held_after
 
-from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvQuery
+from dynamo.protocols import codec
+from dynamo.protocols.kv import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvEvent,
+    KvEventBatch,
+    KvQuery,
+)
+from dynamo.worker import publish
 from dynamo.worker.publish import EventLog
 
 
@@ -128,3 +138,35 @@ def test_a_dump_rebuilds_the_same_blocks_as_the_events(steps: list[tuple[bool, i
         assert event is not None
         published.append(event)
     assert held_after(event_log.dump().events) == held_after(published)
+
+
+def test_the_log_keeps_a_bounded_number_of_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "RING_BYTES", 1600)
+    sender = publish.KvEventSender(7)
+    sent: list[bytes] = []
+    kept = []
+    for count in (20, 80):
+        for number in range(count):
+            first = sender.event_log(0).last_event_id * 1000
+            sender.record(0, [stored(*range(first + 1, first + 1 + (number % 2) * 9 + 1))])
+        kept.append(len(sender.event_log(0)._ring))
+        assert len(sender._pending) == kept[-1], "before it is open"
+    assert max(kept) <= 20 and sum(event_log_bytes(sender)) <= 1600
+    sender.open(sent.append)
+    assert [len(codec.decoder(KvEventBatch).decode(one).events) for one in sent] == [kept[-1]]
+    large = stored(*range(10**7, 10**7 + 500))
+    sender.event_log(0).record(large)
+    assert [event.data for event in sender.event_log(0)._ring] == [large], "one may be larger"
+    sender.close()
+
+
+def event_log_bytes(sender: publish.KvEventSender) -> list[int]:
+    data = [event.data for event in sender.event_log(0)._ring]
+    return [2 * len(one.block_hashes) for one in data if isinstance(one, BlocksStored)]
+
+
+def test_a_loss_that_rejects_many_events_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    event_log = EventLog()
+    for number in range(1, 1001):
+        assert event_log.record(stored(number, parent=10**6)) is None
+    assert (event_log.rejected, caplog.text.count("dropped a KV event")) == (1000, 10)
