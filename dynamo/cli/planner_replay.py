@@ -118,6 +118,7 @@ def _setup(settings: ReplaySettings, planner: PlannerSettings) -> ReplaySetup:
         gpus_per_worker=planner.decode_engine_num_gpu or 1.0,
         gpus_per_prefill_worker=planner.prefill_engine_num_gpu or 1.0,
         minimum=planner.least_workers(planner.decode_engine_num_gpu or 1.0),
+        prefill_minimum=planner.least_workers(planner.prefill_engine_num_gpu or 1.0, "prefill"),
         workers=settings.initial_workers,
         prefill_workers=settings.initial_prefill_workers,
         max_queue=settings.max_queue,

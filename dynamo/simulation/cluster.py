@@ -55,12 +55,13 @@ class ReplayPool:
         clock: VirtualClock,
         setup: ReplaySetup,
         gpus_per_worker: float,
+        minimum: int,
         budget: GpuBudget,
         make: Callable[[int], BatchWorker | None],
         on_ready: Callable[[ReplayWorker], None],
     ) -> None:
         self.workers: list[ReplayWorker] = []
-        self.gpus_per_worker = gpus_per_worker
+        self.gpus_per_worker, self._minimum = gpus_per_worker, minimum
         self.gpu_s = 0.0
         self._clock, self._setup, self._budget = clock, setup, budget
         self._make, self._on_ready = make, on_ready
@@ -84,7 +85,7 @@ class ReplayPool:
             draining=self.count(DRAINING),
             asleep=self.count(ASLEEP),
             gpus_per_worker=self.gpus_per_worker,
-            minimum=self._setup.minimum,
+            minimum=self._minimum,
         )
 
     def add(self, done: Callable[[], None], start_up_s: float | None = None) -> bool:
@@ -197,7 +198,13 @@ class ReplayCluster:
             return None
 
         decode = ReplayPool(
-            self._clock, setup, setup.gpus_per_worker, budget, batch_worker, self._serve_held
+            self._clock,
+            setup,
+            setup.gpus_per_worker,
+            setup.minimum,
+            budget,
+            batch_worker,
+            self._serve_held,
         )
         self.pools[DECODE] = decode
         if setup.prefill_workers is not None:
@@ -205,6 +212,7 @@ class ReplayCluster:
                 self._clock,
                 setup,
                 setup.gpus_per_prefill_worker,
+                setup.prefill_minimum,
                 budget,
                 no_engine,
                 self._start_prefills,

@@ -170,6 +170,7 @@ class ReplaySetup:
     gpus_per_worker: float = 1.0
     gpus_per_prefill_worker: float = 1.0
     minimum: int = 1
+    prefill_minimum: int = 1
     workers: int = 1
     prefill_workers: int | None = None
     max_queue: int | None = None

@@ -76,8 +76,11 @@ class GuardedScalingPolicy(TargetedPolicy):
 
     def aim(self, ttft_ms: float, itl_ms: float) -> None:
         """Set the targets of a policy that has some."""
-        if isinstance(self._policy, TargetedPolicy):
-            self._policy.aim(ttft_ms, itl_ms)
+        try:
+            if isinstance(self._policy, TargetedPolicy):
+                self._policy.aim(ttft_ms, itl_ms)
+        except BaseException as error:  # noqa: BLE001 - code of users
+            self._failed("aim", error)
 
     def __deepcopy__(self, memo: dict[int, object]) -> GuardedScalingPolicy:
         made = copy.copy(self)

@@ -259,3 +259,9 @@ def test_the_oracle_wakes_later_than_it_starts() -> None:
     assert [policy.wanted(at_s) for at_s in (0.0, 10.0)] == [1, 4]
     assert policy.wanted(10.0, asleep=2) == 2  # the others are woken when they are needed
     assert policy.wanted(30.0, asleep=2) == 4
+
+
+def test_each_pool_has_its_own_minimum() -> None:
+    setup = replace(SETUP, prefill_workers=3, minimum=1, prefill_minimum=2)
+    pools = ReplayCluster(VirtualClock(), setup, []).pools
+    assert {name: pool.view().minimum for name, pool in pools.items()} == {DECODE: 1, PREFILL: 2}

@@ -137,9 +137,9 @@ def test_idle_until() -> None:
     assert left_s(idle, planner=planner()) == 200
     assert left_s(busy, planner=planner()) is None
     component = found["components"]["d_W"]
-    for asked_s, left in ((30.0, 270), (500.0, 200), (-5.0, 300)):  # an operator's load
+    for asked_s, expected_s in ((30.0, 270), (500.0, 200), (-5.0, 300)):  # an operator's load
         component["asked_at"] = seen(found).at_s - asked_s
-        assert left_s(idle, planner=planner()) == left
+        assert left_s(idle, planner=planner()) == expected_s
     del component["asked_at"]
     own = {"ServiceArgs": {"idle_timeout": "15m"}}
     for time, left in (("15m", 800), ("never", None)):
