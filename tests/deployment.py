@@ -46,6 +46,12 @@ def free_port() -> int:
     raise AssertionError("unreachable: the numbers have no end")
 
 
+def interrupt_again(process: subprocess.Popen[Any]) -> None:
+    """Press Ctrl-C when it is no copy of the stop request before, whose effect a test has seen."""
+    time.sleep(0.6)
+    process.send_signal(signal.SIGINT)
+
+
 class Deployment:
     """Processes of one namespace under one state directory, without an arbiter."""
 

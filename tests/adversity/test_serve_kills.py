@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from deployment import free_port
+from deployment import free_port, interrupt_again
 from serving import ROOT, Serving, is_running
 
 GRAPH = """
@@ -156,14 +156,24 @@ def test_a_stopped_guard_does_not_stop_the_supervision(serving: Serving) -> None
     serving.assert_clean()
 
 
+def pending_signals(pid: int) -> int:
+    """The number of signals that were sent to a process and not delivered."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = dict(line.split(":\t", 1) for line in lines)
+    return int(masks["ShdPnd"], 16).bit_count()
+
+
 def test_a_hung_arbiter_is_killed_by_the_third_ctrl_c(serving: Serving) -> None:
     serving.start(GRAPH)
     serving.wait_for_pids("Worker")
-    os.kill(serving.arbiter_pid, signal.SIGSTOP)
+    arbiter = serving.arbiter_pid
+    os.kill(arbiter, signal.SIGSTOP)
     assert serving.process is not None
-    for _ in range(3):
-        serving.process.send_signal(signal.SIGINT)
-        time.sleep(0.6)  # a second signal sooner counts as a copy of the first
+    interrupt_again(serving.process)
+    serving.until(lambda: pending_signals(arbiter) == 1)  # passed on, and not taken
+    interrupt_again(serving.process)
+    serving.until(lambda: pending_signals(arbiter) == 2)
+    interrupt_again(serving.process)
     assert serving.wait() == 128 + signal.SIGKILL
     serving.assert_clean()
 

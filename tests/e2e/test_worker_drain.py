@@ -6,14 +6,13 @@ import http.client
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from deployment import Deployment
+from deployment import Deployment, interrupt_again
 from load_kit import under_load
 
 SPEED = ("--speedup-ratio", "2", "--reply", "random")
@@ -70,8 +69,7 @@ def test_the_drain_ends_at_its_timeout_or_a_second_signal(
         worker.send_signal(signal.SIGINT)
         if again:
             deployment.until(lambda: deployment.request("GET", "/health")[0] == 503)
-            time.sleep(0.6)  # a second signal sooner counts as a copy of the first
-            worker.send_signal(signal.SIGINT)
+            interrupt_again(worker)
         assert worker.wait(20) == 0  # the stream alone takes longer
         events = answer.read().split(b"\n\n")
     assert b'"error"' in events[-3] and events[-2] == b"data: [DONE]"

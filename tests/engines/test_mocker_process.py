@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from deployment import Deployment, free_port
+from deployment import Deployment, free_port, interrupt_again
 from kv_events import held_after
 from mocker_kit import caller, leftovers
 
@@ -142,8 +142,7 @@ async def test_a_second_signal_aborts_streams(deployment: Deployment) -> None:
         await anext(stream)
         process.send_signal(signal.SIGTERM)
         await here.until(lambda: not here.client.instance_ids())
-        await asyncio.sleep(0.6)  # a second signal sooner counts as a copy of the first
-        process.send_signal(signal.SIGINT)
+        await asyncio.to_thread(interrupt_again, process)
         assert await ended(process) == 0
     assert leftovers(deployment.state_dir) == []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deployment import interrupt_again
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import Cancelled, Disconnected
@@ -244,8 +245,7 @@ async def test_a_second_signal_ends_the_streams(
     await stream.__anext__()
     worker.send_signal(signal.SIGINT)
     await gone.wait()
-    await asyncio.sleep(0.6)  # a second signal sooner counts as a copy of the first
-    worker.send_signal(signal.SIGINT)
+    await asyncio.to_thread(interrupt_again, worker)
     assert await ended(worker) == 0
     with pytest.raises(Exception) as found:
         async for _ in stream:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 import weakref
 from array import array
 from collections import Counter
@@ -321,7 +322,12 @@ def test_the_parts_of_tokens_are_kept_up_to_a_bound(
             text, raw = tokenizer.token_parts(token_id)
             assert text == tokenizer.token_text(token_id)
             assert bytes(raw) == tokenizer.token_bytes(token_id)
-            assert len(tokenizer._parts) <= 7
+        tracemalloc.start()
+        for token_id in range(2000):  # some 200 bytes each
+            tokenizer.token_parts(token_id)
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert kept_bytes < 50_000
 
 
 def test_reading_a_tokenizer_imports_little() -> None:

@@ -79,13 +79,14 @@ class Box:
 
 
 def test_the_first_questions_queue_and_then_one_makes_a_copy() -> None:
-    box = Box()
-    workers = box.ask(*range(60))
+    workers = Box().ask(*range(60))
     first = next(place for place, worker in enumerate(workers) if worker != 1)
-    # a copy is priced at 32 * 40 * 40/42 blocks, the n-th question waits for 2 * n
-    lost = [2 * number for number in range(first)]
-    assert sum(lost) >= 0.25 * 32 * 40 * 40 / 42 > sum(lost[:-1])
+    # The n-th question waits for 2 * n blocks; a copy has its price, and costs 40 blocks itself.
+    lost = sum(2 * number for number in range(first))
+    assert 40 < lost < 32 * 40 * 40 / 42
     assert workers.count(1) > 20
+    dearer = Box(duplicate_cost=128.0).ask(*range(60))
+    assert all(worker == 1 for worker in dearer[: first + 1])
 
 
 def test_a_copy_in_progress_counts_as_held_until_its_first_token() -> None:
