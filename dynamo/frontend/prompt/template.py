@@ -20,6 +20,7 @@ from dynamo.frontend.prompt.messages import (
     alternating,
     template_messages,
 )
+from dynamo.frontend.prompt.template_bounds import joined
 from dynamo.frontend.prompt.template_environment import (
     OutOfTime,
     RenderContext,
@@ -199,7 +200,7 @@ class ChatTemplate:
         names["tools"] = tools or None
         names["add_generation_prompt"] = add_generation_prompt
         try:
-            return "".join(template.root_render_func(RenderContext.begin(template, names)))
+            return joined(template.root_render_func(RenderContext.begin(template, names)))
         except _RENDER_ERRORS as error:
             raise InvalidArgument(f"Chat template: {shorten(error, _SHOWN)}") from None
 

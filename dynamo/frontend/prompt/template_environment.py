@@ -16,11 +16,25 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
 
+from dynamo.frontend.prompt.template_bounds import (
+    ITEM_SIZE,
+    bounded,
+    check_call,
+    check_format,
+    check_size,
+    joined,
+)
+
 _RENDER_S = 1.0
 """How long a template may run: of a model from anywhere, it may contain an endless loop."""
 
 _MAX_REPEATED = 1 << 20
 _MAX_BITS = 4096
+
+_CHECKED = 1 << 16
+"""A value with more characters or items is checked against the bound, and so is the time."""
+
+_SUMS_IN_A_ROW = 16
 
 _DICT_NAMES = frozenset(dir(dict))
 _LOOP_NAMES = frozenset(("depth", "first", "index", "index0", "last", "length", "revindex"))
@@ -57,6 +71,13 @@ class RenderContext(jinja2.runtime.Context):
         self.deadline_s = time.monotonic() + _RENDER_S / 2
         return True
 
+    def large(self, value: Any) -> Any:
+        """Return a large value, unless it is too large, or the time is over."""
+        check_size(len(value) if isinstance(value, str) else len(value) * ITEM_SIZE)
+        if time.monotonic() > self.deadline_s:
+            self.end()
+        return value
+
     def derived(self, locals: dict[str, Any] | None = None) -> jinja2.runtime.Context:
         """The context of a block that sees the names around it."""
         context = super().derived(locals)
@@ -77,6 +98,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timed: set[int] = set()  # ids of nodes, which the tree keeps alive
+        self._unchecked: set[int] = set()
 
     def visit_For(self, node: jinja2.nodes.For, frame: jinja2.compiler.Frame) -> None:
         """Write ``node``."""
@@ -93,6 +115,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
     ) -> None:
         """Write the module."""
         self.writeline("from time import monotonic")  # no name of a template is written like this
+        self.writeline(f"from {check_size.__module__} import SIZED as _sized")
         self._timed |= {id(block.body) for block in node.find_all(jinja2.nodes.Block)}
         super().visit_Template(node, frame)
 
@@ -125,6 +148,38 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
         else:
             super().visit_Getitem(node, frame)
 
+    def visit_Add(self, node: jinja2.nodes.BinExpr, frame: jinja2.compiler.Frame) -> None:
+        """Write ``node`` and the check of its size, without a call for a value that is short; one
+        for several sums in a row."""
+        if id(node) in self._unchecked:
+            super().visit_Add(node, frame)
+            return
+        inner, count = node.left, 1
+        while isinstance(inner, jinja2.nodes.Add):
+            if count % _SUMS_IN_A_ROW:
+                self._unchecked.add(id(inner))
+            inner, count = inner.left, count + 1
+        self.write("(_sum if type(_sum := ")
+        super().visit_Add(node, frame)
+        self.write(f") not in _sized or len(_sum) <= {_CHECKED} else context.large(_sum))")
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
+        """As :meth:`visit_Add`."""
+        self.write("(_sum if len(_sum := ")
+        super().visit_Concat(node, frame)
+        self.write(f") <= {_CHECKED} else context.large(_sum))")
+
+    def visit_Mod(self, node: jinja2.nodes.BinExpr, frame: jinja2.compiler.Frame) -> None:
+        """Write a remainder; that of a number and a constant, as ``loop.index0 % 2``, needs no
+        call."""
+        if not isinstance(node.right, jinja2.nodes.Const) or type(node.right.value) is not int:
+            super().visit_Mod(node, frame)
+            return
+        number = node.right.value
+        self.write(f"(_left % {number} if type(_left := ")
+        self.visit(node.left, frame)
+        self.write(f") is int else environment.call_binop(context, '%', _left, {number}))")
+
     def _write_item(
         self, node: jinja2.nodes.Expr, key: str, otherwise: str, frame: jinja2.compiler.Frame
     ) -> None:
@@ -144,7 +199,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     code_generator_class = _CodeGenerator
     context_class = RenderContext
-    intercepted_binops = frozenset(("*", "**"))  # the others take no longer than their operands
+    intercepted_binops = frozenset(("*", "**", "%"))
+    concat = staticmethod(joined)
 
     def __init__(self) -> None:
         super().__init__(
@@ -153,6 +209,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             extensions=[jinja2.ext.loopcontrols, _GenerationTag],
         )
         self.filters["tojson"] = _tojson
+        self.filters = bounded(self.filters)
+        del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
 
@@ -175,13 +233,45 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
-        """Compute a product or a power, unless it is too large."""
+        """Compute a product, a power, or a formatted text, unless it is too large."""
         if operator == "**":
             if type(left) is type(right) is int and left.bit_length() * right > _MAX_BITS:
                 raise jinja2.TemplateError(f"a power has more than {_MAX_BITS} bits")
+        elif operator == "%":
+            if isinstance(left, str | bytes):
+                named = right if isinstance(right, dict) else {}
+                given = right if isinstance(right, tuple) else () if named else (right,)
+                check_format(
+                    left if isinstance(left, str) else left.decode("latin-1"), given, named
+                )
+        elif type(left) is type(right) is int:
+            if left.bit_length() + right.bit_length() > _MAX_BITS:
+                raise jinja2.TemplateError(f"a product has more than {_MAX_BITS} bits")
         elif _repeated(left, right) > _MAX_REPEATED or _repeated(right, left) > _MAX_REPEATED:
             raise jinja2.TemplateError(f"a product has more than {_MAX_REPEATED} items")
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, function: Any, *args: Any, **named: Any) -> Any:
+        """Call ``function``, unless it is a method of a text whose result may be too large."""
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, str | bytes):
+            if args and hasattr(args[0], "__next__"):
+                args = (list(args[0]), *args[1:])
+            check_call(function, owner, args, named)
+        return super().call(context, function, *args, **named)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """Return the sandboxed ``format`` of a text, with a check of its size."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def checked(*args: Any, **named: Any) -> str:
+            given = args[0] if value.__name__ == "format_map" and args else named
+            check_format(value.__self__, args, given)
+            return str(wrapped(*args, **named))
+
+        return checked
 
 
 def _repeated(items: Any, count: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import resource
 import shutil
 import time
 from importlib.metadata import version
@@ -199,6 +200,71 @@ def test_large_products_are_refused(expression: str) -> None:
     with pytest.raises(InvalidArgument, match=r"4096 bits|1048576 items"):
         template(f"{{{{ {expression} }}}}").render([TURN])
     assert template("{{ '-' * 3 }}{{ 2 ** 10 }}{{ 2.0 * 3 }}").render([TURN]) == "---10246.0"
+
+
+def doubled(first: str, step: str) -> str:
+    """A template that takes ``step`` forty times, which doubles its value."""
+    begin = f"{{% set ns = namespace(x={first}) %}}"
+    return begin + f"{{% set ns.x = {step} %}}" * 40 + "{{ ns.x|length }}"
+
+
+BOMBS = [
+    doubled("'aaaaaaaa'", "ns.x ~ ns.x"),
+    doubled("'aaaaaaaa'", "ns.x + ns.x"),
+    doubled("[1]", "ns.x + ns.x"),
+    doubled("99999999", "ns.x * ns.x"),
+    "{% set ns = namespace(x='aaaaaaaa') %}"
+    + "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}" * 40,
+    "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns = namespace(x='aaaaaaaa') %}"
+    + "{% set ns.x = m(ns.x) %}" * 40,
+    "{% set x = 'a' * 1000000 %}{% for i in range(9999) %}{{ x }}{% endfor %}",
+    *(
+        "{{ (" + expression + ")|length }}"
+        for expression in (
+            *(
+                "'%999999999d' % 1",
+                "'%*d' % (999999999, 1)",
+            ),
+            *("'{:>999999999}'.format(1)", "'{:>{w}}'.format(1, w=999999999)"),
+            *("'{a:>999999999}'.format_map({'a': 1})", "'%999999999d'|format(1)"),
+            *("'a'.ljust(999999999)", "'a'.rjust(999999999)", "'a'.zfill(999999999)"),
+            *("'a'.center(999999999)", "'a'|center(999999999)", "'a'.encode().ljust(999999999)"),
+            *("('\\t' * 99999).expandtabs(99999)", "('a' * 99999).replace('a', 'b' * 99999)"),
+            *("('a' * 99999)|replace('a', 'b' * 99999)", "('a' * 99999).replace('', 'b' * 99999)"),
+            *("('a' * 99999).join(range(9999)|map('string'))", "range(9999)|join('b' * 99999)"),
+            *("('a' * 99999).translate({97: 'b' * 99999})", "('\\n' * 99999)|indent(99999)"),
+            *("'a'|indent('b' * 999999, true)|indent('b' * 99999999, true)",),
+            *("[1]|tojson(indent=999999999)", "[1, 2]|tojson(separators=('a' * 999999, 'b'))"),
+            *("'a'|batch(999999999, 'b')|list", "[1]|slice(999999999)|list", "lipsum(n=9999999)"),
+            *("'a b'|wordwrap(1, wrapstring='b' * 99999999)",),
+            *("[[1]] * 9999|sum(start=[])", "(1.5|round(99999999))|string"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_a_template_makes_no_huge_values(source: str) -> None:
+    """Each would take gigabytes, or seconds within one call, which no deadline ends."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidArgument, match="Chat template: "):
+        template(source).render([TURN])
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 1 << 20
+
+
+def test_usual_values_are_made() -> None:
+    source = (
+        "{{ 'a' + 'b' ~ (1 + 2) }}|{{ 7 % 3 }}|{{ 7.5 % 2 }}|{{ 7 % 4 % 2 }}|"
+        "{{ '%02d:%s' % (7, 'x') }}|"
+        "{{ '{:>3}'.format(1) }}|{{ '{} {a}'.format(1, a=2) }}|{{ 'a\nb'|indent(2) }}|"
+        "{{ ['a', 'b']|join(', ') }}|{{ ', '.join(['a', 'b']) }}|{{ 'aXb'.replace('X', '-') }}|"
+        "{{ [[1], [2]]|sum(start=[]) }}|{{ 'a'.ljust(3) }}|{{ {'a': 1}|tojson(indent=2) }}|"
+        "{{ ((1 + 2) + (3 + 4)) % (2 + 3) }}|{{ 'ab'|upper }}|"
+        "{{ messages|map(attribute='role')|join }}"
+    )
+    expected = 'ab3|1|1.5|1|07:x|  1|1 2|a\n  b|a, b|a, b|a-b|[1, 2]|a  |{\n  "a": 1\n}|0|AB|user'
+    assert template(source).render([TURN]) == expected
 
 
 def test_huggingface_conventions() -> None:
