@@ -145,7 +145,10 @@ class UiRoutes:
         after = query.get("after", "0")
         try:
             if not (after.isascii() and after.isdecimal() and len(after) <= _DIGITS):
-                raise InvalidArgument("`after` must be a whole number of seconds")
+                raise InvalidArgument(
+                    f"`after` must be a whole number of seconds, of at most {_DIGITS} digits, got "
+                    f"{shorten(after)}"
+                )
             found = self.sampler.history.read(
                 query.get("subject", ""), query.get("range", "10m"), int(after)
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -172,3 +174,26 @@ def test_the_tests_use_the_build_of_serve(tmp_path: Path) -> None:
         assert status == 0, output
     lines = machine.log.read_text().splitlines()
     assert lines[-3:] == ["locked 3.12", "pip 3.12", "extra 3.12"]
+
+
+def test_the_packages_of_an_extra_are_those_of_the_project(tmp_path: Path) -> None:
+    """With the project itself and a real Python: what is installed after the package is built."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    done = subprocess.run(
+        ["bash", "-euc", '. scripts/_venv.sh; _venv_extra "$1" test', "scripts/test", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = done.stdout.splitlines()
+    inner = [name for name in extras if set(extras[name]) <= set(found) and name != "test"]
+    own = [one for one in extras["test"] if not one.startswith("dynamo-appliance")]
+    assert sorted(inner) == ["etcd", "kubernetes", "nats", "otel", "planner"]
+    assert sorted(found) == sorted([*own, *(one for name in inner for one in extras[name])])
