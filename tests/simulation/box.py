@@ -26,12 +26,14 @@ from presence import Presence, Span, model_of
 from recording_client import Plan, RecordingClient
 from scenario import PROFILES, Profile, Scenario, Step
 from verbs import unexpected
+from waiting import Waiting
 
 __all__ = ["Box", "PoolEntry"]
 
 REQUEST_TIMEOUT_S = 150.0
 OPERATION_TIMEOUT_S = 300.0
-START_TIMEOUT_S = 120.0
+FULL_S = 1.0
+"""So long after it was full the disk may still be the reason of an error in a log."""
 NAMESPACE = "box"
 EXAMPLE_MODEL = Path(__file__).resolve().parents[2] / "examples/model"
 EXTRA = """run: dynamo.mocker
@@ -103,6 +105,10 @@ class Box:
         self._full_until_s = 0.0
         self._thaw: list[Process] = []
         machine.file_faults = self._file_fault
+        machine.is_disk_full = partial(self.was_full, FULL_S)
+        self.waiting = Waiting()
+        self.open: dict[str, RecordingClient] = {}
+        """The connections of requests that have not ended."""
         if any(step.what == "power loss" for step in scenario.steps):
             machine.disk = Disk(random.Random(scenario.seed), lambda: machine.now_s)
         network = Network.of(machine)
@@ -225,7 +231,9 @@ class Box:
             connection = idle.pop()
         if connection is None or not connection.usable:
             connection = RecordingClient(Target("127.0.0.1", port, False), self.clock)
+        self.open[plan.id] = connection
         record = await connection.perform(plan, REQUEST_TIMEOUT_S)
+        del self.open[plan.id]
         if connection.usable and self.machine.random.random() < _KEPT_ALIVE:
             idle.append(connection)
         else:
@@ -254,7 +262,7 @@ class Box:
                 result = "never ended"
             except Exception as error:  # noqa: BLE001 - no verb may show a traceback
                 result = f"failed: {error!r}"
-                if process.alive and not isinstance(error, OSError):  # the disk is full
+                if process.alive and not (isinstance(error, OSError) and self.was_full(1.0)):
                     self.machine.failures.append(f"operator {step.number} {name} {result}")
             self.operations.append((step, result))
             self._result[step.number] = result
@@ -285,6 +293,20 @@ class Box:
     def was_full(self, ago_s: float = 0.0) -> bool:
         """Whether the disk is full, or was so long ago."""
         return self.machine.now_s < self._full_until_s + ago_s
+
+    def undisturbed_s(self) -> float:
+        """How long no fault has happened, and no process but operators has begun or ended."""
+        moments = [
+            one.at_s + self.ready_s + one.details["seconds"]
+            for one in self.done
+            if one.kind == "fault"
+        ]
+        for process in self.machine.lived:
+            if process.program:
+                ended_s = 0.0 if process.alive else process.ended_s
+                moments.append(max(process.started_s, ended_s) - START_S)
+        moments += [until_s for _, until_s in self._acts]
+        return float(self.clock() - max(moments))
 
     def disturbed(self, step: Step, since_s: float) -> bool:
         """Whether a fault or another operation may have changed what ``step`` does."""

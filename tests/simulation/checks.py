@@ -17,20 +17,21 @@ if TYPE_CHECKING:
     from box import Box
 
     from dynamo.observability.metrics import Registry
+    from dynamo.router.caches.indexer import Indexer
     from dynamo.serve.state.document import Document, Entry
 
-__all__ = ["check_always", "check_drained", "check_end", "check_quiet"]
+__all__ = ["check_always", "check_end", "check_index", "check_interrupted", "check_quiet"]
 
 _SHARE_ERROR = 1e-6
 _LEASED_S = 10.0
 
 
 def check_always(box: Box) -> Iterator[str]:
-    """No GPU is used beyond one, by processes that are awake."""
+    """No GPU is used beyond one, by processes that are awake. Stopped ones keep their memory."""
     used: dict[str, float] = defaultdict(float)
     users: dict[str, list[str]] = defaultdict(list)
     for process in box.processes("mocker"):
-        if process.state == "R" and not asleep(process):
+        if not asleep(process):
             for gpu in process.env.get("CUDA_VISIBLE_DEVICES", "").split(","):
                 if gpu:
                     used[gpu] += 0.5 if "_Half" in process.name else 1.0
@@ -46,7 +47,8 @@ def check_quiet(box: Box) -> Iterator[str]:
     yield from check_drained(box, True)
     yield from _check_statefile(box)
     yield from _check_leases(box)
-    yield from _check_index(box)
+    yield from check_index(box)
+    yield from _check_tokens(box)
     for step, result in box.operations:
         if result == "never ended":
             yield f"operator {step.number} ({step.what}) did not end"
@@ -100,7 +102,52 @@ def check_drained(box: Box, repaired: bool) -> Iterator[str]:
                 yield f"statefile: {name} drains and has no process"
 
 
-def _check_statefile(box: Box) -> Iterator[str]:
+_OUTPUT = ("dynamo_frontend_output_tokens_total", "dynamo_frontend_output_sequence_tokens")
+
+
+def _check_tokens(box: Box) -> Iterator[str]:
+    """A frontend counted each token that its clients received once, and each answer's length.
+
+    Answers that were not complete are counted as far as they came: up to their whole length.
+    """
+    for process in box.processes("frontend"):
+        lives = [one for one in box.frontend_lives if one.pid == process.pid]
+        port = box.life_ports[id(lives[0])] if lives else 0
+        if sum(one == port for one in box.life_ports.values()) != 1:
+            continue  # another one has served some of the requests
+        least = most = 0
+        for request in (one for one in box.requests if box.ports[one.id] == port):
+            tokens = request.expected.completion_tokens * request.choices
+            most += tokens
+            whole = request.ending == "complete" and request.status == 200
+            failed = any(event.kind == "error" for event in request.events)
+            least += tokens * (whole and not failed)
+        for name in _OUTPUT:
+            counted = _total(process, name)
+            if not least <= counted <= most:
+                yield f"{process.name}: {name} is {counted:g}, clients got {least} to {most} tokens"
+
+
+def _total(process: Process, name: str) -> float:
+    registries = [part.metrics for part in process.parts if hasattr(part, "serving")]
+    total: float = sum(
+        sample.value
+        for registry in registries
+        if name in registry._families
+        for family in registry._families[name].metrics()
+        for sample in family.samples
+        if sample.name.endswith(("_total", "_sum"))
+    )
+    return total
+
+
+def check_interrupted(box: Box) -> Iterator[str]:
+    """What is true of the statefile before a repair: only what was interrupted waits for one."""
+    yield from check_drained(box, False)
+    yield from _check_statefile(box, repaired=False)
+
+
+def _check_statefile(box: Box, repaired: bool = True) -> Iterator[str]:
     from dynamo.errors import StatefileError
     from dynamo.serve.state.statefile import Statefile
 
@@ -115,7 +162,8 @@ def _check_statefile(box: Box) -> Iterator[str]:
     alive = {p.pid: p for kind in ("mocker", "frontend", "planner") for p in box.processes(kind)}
     recorded = set()
     for name, entry in document.components.items():
-        yield from _check_entry(name, entry, alive)
+        if repaired or entry.reserved_by is None:
+            yield from _check_entry(name, entry, alive)
         recorded |= {process.pid for process in entry.processes}
     for pid, process in alive.items():
         if pid not in recorded:
@@ -198,23 +246,38 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if not path.name.startswith("."))
 
 
-def _check_index(box: Box) -> Iterator[str]:
+def check_index(box: Box) -> Iterator[str]:
+    """The index of each router has exactly the blocks that its workers hold."""
     held: dict[int, set[int]] = {}
     for process in box.processes("mocker"):
         for part in process.parts:
-            if hasattr(part, "ranks") and hasattr(part, "endpoint"):
+            if hasattr(part, "ranks") and part.publishes_events:
                 worker = part.endpoint.runtime.instance_id
                 held[worker] = set().union(*(rank.pool.hashes() for rank in part.ranks))
     for process in box.processes("frontend"):
         for part in process.parts:
-            if hasattr(part, "recovering_slots"):  # an Indexer
-                for worker, _, _, blocks, _ in part._index.dump():
-                    extra = set(blocks) - held.get(worker, set())
-                    if extra and part._streams:
-                        yield (
-                            f"{process.name}: the index has {len(extra)} blocks of {worker:x} that "
-                            "it does not hold" + ("" if worker in held else ": it does not run")
-                        )
+            if hasattr(part, "recovering_slots") and part._streams:  # an Indexer
+                yield from _check_blocks(process, part, held)
+
+
+def _check_blocks(process: Process, indexer: Indexer, held: dict[int, set[int]]) -> Iterator[str]:
+    """A decode worker behind prefill workers publishes nothing, and is in no index."""
+    indexed: dict[int, set[int]] = {worker: set() for worker, _ in indexer._streams}
+    for worker, _, _, dumped, _ in indexer._index.dump():
+        indexed.setdefault(worker, set()).update(dumped)
+    for worker, blocks in indexed.items():
+        extra = blocks - held.get(worker, set())
+        if extra:
+            yield (
+                f"{process.name}: the index has {len(extra)} blocks of {worker:x} that "
+                "it does not hold" + ("" if worker in held else ": it does not run")
+            )
+        missing = held.get(worker, set()) - blocks
+        if missing:
+            yield (
+                f"{process.name}: the index lacks {len(missing)} of the "
+                f"{len(held[worker])} blocks of {worker:x}"
+            )
 
 
 def check_end(box: Box) -> Iterator[str]:

@@ -100,6 +100,9 @@ class Machine:
         """Called before each change of a file by a process."""
         self.on_state: Callable[[Process], None] = lambda process: None
         """Called when a process has been stopped, continued or has ended."""
+        self.on_gpu_use: Callable[[], None] = lambda: None
+        """Called when a program has begun or its engine has fallen asleep or woken."""
+        self.is_disk_full: Callable[[], bool] = lambda: False
         self.on_file: Callable[[Any, bool], None] = lambda path, exists: None
         """Called when a file has got its name, or lost it."""
         self.disk: Disk | None = None

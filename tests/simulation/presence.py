@@ -1,6 +1,7 @@
 """Which workers are live, moment by moment: what processes and files say, not what programs think.
 
-A worker is live while its process runs, its lease exists and its card and endpoint are registered.
+A worker is live while its process runs, its lease and its request socket exist, and its card and
+endpoint are registered.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SERVED_BY = {
 }
 """The model of each service."""
 _NEVER = float("inf")
-_KINDS = ("mdc", "instances", "leases")
+_KINDS = ("mdc", "instances", "leases", "socket")
 
 
 class Span(NamedTuple):
@@ -131,9 +132,11 @@ class Presence:
     def _file_changed(self, path: Any, exists: bool) -> None:
         name = Path(path)
         kind = name.parent.name
-        if kind not in _KINDS or (kind != "leases" and "generate" not in name.name):
+        if name.suffix == ".sock" and name.name.count(".") == 1:
+            kind = "socket"
+        if kind not in _KINDS or (kind in ("mdc", "instances") and "generate" not in name.name):
             return
-        lease = name.name.rpartition("%2F")[2]
+        lease = name.name.rpartition("%2F")[2].removesuffix(".sock")
         current = self._machine.current
         if exists and current is not None:
             self.owners.setdefault(lease, current)

@@ -267,4 +267,6 @@ class ProcessLoop(AnyLoop):  # type: ignore[misc]
             Path(path).unlink(missing_ok=True)
             sock.bind(str(path))  # the file; what connects is simulated
         where = sock.getsockname()
-        return Network.of(self.machine).serve(self, protocol_factory, where, True, sock)
+        server = Network.of(self.machine).serve(self, protocol_factory, where, True, sock)
+        self.machine.on_file(where, True)
+        return server

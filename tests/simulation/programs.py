@@ -79,7 +79,8 @@ class HistoryHandler(logging.Handler):
             for line in logging.Formatter().formatException(record.exc_info).splitlines():
                 machine.note("    " + line)
             error = record.exc_info[1]
-            refused = "No space left on device" in str(error)  # it exits, and is started again
+            no_space = "No space left on device" in str(error)  # it exits, and is started again
+            refused = no_space and machine.is_disk_full()
             ended = (asyncio.CancelledError, GeneratorExit, ProcessKilled)
             if not refused and not isinstance(error, ended):
                 machine.failures.append(f"traceback in a log: {text}: {error!r}")
@@ -229,6 +230,7 @@ def _connect_programs() -> None:
     from dynamo.router.caches import indexer
     from dynamo.runtime import distributed
 
+    _patch(worker.SimulatedSleep, __setattr__=_set_and_check)
     engine.TimerFd = Timer  # type: ignore[misc, assignment]
     for kind in (
         worker.MockerWorker,
@@ -237,6 +239,12 @@ def _connect_programs() -> None:
         distributed.DistributedRuntime,
     ):
         _keep(kind)
+
+
+def _set_and_check(engine: Any, name: str, value: Any) -> None:
+    object.__setattr__(engine, name, value)
+    if name == "_asleep":
+        fake_os.machine().on_gpu_use()
 
 
 class Timer:
@@ -310,6 +318,7 @@ def program(words: Sequence[str]) -> Callable[[Process], Coroutine[Any, Any, int
         from dynamo.errors import DynamoError
 
         process.program = name
+        process.machine.on_gpu_use()
         module = importlib.import_module(f"{name}.__main__")
         try:
             return int(module.main(arguments))

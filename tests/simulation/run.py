@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import fake_os
 from box import Box, PoolEntry
 from chaos_load import make_pool
-from checks import check_always, check_drained, check_end, check_quiet
+from checks import check_always, check_end, check_index, check_interrupted, check_quiet
 from history import Answer
 from judge import EITHER, Judge
 from machine import START_S, Livelock, Machine
@@ -26,6 +27,9 @@ SETTLE_S = 45.0
 """After the last request: leases expire, planners act, probes of lost workers end."""
 SETTLED_S = 12.0
 """In most runs it is enough that all is quiet so soon."""
+EVENTS_S = 0.5
+"""So long the last events of a worker may travel, while nothing disturbs them."""
+UNDISTURBED_S = 4.0
 STOP_LIMIT_S = 200.0
 _CHECK_EVERY_S = 0.25
 
@@ -98,7 +102,9 @@ def _run(box: Box, outcome: Outcome) -> None:
         return
     box.began()
     begin_s = machine.now_s
+    machine.on_gpu_use = partial(_watch, box)
     _watch(box)
+    _watch_waiting(box)
     for step in box.scenario.steps:
         at_s = begin_s + step.at_s
         machine.run(None, at_s)
@@ -145,12 +151,19 @@ def _do(box: Box, step: Step) -> None:
 
 
 def _watch(box: Box) -> None:
-    """Check what must hold always, every quarter of a second."""
+    """Check what must hold always, at each change of a process."""
     for failure in check_always(box):
         if failure not in box.machine.failures:
             box.machine.note(f"VIOLATION {failure}")
             box.machine.failures.append(failure)
-    box.machine.after(_CHECK_EVERY_S, _watch, box)
+
+
+def _watch_waiting(box: Box) -> None:
+    """Look for requests that nothing is in the way of, every quarter of a second."""
+    for failure in box.waiting.look(box):
+        box.machine.note(f"VIOLATION {failure}")
+        box.machine.failures.append(failure)
+    box.machine.after(_CHECK_EVERY_S, _watch_waiting, box)
 
 
 def _until_quiet(box: Box, failures: list[str]) -> None:
@@ -169,9 +182,12 @@ def _until_quiet(box: Box, failures: list[str]) -> None:
 def _settled(box: Box) -> list[str]:
     """Let the box come to rest; return what is not quiet then. A run of eight waits to the end."""
     found = []
+    box.machine.run(None, box.machine.now_s + EVENTS_S)
+    if box.undisturbed_s() > UNDISTURBED_S:  # else a later query to a worker repairs the index
+        found = list(check_index(box))
     if box.has_orphans():
         box.machine.run(None, box.machine.now_s + SETTLED_S / 4)
-        found = list(check_drained(box, False))  # this needs no repair
+        found += check_interrupted(box)
         box.operate(Step(len(box.scenario.steps), 0.0, "operator", "repair", 0))
         box.machine.run(lambda: not box.open_operations, box.machine.now_s + SETTLE_S)
     until_s = box.machine.now_s + SETTLE_S
