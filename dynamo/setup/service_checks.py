@@ -28,6 +28,7 @@ from dynamo.config.programs import (
     Program,
     settings_groups,
 )
+from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import TracingSettings
 from dynamo.config.worker import EndpointSettings, WorkerSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -83,10 +84,13 @@ def check_engines(graph: Graph) -> None:
 def _missing_extras(service: Service) -> Iterator[str]:
     """Find packages that settings of ``service`` need: it would fail at each of its starts."""
     program = PROGRAMS.get(service.program or "")
-    if program is None or all(_exists(extra.package) for extra in EXTRAS):
+    is_python = service.program is not None or {*service.command[:1]} & {*PYTHON}
+    if not is_python or all(_exists(extra.package) for extra in EXTRAS):
         return
-    groups = (*program.checked_groups(), TracingSettings)
-    found = check_options(groups, service.words, {**environ(), **service.envs})
+    # A worker of another program has its own flags, and the variables of the runtime.
+    own = (RuntimeSettings,) if program is None else program.checked_groups()
+    words = {} if program is None else service.words
+    found = check_options((*own, TracingSettings), words, {**environ(), **service.envs})
     for settings in found.settings or ():
         for extra in EXTRAS:
             option = extra.needed_by(settings)

@@ -162,6 +162,8 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         ("dynamo.mocker, model-path: m", {"DYN_DISCOVERY_BACKEND": "etcd"}, "etcd"),
         ("dynamo.vllm, model: m, enforce-eager: true, event-plane: nats", {}, "nats"),
         ("dynamo.attach, url: 'http://h'", {"DYN_EVENT_PLANE": "nats"}, "nats"),
+        ("my.worker, flag: 1", {"DYN_DISCOVERY_BACKEND": "etcd"}, "etcd"),
+        ("[python, worker.py, --x]", {"DYN_DISCOVERY_BACKEND": "etcd"}, "etcd"),
         ("dynamo.frontend", {"OTEL_EXPORT_ENABLED": "1"}, "otel"),
         ("dynamo.frontend, router-prefill-load-model: aic", {}, "aic"),
         ("dynamo.planner, load-predictor: prophet", {}, "planner"),
@@ -184,6 +186,8 @@ def test_an_extra_that_is_not_installed_is_named(
         check_engines(graph)
     own = parse_graph(f"W: {{run: {service}, ServiceArgs: {{envs: {{PYTHONPATH: x}}}}}}\n", "g")
     check_engines(own)  # which may have the package
+    monkeypatch.setattr(service_checks, "_exists", lambda module: False)
+    check_engines(parse_graph("W: {run: [sleep, '9']}\n", "g.yaml"))  # needs none
 
 
 def test_the_extras_are_those_of_the_project() -> None:
