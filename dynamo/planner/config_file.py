@@ -50,6 +50,8 @@ RENAMED_KEYS = {
     "advisory": "no-operation",
 }
 """Key of Dynamo's file → option. Of two keys for one option, the later in this table wins."""
+_DEFAULT_PROFILE = "profiling_results"
+"""Dynamo's profile_results_dir; without such a directory it has no profile."""
 _RATES = ("decode_scale_up_kv_rate", "decode_scale_down_kv_rate")
 """Keys of Dynamo's file in percent; here they are shares of 1."""
 
@@ -158,7 +160,7 @@ def _read(value: str) -> tuple[str, Mapping[str, Any]]:
 
     where, text = f"{_FLAG} {value}", value
     try:
-        if (value.lstrip().startswith("{") or ": " in value) and not _is_file(value):
+        if (value.lstrip().startswith("{") or ": " in value) and not _exists(value):
             where = f"{_FLAG} (inline)"
         else:
             text = Path(value).read_text(encoding="utf-8")
@@ -170,9 +172,9 @@ def _read(value: str) -> tuple[str, Mapping[str, Any]]:
     return where, {str(key): None if found[key] in _NONE else found[key] for key in found}
 
 
-def _is_file(value: str) -> bool:
+def _exists(value: str) -> bool:
     try:
-        return Path(value).is_file()
+        return Path(value).exists()
     except (OSError, ValueError):  # too long for a name: options
         return False
 
@@ -238,6 +240,8 @@ def _did_you_mean(unknown: Sequence[str], flags: Collection[str]) -> str:
 def _value(key: str, value: Any, where: str) -> Any:
     """Return the ``value`` of Dynamo's ``key`` as our option has it. Raises ConfigError."""
     if key == "min_gpu_budget" and value == _OFF:
+        return None
+    if key == "profile_results_dir" and value == _DEFAULT_PROFILE and not _exists(value):
         return None
     if key not in _RATES or value is None:
         return value

@@ -136,7 +136,7 @@ class WorkerActions:
         adds = [_Add() for _ in range(delta)]
         flight.adds += adds
         flight.removing += max(0, -delta)
-        flight.given_up = flight.given_up and not adds
+        flight.given_up = False
         work = [partial(self._add, service, add) for add in adds]
         work += [partial(self._remove, service)] * -delta
         return self._run_all(work)

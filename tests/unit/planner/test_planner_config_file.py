@@ -145,6 +145,17 @@ def test_values_of_dynamo_in_our_units() -> None:
         assert parse(json.dumps(given))[0].mode == "load"
 
 
+def test_the_default_profile_of_dynamo_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = '{"profile_results_dir": "profiling_results"}'
+    assert parse(given)[0].profile_results_dir is None
+    assert parse('{"profile_results_dir": "other"}')[0].profile_results_dir == "other"
+    (tmp_path / "profiling_results").mkdir()
+    assert parse(given)[0].profile_results_dir == "profiling_results"
+
+
 def test_minima_of_one_pool() -> None:
     keys = {"prefill_min_endpoint": 2, "decode_min_endpoint": 3, "min_endpoint": 1}
     settings, _ = parse(json.dumps(keys))
