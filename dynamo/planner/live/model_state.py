@@ -153,6 +153,7 @@ class ModelState:
         self.due_s = math.inf
         self._ready = frozenset[str]()
         self._deciding = asyncio.Lock()
+        self._rehearsing = asyncio.Lock()
         self._applied: list[_Applied] = []
 
     @property
@@ -215,10 +216,11 @@ class ModelState:
 
     async def rehearse(self, seen: Observation) -> ScalingDecision:
         """Return what the policy would decide, without effect on it."""
-        async with self._deciding:
-            policy, fallback = copy.deepcopy((self.policy, self._fallback))
-            applied = list(self._applied)
-        return await in_daemon_thread(self._ask, policy, fallback, applied, seen)
+        async with self._rehearsing:  # one thread, should the policy never answer
+            async with self._deciding:
+                policy, fallback = copy.deepcopy((self.policy, self._fallback))
+                applied = list(self._applied)
+            return await in_daemon_thread(self._ask, policy, fallback, applied, seen)
 
     def applied(self, made: ScalingDecision, failed: Collection[str]) -> None:
         """Count ``made`` as carried out, except in the pools ``failed``.

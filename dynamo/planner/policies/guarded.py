@@ -36,6 +36,7 @@ class GuardedScalingPolicy(TargetedPolicy):
         self._settings = settings
         self._failures = Counter[str]()
         self._reason = ""
+        self._rehearses = False
 
     @classmethod
     def make(
@@ -84,7 +85,7 @@ class GuardedScalingPolicy(TargetedPolicy):
 
     def __deepcopy__(self, memo: dict[int, object]) -> GuardedScalingPolicy:
         made = copy.copy(self)
-        made._failures = Counter(self._failures)
+        made._failures, made._rehearses = Counter(self._failures), True
         try:
             made._policy = copy.deepcopy(self._policy, memo)
         except BaseException as error:  # noqa: BLE001 - code of users
@@ -96,7 +97,8 @@ class GuardedScalingPolicy(TargetedPolicy):
         log.error("policy %s failed; nothing is changed", self.name, exc_info=error)
         if self._failures[call] >= _FAILURES and not self._reason:
             self._reason = f"{self.name} failed {_FAILURES} times in a row, at last: {_text(error)}"
-            log.error("%s; load decides instead until the planner is restarted", self._reason)
+            if not self._rehearses:  # a copy's end is not that of the policy
+                log.error("%s; load decides instead until the planner is restarted", self._reason)
             substitute = self._policy = LoadPolicy(self._settings)
             self.name, self.interval_s = substitute.name, substitute.interval_s
             self.blocking = substitute.blocking

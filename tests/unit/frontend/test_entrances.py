@@ -162,6 +162,8 @@ async def test_the_id_comes_back_with_errors(site: Entrances, path: str, model: 
     assert site.answer["error"]["message"]
     refused = site.metrics.recent.records[-1]
     assert (refused.info.request_id, refused.info.echoed_id) == ("mine", "mine")
+    labels = {"model": model, "status": "error", "error_type": "overload"}
+    assert site.sample("dynamo_frontend_requests_total", **labels) == 1
     site.settled()
 
 
