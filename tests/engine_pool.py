@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
@@ -123,15 +123,16 @@ class EnginePool:
 
     def __init__(self, source: Random, model: str, shape: Shape, rank: int = 0) -> None:
         self.source = source
-        self.groups = MODELS[model]
         self.shape = shape
         self.rank = rank
-        self.deciding = [n for n, each in enumerate(self.groups) if each.kind in FULL] or [0]
         self.states = Counter[str]()
-        self.restart()
+        self.recent: deque[Prompt] = deque(maxlen=8)
+        self.restart(model)
 
-    def restart(self) -> None:
+    def restart(self, model: str) -> None:
         """Begin with an empty cache."""
+        self.groups = MODELS[model]
+        self.deciding = [n for n, each in enumerate(self.groups) if each.kind in FULL] or [0]
         self.free: OrderedDict[Block, None] = OrderedDict((Block(), None) for _ in range(BLOCKS))
         self.copies = Counter[Cached]()
         self.host: OrderedDict[Cached, None] = OrderedDict()
@@ -196,6 +197,7 @@ class EnginePool:
 
     def prefill(self) -> None:
         prompt = self.prompt()
+        self.recent.append(prompt)
         hashes = chain(prompt)
         found = min(self.prefix(prompt), (len(prompt.tokens) - 1) // SIZE)
         step = max(self.groups[group].size // SIZE for group in self.deciding)

@@ -188,6 +188,12 @@ class EngineBlocks:
         self._copies.cleared()
         self._beginnings.clear()
 
+    def restarted(self) -> None:
+        """Forget all blocks, and which groups decide: another engine may have other groups."""
+        self.cleared()
+        self._groups = AttentionGroup()
+        self._parts.clear()
+
     def changes(self, event: EngineEvent) -> list[Change]:
         """Return the changes on the event's tier. ValueError or TypeError: invalid token ids."""
         if isinstance(event, EngineStored):

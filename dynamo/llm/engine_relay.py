@@ -95,7 +95,8 @@ class EngineEventRelay:
             message = _receive(socket)
             event = _receive(monitor)
             while True:
-                await asyncio.wait((message, event), return_when=asyncio.FIRST_COMPLETED)
+                if not message.done() and not event.done():
+                    await asyncio.wait((message, event), return_when=asyncio.FIRST_COMPLETED)
                 # ZMQ reports a lost connection before the first message of the next one.
                 while event.done() or int(monitor.get(zmq.EVENTS)) & zmq.POLLIN:
                     await self._on_connection(parse_monitor_message(await event)["event"])

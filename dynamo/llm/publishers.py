@@ -269,7 +269,7 @@ class KvEventPublisher:
         """Clear all ranks of this engine: what they hold is unknown."""
         for rank in {self.dp_rank, *self._engine_blocks}:
             if rank in self._engine_blocks:
-                self._engine_blocks[rank].cleared()
+                self._engine_blocks[rank].restarted()
             self._record(rank, [BlocksCleared()], STORAGE_TIERS[0])
 
     def _on_malformed(self, error: Exception) -> None:

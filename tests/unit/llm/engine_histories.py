@@ -67,14 +67,15 @@ MODEL_STATES = {
 class Router:
     """An index in Python, or with a thread whose iterations the test runs."""
 
-    def __init__(self, compiled: bool) -> None:
+    def __init__(self, compiled: bool, rank: int) -> None:
+        self.rank = rank
         self.tree = RadixTree()
         self.asked: list[Recovery] = []
         self.complete = True
         self.counts = Counts()
         self.ingest = Ingest(self.tree, 1, "kv-events") if compiled else None
         self.indexer = Indexer(self.tree, self.asked.append, self.counts, self.ingest)
-        self.indexer.add(WORKER, 0, self.tree.slot(WORKER, 0))
+        self.indexer.add(WORKER, rank, self.tree.slot(WORKER, rank))
 
     def deliver(self, events: list[KvEvent]) -> None:
         batch = KvEventBatch(WORKER, events)
@@ -93,7 +94,7 @@ class Router:
             self.indexer.verify()
             while self.asked:
                 query = self.asked.pop()
-                answer = log.answer(KvQuery(0, query.start, query.end))
+                answer = log.answer(KvQuery(self.rank, query.start, query.end))
                 if answer.kind == "tree_dump":  # without the blocks behind a hole
                     self.complete = log.blocks() == len(contents(log._tree))
                 self.indexer.recovered(query, answer)
@@ -116,10 +117,21 @@ class Replaying(EngineEventRelay):
 
 
 class History:
-    """One engine, one worker and two routers; ``pool.states`` has what happened."""
+    """One rank of an engine, its worker and two routers; ``pool.states`` has what happened.
 
-    def __init__(self, seed: int, replays: str, runtime: DistributedRuntime) -> None:
-        source = self.source = Random(f"{seed} {replays}")
+    ``changing``: the engine has other groups of layers after each restart.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        replays: str,
+        runtime: DistributedRuntime,
+        rank: int = 0,
+        changing: bool = False,
+    ) -> None:
+        source = self.source = Random(f"{seed} {replays} {rank} {changing}")
+        self.rank, self.changing = rank, changing
         shape = Shape(
             source.random() < 0.5,
             source.random() < 0.5,
@@ -128,9 +140,11 @@ class History:
             source.random() < 0.5,
         )
         self.model = [*MODELS][seed % len(MODELS)]
-        self.pool = EnginePool(source, self.model, shape)
+        self.pool = EnginePool(source, self.model, shape, rank)
         self.replays = replays
-        self.publisher = KvEventPublisher(runtime.endpoint("ns.comp.generate"), kv_block_size=SIZE)
+        self.publisher = KvEventPublisher(
+            runtime.endpoint("ns.comp.generate"), kv_block_size=SIZE, dp_rank=rank
+        )
         self.malformed: list[Exception] = []
         self.relay = Replaying(
             "ipc://engine",
@@ -144,8 +158,8 @@ class History:
         self.publisher._engine = self.relay
         self.sent: list[list[bytes]] = []
         self.relay.sent, self.relay.answers = self.sent, replays
-        self.log = self.publisher._sender.event_log(0)
-        self.routers = [Router(False), Router(True)]
+        self.log = self.publisher._sender.event_log(rank)
+        self.routers = [Router(False, rank), Router(True, rank)]
         for router in self.routers:
             router.settle(self.log)
         self.applied = 0
@@ -196,7 +210,9 @@ class History:
     def _restart(self) -> None:
         """Begin the numbers again; sometimes the first message that arrives continues them."""
         self.pool.states["restarted"] += 1
-        self.pool.restart()
+        if self.changing:
+            self.model = self.source.choice([*MODELS])
+        self.pool.restart(self.model)
         self.wire.clear()
         self.late.clear()
         self.sent.clear()
@@ -215,7 +231,7 @@ class History:
         while self.pool.running:
             self.pool.finish()
         if self.pool.events:
-            self._send(self.pool.shape.payload(self.pool.events, 0))
+            self._send(self.pool.shape.payload(self.pool.events, self.rank))
             self.pool.events = []
         self.pool.states["sleep"] += 1
         self.pool.states["in flight"] += bool(self.wire)
@@ -231,7 +247,7 @@ class History:
             await self._arrive()
         while not self.pool.events:
             self.pool.prefill()
-        self._send(self.pool.shape.payload(self.pool.events, 0))
+        self._send(self.pool.shape.payload(self.pool.events, self.rank))
         self.pool.events = []
         self.wire.append(self.sent[-1])
         while self.wire:
@@ -243,16 +259,15 @@ class History:
         held, index = self.pool.held(), contents(self.log._tree)
         sizes = {self.pool.groups[number].size for number in self.pool.deciding}
         # Lost or late messages at the end have no successor that shows it.
-        known = self.relay._expected == len(self.sent)
+        known = bool(self.sent) and self.relay._last == self.sent[-1][2]
         if known and sizes == {SIZE}:
             assert index <= held, index - held
             if self.replays == "all":  # also those without their parents, which no dump has
                 counts = Counter(tier for tier, _ in held)
                 tree = self.log._tree
                 for number, tier in enumerate(STORAGE_TIERS):
-                    assert tree.held(tree.slot(0, 0, number)) == counts[tier], tier
-        for _ in range(4 if known else 0):
-            prompt = self.pool.prompt()
+                    assert tree.held(tree.slot(0, self.rank, number)) == counts[tier], tier
+        for prompt in [self.pool.prompt(), *self.pool.recent] if known else []:
             if prompt.adapter is not None and not self.pool.shape.adapter_names:
                 continue
             found, expected = prefix(self.log._tree, prompt), self.pool.prefix(prompt)
@@ -299,20 +314,26 @@ def prefix(tree: RadixTree, prompt: Prompt) -> int:
     return max(tree.match(hashes).values(), default=0)
 
 
-async def run(seed: int, replays: str, path: Path) -> Counter[str]:
-    """Run one history. Return its states."""
+async def run(
+    seed: int, replays: str, path: Path, ranks: int = 1, changing: bool = False
+) -> list[Counter[str]]:
+    """Run the histories of ``ranks`` side by side. Return their states."""
     settings = RuntimeSettings(namespace="ns", state_dir=str(path / "state"))
     runtime = DistributedRuntime(settings=settings, system=SystemSettings(grace_period_s=0))
     try:
-        history = History(seed, replays, runtime)
-        await history.run()
-        assert not history.malformed, history.malformed[0]
-        return history.pool.states
+        histories = [History(seed, replays, runtime, rank, changing) for rank in range(ranks)]
+        async with asyncio.TaskGroup() as group:
+            for history in histories:
+                group.create_task(history.run())
+        for history in histories:
+            history.check()
+            assert not history.malformed, history.malformed[0]
+        return [history.pool.states for history in histories]
     finally:
         await runtime.close()
 
 
-def histories(seeds: Iterable[int]) -> None:
+def run_all(seeds: Iterable[int]) -> None:
     """Run the histories of ``seeds`` with each kind of replay, and print the rate."""
     logging.disable(logging.WARNING)
     begin = time.monotonic()
@@ -322,7 +343,8 @@ def histories(seeds: Iterable[int]) -> None:
         for replays in REPLAYS:
             with tempfile.TemporaryDirectory() as path:
                 try:
-                    states += asyncio.run(run(seed, replays, Path(path)))
+                    (seen,) = asyncio.run(run(seed, replays, Path(path)))
+                    states += seen
                 except BaseException:
                     print(f"seed {seed}, replay {replays}")
                     raise
@@ -338,4 +360,4 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--seed", type=int)
     options = parser.parse_args()
-    histories(range(options.seeds) if options.seed is None else [options.seed])
+    run_all(range(options.seeds) if options.seed is None else [options.seed])

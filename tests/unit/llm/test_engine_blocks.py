@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sized
 
 import pytest
 
@@ -98,8 +99,9 @@ def test_what_an_engine_fills_is_bounded(
             removed = EngineRemoved([10**9 + number], group=0)  # never stored
             blocks.changes(removed)
         copies = blocks._copies
-        tables = (*copies._held.values(), *copies._seeds.values(), *copies._absent.values())
-        entries.append([len(table) for table in (*tables, blocks._beginnings, blocks._parts)])
+        tables: list[Sized] = [blocks._beginnings, blocks._parts]
+        tables += [*copies._held.values(), *copies._seeds.values(), *copies._absent.values()]
+        entries.append([len(table) for table in tables])
     assert entries[0] == entries[1] and max(entries[0]) <= 100
     assert published <= 100
     assert caplog.text.count("more than 100 blocks") == (size >= B)
