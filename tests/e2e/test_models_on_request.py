@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
 import pytest
-from deployment import free_port
+from deployment import MODEL, free_port
 from lazy_module import LazyModule
 from serving import ROOT, Serving
 
@@ -174,6 +174,42 @@ def test_a_configuration_of_llama_swap_is_served(tmp_path: Path) -> None:
         assert "w0" in "".join(delta.content or "" for delta in deltas)
         assert any(getattr(delta, "reasoning_content", None) for delta in deltas)
         serving.until(lambda: not serving.pids("One"))  # of one group
+        assert serving.stop() == 0
+        serving.assert_clean()
+    finally:
+        serving.close()
+
+
+ABANDONED = """
+Common: {{model-path: {model}, startup-time: SECONDS}}
+Frontend: {{run: dynamo.frontend, http-port: {port}}}
+Planner: {{run: dynamo.planner}}
+A: {{run: dynamo.mocker, model-name: a, common-configs: [model-path, startup-time],
+  ServiceArgs: {{workers: 0, idle_timeout: 15m, group: g}}}}
+B: {{run: dynamo.mocker, model-name: b, common-configs: [model-path],
+  ServiceArgs: {{workers: 0, idle_timeout: 15m, group: g}}}}
+"""
+
+
+def test_a_load_that_its_client_has_left_gives_way(tmp_path: Path) -> None:
+    """A load of ten minutes would keep the other model of its group waiting for as long."""
+    serving, port = Serving(tmp_path), free_port()
+
+    def loads() -> bool:
+        lines = [" ".join(one.cmdline()) for one in serving.survivors()]
+        return any("--model-name a" in line for line in lines)
+
+    text = ABANDONED.format(model=MODEL, port=port).replace("SECONDS", "600")
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    try:
+        serving.start(text, wait="on demand")
+        with pytest.raises(httpx.ReadTimeout):
+            body = {"model": "a", "prompt": "hello", "max_tokens": 2}
+            httpx.post(url, json=body, timeout=httpx.Timeout(60, read=3))
+        serving.until(loads)
+        assert httpx.post(url, json={**body, "model": "b"}, timeout=120).status_code == 200
+        assert not loads()
+        serving.wait_for("giving up its start: requests of b wait")
         assert serving.stop() == 0
         serving.assert_clean()
     finally:
