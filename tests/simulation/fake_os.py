@@ -11,6 +11,7 @@ import asyncio
 import builtins
 import concurrent.futures
 import errno
+import fcntl
 import io
 import os
 import random
@@ -28,6 +29,8 @@ from process_end import ProcessKilled
 
 __all__ = ["Launched", "install", "machine", "run_main", "use"]
 
+STATE = "dynamo-simulate"
+"""Is in the path of each file of a deployment."""
 _machine: Machine | None = None
 
 
@@ -93,6 +96,8 @@ def _install_time() -> None:
     def sleep(seconds: float) -> None:
         if _machine is None:
             real_sleep(seconds)
+        elif _machine.overlap is not None and _machine.current is not None:
+            _machine.overlap.rest(seconds)
         else:
             _machine.now_s += seconds
 
@@ -234,6 +239,7 @@ def _install_files() -> None:
     for name in ("rmdir", "truncate", "ftruncate", "pwrite", "chmod"):
         _replace(os, name, _guarded)
     _replace(os, "fsync", _syncing)
+    _replace(fcntl, "flock", _resting)
     _replace(os, "unlink", _unlinking)
     os.remove = os.unlink
     _replace(os, "mkdir", lambda real: _guarded(real, grows=True))
@@ -320,6 +326,8 @@ def _install_open() -> None:
         if _machine is not None and isinstance(file, int):
             _machine.files.pop(file, None)  # the object closes it from now on
         writes = not isinstance(file, int) and not set(mode).isdisjoint("wax+")
+        if _machine is not None and not writes and STATE in str(file):
+            _rests()
         if _machine is None or not writes:
             return real(file, mode, *args, **kwargs)
         file_step(file, True)
@@ -404,8 +412,23 @@ def file_step(path: Any, grows: bool = False) -> None:
     if _machine.current is None:
         return
     _dies()
+    _rests()
     if _machine.file_faults is not None:
         _machine.file_faults(_machine.current, path, grows)
+
+
+def _rests() -> None:
+    """Others may run before a process goes on."""
+    if _machine is not None and _machine.overlap is not None and _machine.current is not None:
+        _machine.overlap.at_file()
+
+
+def _resting(real: Any) -> Any:
+    def call(*args: Any) -> Any:
+        _rests()
+        return real(*args)
+
+    return call
 
 
 # -- threads

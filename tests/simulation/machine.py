@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from disk import Disk
+from overlap import Overlap
 from process_end import ProcessKilled
 
 __all__ = ["FIRST_PID", "START_S", "Livelock", "Machine", "Process"]
@@ -59,6 +60,8 @@ class Process:
         self.ended_s = 0.0
         self.start_ticks = int(machine.now_s * 100)
         self.state = "R"
+        self.resting = 0
+        """How many of its callbacks rest in the middle: 0 or 1."""
         self.status = 0
         self.handlers: dict[int, Callable[[], None]] = {}
         self.held: list[Any] = []
@@ -108,6 +111,12 @@ class Machine:
         self.disk: Disk | None = None
         """Set if this run has a loss of power."""
         self.steps = 0
+        self.overlap: Overlap | None = None
+        """Set if callbacks of several processes may overlap in this run."""
+        self.in_job = False
+        """Whether the current callback is a job of an executor."""
+        self._until: Callable[[], bool] | None = None
+        self._limit_s = 0.0
         self.graveyard: list[Any] = []
         self.epoll = select.epoll()
         self.files_changed = True
@@ -151,8 +160,13 @@ class Machine:
 
     def run(self, until: Callable[[], bool] | None, limit_s: float) -> bool:
         """Run until the condition holds (True), or until virtual time reaches ``limit_s``."""
+        self._until, self._limit_s = until, limit_s
+        return self._drive() if self.overlap is None else self.overlap.run(self._drive)
+
+    def _drive(self) -> bool:
+        """See :meth:`run`. Its end may change while a callback in it rests."""
         choose, runnable, events = self.random.random, self._runnable, self._events
-        while until is None or not until():
+        while self._until is None or not self._until():
             waiting = len(runnable)
             at = int(choose() * waiting * _TURNS)
             if at < waiting:
@@ -166,7 +180,7 @@ class Machine:
             self._due()
             if runnable:
                 continue
-            if not events or events[0][0] > limit_s:
+            if not events or events[0][0] > self._limit_s:
                 return False
             self.now_s = max(self.now_s, events[0][0])
             self._due()
@@ -181,10 +195,12 @@ class Machine:
     def _run_some(self, loop: Any, count: int) -> None:
         process = loop.process
         loop.is_queued = False
+        if process.resting:  # what has come is done when its callback has ended
+            return
         ready = loop.ready_callbacks
         self.enter(process)
         try:
-            while count and ready and process.state == "R":
+            while count and ready and process.state == "R" and not process.resting:
                 count -= 1
                 handle = ready.popleft()
                 self.now_s += CALLBACK_S
@@ -199,7 +215,7 @@ class Machine:
                     loop.callback_failed(error, handle)
         finally:
             self.current = None
-        if ready and process.state == "R" and not loop.is_queued:
+        if ready and process.state == "R" and not loop.is_queued and not process.resting:
             loop.is_queued = True
             self._runnable.append(loop)
         if self.now_s - self._moment_s > 1.0:

@@ -158,6 +158,7 @@ class ProcessLoop(AnyLoop):  # type: ignore[misc]
         def run() -> None:
             if future.cancelled():
                 return
+            self.machine.in_job = True
             try:
                 result = func(*args)
             except Exception as error:  # noqa: BLE001 - raised where it is awaited
@@ -166,6 +167,8 @@ class ProcessLoop(AnyLoop):  # type: ignore[misc]
             else:
                 if not future.cancelled():
                     future.set_result(result)
+            finally:
+                self.machine.in_job = False
 
         self.call_later(self.machine.random.random() * _THREAD_S, run)
         return future

@@ -15,6 +15,7 @@ from checks import check_always, check_end, check_index, check_interrupted, chec
 from history import Answer
 from judge import EITHER, Judge
 from machine import START_S, Livelock, Machine
+from overlap import Overlap
 from scenario import Scenario, Step
 
 from dynamo.frontend.requests import headers
@@ -57,6 +58,8 @@ class Outcome:
 def run_scenario(scenario: Scenario, pool: list[PoolEntry]) -> Outcome:
     """Run ``scenario`` on a machine of its own."""
     machine = Machine(scenario.seed)
+    if scenario.overlap:
+        machine.overlap = Overlap(machine, scenario.seed, scenario.overlap)
     directory = _directory(scenario.seed)
     fake_os.use(machine)
     headers._RANDOM.seed(scenario.seed)  # made before there was a machine

@@ -226,6 +226,7 @@ _OFFSETS_S = (0.0, 0.02, 0.05, 0.1, 0.1, 0.2, 0.4, 1.0, 1.0, 3.0, 3.0)
 """Most verbs take some tenths of a second, their processes 2 to 50 ms to start."""
 _CUT_SHARE = 0.1
 """Of the runs whose seed decides what happens."""
+_OVERLAPS = (0.0, 0.0, 0.05, 0.3)
 _CLOCK_SHARE = 0.2
 """Of all runs."""
 _CLOCK_STEPS_S = (0.5, 5.0, 60.0, 3600.0, 86400.0 * 400)
@@ -254,6 +255,7 @@ class Scenario:
 
     ``is_cut``: it ends with a stop while requests and operations go on. ``is_calm``: one of several
     workers dies or restarts, and nothing else happens: every request has to be complete.
+    ``overlap`` is the share of file operations in the middle of which other processes run.
     """
 
     seed: int
@@ -263,6 +265,7 @@ class Scenario:
     seconds: float
     is_cut: bool = False
     is_calm: bool = False
+    overlap: float = 0.0
 
 
 class Rates(NamedTuple):
@@ -308,7 +311,8 @@ def make_scenario(
             steps += [happening.operation(at_s, "load", model=one) for one in chosen.models]
             if chosen.planner:
                 steps.append(happening.operation(at_s, "resume planner"))
-    scenario = Scenario(seed, name, graph, _numbered(steps), length_s)
+    overlap = random.Random(f"overlap {seed}").choice(_OVERLAPS)
+    scenario = Scenario(seed, name, graph, _numbered(steps), length_s, overlap=overlap)
     return _with_clock(scenario if rates.requests else _cut(_aimed(_calm(scenario))))
 
 
