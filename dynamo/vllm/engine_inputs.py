@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import io
 import itertools
 import logging
 import time
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import vllm.exceptions
+from PIL import Image
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.media import ImageMediaIO
@@ -43,6 +45,8 @@ CLIENT_ERRORS: tuple[type[Exception], ...] = (
 """What vLLM raises for a request that it refuses."""
 _KEY = "image_url"
 _threads = ThreadPoolExecutor(4, "inputs")
+MAX_PIXELS = 1 << 28
+"""Of the images of a request together: sixteen of 16 megapixels."""
 _IMAGES_AT_ONCE = 4
 """Requests whose images are decoded in memory at a time."""
 
@@ -103,13 +107,15 @@ async def load_images(request: PreprocessedRequest, loader: ImageMediaIO) -> Tok
     urls, fields, hashes = given.get(_KEY), extra.get("mm_fields"), extra.get("mm_hashes")
     if set(given) != {_KEY} or not isinstance(urls, list):
         raise InvalidArgument(f"multi_modal_data: expected `{_KEY}`, got {sorted(given)}")
-    images = []
+    images, left = [], MAX_PIXELS
     for number, entry in enumerate(urls):
         field = f"multi_modal_data.{_KEY}[{number}]"
         if isinstance(fields, list) and len(fields) == len(urls):
             field = str(fields[number])
         url = entry.get("Url") if isinstance(entry, dict) else None
-        images.append(await in_input_thread(_load, loader, field, url))
+        image, pixels = await in_input_thread(_load, loader, field, url, left)
+        left -= pixels
+        images.append(image)
     prompt = TokensPrompt(
         prompt_token_ids=request.token_ids.tolist(), multi_modal_data={"image": images}
     )
@@ -143,7 +149,11 @@ def check_context(prompt_tokens: int, context: int) -> None:
         )
 
 
-def _load(loader: ImageMediaIO, field: str, url: Any) -> Any:
+def _load(loader: ImageMediaIO, field: str, url: Any, left: int) -> tuple[Any, int]:
+    """Return the decoded image and its pixels, of which the request has ``left``.
+
+    An image of some kilobytes may have millions of pixels, three bytes each once decoded.
+    """
     if not isinstance(url, str) or not url.startswith("data:") or ";base64," not in url:
         raise InvalidArgument(f"Validation: {field}: expected a data: URL in base64")
     try:
@@ -151,9 +161,16 @@ def _load(loader: ImageMediaIO, field: str, url: Any) -> Any:
     except (binascii.Error, ValueError) as error:
         raise InvalidArgument(f"Validation: {field}: the URL is not base64: {error}") from None
     try:
-        return loader.load_bytes(data)
+        with Image.open(io.BytesIO(data)) as opened:  # reads the head alone
+            pixels = opened.width * opened.height
+        if pixels <= left:
+            return loader.load_bytes(data), pixels
     except Exception as error:  # noqa: BLE001 - an image library raises anything for bad bytes
         raise InvalidArgument(f"Validation: {field}: not an image: {error}") from None
+    raise InvalidArgument(
+        f"Validation: {field}: the images of a request have at most {MAX_PIXELS} pixels, got "
+        f"{MAX_PIXELS - left + pixels}; send smaller or fewer images"
+    )
 
 
 PROMPT_LOGPROBS_WITH_ADAPTERS = (

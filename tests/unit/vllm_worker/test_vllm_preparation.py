@@ -6,8 +6,11 @@ vLLM is not needed here: its modules are stubs where it is missing.
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib.util
+import struct
 import sys
+import zlib
 from collections.abc import Iterator
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -125,6 +128,38 @@ async def test_a_request_that_async_llm_cannot_compute_ends(error: BaseException
     await engine._generate(request(), "1", MagicMock(), sink, None)
     assert str(error) in sink.rejected.result().message
     assert not engine._running
+
+
+def png(width: int, height: int) -> bytes:
+    """The head of an image of this size, without its pixels."""
+    parts = {b"IHDR": struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"IDAT": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(part)) + name + part + struct.pack(">I", zlib.crc32(name + part))
+        for name, part in parts.items()
+    )
+
+
+async def test_images_are_counted_before_they_are_decoded() -> None:
+    from dynamo.vllm.engine_inputs import MAX_PIXELS, load_images
+
+    loader = MagicMock()
+
+    async def load(*sizes: tuple[int, int]) -> None:
+        urls = [f"data:image/png;base64,{base64.b64encode(png(*size)).decode()}" for size in sizes]
+        data = {"image_url": [{"Url": url} for url in urls]}
+        await load_images(request(multi_modal_data=data), loader)
+
+    await load(*[(4000, 4000)] * 16)
+    assert loader.load_bytes.call_count == 16
+    loader.load_bytes.reset_mock()
+    text = (
+        rf"image_url\[3\]: the images of a request have at most {MAX_PIXELS} pixels, got 320000000"
+    )
+    with pytest.raises(InvalidArgument, match=text):
+        await load(*[(10_000, 8_000)] * 4)
+    assert loader.load_bytes.call_count == 3
+    with pytest.raises(InvalidArgument, match=r"image_url\[0\]: not an image"):
+        await load((100_000, 100_000))
 
 
 def test_large_parameters_are_not_kept() -> None:
