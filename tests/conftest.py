@@ -161,6 +161,15 @@ def browser() -> Iterator[Any]:
         yield opened
 
 
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[Etcd]:
+    """An etcd of the test's own."""
+    server = Etcd(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
 @pytest.fixture(scope="session")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     """One etcd for the tests that neither stop nor compact it."""

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,13 +25,6 @@ Escaping: {run: SLEEPER, children: 1, escape: true}
 """
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LATEST_S = 1.2
-
-
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    made = Serving(tmp_path)
-    yield made
-    made.close()
 
 
 def arbiter_of(serving: Serving) -> int | None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -189,13 +189,6 @@ class Box:
             self.serving.until(lambda: not self.problems())
         except AssertionError as error:
             raise AssertionError(self.problems()) from error
-
-
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    made = Serving(tmp_path)
-    yield made
-    made.close()
 
 
 def test_verbs_beside_a_running_deployment(serving: Serving) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -28,15 +27,6 @@ CARD = "v1/mdc/ns/comp/ep/1f"
 TTL_S = 2.0
 PATIENCE_S = 20.0
 Make = Callable[..., EtcdDiscovery]
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[Etcd]:
-    """An etcd of the test's own."""
-    server = Etcd(tmp_path)
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture

@@ -18,15 +18,6 @@ pytestmark = [needs_etcd, needs_nats]
 TEXT = "It was the best of times, it was the worst of times. " * 12
 
 
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[Etcd]:
-    """An etcd of the test's own."""
-    server = Etcd(tmp_path)
-    server.start()
-    yield server
-    server.kill()
-
-
 @pytest.fixture(params=["nats", "zmq"])
 def fleet(
     request: pytest.FixtureRequest, tmp_path: Path, etcd: Etcd, nats_server: Nats
