@@ -314,7 +314,9 @@ class AttachWorker:
             await self.pool.close()
 
     async def server_up(self, description: ServerDescription) -> None:
-        """Offer the models of ``description`` again."""
+        """Offer the models of ``description`` again. The server may have kept its blocks."""
+        for publisher in self._publishers:
+            publisher.ask_engine_again()
         await self._offer(description)
         await self.endpoint.register_endpoint_instance()
 

@@ -114,6 +114,11 @@ class EngineEventRelay:
         """Ignore messages that the engine sent before ``now_s``, in Unix time."""
         self._void_before_s = now_s
 
+    def ask_again(self) -> None:
+        """Ask for all that the engine still has, with its next message."""
+        if self._replay_endpoint is not None:
+            self._expected, self._last, self._void_before_s = None, b"", None
+
     async def _on_connection(self, event: int) -> None:
         """Check the blocks at once: a restarted engine may have nothing to send."""
         if event == zmq.EVENT_DISCONNECTED:

@@ -200,6 +200,11 @@ class KvEventPublisher:
             self._engine.cleared(time.time())
         self._record(self.dp_rank, [BlocksCleared()], STORAGE_TIERS[0])
 
+    def ask_engine_again(self) -> None:
+        """Ask for the engine's blocks, which were cleared in doubt, with its next event."""
+        if self._engine is not None:
+            self._engine.ask_again()
+
     def shutdown(self) -> None:
         """Stop relaying the engine's events. Idempotent."""
         if self._relay is not None:

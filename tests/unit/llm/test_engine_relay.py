@@ -197,6 +197,20 @@ async def test_a_malformed_message_clears_at_once(engine: Engine, rank: int) -> 
     task.cancel()
 
 
+async def test_a_server_that_kept_its_blocks_is_asked_again(engine: Engine) -> None:
+    """It did not answer for a while, so its blocks were cleared."""
+    received, task = await connected(engine)
+    await engine.send(7)
+    await received.until(lambda calls: calls == [7])
+    received.relay.cleared(time.time())
+    received.relay.ask_again()
+    await engine.send(8)
+    await received.until(lambda calls: calls == [7, 7, 8])
+    await engine.send(9)
+    await received.until(lambda calls: calls == [7, 7, 8, 9])
+    task.cancel()
+
+
 async def test_what_was_sent_before_a_clear_is_ignored() -> None:
     received = Received("ipc://unused", None)
     frames = [[b"", number.to_bytes(8, "big"), payload(number)] for number in range(2)]
