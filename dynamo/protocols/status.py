@@ -305,7 +305,8 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The last decision for one model: ``text`` has each pool, its target and why.
 
     ``wanted`` is the number of workers by pool; the next decision is due at ``next_at_s``.
-    ``waits_for``: why requests wait without a worker and nothing is started.
+    ``waits_for``: why requests wait without a worker and nothing is started. ``problem``: why its
+    policy does not decide.
     """
 
     model: str
@@ -314,6 +315,7 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     wanted: dict[str, int] = {}
     next_at_s: float | None = None
     waits_for: str = ""
+    problem: str = ""
 
 
 class PlannerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

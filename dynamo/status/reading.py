@@ -19,6 +19,7 @@ from dynamo.protocols.status import (
     BoxStatus,
     FrontendStatus,
     GpuStatus,
+    PlannerReport,
     RequestRecord,
     WorkerStatus,
 )
@@ -281,7 +282,7 @@ class BoxReader:
         answers = [one.status for one in seen.frontends if one.status is not None]
         # A frontend asks often, on behalf of its page: it only looks.
         hang = "" if seen.stopping else hang_of(document, _PING_S if own is None else 0)
-        problems = problems_of(processes, seen.frontends, seen.stopping)
+        problems = problems_of(processes, seen.frontends, seen.stopping, planner)
         return BoxStatus(
             namespace=self._runtime.namespace,
             state="running",
@@ -373,7 +374,10 @@ def _requests(frontends: tuple[FrontendSighting, ...]) -> tuple[RequestRecord, .
 
 
 def problems_of(
-    processes: tuple[WorkerStatus, ...], frontends: tuple[FrontendSighting, ...], stopping: bool
+    processes: tuple[WorkerStatus, ...],
+    frontends: tuple[FrontendSighting, ...],
+    stopping: bool,
+    planner: PlannerReport | None = None,
 ) -> tuple[str, ...]:
     """Return what is wrong, each with its remedy; of a deployment that stops, only that."""
     if stopping:  # what has exited by now has no remedy
@@ -388,5 +392,10 @@ def problems_of(
         f"{one.name}: {one.problem}"
         for one in frontends
         if one.problem and one.name not in starting
+    ]
+    found += [
+        f"planner, model {one.model}: {one.problem}. See: dynamo planner explain"
+        for one in (() if planner is None else planner.models)
+        if one.problem
     ]
     return tuple(found)

@@ -144,11 +144,12 @@ class ScalingDecision:
     A policy names every pool, with the reason if it keeps its workers. An addition may need the
     GPUs that a removal before it frees: if that fails, check the budget again. ``forecast`` has
     predicted and estimated figures of the policy for metrics and tensorboard, by the names of
-    Dynamo's metrics without ``dynamo_planner_``.
+    Dynamo's metrics without ``dynamo_planner_``. ``problem`` says why the policy did not make it.
     """
 
     pools: tuple[PoolDecision, ...] = ()
     forecast: Mapping[str, float] = field(default_factory=dict)
+    problem: str = ""
 
 
 class TargetedPolicy(ABC):

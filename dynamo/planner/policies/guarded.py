@@ -60,10 +60,12 @@ class GuardedScalingPolicy(TargetedPolicy):
             made = _checked(self._policy.decide(seen), seen)
         except BaseException as error:  # noqa: BLE001 - code of users
             self._failed("decide", error)
-            return at_limits(seen, f"policy {name} failed: {_text(error)}")
+            text = f"policy {name} failed: {_text(error)}"
+            return replace(at_limits(seen, text), problem=text)
         if self._reason:
-            note = f"; the policy is switched off: {self._reason}"
-            return replace(made, pools=tuple(replace(p, rule=p.rule + note) for p in made.pools))
+            text = f"the policy is switched off: {self._reason}"
+            pools = (replace(pool, rule=f"{pool.rule}; {text}") for pool in made.pools)
+            return replace(made, pools=tuple(pools), problem=text)
         self._failures["decide"] = 0
         return made
 

@@ -72,8 +72,11 @@ class StateFile(LoopObserver):
 
     def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
         """See :class:`LoopObserver`."""
+        before = self._models.get(record.model)
         self._models[record.model] = PlannedModel(
             model=record.model,
+            # The sharing of GPUs says nothing about the policy.
+            problem=before.problem if before and record.mode == "sharing" else made.problem,
             at_s=record.at_s,
             text="; ".join(pool.text(with_figures=False) for pool in record.pools),
             wanted={pool.pool: pool.wanted for pool in record.pools},

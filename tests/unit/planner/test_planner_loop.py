@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from dynamo.planner.live.model_state import ModelState, models_of
 from dynamo.planner.policies.base import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.factory import make_policy
 from dynamo.planner.policies.load import LoadFallback
+from dynamo.planner.reports.explain import StateFile
 from dynamo.planner.sharing.gpu_sharing import (
     GpuCapacity,
     GpuSharing,
@@ -241,7 +244,7 @@ async def test_a_policy_that_raises_changes_nothing(caplog: pytest.LogCaptureFix
     "error", [SystemExit(3), KeyboardInterrupt(), ZeroDivisionError("x"), "wrong", asyncio.Event()]
 )
 async def test_a_policy_that_fails_again_and_again_is_switched_off(
-    error: Any, caplog: pytest.LogCaptureFixture
+    error: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """The thresholds decide instead, and each decision says so."""
 
@@ -251,11 +254,15 @@ async def test_a_policy_that_fails_again_and_again_is_switched_off(
         return error
 
     connector, policy = FakeConnector(service("Worker")), Wanted(fail)
+    state_file = StateFile(tmp_path / "planner.json", FAST)
     async with running(connector, policy, sources=FakeSources(0.95)) as (loop, record):
+        loop._observers = (*loop._observers, state_file)
         await until(lambda: record.records)
         ((_, explained),) = await loop.explain()
         await until(lambda: connector.count("Worker") == 2)
     assert len(policy.seen) == 3
+    report = json.loads((tmp_path / "planner.json").read_bytes())
+    assert "switched off: wanted failed 3 times" in report["models"][0]["problem"]  # as ps shows it
     failed = record.records[:3]
     assert [one.mode for one in failed[:2]] == ["wanted"] * 2
     assert all(one.pools[0].rule.startswith("policy wanted failed: ") for one in failed)

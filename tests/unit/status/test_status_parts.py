@@ -137,6 +137,10 @@ def test_a_deployment_that_stops_has_no_problems_to_mend() -> None:
     failed = WorkerStatus(name="d_W", service="W", state="failed", cause="c", remedy="r")
     down = FrontendSighting(name="d_F", url="", state="down", problem="its process does not run")
     assert len(problems_of((failed,), (down,), stopping=False)) == 2
+    off = PlannedModel(model="m", at_s=0.0, text="", problem="the policy is switched off: x")
+    report = PlannerReport(pid=1, start_ticks=1, state="running", mode="load", models=(off,))
+    (text,) = problems_of((), (), False, report)
+    assert text.startswith("planner, model m: the policy is switched off: x. See: dynamo planner")
     (text,) = problems_of((failed,), (down,), stopping=True)
     assert "the deployment stops" in text
 
