@@ -98,7 +98,6 @@ class RelaySite(Site):
     ) -> None:
         super().__init__(**settings)
         self.relays = True
-        self.on_demand = SimpleNamespace(relays=False, models=set, not_loaded={}.get)
         self.workers = [7, 8, 9]
         self.tokens: list[Any] = []
         self.overrides: list[Any] = []

@@ -43,6 +43,7 @@ class Site:
         self.entry.loaded = self.entry
         self.entry.limit = self.limit
         self.relays = False
+        self.on_demand = SimpleNamespace(not_loaded={}.get, models=set)
         self.tasks = Tasks("test")
         routes = Routes()
         BusyThresholdRoutes(self, self.tasks).install(routes)  # type: ignore[arg-type]

@@ -126,6 +126,7 @@ class Site:
         self.saturation = Saturation()
         self.rules: dict[str, FieldRules] = {}
         self.aliases: dict[str, str] = {}
+        self.on_demand = SimpleNamespace(not_loaded={}.get, models=set, relays=False)
         self.worker_pool = SimpleNamespace(members={7: None}, avoided=set())
         self.tasks = Tasks("test")
         self.streams: list[Stream] = []
