@@ -24,7 +24,10 @@ _BODY_LIMIT_BYTES = 64 << 20
 
 
 class Plan(NamedTuple):
-    """A request to send. ``cancel_after`` is the number of texts before a mid-stream cancel."""
+    """A request to send. ``cancel_after`` is the number of texts before a mid-stream cancel.
+
+    ``session`` is sent in the header of Dynamo's sessions.
+    """
 
     id: str
     api: str
@@ -32,6 +35,7 @@ class Plan(NamedTuple):
     expected: Answer
     cancel: str = ""
     cancel_after: int = 0
+    session: str = ""
 
     @property
     def stream(self) -> bool:
@@ -80,7 +84,10 @@ class RecordingClient(HttpClient):
                 record.ending = "refused"
                 return
         body = orjson.dumps(plan.body)
-        message = self._target.head("POST", PATHS[plan.api], len(body)) + body
+        head = self._target.head("POST", PATHS[plan.api], len(body))
+        if plan.session:
+            head = head[:-2] + f"x-dynamo-session-id: {plan.session}\r\n\r\n".encode()
+        message = head + body
         if plan.cancel in ("head", "queued"):
             await self._leave_early(plan, message)
             record.ending = "cancelled"

@@ -207,6 +207,7 @@ class Box:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if "n" in details:
             body["n"] = details["n"]
+        session = _add_fields(body, entry.api, dict(details.get("fields", {})))
         plan = Plan(
             f"request {step.number}",
             entry.api,
@@ -214,6 +215,7 @@ class Box:
             entry.answer,
             details.get("cancel", ""),
             details.get("after", 0),
+            session,
         )
         port = self.ports[plan.id] = 8000 + details.get("frontend", 0)
         self.models[plan.id] = step.what
@@ -600,6 +602,15 @@ class Box:
     def remove(self) -> None:
         """Remove the state directory."""
         shutil.rmtree(self.state, ignore_errors=True)
+
+
+def _add_fields(body: dict[str, Any], api: str, fields: dict[str, Any]) -> str:
+    """Add ``fields`` to the body; return the session, which is no part of it."""
+    session = str(fields.pop("session", ""))
+    if api == "completions" and "logprobs" in fields:
+        fields["logprobs"] = 2
+    body |= fields
+    return session
 
 
 def _is_short(body: dict[str, Any]) -> bool:

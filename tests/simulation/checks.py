@@ -253,7 +253,9 @@ def check_index(box: Box) -> Iterator[str]:
         for part in process.parts:
             if hasattr(part, "ranks") and part.publishes_events:
                 worker = part.endpoint.runtime.instance_id
-                held[worker] = set().union(*(rank.pool.hashes() for rank in part.ranks))
+                held[worker] = set().union(
+                    *(rank.pool.hashes() | rank.pool.host_hashes() for rank in part.ranks)
+                )
     for process in box.processes("frontend"):
         for part in process.parts:
             if hasattr(part, "recovering_slots") and part._streams:  # an Indexer

@@ -32,6 +32,8 @@ class Overlap:
         self._machine = machine
         self._dice = random.Random(f"overlap {seed}")
         self._share = share
+        self.on_thread: Callable[[], None] = lambda: None
+        """Called at the begin of each thread."""
         self._idle: list[Any] = []
         """Locks of threads that wait to drive."""
         self._main = _thread.allocate_lock()
@@ -94,6 +96,7 @@ class Overlap:
             _thread.start_new_thread(self._work, ())
 
     def _work(self) -> None:
+        self.on_thread()
         while True:
             try:
                 self._found = self._drive()

@@ -16,6 +16,7 @@ from history import Answer
 from judge import EITHER, Judge
 from machine import START_S, Livelock, Machine
 from overlap import Overlap
+from reached import Reached
 from scenario import Scenario, Step
 
 from dynamo.frontend.requests import headers
@@ -53,13 +54,20 @@ class Outcome:
     faults: int = 0
     operations: int = 0
     virtual_s: float = 0.0
+    reached: list[str] = field(default_factory=list)
+    """The functions that ran, if they are counted."""
 
 
-def run_scenario(scenario: Scenario, pool: list[PoolEntry]) -> Outcome:
-    """Run ``scenario`` on a machine of its own."""
+def run_scenario(
+    scenario: Scenario, pool: list[PoolEntry], reached: Reached | None = None
+) -> Outcome:
+    """Run ``scenario`` on a machine of its own; ``reached`` collects the functions that run."""
     machine = Machine(scenario.seed)
     if scenario.overlap:
         machine.overlap = Overlap(machine, scenario.seed, scenario.overlap)
+        machine.overlap.on_thread = reached.start if reached is not None else lambda: None
+    if reached is not None:
+        reached.start()
     directory = _directory(scenario.seed)
     fake_os.use(machine)
     headers._RANDOM.seed(scenario.seed)  # made before there was a machine
@@ -71,6 +79,7 @@ def run_scenario(scenario: Scenario, pool: list[PoolEntry]) -> Outcome:
         outcome.failures.append(f"livelock: {error}")
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+    outcome.reached = reached.names() if reached is not None else []
     outcome.failures = list(dict.fromkeys([*machine.failures, *outcome.failures]))
     outcome.history = [line.replace(str(directory), "STATE") for line in machine.history]
     outcome.steps = machine.steps

@@ -117,6 +117,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="put a fixed defect back first: a name of tests/simulation/defects.py",
     )
+    parser.add_argument(
+        "--reached", action="store_true", help="count the functions that run: three times slower"
+    )
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     options = parser.parse_args(argv)
     if options.keep is not None and options.seed is None:
@@ -204,7 +207,7 @@ class Simulation:
         pid = os.fork()
         if pid == 0:
             os.close(pipe)
-            _child(scenario, self._pool, write, self._options.replay)
+            _child(scenario, self._pool, write, self._options)
         os.close(write)
         self._running[pipe] = pid, scenario.seed
         return pipe
@@ -283,6 +286,10 @@ class Simulation:
             + (": " + ", ".join(str(one.seed) for one in failed) if failed else "")
         )
         print(_judged(outcomes))
+        if self._options.reached:
+            from reached import report
+
+            print(report(name for outcome in outcomes for name in outcome.reached))
         for text in _refused_always(outcomes):
             print(text)
 
@@ -340,15 +347,20 @@ def _kind(outcome: Outcome) -> set[str]:
     return {_NUMBERS.sub("#", failure)[:60] for failure in outcome.failures}
 
 
-def _child(scenario: Scenario, pool: Any, pipe: int, replay: bool) -> None:
+def _child(scenario: Scenario, pool: Any, pipe: int, options: argparse.Namespace) -> None:
     """Run in the child: send the outcome as JSON, exit."""
     import fake_os
 
     gc.disable()  # a run is short, and the objects of dead processes must not end with effects
     try:
+        from reached import Reached
         from run import run_scenario
 
-        outcome = _twice(scenario, pool) if replay else run_scenario(scenario, pool)
+        reached = Reached() if options.reached else None
+        if options.replay:
+            outcome = _twice(scenario, pool)
+        else:
+            outcome = run_scenario(scenario, pool, reached)
         data = json.dumps(asdict(outcome)).encode()
         fake_os.use(None)
         view = memoryview(data)
