@@ -80,6 +80,11 @@ class Zero(Serving):
         self.until(lambda: not self.holders(), 30)
         assert not any("chat" in one.cmdline() for one in self.workers())
 
+    def instances(self) -> list[Any]:
+        """The workers that the frontend lists."""
+        found = httpx.get(f"{self.url.removesuffix('/v1')}/health").json()["instances"]
+        return [one for one in found if one["endpoint"] == "generate"]
+
     def workers(self) -> list[psutil.Process]:
         return [one for one in self.survivors() if "dynamo.mocker" in one.cmdline()]
 
@@ -102,8 +107,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zero]:
 def test_the_ready_line_and_the_list_name_both_models(site: Zero) -> None:
     assert "started on demand: Batch" in site.text()
     assert site.document()["components"]["two-models_Batch"]["resources"] == {}
-    names = [one["id"] for one in httpx.get(f"{site.url}/models").json()["data"]]
-    assert set(names) == {"chat", "batch"}
+
+    def names() -> set[str]:
+        return {one["id"] for one in httpx.get(f"{site.url}/models").json()["data"]}
+
+    site.until(lambda: names() == {"chat", "batch"}, 30)  # without inotify within a second
 
 
 def test_an_idle_model_has_no_worker_and_its_first_stream_waits(site: Zero) -> None:
@@ -131,6 +139,7 @@ def test_an_engine_that_can_sleep_is_woken(site: Zero) -> None:
     before = site.pids("Batch_1")
     site.until_zero()
     assert site.document()["components"]["two-models_Batch_1"]["state"] == "asleep"
+    site.until(lambda: not site.instances(), 30)  # the frontend sees it too, perhaps a second later
     assert site.complete("batch").status_code == 200
     assert site.pids("Batch_1") == before
     # It may answer before the planner has written that it is awake, and holds its GPU.
@@ -238,7 +247,8 @@ def test_a_stopped_model_answers_at_once(site: Zero) -> None:
     assert f"{name} was stopped by a command" in answer.json()["message"]
     load = [sys.executable, "-m", "dynamo", "load", "chat"]
     subprocess.run(load, env=site.env, capture_output=True, timeout=60, check=True)
-    assert site.complete("chat").status_code == 200
+    # Without inotify the frontend sees the worker within a second.
+    site.until(lambda: site.complete("chat").status_code == 200, 30)
 
 
 def test_a_stop_ends_waiting_requests(site: Zero) -> None:

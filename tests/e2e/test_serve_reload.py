@@ -205,6 +205,7 @@ def test_a_graph_with_an_error_changes_nothing(serving: Serving) -> None:
     assert serving.stop() == 0
 
 
+@pytest.mark.usefixtures("needs_inotify")  # else requests find no worker for up to a second
 def test_another_context_length_takes_over(serving: Serving) -> None:
     """The frontend refuses new workers whose card differs, until the last old one leaves."""
     port = start(serving)
