@@ -104,6 +104,10 @@ class Site:
         """Wait for ``condition`` of instances and outages."""
         await self.changes.until(condition)
 
+    def avoided(self) -> list[int]:
+        """The instances that get no requests."""
+        return [one for one in self.client.instance_ids() if self.client.is_inhibited(one)]
+
     async def out(self, instance_id: int) -> None:
         await self.until(lambda: self.client.is_inhibited(instance_id))
 
@@ -223,7 +227,7 @@ async def test_a_worker_that_stays_stopped_loses_everything_and_recovers(site: S
 
 @pytest.mark.parametrize("kind", ["uds", "tcp"])
 async def test_a_listener_that_says_nothing(site: Site, tmp_path: Path, kind: str) -> None:
-    worker = await site.start()
+    await site.start()
     held = asyncio.Event()
 
     async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -238,7 +242,7 @@ async def test_a_listener_that_says_nothing(site: Site, tmp_path: Path, kind: st
         port = server.sockets[0].getsockname()[1]
         await site.register(7, {"tcp": f"127.0.0.1:{port}"})
     assert isinstance((await site.ended(site.open(7))).error, WorkerSilent)
-    assert site.client._usable() == [worker]
+    assert site.avoided() == [7]
     held.set()
     server.close()
 
@@ -378,13 +382,13 @@ async def test_a_hung_engine_in_a_live_process_fails_its_health_checks(site: Sit
         "DYN_CANARY_WAIT_TIME": "0.3",
         "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "0.3",
     }
-    hung, other = await site.start(**checks), await site.start(**checks)
+    hung, _ = await site.start(**checks), await site.start(**checks)
     sink = site.open(hung, how="hang")
     await site.out(hung)
     outage = site.client.outages()[hung]
     assert outage.reason == "unhealthy" and "no answer to a health check" in outage.text
     assert not sink.ended.is_set()  # it may be a long prompt: the request is not touched
-    assert site.client._usable() == [other]
+    assert site.avoided() == [hung]
     site.open(hung, how="recover")
     await site.back(hung)
     assert (await site.ended(sink)).error is None
