@@ -124,7 +124,7 @@ class EngineEventRelay:
         if event == zmq.EVENT_DISCONNECTED:
             self._disconnected, self._disconnected_s = True, time.time()
             if self._replay_endpoint is None:
-                self._restart()
+                self._restart("connection lost")
         elif self._replay_endpoint is not None and (self._disconnected or self._expected is None):
             await self._repair()
 
@@ -153,9 +153,9 @@ class EngineEventRelay:
             any(number in gap for gap in self._gaps) and sent_s < last_s
         )
 
-    def _restart(self) -> None:
+    def _restart(self, cause: str = "the engine restarted") -> None:
         if self._expected is not None:
-            log.warning("%s: the engine restarted; cleared its blocks", self.endpoint)
+            log.warning("%s: %s; cleared the engine's blocks", self.endpoint, cause)
             self._on_reset()
         if self._disconnected:  # messages of its last run may wait in the socket
             self._void_before_s = max(self._void_before_s or 0.0, self._disconnected_s)
