@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from boxes import Etcd, Nats, binary
 from deployment import Deployment
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from second_try import record_failures
 from serving import Serving
 
@@ -44,6 +44,9 @@ if len(tempfile.gettempdir()) > LONGEST_TEMPORARY_DIRECTORY and os.access("/tmp"
 # A busy machine is slow; no test of hypothesis is about time.
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("suite", settings.get_profile("random"), derandomize=True)
+settings.register_profile(
+    "mutants", settings.get_profile("suite"), phases=(Phase.explicit, Phase.generate)
+)  # that a test fails is enough: no smaller example is searched
 settings.register_profile(
     "long", settings.get_profile("random"), max_examples=1000, stateful_step_count=100
 )

@@ -65,7 +65,7 @@ def test_each_finder_exists() -> None:
             "found",
         ),
         ("unit/serve/test_serve_statefile.py::test_round_trip_and_modes", "survived"),
-        ("unit/test_errors.py", "not imported"),
+        ("unit/test_errors.py::test_round_trip", "not imported"),
         ("unit/serve/test_serve_statefile.py::test_that_does_not_exist", "error"),
     ],
 )

@@ -1,7 +1,7 @@
 """Puts one defect into a module of ``dynamo`` while it is imported; no file is changed.
 
 Python imports this module at the start of every process that has the directory in PYTHONPATH, so
-that processes which a test starts have the defect, too. DYN_TEST_MUTANT names a file with the
+that processes which a test starts have the defect, too. TEST_MUTANT names a file with the
 module, its text and the replacement, or with the compiled module to load in its place.
 """
 
@@ -69,6 +69,6 @@ class _Loader(SourceFileLoader):
         return compile(broken, self.path, "exec", dont_inherit=True)
 
 
-if "DYN_TEST_MUTANT" in os.environ:
-    _defect = Replacement(**json.loads(Path(os.environ["DYN_TEST_MUTANT"]).read_text()))
+if "TEST_MUTANT" in os.environ:
+    _defect = Replacement(**json.loads(Path(os.environ["TEST_MUTANT"]).read_text()))
     sys.meta_path.insert(0, _Finder(_defect))

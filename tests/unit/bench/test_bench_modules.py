@@ -128,3 +128,9 @@ def test_goodput_text() -> None:
     for bad in ("ttft", "ttft:x", "tpot:3"):
         with pytest.raises(ConfigError, match="--goodput"):
             parse_goodput(bad)
+
+
+def test_percentiles_are_of_the_nearest_rank() -> None:
+    ten = [float(number) for number in range(1, 11)]
+    assert [percentile(ten, share) for share in (0.1, 0.5, 0.9, 0.91)] == [1, 5, 9, 10]
+    assert percentile([1.0, 2.0], 0.5) == 1.0 and percentile([7.0], 0.99) == 7.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,31 @@ def test_numbers_forget_the_key_that_was_used_least_lately() -> None:
     assert [numbers["m", key] for key in range(1000)] == list(range(1000))
     assert [numbers["m", key] for key in range(900, 1000)] == list(range(900, 1000))
     assert [numbers["m", key] for key in range(100)] == list(range(1000, 1100))  # all forgotten
+
+
+def test_the_lines_of_a_finished_trace_are_in_the_order_of_arrival(tmp_path: Path) -> None:
+    """For readers that do not sort them."""
+    path = tmp_path / "trace.jsonl"
+    with TraceFile(path) as file:
+        for arrived_ms in (7000, 5000, 6000):
+            file.add(record(arrived_ms, arrived_ms))
+        file.finish()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["timestamp"] for line in lines] == [0, 1000, 2000]
+
+
+def test_a_line_of_which_a_part_was_written_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may be full in the middle of it."""
+    path, write = tmp_path / "trace.jsonl", os.write
+    with TraceFile(path) as file:
+        file.add(record(0, 1))
+        whole = path.read_bytes()
+        monkeypatch.setattr(os, "write", lambda number, data: write(number, data[:10]))
+        with pytest.raises(DynamoError, match="the disk is full"):
+            file.add(record(1, 2))
+        assert path.read_bytes() == whole
+        monkeypatch.setattr(os, "write", write)
+        file.add(record(2, 3))
+    assert [one.timestamp for one in read_trace(path)] == [0, 2]

@@ -35,6 +35,13 @@ def test_keys_are_added(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bob is not None and (bob.name, bob.operator) == ("bob", True)
 
 
+def test_a_removal_leaves_names_that_begin_alike(file: Path) -> None:
+    for name in ("ann", "anna", "bob"):
+        assert cli.main(["key", "add", name]) == 0
+    assert cli.main(["key", "remove", "ann"]) == 0
+    assert {one.name for one in ApiKeys(str(file)).entries.values()} == {"anna", "bob"}
+
+
 def test_a_last_line_without_its_end(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("# keys")
     file.chmod(0o600)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dynamo.cli import models
+from dynamo.cli import models, reload
 from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError
 from dynamo.llm.model_source import named_model
 from dynamo.serve.state.document import Document
 from dynamo.setup.new_graph import InstalledEngine, NewGraph
@@ -43,3 +46,35 @@ def test_ctrl_c_before_the_reply_removes_what_was_added(
         signal.signal(signal.SIGINT, before)
     assert requests[1:] == [{"remove": ["Worker3"]}]
     assert "waiting until the deployment has added it" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("second", "listed"), [(["m", "n"], True), (["n"], False), (None, False)])
+def test_a_model_is_listed_when_every_frontend_serves_it(
+    monkeypatch: pytest.MonkeyPatch, second: list[str] | None, listed: bool
+) -> None:
+    """One that does not answer yet would give its clients a 404."""
+    answers: dict[str, Any] = {
+        "one": SimpleNamespace(models=["m"]),
+        "two": None if second is None else SimpleNamespace(models=second),
+    }
+
+    async def probe(address: str) -> Any:
+        return answers[address]
+
+    frontends = [SimpleNamespace(address=address) for address in ("one", None, "two")]
+    monkeypatch.setattr(models, "frontends_in", lambda document: frontends)
+    monkeypatch.setattr(models, "probe", probe)
+    assert asyncio.run(models._are_listed(Document(), ["m"])) is listed
+
+
+def test_a_request_waits_for_the_command_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = {"status": "error", "reason": "arbiter is already running arbiter_reload command"}
+    replies: list[dict[str, Any]] = [busy, busy, {"status": "ok", "added": []}]
+    monkeypatch.setattr(reload, "check_answers", lambda document: None)
+    monkeypatch.setattr(reload, "_RETRY_S", 0.0)
+    monkeypatch.setattr(reload, "_answer", lambda document, request: replies.pop(0))
+    assert reload.call(Document(), {})["added"] == []
+    assert replies == []
+    replies += [{"status": "error", "reason": "no such service", "graph_is_wrong": True}]
+    with pytest.raises(ConfigError, match="no such service"):
+        reload.call(Document(), {})

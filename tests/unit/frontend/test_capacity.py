@@ -200,6 +200,26 @@ async def test_a_request_that_was_accepted_waits_for_room_elsewhere(
     assert site.status == 200 and b"good day" in site.body
 
 
+async def test_a_request_whose_other_workers_are_full_may_return_to_its_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only its connection may have been cut."""
+    monkeypatch.setattr(dispatching, "_FULL_RETRY_S", 0.0)
+    site = Capacity(migrations=3)
+    site.chat(max_tokens=8)
+    assert site.asked == [1]
+    site.real.eligibility.rejected(2)
+    site.streams[0].say(ids(site, "good"))
+    site.streams[0].sink.on_error(Disconnected("cut"))
+    for _ in range(5):
+        await turn()
+    assert site.asked == [1, 1]
+    site.streams[-1].say(ids(site, " day"), finish_reason="stop")
+    site.streams[-1].sink.on_end()
+    await turn()
+    assert site.status == 200 and b"good day" in site.body
+
+
 async def test_an_error_of_the_engine_is_not_sent_elsewhere() -> None:
     site = Capacity()
     site.chat()

@@ -192,6 +192,25 @@ def test_stop_strings_unary(fields: dict[str, Any], text: str) -> None:
     assert json.loads(stream.unary())["choices"][0]["message"]["content"] == text
 
 
+def test_a_stop_token_behind_the_minimum_ends_the_text_however_it_arrives() -> None:
+    """Tokens of earlier outputs count for ``min_tokens``, too."""
+    a, b, stop = ids_of("a") + ids_of("b") + ids_of("X")
+    for items, text, count in (
+        ([[a], [b], [stop], [a]], "ab", 3),
+        ([[a, b], [stop, a]], "ab", 3),
+        ([[a, b, stop, a]], "ab", 3),
+        ([[stop], [b], [stop], [a]], "Xb", 3),
+        ([[a, stop], [b], [stop]], "aXb", 4),
+    ):
+        stream = completion(min_tokens=2, stop_token_ids=[stop])
+        for item in items:
+            stream.choices[0].push(EngineOutput(token_ids=item))
+        body = json.loads(stream.unary())
+        assert body["choices"][0]["text"] == text, items
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"]["completion_tokens"] == count
+
+
 def test_min_tokens_are_those_of_each_prompt() -> None:
     """The context leaves the first prompt fewer tokens than ``min_tokens``."""
     request = parse_completion(

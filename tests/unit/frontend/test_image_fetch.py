@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.prompt import images
 from dynamo.frontend.prompt.images import ImageFetcher
 
 
@@ -112,3 +113,21 @@ async def test_slow_names_take_no_thread_of_others(monkeypatch: pytest.MonkeyPat
         assert await asyncio.wait_for(asyncio.to_thread(lambda: 5), 30) == 5
     finally:
         go_on.set()
+
+
+async def test_the_images_of_a_request_are_bounded_together(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = HEAD + b"content-length: 30\r\n\r\n" + b"x" * 30
+    urls = [(await serve(answer))[1] for _ in range(3)]
+    monkeypatch.setattr(images, "MAX_IMAGES_BYTES", 150)
+    fetcher = ImageFetcher(["127.0.0.1"])
+    await fetcher.fetch([*asking(urls[0]), *asking(urls[1])])
+    with pytest.raises(InvalidArgument, match=r"messages\[2\].*the images of a request have"):
+        await fetcher.fetch([one for url in urls for one in asking(url)])
+
+
+async def test_a_url_with_credentials_is_refused() -> None:
+    """They would be sent to the server, and be in its logs."""
+    with pytest.raises(InvalidArgument, match="images are not fetched from"):
+        await ImageFetcher(["127.0.0.1"]).fetch(asking("http://user:key@127.0.0.1:1/a.png"))

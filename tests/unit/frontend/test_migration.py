@@ -33,6 +33,7 @@ from dynamo.frontend.requests import dispatch as dispatching
 from dynamo.frontend.requests import engine_request as requesting
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.migration import continued, without_pin
+from dynamo.http import NEVER
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import (
     GENERATED_TOKENS,
@@ -563,6 +564,28 @@ async def test_refusals_do_not_renew_the_deadline_of_a_migration(
         for _ in range(3):
             await turn()
     assert site.status == 503 and now_s < 1060
+    site.settled()
+
+
+async def test_a_request_that_waits_for_room_is_not_silent(site: MigratingFleet) -> None:
+    """No worker computes it, so that none can be silent: the timeout of silence is not its own."""
+    site.chat(stream=True)
+    site.streams[0].say([5])
+    (request,) = site.active._active
+    assert request.last_activity_s < NEVER
+    pick = site.pick
+
+    def busy(*arguments: Any, **more: Any) -> Any:
+        raise Overloaded("all eligible workers are overloaded")
+
+    site.pick = busy  # type: ignore[method-assign]
+    site.streams[0].sink.on_error(Disconnected("gone"))
+    assert request.last_activity_s == NEVER and not request.closed
+    site.pick = pick  # type: ignore[method-assign]
+    await site.opened(2)
+    assert request.last_activity_s < NEVER
+    finish(site.streams[1], [6])
+    await turn()
     site.settled()
 
 

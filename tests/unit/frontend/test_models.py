@@ -225,6 +225,15 @@ async def test_a_worker_that_tokenizes_differently_gets_nothing(
     assert not box.models.rejections()
 
 
+async def test_the_problem_of_a_card_goes_with_it(box: Box) -> None:
+    good = await box.worker()
+    await until(lambda: box.routable() == {good.id})
+    other = await box.worker(checksum="c2")
+    await until(lambda: list(box.models.rejections()) == [f"{other.id:x}"])
+    await other.runtime.close()
+    await until(lambda: not box.models.rejections())
+
+
 async def test_requests_of_a_silent_worker_wait_for_it_beside_another_models(box: Box) -> None:
     """Workers of one endpoint may have different models: they cannot take its requests."""
     silent = await box.worker()

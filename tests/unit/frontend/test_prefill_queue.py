@@ -122,6 +122,30 @@ def test_suspended_workers_get_nothing() -> None:
     assert served(queue) == [("a", 1)]
 
 
+def test_a_worker_that_returns_still_has_its_running_requests() -> None:
+    queue: PrefillQueue[str] = PrefillQueue(LIMIT)
+    queue.set_worker(1, Capacity(10**6, 2))
+    for number, name in enumerate("abc"):
+        queue.add(name, float(number))
+    assert served(queue) == [("a", 1), ("b", 1)]
+    queue.remove_worker(1)
+    queue.set_worker(1, Capacity(10**6, 2))
+    queue._check()
+    assert served(queue) == []
+    queue.finish("a")
+    assert served(queue) == [("c", 1)]
+
+
+def test_a_worker_that_registers_again_is_not_suspended() -> None:
+    queue: PrefillQueue[str] = PrefillQueue(LIMIT)
+    queue.set_worker(1, Capacity(10**6, 2))
+    queue.suspend(1)
+    queue.add("a", 0.0)
+    assert served(queue) == []
+    queue.set_worker(1, Capacity(10**6, 2))
+    assert served(queue) == [("a", 1)]
+
+
 def test_removed_requests_leave_no_memory_behind() -> None:
     queue: PrefillQueue[int] = PrefillQueue(10)
     for number in range(5000):

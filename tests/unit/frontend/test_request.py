@@ -34,6 +34,7 @@ from dynamo.errors import (
 from dynamo.frontend.apis.chat.route import OpenAIRoutes
 from dynamo.frontend.prompt.field_rules import FieldRules
 from dynamo.frontend.prompt.preprocessor import Preprocessor
+from dynamo.frontend.requests import engine_request
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
@@ -839,6 +840,72 @@ async def test_a_slow_client_gathers_one_delta_and_is_cut_off_at_the_bound(site:
     assert site.bench.transport.aborted and stream.killed == 1
     site.settled()
     assert site.ended("cancelled", "stream") == 1
+
+
+async def test_a_client_that_has_caught_up_begins_a_new_bound(site: Site) -> None:
+    """What was sent since does not count: a long answer to a client that was slow once goes on."""
+    site.active.held_limit_bytes = 1000
+    site.chat(stream=True)
+    (stream,) = site.streams
+    stream.say(ids(site, "good"))
+    await turn()
+    site.bench.connection.pause_writing()
+    stream.say(ids(site, " day"))
+    await turn()
+    site.bench.connection.resume_writing()
+    for _ in range(200):
+        stream.say(ids(site, " day"))
+        await turn()
+    assert not site.bench.transport.aborted
+    stream.say(ids(site, " day"), finish_reason="stop")
+    stream.sink.on_end()
+    await turn()
+    site.settled()
+
+
+async def test_a_client_that_reads_nothing_gets_no_comments(site: Site) -> None:
+    """They would gather for as long as it does not read."""
+    site.chat(stream=True)
+    site.streams[0].say(ids(site, "good"))
+    await turn()
+    (request,) = site.active._active
+    request.keep_alive()
+    sent = site.bench.transport.out
+    assert sent.endswith(b": keep-alive\n\n\r\n")
+    site.bench.connection.pause_writing()
+    request.keep_alive()
+    await turn()
+    assert site.bench.transport.out == sent
+    site.bench.connection.connection_lost(None)
+    site.settled()
+
+
+async def test_a_drain_ends_with_the_last_request(site: Site) -> None:
+    """Not with its timeout."""
+    site.chat()
+    draining = asyncio.ensure_future(site.active.drain(3600.0))
+    await turn()
+    site.streams[0].say(ids(site, "good"), finish_reason="stop")
+    site.streams[0].sink.on_end()
+    assert await asyncio.wait_for(draining, 20)
+    site.settled()
+
+
+async def test_tokens_of_one_output_share_the_time_of_its_gap(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(engine_request, "time", SimpleNamespace(monotonic=lambda: now_s))
+    site.chat(stream=True)
+    (stream,) = site.streams
+    stream.say(ids(site, "good"))
+    now_s += 6.0
+    stream.say([5, 6, 7], finish_reason="stop")
+    stream.sink.on_end()
+    await turn()
+    name = "dynamo_frontend_inter_token_latency_seconds"
+    assert (site.sample(f"{name}_count"), site.sample(f"{name}_sum")) == (3, 6.0)
+    site.settled()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -63,6 +63,17 @@ async def test_chunks_that_wait_to_be_decoded_count_too() -> None:
     assert status_of(clients[1][0].out) == 503
 
 
+async def test_a_refused_backlog_is_read_and_discarded() -> None:
+    """Unread bytes would reset the connection, and the client would not see the refusal."""
+    bench = Bench(body_bytes=2000)
+    bench.feed(CHUNKED, b"1\r\na\r\n" * 4000)
+    assert bench.transport.paused
+    await turns()
+    assert status_of(bench.transport.out) == 413 and bench.transport.eof
+    bench.feed(b"1\r\na\r\n" * 4000)
+    assert not bench.transport.closed and not bench.transport.paused
+
+
 async def test_a_backlog_of_chunks_ends_with_its_connection() -> None:
     for end in ("lost", "timeout"):
         bench = Bench(body_timeout_s=1)

@@ -802,3 +802,12 @@ async def test_a_stall_of_the_server_ends_no_connection(monkeypatch: pytest.Monk
         assert silent.closed == (second >= 34), second
     assert server._timer is not None
     server._timer.cancel()
+
+
+@pytest.mark.parametrize("body", [b"1\r\na\r\n0\r\n\r\n", b"1\r\na\r\n"])
+def test_a_body_that_came_with_its_head_is_not_asked_for(body: bytes) -> None:
+    """RFC 9110 10.1.1: an interim answer behind the final one would be that of the next request."""
+    bench = Bench()
+    expects = b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+    bench.feed(b"POST /p HTTP/1.1\r\nHost: a\r\n" + expects + body)
+    assert b"100 Continue" not in bench.transport.out

@@ -405,6 +405,14 @@ async def test_client_certificates(tmp_path: Path, authority: Authority) -> None
     await site.server.close(0.2)
 
 
+def test_a_client_cannot_renegotiate(tmp_path: Path, authority: Authority) -> None:
+    """Each time costs a handshake, without a new connection that a limit counts."""
+    cert, key = authority.sign("fixed")
+    context = ServerTls(str(cert), str(key)).context
+    assert context.options & ssl.OP_NO_RENEGOTIATION
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+
+
 def test_errors_at_the_start(tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.sign("one")
     _, other_key = authority.sign("two")

@@ -128,6 +128,27 @@ async def test_events_arrive_in_order(endpoint: Endpoint, subscriber: Subscriber
     ]
 
 
+async def test_block_0_has_children(endpoint: Endpoint, subscriber: Subscriber) -> None:
+    publisher = KvEventPublisher(endpoint, kv_block_size=B)
+    await subscriber.connect(publisher)
+    publisher.publish_stored([1] * B, [B], [0])
+    publisher.publish_stored([2] * B, [B], [5], parent_hash=0)
+    await subscriber.wait_until(lambda: len(subscriber.events) == 2)
+    assert [event.data.parent_hash for event in subscriber.events] == [None, 0]
+
+
+async def test_what_is_unknown_of_an_engine_is_cleared_on_all_its_ranks(
+    endpoint: Endpoint, subscriber: Subscriber
+) -> None:
+    publisher = KvEventPublisher(endpoint, kv_block_size=B)
+    await subscriber.connect(publisher)
+    publisher._on_engine_events(1, [])  # an engine with two ranks behind one socket
+    publisher._on_reset()
+    await subscriber.wait_until(lambda: len(subscriber.events) == 2)
+    assert {event.dp_rank for event in subscriber.events} == {0, 1}
+    assert all(event.data == BlocksCleared() for event in subscriber.events)
+
+
 async def test_a_router_may_query_again(endpoint: Endpoint, subscriber: Subscriber) -> None:
     publisher = KvEventPublisher(endpoint, kv_block_size=B, dp_rank=1)
     other = KvEventPublisher(endpoint, kv_block_size=B, dp_rank=0)

@@ -69,6 +69,19 @@ def test_max_tokens_is_exact_and_blocks_are_freed() -> None:
     assert engine.pool.used == 0 and engine.pool.cached == 4
 
 
+def test_the_watermark_keeps_blocks_for_running_sequences() -> None:
+    engine = scheduler(10, watermark=0.3)
+    for first, length in ((0, 5 * B), (100, 3 * B)):
+        engine.add(sequence(list(range(first, first + length)), 2 * B)[0])
+    engine.schedule()
+    assert (len(engine.running), len(engine.waiting)) == (1, 1)
+    idle = scheduler(10, watermark=0.3)
+    idle.add(sequence(list(range(9 * B)), 2)[0])
+    idle.schedule()
+    assert len(idle.running) == 1, "without others, a prompt may need the reserve"
+    run(engine)
+
+
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
     engine = scheduler(max_num_batched_tokens=8, max_num_seqs=8)
     one, output = sequence(list(range(20)), 1)

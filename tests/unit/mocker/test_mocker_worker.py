@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from dynamo.config.worker import WorkerSettings
 from dynamo.errors import WorkerUnavailable
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.settings import MockerSettings
-from dynamo.mocker.worker import MockerWorker, WorkerPlan, make_plan
+from dynamo.mocker.worker import MockerWorker, SimulatedSleep, WorkerPlan, make_plan
 from dynamo.protocols import codec
 from dynamo.protocols.control import ModelCard
 from dynamo.protocols.engine import PreprocessedRequest, StopConditions
@@ -98,3 +100,20 @@ async def test_a_broken_engine_fails_requests_at_once(tmp_path: Path) -> None:
     assert len(failures) == 1
     await caller.close()
     assert not [p for p in (tmp_path / "s/ns/store").rglob("*") if p.is_file()]
+
+
+async def test_a_simulated_engine_falls_asleep_when_its_requests_have_ended() -> None:
+    rank: Any = SimpleNamespace(load=1, idle=asyncio.Event(), cleared=0)
+
+    def clear_cache() -> None:
+        rank.cleared += 1
+
+    rank.clear_cache = clear_cache
+    engine = SimulatedSleep([rank], 0.0)
+    sleeping = asyncio.ensure_future(engine.sleep())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not await engine.is_sleeping() and rank.cleared == 0
+    rank.idle.set()
+    await sleeping
+    assert await engine.is_sleeping() and rank.cleared == 1

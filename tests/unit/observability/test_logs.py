@@ -264,6 +264,24 @@ def test_a_forked_process_does_not_repeat_what_its_parent_has_not_written_yet() 
     assert text.count("end\n") == 1 and text.count("child\n") == 1
 
 
+def test_a_fork_leaves_the_rest_of_a_text_to_its_parent() -> None:
+    reader, writer = os.pipe()
+    pipe = NonBlockingPipe(writer)
+    try:
+        pipe.write(b"z" * 150_000 + b"\n")
+        pipe.forked()
+        size = len(os.read(reader, 200_000))
+        pipe.finish()
+        os.set_blocking(reader, False)
+        with pytest.raises(BlockingIOError):
+            os.read(reader, 1)
+        assert 0 < size < 150_000
+    finally:
+        pipe.close()
+        os.close(reader)
+        os.close(writer)
+
+
 def test_what_waits_for_the_reader_is_bounded() -> None:
     reader, writer = os.pipe()
     pipe = NonBlockingPipe(writer)

@@ -98,3 +98,16 @@ def test_the_process_and_its_garbage_collector_are_on_the_page() -> None:
     for name in ("process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"):
         assert f"\n{name} " in text
     assert 'python_gc_collections_total{generation="2"} ' in text
+
+
+def test_counters_of_what_is_gone_stay() -> None:
+    """A rate over them would show a fall; gauges would show something that exists no more."""
+    registry = Registry()
+    served = counter("served_total", "s", "w")
+    for worker in ("1", "2"):
+        registry.child(BY_WORKER, worker).value = 1
+        registry.child(served, worker).value = 5
+    registry.forget("w", "1")
+    text = page(registry)
+    assert 'g{w="1"}' not in text and 'g{w="2"} 1' in text
+    assert 'served_total{w="1"} 5' in text

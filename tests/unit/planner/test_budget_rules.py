@@ -65,6 +65,12 @@ def test_only_free_gpus_are_given_out_now() -> None:
     assert affordable(Workers(0, 1), observed) == (0, 1)
 
 
+def test_the_gpus_of_an_added_prefill_worker_are_not_free_for_decode() -> None:
+    observed = seen(Pool(ready=1), Pool(ready=1), max_gpus=4)
+    assert affordable(Workers(2, 3), observed) == (2, 2)
+    assert affordable(Workers(3, 3), observed) == (3, 1)
+
+
 @pytest.mark.parametrize(("gpus", "most"), [(0.2, 15), (0.1, 30), (0.3, 10), (0.7, 4)])
 def test_fractions_fill_the_budget(gpus: float, most: int) -> None:
     """14 times 0.2 and 0.2 more is above 3 in binary: every rule allows the last one."""

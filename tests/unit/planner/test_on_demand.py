@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -86,6 +87,25 @@ def two(first: int, second: int) -> FakeConnector:
         replace(service("A", first, "a"), minimum=0),
         replace(service("B", second, "b"), minimum=0),
     )
+
+
+async def test_a_load_in_progress_began_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frontends show from this time on how far the load is."""
+    seconds = itertools.count(1000)
+    monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
+    connector = FakeConnector(replace(service("A", 0, "a"), minimum=0), manual=True)
+    frontends = Frontends()
+    frontends.demands["a"] = ModelDemand(waiting=1, oldest_s=1.0)
+    async with running(connector, frontends, Wanted(1)):
+        await until(lambda: frontends.announced and frontends.announced["A"].loading_since)
+        begun = frontends.announced["A"].loading_since
+        announced: list[Mapping[str, OnDemandModel]] = []
+        while len(announced) < 5:
+            announced.append(frontends.announced)
+            await until(lambda: frontends.announced is not announced[-1])
+            assert frontends.announced["A"].loading_since == begun
+        connector.gates[0].set()
+        await until(lambda: frontends.announced["A"].loading_since is None)
 
 
 async def test_an_idle_model_loses_its_last_worker() -> None:

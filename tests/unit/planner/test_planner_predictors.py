@@ -123,3 +123,18 @@ def test_uncertainty_grows_with_the_horizon() -> None:
     deviations = [fitted.forecast(steps).deviation for steps in (1, 4, 16)]
     assert deviations == sorted(deviations)
     assert deviations[2] > 2 * deviations[0]
+
+
+class Broken(Predictor):
+    """A fit that has failed without an error."""
+
+    def _path(self, steps: int) -> list[tuple[float, float]]:
+        return [(math.nan, 0.0)] * steps
+
+
+@pytest.mark.parametrize("value", [3.0, 0.0])
+def test_a_prediction_that_is_no_number_is_the_last_value(value: float) -> None:
+    predictor = Broken(50)
+    for number in (*range(1, 20), value):
+        predictor.add(float(number))
+    assert predictor.predict() == predictor.highest(3) == value

@@ -20,6 +20,7 @@ from virtual_time import run_virtual
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import EngineFailure, StatefileError, StreamIncomplete
 from dynamo.operations.loading import ModelLoad, follow
+from dynamo.operations.reconcile import reconcile
 from dynamo.operations.steps.access import LocalAccess, complete_all
 from dynamo.operations.steps.circus import CircusError
 from dynamo.operations.steps.limits import ActionFailed, ActionLimits
@@ -160,6 +161,33 @@ def test_another_model_gets_the_gpu_of_a_sleeping_one(run: Any) -> None:
         assert site.states() == {"dynamo_A": "asleep", "dynamo_B_1": "asleep"}
         await site.connector.add("A")
         assert site.held() == {"dynamo_A": ("0",)}
+
+    run(work)
+
+
+def test_an_engine_that_was_restarted_while_it_fell_asleep_is_awake(run: Any) -> None:
+    """Its GPU is its own."""
+
+    async def work(site: Site) -> None:
+        async def sleep(lease: int) -> None:
+            await asyncio.sleep(0.2)  # the next process of the worker answers
+
+        site.engines.sleep = sleep  # type: ignore[method-assign]
+        entry = site.access.document().components["dynamo_A"]
+        with pytest.raises(ActionFailed, match="was restarted while it fell asleep"):
+            await sleep_worker(site.access, site.engines, entry)
+        assert site.states() == {"dynamo_A": "running"}
+        assert site.held() == {"dynamo_A": ("0",)}
+
+    run(work)
+
+
+def test_a_sleeper_that_drains_takes_no_gpu_from_another(run: Any) -> None:
+    async def work(site: Site) -> None:
+        await site.connector.remove("A")
+        await site.connector.add("B")
+        mark_draining(site.access, ["dynamo_A"])
+        assert site.held() == {"dynamo_B_1": ("0",)}
 
     run(work)
 
@@ -466,6 +494,32 @@ def test_an_interrupted_operation_is_finished_or_undone(
             assert record.state == ("asleep" if operation == "sleep" else "running")
             assert site.held() == ({} if operation == "sleep" else {"dynamo_A": ("0",)})
         assert await site.connector.reconcile() == []
+
+    run(work)
+
+
+@pytest.mark.parametrize("operation", ["load", "drain"])
+def test_what_a_living_process_does_is_not_repaired(run: Any, operation: str) -> None:
+    async def work(site: Site) -> None:
+        theirs = others_mark(operation).written()
+        site.access.statefile.update(lambda found: rewrite(found, "dynamo_A", reserved_by=theirs))
+        before = site.world.statefile.path.read_bytes()
+        assert await reconcile(site.access) == []
+        assert site.world.statefile.path.read_bytes() == before
+
+    run(work)
+
+
+def test_a_dry_run_of_a_repair_changes_nothing(run: Any) -> None:
+    async def work(site: Site) -> None:
+        gone = OperationOwner(pid=2**22 + 1, start_ticks=1, operation="load").written()
+        site.access.statefile.update(lambda found: rewrite(found, "dynamo_A", reserved_by=gone))
+        before = site.world.statefile.path.read_bytes()
+        found = await reconcile(site.access, True)
+        assert found == ["dynamo_A: kept; the process of its load has exited"]
+        assert site.world.statefile.path.read_bytes() == before
+        assert await reconcile(site.access) == found
+        assert site.access.document().components["dynamo_A"].reserved_by is None
 
     run(work)
 

@@ -237,6 +237,34 @@ def test_a_worker_at_capacity_is_busy_without_thresholds(mode: str) -> None:
         picker.free(f"a{number}")
 
 
+def test_room_at_a_full_worker_is_a_change_for_the_queue() -> None:
+    eligibility = EligibilityFilter(one_worker(), RouterSettings())
+    changes: list[bool] = []
+    eligibility.on_change = lambda: changes.append(bool(eligibility.worker_pool.busy))
+    eligibility.rejected(1)
+    eligibility.recovered(1)
+    assert changes == [False]
+
+
+def test_a_worker_that_returns_under_its_id_is_judged_by_new_reports() -> None:
+    worker_pool = one_worker()
+    watch = BusyWatch(worker_pool, BLOCKS)
+    watch.report(KvMetrics(1, active_decode_blocks=9, kv_total_blocks=10))
+    watch.forget(1)
+    worker_pool.remove(1)
+    worker_pool.add(1, RuntimeConfig())
+    watch.update(1)
+    assert not worker_pool.busy and not watch.reports(1)
+
+
+def test_a_removed_worker_is_not_busy() -> None:
+    worker_pool = one_worker()
+    worker_pool.add(2, RuntimeConfig())
+    worker_pool.set_busy(2, True)
+    worker_pool.remove(2)
+    assert not worker_pool.busy and worker_pool.all_eligible is not None
+
+
 def test_a_saturated_pool_is_counted_once() -> None:
     saturation = Saturation()
     worker_pool = one_worker()

@@ -102,6 +102,17 @@ def test_a_dropped_slot_takes_no_more_blocks() -> None:
     assert box.index.blocks() == 0
 
 
+def test_a_request_that_is_routed_again_holds_its_last_blocks_alone() -> None:
+    box = Box(capacity=4)
+    box.route([1, 2, 3], 0.0, request_id="r")
+    box.route([5, 6], 1.0, slot=1, request_id="r")
+    box.route([7, 8, 9, 10], 2.0)
+    assert box.depth([1, 2, 3]) == 0 and box.depth([5, 6], slot=1) == 2
+    box.cache.ended("r", 3.0)
+    assert box.cache.leases() == 0
+    box.cache._check()
+
+
 def test_lru_forgets_by_capacity_not_by_age() -> None:
     box = Box(capacity=4)
     box.route([1, 2, 3], 0.0)

@@ -161,6 +161,22 @@ def test_turns_follow_the_quanta() -> None:
     assert served_order({"a": 100, "b": 10}, {"a": [10], "b": [10] * 3}, 4) == "abbb"
 
 
+def test_a_class_that_was_idle_returns_without_credit() -> None:
+    first, second = (
+        QueueClass[QueueEntry](PolicyClass(name=name, quantum=quantum), 9)
+        for name, quantum in (("a", 100), ("b", 10))
+    )
+    turns = Turns([first, second])
+    first.queue.add(QueueEntry(Priority(), 10))
+    (turn,) = turns.in_order()
+    first.queue.remove(turn.head)
+    turns.served(turn, [])
+    assert turns.in_order() == []
+    for queue_class, tokens in ((first, 80), (second, 10)):
+        queue_class.queue.add(QueueEntry(Priority(), tokens))
+    assert [one.queue_class.name for one in turns.in_order()] == ["b", "a"]
+
+
 def test_a_class_waits_for_its_own_threshold_and_not_for_others() -> None:
     world = Classes(two_classes(slow=10, fast=10))
     assert world.ask("first", 60, policy_class="slow")

@@ -220,6 +220,23 @@ async def test_a_runtime_that_closes_first_ends_the_sync(replicas: Replicas) -> 
     await until(lambda: load(second, worker) == (0, 0, 0))
 
 
+async def test_a_router_that_closes_sends_the_ends_of_its_requests(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runtime goes on, and with it the publisher that the others follow."""
+    worker = await replicas.worker()
+    first, second = await replicas.router(), await replicas.router()
+    await wait_until_in_sync(first, second)
+    first.picker.pick("a", PROMPT)
+    await until(lambda: load(second, worker) == (16, 4, 1))
+    assert first._sync is not None
+    monkeypatch.setattr(sync, "HEARTBEAT_S", 3600.0)  # no missing heartbeat ends them
+    await asyncio.sleep(0.1)
+    first.picker.free("a")
+    first._sync.close()
+    await until(lambda: load(second, worker) == (0, 0, 0))
+
+
 async def test_requests_of_a_worker_that_exits_are_forgotten_everywhere(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()

@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo.config.router import RouterSettings
 from dynamo.protocols.codec import encode
+from dynamo.protocols.control import RuntimeConfig
 from dynamo.router import replica_loads as sync_local
 from dynamo.router import replica_loads as sync_remote
 from dynamo.router.active_load import Reservation
+from dynamo.router.factory import make_index, make_picker
+from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.kv_mode.prompt import HashedPrompt
 from dynamo.router.replica_loads import (
     AddRequest,
@@ -238,3 +242,22 @@ def test_the_load_of_a_router_that_sends_nothing_more_is_removed() -> None:
     pair.settle()  # it sends again: its next message asks for all its requests
     assert set(pair.queried) == {ROUTER}
     assert pair.seen() == pair.truth and pair.remote.is_in_sync()
+
+
+def picker_of_one_worker() -> KvPicker:
+    settings = RouterSettings(mode="kv")
+    picker = make_picker(settings, BLOCK, index=make_index(settings))
+    assert isinstance(picker, KvPicker)
+    picker.add_worker(1, RuntimeConfig())
+    return picker
+
+
+def test_what_another_replica_books_and_ends_is_a_change_for_the_queue() -> None:
+    picker, changes = picker_of_one_worker(), []
+    picker.eligibility.on_change = lambda: changes.append(len(picker.active))
+    sink = PickerLoadSink(picker)
+    hashes = array("Q", range(4)).tobytes()
+    sink.book("key", SequenceEvent("r", 1, AddRequest(hashes, 16, 16)))
+    sink.prefill_completed("key")
+    sink.free("key")
+    assert changes == [1, 1, 0]

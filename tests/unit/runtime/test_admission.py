@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from dynamo.errors import Overloaded
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.endpoints.admission import AdmissionQueue
+from dynamo.runtime.requests.context import Context
+from dynamo.runtime.requests.stream import ServerStream
 
 
 def test_exactly_n_plus_q_are_admitted() -> None:
@@ -62,3 +66,15 @@ def test_a_request_that_ends_while_starting_starts_the_next() -> None:
         admission.submit(partial(start, number))
     admission.release()
     assert seen == [0, 1, 2] and (admission.running, admission.waiting) == (0, 0)
+
+
+def test_a_stream_that_closed_in_the_queue_gives_its_place_to_the_next() -> None:
+    admission = AdmissionQueue(1, 4, Registry())
+    started: list[str] = []
+    streams = {}
+    for name in ("first", "closed", "next"):
+        streams[name] = SimpleNamespace(closed=False, context=Context())
+        admission.enter(cast(ServerStream, streams[name]), partial(started.append, name))
+    streams["closed"].closed = True  # its connection broke
+    admission.release()
+    assert started == ["first", "next"] and (admission.running, admission.waiting) == (1, 0)

@@ -11,7 +11,7 @@ from until import Changes
 from dynamo.config.runtime import EtcdSettings
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent, MemoryDiscovery
-from dynamo.runtime.discovery.base import MemoryStore
+from dynamo.runtime.discovery.base import KeyCache, MemoryStore
 from dynamo.runtime.discovery.etcd import EtcdDiscovery
 
 Make = Callable[[], Discovery]
@@ -164,6 +164,22 @@ async def test_one_failing_callback_does_not_starve_the_next(
     await one.put(KEY, b"1", lease.id)
     await log.until(1)
     assert "bad subscriber" in caplog.text
+
+
+async def test_a_watch_that_closes_during_an_event_costs_no_other_the_event() -> None:
+    cache = KeyCache()
+    received: list[str] = []
+
+    def closes(event: KeyEvent) -> None:
+        received.append("first")
+        first.close()
+
+    first = cache.watch("v1/", closes)
+    await cache.watch("v1/", lambda event: received.append("second")).ready()
+    await cache.watch("v1/", lambda event: received.append("third")).ready()
+    cache.set("v1/a", b"")
+    cache.set("v1/b", b"")
+    assert received == ["first", "second", "third", "second", "third"]
 
 
 async def test_memory_is_shared_within_a_loop() -> None:

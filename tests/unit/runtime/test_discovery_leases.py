@@ -130,3 +130,12 @@ async def test_other_changes_of_the_file_do_not_count_as_touches(site: Site) -> 
     site.table.touched("7")
     site.clock.move_to(30)
     assert site.listener.events[2:] == [("alive", 12), ("silent", 22)]
+
+
+async def test_a_touch_whose_event_was_lost_is_read_before_the_lease_is_silent(site: Site) -> None:
+    site.clock.move_to(9)
+    site.touch()
+    site.clock.move_to(18)
+    assert site.listener.events == [("alive", 0)]
+    site.clock.move_to(30)
+    assert site.listener.events == [("alive", 0), ("silent", 19)]

@@ -94,6 +94,24 @@ async def echo(request: dict[str, Any], context: Context) -> AsyncIterator[dict[
         yield {"word": word, "id": context.id(), "user": context.metadata.get("user")}
 
 
+async def test_tasks_that_ask_for_a_publisher_at_once_share_one(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for the lease; a second socket would take the address of the first."""
+    worker = deployment.runtime()
+    grant = worker.discovery.grant
+
+    async def slowly(*arguments: Any) -> Any:
+        await asyncio.sleep(0)  # as from etcd
+        return await grant(*arguments)
+
+    monkeypatch.setattr(worker.discovery, "grant", slowly)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        asked = [group.create_task(worker.publisher("ns", "comp", "kv-events")) for _ in range(3)]
+    first, *others = [one.result() for one in asked]
+    assert all(one is first for one in others)
+
+
 async def test_stream_round_trip(deployment: Deployment) -> None:
     worker = deployment.runtime()
     deployment.serve(worker, "ns.comp.gen", echo)

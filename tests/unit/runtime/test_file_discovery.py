@@ -458,6 +458,32 @@ async def test_a_put_while_keys_are_revoked_leaves_nothing(
     assert refused and files(root) == set()
 
 
+def pidfds() -> int:
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(str(path.readlink()))
+    return sum(link.startswith("anon_inode:[pidfd]") for link in links)
+
+
+async def test_a_lease_that_has_ended_keeps_no_descriptor(store: FileDiscovery, root: Path) -> None:
+    """Its process may live for long: frontends grant and revoke leases for each of their models."""
+    watcher = FileDiscovery(root)
+    log = Log()
+    await watcher.watch("v1/", log).ready()
+    before = pidfds()
+    leases = [await store.grant(10) for _ in range(5)]
+    for number, lease in enumerate(leases):
+        await store.put(f"v1/instances/ns/comp/ep/{number}", b"", lease.id)
+    await log.until(5)
+    assert pidfds() > before
+    for lease in leases:
+        await lease.revoke()
+    await log.until(10)
+    assert pidfds() == before
+    await watcher.close()
+
+
 @pytest.mark.usefixtures("needs_inotify")
 async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, root: Path) -> None:
     lease, doomed = await store.grant(10), await store.grant(10)

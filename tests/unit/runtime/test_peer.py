@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from dynamo.config.runtime import RequestPlaneSettings
+from dynamo.errors import Disconnected
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.endpoints.instances import Availability
-from dynamo.runtime.requests.client import OutageReason, Peer
+from dynamo.runtime.requests import client as requests_client
+from dynamo.runtime.requests.client import OutageReason, Peer, RequestClient
 
 
 class Clock:
@@ -132,6 +135,16 @@ async def test_an_instance_is_out_while_it_has_an_outage_of_any_source() -> None
     assert 'outages_total{endpoint="ns/c/e",reason="unreachable"}' not in page
 
 
+async def test_an_error_of_a_worker_that_is_unhealthy_is_the_same_outage() -> None:
+    registry = Registry()
+    found = Availability("ns/c/e", registry, 3600)
+    found.begin(7, "record", "unhealthy", "no answer to a health check")
+    found.begin(7, "answer", "unreachable", "a stream of that time")
+    found.end(7, "record")
+    assert 7 not in found
+    assert 'reason="unreachable"' not in registry.exposition("")[0].decode()
+
+
 async def test_an_outage_that_the_worker_reported_ends_by_itself() -> None:
     found = Availability("ns/c/e", Registry(), 0.0)
     over = asyncio.Event()
@@ -143,3 +156,39 @@ async def test_an_outage_that_the_worker_reported_ends_by_itself() -> None:
     found.forget(8)
     found.close()
     assert len(found) == 0 and found._timers == {}
+
+
+ADDRESS = "uds:/nowhere/worker.sock"
+
+
+async def test_the_end_of_an_old_connection_leaves_the_new_one() -> None:
+    """A closed transport reports its end later, when there may be another connection."""
+    client = RequestClient(RequestPlaneSettings())
+    old = client.connection(ADDRESS)
+    old.lose(Disconnected("gone"))
+    new = client.connection(ADDRESS)
+    assert new is not old
+    old.connection_lost(None)
+    assert client.connection(ADDRESS) is new
+    await client.close()
+
+
+async def test_the_last_follower_ends_the_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_client, "_FIRST_PAUSE_S", 0.0)
+    client = RequestClient(RequestPlaneSettings(), longest_pause_s=0.0)
+    probed: list[str] = []
+    followed: list[str] = []
+
+    def listener(reason: OutageReason | None, text: str) -> None:
+        followed.append(text)
+
+    client.follow(ADDRESS, listener)
+    connection = client.connection(ADDRESS)
+    monkeypatch.setattr(client, "connection", probed.append)
+    connection.lose(Disconnected("gone"))
+    assert followed == ["gone"]
+    client.unfollow(ADDRESS, listener)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert probed == []
+    await client.close()

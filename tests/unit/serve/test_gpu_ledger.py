@@ -58,6 +58,7 @@ def test_sums_of_fractions_fit() -> None:
         (entry("1", watcher={"status": "given up"}, reserved_by=HERE), {}),
         # Its process may still run: given up while another one drains.
         (entry("1", watcher={"status": "given up"}, processes=[process(_1=1)]), {"1": 1}),
+        (entry("1", watcher={"status": "given up"}, processes=[process()]), {"1": 1}),
         (entry("1", state="asleep", processes=[process(_1=1)]), {}),
         (entry("1", state="asleep", replacing={"since": 1.5, "gpus": {"2": 1}}), {"2": 1}),
         (entry("1", state="asleep", reserved_by=HERE), {"1": 1}),

@@ -11,7 +11,7 @@ from dynamo.operations.loading import check_turn
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.protocols.status import LoadEffect
 from dynamo.serve.gpus.gpus import Gpu
-from dynamo.serve.gpus.room import group_rivals, load_effects
+from dynamo.serve.gpus.room import group_rivals, load_effects, sleepers_on
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.process_table import ledger_of
@@ -104,6 +104,13 @@ def test_a_sleeper_of_another_model_goes_if_its_memory_is_needed() -> None:
     assert (beside.gpus, beside.removes, beside.keeps_asleep) == (("0",), (), ())
     on_it = effects(entry("A", "0", pid=7), asleep, entry("C"), used=(70, 2))["C"]
     assert (on_it.gpus, on_it.removes, on_it.keeps_asleep) == (("1",), (), ("d_B",))
+
+
+def test_a_sleeper_that_is_being_woken_stays() -> None:
+    asleep = entry("B", "1", pid=8, state="asleep")
+    assert [one.name for _, one in sleepers_on(document_of(asleep), ["1"])] == ["d_B"]
+    woken = {**asleep, "reserved_by": {"pid": 7, "operation": "wake"}}
+    assert sleepers_on(document_of(woken), ["1"]) == []
 
 
 def test_a_stopped_worker_is_started_again() -> None:

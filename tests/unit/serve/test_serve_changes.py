@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,7 +28,7 @@ from dynamo.serve.state.events import BoxEventLog, ProcessEvents
 from dynamo.serve.state.process_table import ledger_of, reservation
 from dynamo.serve.state.record import RecordedComponent, StatefileWriter
 from dynamo.serve.state.statefile import FileLock, Statefile
-from dynamo.serve.supervision.rolling import RollingRestart
+from dynamo.serve.supervision.rolling import LEASE, RollingRestart
 
 GRAPH = "A: {run: dynamo.mocker, ServiceArgs: {workers: 3, resources: {gpu: 1}}}"
 GPUS = ("0", "1", "2")
@@ -417,3 +419,76 @@ def test_a_cancelled_write_is_awaited(world: World, monkeypatch: pytest.MonkeyPa
         assert world.entry("dynamo_A").replacing is None
 
     asyncio.run(main())
+
+
+def test_a_change_during_a_write_is_written_after_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, changed = world.writer.write, threading.Event()
+
+    async def main() -> None:
+        loop, tasks = asyncio.get_running_loop(), Tasks("test")
+
+        def change() -> None:
+            world.vanish("dynamo_A_2")
+            world.writer.changed()
+            changed.set()
+
+        def changes_once(components: Any, *arguments: Any) -> None:
+            if not changed.is_set():  # the components were read before
+                loop.call_soon_threadsafe(change)
+                changed.wait()
+            write(components, *arguments)
+
+        monkeypatch.setattr(world.writer, "write", changes_once)
+        world.writer.start(tasks)
+        world.writer.changed()
+        async with asyncio.timeout(20):
+            while "dynamo_A_2" in world.document().components:  # noqa: ASYNC110 - a file
+                await asyncio.sleep(0.01)
+        await tasks.close()
+
+    asyncio.run(main())
+
+
+class Beside:
+    """A watcher with one process, beside which no other can be started."""
+
+    name = "dynamo_A"
+    rolling = False
+    env: Mapping[str, str] = {}
+
+    def __init__(self, arbiter: object = None, is_shared: bool = True) -> None:
+        self.arbiter = arbiter
+        self.listener = SimpleNamespace(is_shared=is_shared)
+        self.processes = {10: None}
+
+    def get_active_processes(self) -> list[object]:
+        return [object()]
+
+    def start_beside(self) -> None:
+        """The command cannot be started."""
+
+    async def manage_processes(self) -> None:
+        """Its process lives."""
+
+
+def test_the_next_process_after_a_failed_replacement_has_the_old_command(world: World) -> None:
+    before = world.specs["dynamo_A"]
+    broken = dataclasses.replace(before, argv=("no such program",))
+    monkeyed: Any = world
+    monkeyed.output = lambda name: SimpleNamespace(last_line=lambda: "")
+    watcher: Any = Beside(world)
+    problem = asyncio.run(world.rolling()._start_then_stop(watcher, broken, 1))
+    assert "the old one continues" in problem
+    assert world.specs["dynamo_A"] is before and not watcher.rolling
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_two_frontends_overlap_only_where_they_share_their_socket(
+    tmp_path: Path, is_shared: bool
+) -> None:
+    world = World(make_plan("F: {run: dynamo.frontend}"), Statefile(tmp_path, "dynamo"))
+    (spec,) = world.specs.values()
+    watcher: Any = Beside(world, is_shared)
+    assert world.rolling()._may_overlap(watcher, spec, LEASE) is is_shared

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.serve.supervision.supervised import RestartPolicy, Restarts
+from dynamo.serve.supervision.supervised import RestartPolicy, Restarts, SupervisedWatcher
 
 
 def test_the_first_restart_is_immediate_then_it_backs_off() -> None:
@@ -106,3 +110,46 @@ def test_run_gives_up_a_model_that_cannot_be_downloaded() -> None:
     served = Restarts(policy)
     served.died(0.0, 9.0, -9, served=True)
     assert died(served, *[cause] * 4) == [0.5, 1.0, 2.0, 4.0]
+
+
+class Process:
+    """A process that a watcher has started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.stopping = False
+        self.exited = asyncio.Event()
+        self.signals: list[tuple[int, bool]] = []
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append((number, self.stopping))
+        self.exited.set()
+
+
+def watcher_of(*processes: Process) -> Any:
+    found: Any = object.__new__(SupervisedWatcher)  # without circus and its arbiter
+    found.processes = {process.pid: process for process in processes}
+    found.stop_signal, found.graceful_timeout = 15, 10.0
+    found.numprocesses, found.given_up = len(processes), None
+    found.arbiter = SimpleNamespace(killing=False, gave_up=lambda watcher, reason: None)
+    found.notify_event = lambda *event: None
+    found._restarts = Restarts(RestartPolicy())
+    return found
+
+
+async def test_a_process_that_is_stopped_is_expected_to_exit_before_it_is_signalled() -> None:
+    """Its exit may be reaped at once, and would count as a death."""
+    process = Process(7)
+    await watcher_of(process).kill_process(process)
+    assert process.signals == [(15, True)]
+
+
+def test_of_several_processes_the_others_go_on_when_one_is_given_up() -> None:
+    living, leaving = Process(7), Process(8)
+    leaving.stopping = True
+    watcher = watcher_of(living, leaving)
+    watcher._give_up("5 deaths within 60 s")
+    assert (watcher.given_up, watcher.numprocesses) == (None, 1)
+    alone = watcher_of(leaving)
+    alone._give_up("5 deaths within 60 s")
+    assert alone.given_up == "5 deaths within 60 s"

@@ -118,3 +118,16 @@ async def test_load_is_sent_once_per_iteration_and_repeated() -> None:
     await next_iteration()
     assert LOADS(sent[2])[0] == KvMetrics(7, 0, 3)
     sender.close()
+
+
+async def test_the_last_events_are_sent_when_it_closes() -> None:
+    sent: list[bytes] = []
+    sender = KvEventSender(7, delay_s=3600.0)
+    sender.open(sent.append)
+    sender.record(0, [stored(1)])
+    assert not sent
+    sender.close()
+    assert [event.event_id for event in BATCH(sent[0]).events] == [1]
+    sender.record(0, [stored(2)])
+    await next_iteration()
+    assert len(sent) == 1, "later events go to the log only"

@@ -1,0 +1,227 @@
+"""Defects of verbs, configuration, measurements, logs, metrics, status and alerts."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+TOOLS = (
+    Mutant(
+        "key-of-a-similar-name-removed",
+        "dynamo.cli.key",
+        'if line.strip().partition(":")[0] != name]',
+        "if not line.strip().startswith(name)]",
+        ("unit/cli/test_cli_key.py::test_a_removal_leaves_names_that_begin_alike",),
+    ),
+    Mutant(
+        "new-key-joined-to-the-last-line",
+        "dynamo.cli.key",
+        'start = "" if not before or before.endswith(b"\\n") else "\\n"',
+        'start = ""',
+        ("unit/cli/test_cli_key.py::test_a_last_line_without_its_end",),
+    ),
+    Mutant(
+        "model-of-that-name-added-twice",
+        "dynamo.cli.models",
+        "        if name in {model.model for model in box.models}:\n",
+        "        if name in served and name not in {model.model for model in box.models}:\n",
+        ("e2e/test_models_come_and_go.py::test_a_model_comes_and_goes_under_load",),
+    ),
+    Mutant(
+        "served-by-one-frontend-is-served",
+        "dynamo.cli.models",
+        "if found is None or not set(found.models).issuperset(models):",
+        "if found is not None and not set(found.models).issuperset(models):",
+        ("unit/cli/test_cli_models.py::test_a_model_is_listed_when_every_frontend_serves_it",),
+    ),
+    Mutant(
+        "busy-arbiter-is-an-error",
+        "dynamo.cli.reload",
+        "if not any(mark in reason for mark in BUSY) or time.monotonic() > deadline_s:",
+        "if True:",
+        ("unit/cli/test_cli_models.py::test_a_request_waits_for_the_command_before_it",),
+    ),
+    Mutant(
+        "dead-process-shown-as-alive",
+        "dynamo.cli.state",
+        "dead_pids=tuple(pid for pid in entry.pids if pid not in alive),",
+        "dead_pids=(),",
+        ("unit/cli/test_cli_main.py::test_a_process_imports_nothing_that_it_does_not_use",),
+    ),
+    Mutant(
+        "secret-in-the-dumped-settings",
+        "dynamo.config.option",
+        '"(hidden)" if field.name in _SECRETS else getattr(group, field.name)',
+        "getattr(group, field.name)",
+        ("unit/config/test_dynamo_flags.py::test_settings_are_dumped",),
+    ),
+    Mutant(
+        "library-s-variable-of-the-user-overwritten",
+        "dynamo.config.option",
+        "os.environ.setdefault(variable, value)",
+        "os.environ[variable] = value",
+        ("unit/config/test_options.py::test_a_preset_keeps_the_value_of_the_user",),
+    ),
+    Mutant(
+        "percentile-off-by-one",
+        "dynamo.bench.stats",
+        "return ordered[max(0, math.ceil(share * len(ordered)) - 1)]",
+        "return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)))]",
+        ("unit/bench/test_bench_modules.py::test_percentiles_are_of_the_nearest_rank",),
+    ),
+    Mutant(
+        "failed-requests-in-the-latencies",
+        "dynamo.bench.stats",
+        "done = [outcome for outcome in outcomes if outcome.error is None]",
+        "done = [outcome for outcome in outcomes]",
+        ("unit/bench/test_bench_modules.py::test_summary_counts_outcomes",),
+    ),
+    Mutant(
+        "goodput-in-seconds",
+        "dynamo.bench.stats",
+        "value * 1000 <= limit for value, limit in pairs)",
+        "value <= limit for value, limit in pairs)",
+        ("unit/bench/test_bench_modules.py::test_summary_counts_outcomes",),
+    ),
+    Mutant(
+        "torn-last-line-of-a-recording-is-an-error",
+        "dynamo.bench.trace",
+        '            if found and not line.endswith(b"\\n"):\n                break  # torn: a recording that was cut off in mid-write\n',
+        "",
+        ("unit/bench/test_trace_file.py::test_a_crash_at_any_byte_leaves_whole_lines",),
+    ),
+    Mutant(
+        "part-of-a-line-left-by-a-full-disk",
+        "dynamo.bench.recording",
+        "                os.ftruncate(self._file, self.size_bytes)\n",
+        "                pass\n",
+        ("unit/bench/test_trace_file.py::test_a_line_of_which_a_part_was_written_is_taken_back",),
+    ),
+    Mutant(
+        "recording-not-in-the-order-of-arrival",
+        "dynamo.bench.recording",
+        "for number in sorted(range(self.lines), key=times.__getitem__):",
+        "for number in range(self.lines):",
+        (
+            "unit/bench/test_trace_file.py::test_the_lines_of_a_finished_trace_are_in_the_order_of_arrival",
+        ),
+    ),
+    Mutant(
+        "line-end-in-a-quoted-message",
+        "dynamo.observability.logs",
+        "{one_line(record.getMessage())}",
+        "{record.getMessage()}",
+        ("unit/observability/test_logs.py::test_quoted_text_cannot_forge_a_line",),
+    ),
+    Mutant(
+        "suppressed-lines-counted-twice",
+        "dynamo.observability.logs",
+        "            record.suppressed, repeats.suppressed = repeats.suppressed, 0",
+        "            record.suppressed = repeats.suppressed",
+        ("unit/observability/test_logs.py::test_repeated_records_are_limited_and_counted",),
+    ),
+    Mutant(
+        "child-process-repeats-its-parent-s-rest",
+        "dynamo.observability.logs",
+        "        self._lock = threading.RLock()\n        self._forget()\n\n    def close",
+        "        self._lock = threading.RLock()\n\n    def close",
+        ("unit/observability/test_logs.py::test_a_fork_leaves_the_rest_of_a_text_to_its_parent",),
+    ),
+    Mutant(
+        "removed-series-keeps-its-labels",
+        "dynamo.observability.metrics",
+        "        self.pop(values, None)\n        self._labels.pop(values, None)",
+        "        self.pop(values, None)",
+        (
+            "unit/observability/test_exposition.py::test_a_child_that_is_removed_between_parts_leaves_nothing",
+        ),
+    ),
+    Mutant(
+        "buckets-that-do-not-add-up",
+        "dynamo.observability.metrics",
+        "        running += count\n        yield Sample(bucket, place, running)",
+        "        running += count\n        yield Sample(bucket, place, count)",
+        ("unit/observability/test_exposition.py::test_plain_text",),
+    ),
+    Mutant(
+        "counters-of-a-gone-worker-forgotten",
+        "dynamo.observability.metrics",
+        "if family.spec.kind in kinds and label in family.spec.labels:",
+        "if label in family.spec.labels:",
+        ("unit/observability/test_metrics.py::test_counters_of_what_is_gone_stay",),
+    ),
+    Mutant(
+        "draining-worker-shown-as-stopped",
+        "dynamo.status.workers",
+        "if entry.draining or (stopped and self.alive):",
+        "if entry.draining and not stopped:",
+        ("unit/status/test_status_workers.py::test_states_of_a_living_worker",),
+    ),
+    Mutant(
+        "silent-worker-shown-as-ready",
+        "dynamo.status.workers",
+        'return "failed" if self._rejected() or self.silent else "ready"',
+        'return "failed" if self._rejected() else "ready"',
+        ("unit/status/test_status_workers.py::test_a_process_that_does_not_renew_its_lease",),
+    ),
+    Mutant(
+        "truncated-log-is-read-no-further",
+        "dynamo.status.logs",
+        "                self._file.seek(0)  # truncated\n",
+        "                pass\n",
+        (
+            "unit/status/test_status_logs.py::test_nothing_is_lost_over_rotation_truncation_and_new_files",
+        ),
+    ),
+    Mutant(
+        "log-of-another-service-with-a-longer-name",
+        "dynamo.status.logs",
+        'service = re.compile(re.escape(f"{namespace}_{name}") + r"(_\\d+)?")',
+        'service = re.compile(re.escape(f"{namespace}_{name}") + r".*")',
+        ("unit/status/test_status_logs.py::test_names",),
+    ),
+    Mutant(
+        "restarted-frontend-s-counters-fall",
+        "dynamo.doctor.alerts",
+        "old = _counters(name, before) if before.pid == counts.pid else {}",
+        "old = _counters(name, before)",
+        ("unit/doctor/test_alerts.py::test_rates_over_frontends_and_restarts",),
+    ),
+    Mutant(
+        "stopped-model-is-an-alert",
+        "dynamo.doctor.alerts",
+        'if not model.ready and (_is_awaited(model) or model.state == "failed" or restarts):',
+        "if not model.ready:",
+        ("unit/doctor/test_alerts.py::test_a_model_without_a_worker",),
+    ),
+    Mutant(
+        "full-disk-by-its-bytes-alone",
+        "dynamo.doctor.alerts",
+        "if disk.free_bytes < GIB or disk.free_files == 0:",
+        "if disk.free_bytes < GIB:",
+        ("unit/doctor/test_alerts.py::test_routing_and_disks",),
+    ),
+)
+
+COMPILED = (
+    Mutant(
+        "credit-fades-with-the-load-of-the-first",
+        "dynamo._fast.scoring",
+        "if i == 0 or prefill[slot] < least:",
+        "if i == 0:",
+        ("fast/test_scoring.py::test_costs_equal_the_reference",),
+    ),
+    Mutant(
+        "abandoned-prefill-measures-a-speed",
+        "dynamo._fast.prefill_queue",
+        "        # How much of it was computed is unknown: the interval measures nothing.\n        queue.abandoned = True\n",
+        "",
+        ("unit/router/test_prefill_load.py::test_an_interval_with_a_cancelled_prefill_is_dropped",),
+    ),
+    Mutant(
+        "window-of-the-last-block-reads-beyond-its-end",
+        "dynamo._fast.hashing",
+        "(count - extra) // block_size if count > extra else 0",
+        "count // block_size if count > extra else 0",
+        ("fast/test_hashing.py::test_published_vectors",),
+    ),
+)
