@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.errors import DynamoError, ModelNotFound, Unavailable
+from dynamo.errors import DynamoError, ModelNotFound, Unavailable, as_argument
 from dynamo.frontend.requests.cold_start import (
     ColdStartQueue,
     HeldDispatch,
@@ -152,7 +152,7 @@ class OnDemandModels:
             return None if record is None else _unavailable(record)
         return Unavailable(
             f"Model `{name}` is not loaded, and this request does not start it. Send it a request "
-            f"that generates, or use: dynamo load {record.model}"
+            f"that generates, or use: dynamo load {as_argument(record.model)}"
         )
 
     @property
