@@ -106,10 +106,14 @@ _OUTPUT = ("dynamo_frontend_output_tokens_total", "dynamo_frontend_output_sequen
 
 
 def _check_tokens(box: Box) -> Iterator[str]:
-    """A frontend counted each token that its clients received once, and each answer's length.
+    """Frontend and router counted each token that clients received once, over all migrations.
 
     Answers that were not complete are counted as far as they came: up to their whole length.
     """
+    longest = max((one.answer.completion_tokens for one in box.pool), default=0)
+    for request_id, count in box.machine.routed_tokens.items():
+        if count > longest:
+            yield f"a router counted {count} tokens of {request_id}; no answer has over {longest}"
     for process in box.processes("frontend"):
         lives = [one for one in box.frontend_lives if one.pid == process.pid]
         port = box.life_ports[id(lives[0])] if lives else 0

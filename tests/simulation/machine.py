@@ -110,6 +110,8 @@ class Machine:
         """Called when a file has got its name, or lost it."""
         self.disk: Disk | None = None
         """Set if this run has a loss of power."""
+        self.routed_tokens: dict[str, int] = {}
+        """The output tokens that routers counted for each request."""
         self.steps = 0
         self.overlap: Overlap | None = None
         """Set if callbacks of several processes may overlap in this run."""

@@ -227,9 +227,11 @@ def _connect_programs() -> None:
 
     planner.TensorboardLog = NoTensorboard  # type: ignore[attr-defined]
     from dynamo.mocker import engine, worker
+    from dynamo.router.active_load import ActiveLoad
     from dynamo.router.caches import indexer
     from dynamo.runtime import distributed
 
+    _patch(ActiveLoad, free=_counted(ActiveLoad.free))
     _patch(worker.SimulatedSleep, __setattr__=_set_and_check)
     engine.TimerFd = Timer  # type: ignore[misc, assignment]
     for kind in (
@@ -239,6 +241,20 @@ def _connect_programs() -> None:
         distributed.DistributedRuntime,
     ):
         _keep(kind)
+
+
+def _counted(free: Any) -> Any:
+    """Add up the output tokens that a router counts for each request, over its migrations."""
+
+    def freed(self: Any, request_id: str, output_tokens: int = 0) -> Any:
+        reservation = free(self, request_id, output_tokens)
+        if reservation is not None and not reservation.remote:
+            machine = fake_os.machine()
+            before = machine.routed_tokens.get(request_id, 0)
+            machine.routed_tokens[request_id] = before + reservation.output_tokens
+        return reservation
+
+    return freed
 
 
 def _set_and_check(engine: Any, name: str, value: Any) -> None:
