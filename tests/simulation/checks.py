@@ -253,26 +253,28 @@ def _files(directory: Path) -> list[Path]:
 def check_index(box: Box) -> Iterator[str]:
     """The index of each router has exactly the blocks that its workers hold."""
     held: dict[int, set[int]] = {}
+    host: dict[int, set[int]] = {}  # the index keeps lower tiers apart
     for process in box.processes("mocker"):
         for part in process.parts:
             if hasattr(part, "ranks") and part.publishes_events:
                 worker = part.endpoint.runtime.instance_id
-                held[worker] = set().union(
-                    *(rank.pool.hashes() | rank.pool.host_hashes() for rank in part.ranks)
-                )
+                held[worker] = set().union(*(rank.pool.hashes() for rank in part.ranks))
+                host[worker] = set().union(*(rank.pool.host_hashes() for rank in part.ranks))
     for process in box.processes("frontend"):
         for part in process.parts:
             if hasattr(part, "recovering_slots") and part._streams:  # an Indexer
-                yield from _check_blocks(process, part, held)
+                yield from _check_blocks(process, part, held, host)
 
 
-def _check_blocks(process: Process, indexer: Indexer, held: dict[int, set[int]]) -> Iterator[str]:
+def _check_blocks(
+    process: Process, indexer: Indexer, held: dict[int, set[int]], host: dict[int, set[int]]
+) -> Iterator[str]:
     """A decode worker behind prefill workers publishes nothing, and is in no index."""
     indexed: dict[int, set[int]] = {worker: set() for worker, _ in indexer._streams}
     for worker, _, _, dumped, _ in indexer._index.dump():
         indexed.setdefault(worker, set()).update(dumped)
     for worker, blocks in indexed.items():
-        extra = blocks - held.get(worker, set())
+        extra = blocks - held.get(worker, set()) - host.get(worker, set())
         if extra:
             yield (
                 f"{process.name}: the index has {len(extra)} blocks of {worker:x} that "
