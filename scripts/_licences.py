@@ -20,7 +20,8 @@ def main() -> None:
         "page. Nothing of them is copied into this repository. The web page has copies of two npm"
     )
     print(
-        "packages, unchanged, with [their licences](../dynamo/frontend/ui/static/vendor/LICENSES.txt).\n"
+        "packages, unchanged, with [their licences]"
+        "(../dynamo/frontend/ui/static/vendor/LICENSES.txt).\n"
     )
     print("| package | version | licence |\n|---|---|---|")
     rows = {}

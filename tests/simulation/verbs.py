@@ -38,6 +38,11 @@ def _served(box: Box, step: Step) -> bool:
                if model == step.details["model"])  # fmt: skip
 
 
+def _starting(box: Box, step: Step) -> bool:
+    began_s = box.machine.now_s - RESTART_S
+    return any(one.started_s > began_s for one in _targets(box, step))
+
+
 _REFUSALS = (
     Refusal("it is served already", _served),
     Refusal("has no process now", lambda box, step: not _targets(box, step)),
@@ -47,6 +52,7 @@ _REFUSALS = (
     Refusal("no service or worker", lambda box, step: "_" in target_of(step)),
     Refusal("has no sleep mode", lambda box, step: not _sleeps(box, step)),
     Refusal("the planner keeps a worker", lambda box, step: box.profile.planner),
+    Refusal("does not serve yet", _starting),
     Refusal("GPU .* is in use", lambda box, step: len(box.processes("mocker")) > 1),
     Refusal("No space left", lambda box, step: box.was_full(RESTART_S)),
     Refusal("program .* not found", lambda box, step: not _targets(box, step)),

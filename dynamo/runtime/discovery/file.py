@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -27,6 +28,7 @@ from dynamo.runtime.discovery.layout import (
     read_file,
     remove_if_lease,
     shown,
+    touch,
 )
 from dynamo.runtime.discovery.store_watcher import StoreWatcher
 from dynamo.runtime.process.inotify import Inotify, Mask
@@ -66,6 +68,8 @@ class OwnedLease:
         self._inotify = inotify
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # the next touch reports it
+            touch(path)
         self._descriptor = inotify.add(path, _MASK, self._on_file)
         self._timer = self._loop.call_later(self.ttl_s / _TOUCHES_PER_TTL, self._touch)
 
@@ -84,7 +88,7 @@ class OwnedLease:
 
     def _touch(self) -> None:
         try:
-            os.utime(self._path)
+            touch(self._path)
             self._repair()
         except FileNotFoundError:
             self._end()

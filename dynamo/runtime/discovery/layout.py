@@ -87,6 +87,25 @@ def lease_path(root: Path, lease_id: int) -> Path:
     return root / "leases" / f"{lease_id:x}"
 
 
+def touch(path: Path) -> None:
+    """Renew the lease in the file ``path``. Raises OSError.
+
+    Its modification time becomes the time of day, for other hosts. Its access time becomes that of
+    the monotonic clock of this host: someone may set the time of day.
+    """
+    os.utime(path, ns=(time.monotonic_ns(), time.time_ns()))
+
+
+def untouched_s(status: os.stat_result, same_host: bool) -> float:
+    """Return how long ago a lease of this host, or of another, was renewed, in seconds."""
+    if same_host:
+        age_s = (time.monotonic_ns() - status.st_atime_ns) / 1e9
+        if age_s >= 0:
+            return age_s
+        # A program that reads the file sets its access time to the time of day, which is far above.
+    return max(0.0, time.time() - status.st_mtime_ns / 1e9)
+
+
 def ensure_directories(root: Path) -> None:
     """Create the directories of the store, each with mode 0700."""
     for name in ("leases", "v1", *(f"v1/{bucket}" for bucket in BUCKETS)):
@@ -142,12 +161,12 @@ def decode_lease(name: str, data: bytes) -> LeaseRecord:
 
 
 def read_file(path: Path) -> bytes | None:
-    """Return the content, None for a missing file. Never blocks.
+    """Return the content, None for a missing file. Never blocks, and keeps the access time.
 
     BadRecord: it is not a regular file of at most the largest size.
     """
     try:
-        descriptor = os.open(path, _READ_FLAGS)
+        descriptor = _open(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -162,6 +181,13 @@ def read_file(path: Path) -> bytes | None:
         return os.read(descriptor, limit)
     finally:
         os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, _READ_FLAGS | os.O_NOATIME)  # see touch()
+    except PermissionError:  # it is another user's
+        return os.open(path, _READ_FLAGS)
 
 
 def shown(path: Path) -> str:

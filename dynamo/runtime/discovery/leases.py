@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynamo.protocols.control import LeaseRecord
-from dynamo.runtime.discovery.layout import BadRecord, decode_lease, names, read_file
+from dynamo.runtime.discovery.layout import (
+    BadRecord,
+    decode_lease,
+    names,
+    read_file,
+    untouched_s,
+)
 from dynamo.runtime.process.os_process import host_id, is_running
 
 if TYPE_CHECKING:
@@ -117,11 +123,11 @@ class LeaseTable:
             self.observe(name)
             return
         try:
-            modified_ns = (self._directory / name).stat().st_mtime_ns
+            status = (self._directory / name).stat()
         except FileNotFoundError:
             self._end(lease.record.lease_id)
         else:
-            self._touch(lease, modified_ns)
+            self._touch(lease, status)
 
     def observe(self, name: str) -> None:
         """Read the file ``name`` and apply its changes. One small read."""
@@ -130,7 +136,7 @@ class LeaseTable:
         try:
             data = read_file(path)
             record = None if data is None else decode_lease(name, data)
-            modified_ns = path.stat().st_mtime_ns
+            status = path.stat()
         except BadRecord as error:
             self._listener.bad_file(path, str(error))
             return
@@ -145,9 +151,9 @@ class LeaseTable:
             self._end(lease_id, unlink=False)
             lease = None
         if lease is None:
-            self._add(record, modified_ns)
+            self._add(record, status)
         else:
-            self._touch(lease, modified_ns)
+            self._touch(lease, status)
 
     def rescan(self) -> Iterator[None]:
         """Compare all leases with the directory, one with each step of the result."""
@@ -164,9 +170,9 @@ class LeaseTable:
                 lease.process.close()
         self._tracked.clear()
 
-    def _add(self, record: LeaseRecord, modified_ns: int) -> None:
-        touched_at_s = self._loop_time(modified_ns)
-        lease = _TrackedLease(record, touched_at_s, modified_ns)
+    def _add(self, record: LeaseRecord, status: os.stat_result) -> None:
+        touched_at_s = self._touched_at_s(record, status)
+        lease = _TrackedLease(record, touched_at_s, status.st_mtime_ns)
         # The holder may have died before anyone watched it: then the lease ends here.
         if record.host == self._host and not self._watch_process(lease):
             self._unlink(record.lease_id)
@@ -178,9 +184,9 @@ class LeaseTable:
             self._listener.lease_alive(record.lease_id)
         self._arm(lease.deadline())
 
-    def _loop_time(self, modified_ns: int) -> float:
-        """Convert a modification time to the loop's clock; never in the future."""
-        return self._loop.time() - max(0.0, time.time() - modified_ns / 1e9)
+    def _touched_at_s(self, record: LeaseRecord, status: os.stat_result) -> float:
+        """Return when the lease was touched, by the loop's clock; never in the future."""
+        return self._loop.time() - untouched_s(status, record.host == self._host)
 
     def _watch_process(self, lease: _TrackedLease) -> bool:
         record = lease.record
@@ -194,11 +200,11 @@ class LeaseTable:
             log.warning("cannot watch process %d, relying on its ttl: %s", record.pid, error)
         return True
 
-    def _touch(self, lease: _TrackedLease, modified_ns: int) -> None:
-        if modified_ns == lease.modified_ns:
+    def _touch(self, lease: _TrackedLease, status: os.stat_result) -> None:
+        if status.st_mtime_ns == lease.modified_ns:
             return
-        lease.modified_ns = modified_ns
-        lease.touched_at_s = self._loop_time(modified_ns)
+        lease.modified_ns = status.st_mtime_ns
+        lease.touched_at_s = self._touched_at_s(lease.record, status)
         if not lease.alive and self._loop.time() < lease.touched_at_s + lease.record.ttl_s:
             lease.alive = True
             log.info("lease %x was touched again", lease.record.lease_id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from dynamo.runtime.discovery.layout import (
     lease_path,
     names,
     read_file,
+    untouched_s,
 )
 from dynamo.runtime.process.inotify import Inotify, Mask
 from dynamo.runtime.process.os_process import host_id, is_running
@@ -58,10 +58,8 @@ def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
 
     Each of those leads a session of its own, so the session of a lease's process names it.
     """
-    found = list(_leases(store))
-    silent = {
-        lease.lease_id for lease in found if _is_silent(lease_path(store, lease.lease_id), lease)
-    }
+    found, host = list(_leases(store)), host_id()
+    silent = {lease.lease_id for lease in found if _is_silent(store, lease, host)}
     leases: dict[int, list[int]] = {}
     for lease_id, session in _sessions(found):
         leases.setdefault(session, []).append(lease_id)
@@ -239,10 +237,11 @@ def _leases(store: Path) -> Iterator[LeaseRecord]:
             yield decode_lease(name, data)
 
 
-def _is_silent(file: Path, lease: LeaseRecord) -> bool:
+def _is_silent(store: Path, lease: LeaseRecord, host: str) -> bool:
     """Whether a lease was not renewed for its TTL. A renewal touches its file."""
     try:
-        return time.time() - file.stat().st_mtime > lease.ttl_s
+        status = lease_path(store, lease.lease_id).stat()
+        return untouched_s(status, lease.host == host) > lease.ttl_s
     except OSError:  # it has just ended
         return False
 

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,27 @@ async def test_a_long_silent_foreign_lease_is_removed_at_the_first_scan(
             await asyncio.sleep(0.01)
 
 
+async def test_a_clock_that_is_set_hides_no_lease_of_this_host(
+    store: FileDiscovery, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = await store.grant(10)
+    await store.put("v1/instances/a", b"1", lease.id)
+    path = layout.lease_path(root, lease.id)
+    layout.read_file(path)
+    later = time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    for is_read_by_another_program in (False, True):
+        if is_read_by_another_program:  # its access time tells nothing any more, if this sets it
+            now_ns = time.time_ns()
+            os.utime(path, ns=(now_ns, now_ns))
+        reader = FileDiscovery(root)
+        try:
+            listed = await reader.list("v1/")
+        finally:
+            await reader.close()
+        assert bool(listed) is not is_read_by_another_program
+
+
 async def test_our_own_stall_does_not_make_others_silent(
     store: FileDiscovery, root: Path, holders: Holders
 ) -> None:
@@ -290,8 +312,6 @@ async def test_our_own_stall_does_not_make_others_silent(
     log = Log()
     await store.watch("v1/instances/", log).ready()
     await asyncio.to_thread(lambda: None)
-    import time
-
     time.sleep(1.5)  # noqa: ASYNC251 - the stall is the point
     await asyncio.sleep(0.1)
     assert [event.kind for event in log.events] == ["put"]
