@@ -106,6 +106,7 @@ def test_lines_of_ollama_are_bounded(
 ) -> None:
     class Ollama(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))  # unread, it resets the connection
             with contextlib.suppress(ConnectionError):
                 self.send_response(200)
                 self.end_headers()
