@@ -43,6 +43,17 @@ def _starting(box: Box, step: Step) -> bool:
     return any(one.started_s > began_s for one in _targets(box, step))
 
 
+def _lacks_program(box: Box, step: Step) -> bool:
+    """Whether the program that circus was asked for has no process: the service's first one."""
+    name = f"box_{target_of(step).removeprefix('box_')}"
+    return all(one.name != name for one in box.processes("mocker"))
+
+
+def _is_full(box: Box, step: Step) -> bool:
+    """Whether there may be too few of the two GPUs; each worker of the graph has one."""
+    return len(box.processes("mocker")) > 1 or step.details.get("value", 0) > 1
+
+
 _REFUSALS = (
     Refusal("it is served already", _served),
     Refusal("has no process now", lambda box, step: not _targets(box, step)),
@@ -55,8 +66,9 @@ _REFUSALS = (
     Refusal("does not serve yet", _starting),
     Refusal("GPU .* is in use", lambda box, step: len(box.processes("mocker")) > 1),
     Refusal("No space left", lambda box, step: box.was_full(RESTART_S)),
-    Refusal("program .* not found", lambda box, step: not _targets(box, step)),
-    Refusal("needs .* GPU", lambda box, step: len(box.processes("mocker")) > 1),
+    Refusal("program .* not found", _lacks_program),
+    Refusal("a second process would use", lambda box, step: step.what == "circus incr"),
+    Refusal("needs .* GPU", _is_full),
     Refusal("changes it|replaces its process", lambda box, step: box.profile.planner),
     Refusal("no planner runs", lambda box, step: not box.processes("planner")),
 )
