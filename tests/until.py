@@ -27,7 +27,7 @@ async def until(condition: Callable[[], Any], interval_s: float = _INTERVAL_S) -
 
 def poll(
     condition: Callable[[], Any],
-    tell: Callable[[], str] = lambda: "",
+    describe: Callable[[], str] = lambda: "",
     timeout_s: float = DEADLINE_S,
     interval_s: float = _INTERVAL_S,
 ) -> float:
@@ -35,7 +35,7 @@ def poll(
     start_s = time.monotonic()
     while not condition():
         waited_s = time.monotonic() - start_s
-        assert waited_s < timeout_s, f"not after {waited_s:.0f} s: {tell()}"
+        assert waited_s < timeout_s, f"not after {waited_s:.0f} s: {describe()}"
         time.sleep(interval_s)
     return time.monotonic() - start_s
 

@@ -230,7 +230,7 @@ def _check_access(unit: SystemdUnit) -> None:
             text=True,
             check=False,
         )
-    except PermissionError:  # a root who may not become another user, as in some containers
+    except PermissionError:  # root without the right to become another user, as in some containers
         return
     if done.returncode:
         raise ConfigError(

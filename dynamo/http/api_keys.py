@@ -73,7 +73,7 @@ def parse_grants(text: str) -> Grants:
 class ApiKey:
     """One entry of the file; ``requests`` counts the requests that were made with it.
 
-    ``grants`` bounds what a user may ask of the router; None for operators, who may ask for all.
+    ``grants`` bounds what a user may ask of the router; None for operators: no bound.
     """
 
     __slots__ = ("digest", "grants", "name", "operator", "requests")

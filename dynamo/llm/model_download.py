@@ -164,7 +164,7 @@ set_client_factory(bounded_client)
 
 
 def search_hub(words: str, limit: int) -> list[Any]:
-    """Return what the Hub knows of the most downloaded models whose names have ``words``.
+    """Return the Hub's records of the most downloaded models whose names have ``words``.
 
     Raises what the Hub's library does, and ValueError for an answer beyond the bounds.
     """

@@ -60,8 +60,8 @@ def test_invalid_requests(either_deployment: Deployment, tmp_path: Path) -> None
     wrong = route(either_deployment, "--prompt-file", "-", "--model", "nope", stdin="hello")
     assert (wrong.returncode, "404" in wrong.stderr) == (1, True)
     assert "Model not found: nope" in wrong.stderr and "{" not in wrong.stderr
-    nobody = route(either_deployment, "--url", "http://127.0.0.1:9", "--prompt-file", "-")
-    assert (nobody.returncode, "can't reach" in nobody.stderr) == (1, True)
+    unreachable = route(either_deployment, "--url", "http://127.0.0.1:9", "--prompt-file", "-")
+    assert (unreachable.returncode, "can't reach" in unreachable.stderr) == (1, True)
 
 
 def test_the_table_gives_reasons(either_deployment: Deployment) -> None:

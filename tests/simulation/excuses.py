@@ -2,7 +2,7 @@
 
 Two questions are apart. *Has the model no worker?* is what :mod:`presence` saw, and docs/guarantees
 allows a 503 then and at no other time. *May it have none?* needs a cause: a fault that hit one of
-its workers, an operator who removed them and did not load it again, or the loss of what starts
+its workers, their removal by an operator without a later load, or the loss of what starts
 workers. A worker that is away without a cause is a failure.
 """
 

@@ -1,5 +1,9 @@
-"""How large a value of a chat template may get: its operators, methods and filters can make
-gigabytes of a few characters, within one call that no deadline ends."""
+"""Bounds of the values that chat templates make.
+
+Operators, methods and filters can make gigabytes of a few characters, within one call that no
+deadline ends. So the size of a result is estimated from the arguments before the call. The
+functions below whose names are participles return that size, in characters; 0: no bound applies.
+"""
 
 from __future__ import annotations
 
@@ -32,26 +36,25 @@ def check_size(size: int) -> None:
         )
 
 
-def joined(parts: Iterable[str], between: str = "") -> str:
+def joined(parts: Iterable[str]) -> str:
     """Return the parts as one text. Raises TemplateError for one that is too long."""
     parts = list(parts)
-    check_size(sum(map(len, parts)) + len(between) * len(parts))
-    return between.join(parts)
+    check_size(sum(map(len, parts)))
+    return "".join(parts)
 
 
 def check_format(text: str, values: Sequence[Any], named: Mapping[str, Any]) -> None:
     """Raise TemplateError if ``text % values``, or its ``format``, may be too long."""
-    given = [*values, *named.values()]
-    numbers = [one for one in given if type(one) is int]
-    if (
-        any(len(one) > _DIGITS for one in _NUMBER.findall(text))
-        or max(numbers, default=0) > MAX_SIZE
-    ):
+    arguments = [*values, *named.values()]
+    numbers = [value for value in arguments if type(value) is int]
+    widths = _NUMBER.findall(text)
+    if any(len(width) > _DIGITS for width in widths) or max(numbers, default=0) > MAX_SIZE:
         check_size(MAX_SIZE + 1)
-    widest = max(map(int, _NUMBER.findall(text)), default=0)
+    widest = max(map(int, widths), default=0)
+    # A width may be an argument: ``%*d``, ``{:{}}``.
     if "*" in text or "{:{" in text.replace(" ", "") or text.count("{") > text.count("}"):
         widest = max([widest, *numbers])
-    longest = max([len(str(one)) for one in given], default=0)
+    longest = max([len(str(value)) for value in arguments], default=0)
     check_size(len(text) + (text.count("%") + text.count("{")) * max(widest, longest))
 
 
@@ -62,12 +65,12 @@ def check_call(function: Any, owner: Any, args: Sequence[Any], named: Mapping[st
         check_size(size(owner, *args, *named.values()))
 
 
-def bounded(filters: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+def bounded_filters(filters: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     """Return the filters of jinja2, those that make large values with a check before."""
-    found = {name: filters[name] for name in filters if name != "urlize"}
+    bounded = {name: filters[name] for name in filters if name != "urlize"}
     for name, size in _FILTERS.items():
-        found[name] = _checked(filters[name], size)
-    return found
+        bounded[name] = _checked(filters[name], size)
+    return bounded
 
 
 def _checked(function: Callable[..., Any], size: Callable[..., int]) -> Callable[..., Any]:
@@ -101,13 +104,13 @@ def _replaced(owner: Any, old: Any, new: Any = "", *_: Any) -> int:
 
 def _translated(owner: Any, table: Any, *_: Any) -> int:
     values = table.values() if isinstance(table, dict) else ()
-    return len(owner) * max([len(one) for one in values if isinstance(one, str)], default=1)
+    return len(owner) * max([len(text) for text in values if isinstance(text, str)], default=1)
 
 
 def _joined(owner: Any, items: Any = (), *_: Any) -> int:
     if not hasattr(items, "__len__"):
         return MAX_SIZE + 1 if not isinstance(items, Iterable) else 0
-    return sum(len(one) for one in items if isinstance(one, str)) + len(owner) * len(items)
+    return sum(len(text) for text in items if isinstance(text, str)) + len(owner) * len(items)
 
 
 def _joined_filter(value: Any, between: Any = "", *_: Any) -> int:
@@ -133,7 +136,7 @@ def _rounded(value: Any, precision: Any = 0, *_: Any) -> int:
 
 
 def _summed(value: Any, *given: Any) -> int:
-    sized = any(type(one) in SIZED for one in given if one != "attribute")
+    sized = any(type(start) in SIZED for start in given if start != "attribute")
     return MAX_SIZE + 1 if sized and hasattr(value, "__len__") and len(value) > _MAX_SUMMED else 0
 
 
@@ -143,8 +146,8 @@ def _formatted(value: Any, *args: Any) -> int:
 
 
 def _json(value: Any, *options: Any) -> int:
-    for one in options:
-        sizes = [one] if isinstance(one, int) else [len(text) for text in one or ()]
+    for option in options:
+        sizes = [option] if isinstance(option, int) else [len(text) for text in option or ()]
         if max(sizes, default=0) > _MAX_INDENT:
             return MAX_SIZE + 1
     return 0

@@ -18,7 +18,7 @@ import jinja2.sandbox
 
 from dynamo.frontend.prompt.template_bounds import (
     ITEM_SIZE,
-    bounded,
+    bounded_filters,
     check_call,
     check_format,
     check_size,
@@ -209,7 +209,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             extensions=[jinja2.ext.loopcontrols, _GenerationTag],
         )
         self.filters["tojson"] = _tojson
-        self.filters = bounded(self.filters)
+        self.filters = bounded_filters(self.filters)
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now

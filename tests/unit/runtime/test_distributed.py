@@ -180,9 +180,9 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment) -> None:
     with pytest.raises(WorkerUnavailable) as found:
         await client.direct({}, 12345)
     assert str(found.value) == "Unavailable: instance_id=12345 not found for endpoint ns/comp/gen"
-    nobody = await deployment.runtime().endpoint("ns.comp.nope").client()
+    absent = await deployment.runtime().endpoint("ns.comp.nope").client()
     with pytest.raises(NoInstances) as none:
-        await nobody.round_robin({})
+        await absent.round_robin({})
     assert str(none.value) == "Unavailable: No workers available for endpoint ns/comp/nope"
 
 
@@ -391,9 +391,9 @@ async def test_a_client_that_is_not_awaited(deployment: Deployment) -> None:
     client.close()
     with pytest.raises(DynamoError, match="was closed before it was ready"):
         await client.random("x")
-    nobody = runtime.endpoint("dynamo.VllmWorker.none").client()
+    absent = runtime.endpoint("dynamo.VllmWorker.none").client()
     with pytest.raises(NoInstances):
-        await nobody.random("x")
+        await absent.random("x")
 
 
 def test_a_client_that_is_made_before_the_loop_runs(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ async def test_a_clock_that_is_set_hides_no_lease_of_this_host(
     later = time.time() + 3600
     monkeypatch.setattr(time, "time", lambda: later)
     for is_read_by_another_program in (False, True):
-        if is_read_by_another_program:  # its access time tells nothing any more, if this sets it
+        if is_read_by_another_program:  # reading may set its access time
             now_ns = time.time_ns()
             os.utime(path, ns=(now_ns, now_ns))
         reader = FileDiscovery(root)
