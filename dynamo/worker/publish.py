@@ -64,24 +64,24 @@ class _Newest(deque[KvEvent]):
         self._count = count
         self._bytes = 0
 
-    def append(self, event: KvEvent) -> None:
-        """Add the next event; drop the oldest ones above the bounds."""
-        while self and self.is_full_with(event):
+    def add(self, event: KvEvent, size_bytes: int) -> None:
+        """Add the next event, which has ``size_bytes``; drop the oldest ones above the bounds."""
+        self.append(event)
+        self._bytes += size_bytes
+        while len(self) > self._count or (self._bytes > RING_BYTES and len(self) > 1):
             self._bytes -= _size(self.popleft())
-        super().append(event)
-        self._bytes += _size(event)
 
-    def is_full_with(self, event: KvEvent) -> bool:
-        """Return whether older events have no room beside ``event``."""
-        return len(self) >= self._count or self._bytes + _size(event) > RING_BYTES
+    def is_full_for(self, size_bytes: int) -> bool:
+        """Return whether an event of ``size_bytes`` would displace an older one."""
+        return len(self) >= self._count or self._bytes + size_bytes > RING_BYTES
 
 
 def _size(event: KvEvent) -> int:
     """Return the bytes of the event's hashes."""
     data = event.data
-    if isinstance(data, BlocksCleared):
-        return 0
-    return len(data.block_hashes) * (2 if isinstance(data, BlocksStored) else 1)
+    if type(data) is BlocksStored:
+        return 2 * len(data.block_hashes)
+    return len(data.block_hashes) if type(data) is BlocksRemoved else 0
 
 
 class EventLog:
@@ -124,7 +124,7 @@ class EventLog:
             return None
         self.last_event_id += 1
         event = KvEvent(self.last_event_id, data, self.dp_rank, storage_tier)
-        self._ring.append(event)
+        self._ring.add(event, _size(event))
         return event
 
     def answer(self, query: KvQuery) -> KvQueryAnswer:
@@ -227,9 +227,10 @@ class KvEventSender:
         for change in changes:
             event = event_log.record(change, storage_tier)
             if event is not None:
-                if self._pending.is_full_with(event):
+                size_bytes = _size(event)
+                if self._pending.is_full_for(size_bytes):
                     self._flush()
-                self._pending.append(event)
+                self._pending.add(event, size_bytes)
         if self._pending and self._timer is None and self._publish is not None:
             loop = asyncio.get_running_loop()
             if self._delay_s:

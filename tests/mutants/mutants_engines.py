@@ -129,7 +129,7 @@ ENGINES = (
     Mutant(
         "full-batch-loses-its-oldest-event",
         "dynamo.worker.publish",
-        "                if self._pending.is_full_with(event):\n                    self._flush()\n",
+        "                if self._pending.is_full_for(size_bytes):\n                    self._flush()\n",
         "",
         ("unit/worker/test_worker_publish.py::test_a_burst_is_sent_in_several_messages",),
     ),
