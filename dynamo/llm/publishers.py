@@ -7,10 +7,11 @@ import logging
 import threading
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -70,15 +71,6 @@ def checked_batch(events: Sequence[Mapping[str, Any]]) -> list[StoredInput | Rem
         raise ValueError(f"invalid KV event batch: {error}") from None
 
 
-class _Hashing(NamedTuple):
-    """What the hash of a block depends on besides its tokens."""
-
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    is_eagle: bool = False
-    mm_hashes: list[list[int]] | None = None
-
-
 class KvEventPublisher:
     """The KV events of one data-parallel rank of one worker.
 
@@ -123,7 +115,7 @@ class KvEventPublisher:
         labels = (target.component, target.namespace, str(self._sender.worker_id))
         self._dropped = runtime.metrics.child(_DROPPED, *labels)
         self._malformed = 0
-        self._engine_blocks: dict[int, EngineBlocks] = {}
+        self._engine_blocks = defaultdict[int, EngineBlocks](lambda: EngineBlocks(kv_block_size))
         self._engine: EngineEventRelay | None = None
         self._relay: asyncio.Task[None] | None = None
         if zmq_endpoint is not None:
@@ -165,16 +157,19 @@ class KvEventPublisher:
         if tier != STORAGE_TIERS[0] and not token_ids:
             self._record(self.dp_rank, [BlocksStored(_column(block_hashes), b"")], tier)
             return
+        size = self.kv_block_size
         count = self._complete_blocks(num_block_tokens[: len(block_hashes)])
-        hashing = _Hashing(
-            lora_name,
-            cache_salt,
-            bool(is_eagle),
-            mm_hashes_of(block_mm_infos[:count] if block_mm_infos else None),
+        local = hash_blocks(
+            token_ids[: count * size + bool(is_eagle)],
+            size,
+            seed=seed_for(lora_name, cache_salt),
+            is_eagle=bool(is_eagle),
+            mm_hashes=mm_hashes_of(block_mm_infos[:count] if block_mm_infos else None),
         )
-        stored = self._stored(token_ids, block_hashes[:count], parent_hash, hashing)
-        if stored is not None:
-            self._record(self.dp_rank, [stored], tier)
+        if local:
+            parent = None if parent_hash is None else parent_hash & _U64
+            ids = _column(block_hashes[: len(local)])
+            self._record(self.dp_rank, [BlocksStored(ids, local.tobytes(), parent)], tier)
 
     def publish_removed(self, block_hashes: Sequence[int], medium: str | None = None) -> None:
         """Publish that blocks were removed from ``medium``. ValueError for an unknown medium."""
@@ -194,8 +189,7 @@ class KvEventPublisher:
 
     def publish_all_cleared(self) -> None:
         """Publish that all blocks were removed. What the engine sent before is ignored."""
-        if self.dp_rank in self._engine_blocks:
-            self._engine_blocks[self.dp_rank].cleared()
+        self._engine_blocks[self.dp_rank].cleared()
         if self._engine is not None:
             self._engine.cleared(time.time())
         self._record(self.dp_rank, [BlocksCleared()], STORAGE_TIERS[0])
@@ -224,27 +218,6 @@ class KvEventPublisher:
             count += 1
         return count
 
-    def _stored(
-        self,
-        token_ids: Sequence[int],
-        block_hashes: Sequence[int],
-        parent_hash: int | None,
-        hashing: _Hashing,
-    ) -> BlocksStored | None:
-        """Return the event of the blocks whose tokens are all given; None without any."""
-        size = self.kv_block_size
-        local = hash_blocks(
-            token_ids[: len(block_hashes) * size + hashing.is_eagle],
-            size,
-            seed=seed_for(hashing.lora_name, hashing.cache_salt),
-            is_eagle=hashing.is_eagle,
-            mm_hashes=hashing.mm_hashes,
-        )
-        if not local:
-            return None
-        parent = None if parent_hash is None else parent_hash & _U64
-        return BlocksStored(_column(block_hashes[: len(local)]), local.tobytes(), parent)
-
     def _record(
         self,
         dp_rank: int,
@@ -258,9 +231,7 @@ class KvEventPublisher:
 
     def _on_engine_events(self, dp_rank: int | None, events: list[EngineEvent]) -> None:
         rank = self.dp_rank if dp_rank is None else dp_rank
-        blocks = self._engine_blocks.get(rank)
-        if blocks is None:
-            blocks = self._engine_blocks[rank] = EngineBlocks(self.kv_block_size)
+        blocks = self._engine_blocks[rank]
         for tier, group in groupby(blocks.select(events), key=attrgetter("storage_tier")):
             changes = []
             for event in group:
@@ -273,8 +244,7 @@ class KvEventPublisher:
     def _on_reset(self) -> None:
         """Clear all ranks of this engine: what they hold is unknown."""
         for rank in {self.dp_rank, *self._engine_blocks}:
-            if rank in self._engine_blocks:
-                self._engine_blocks[rank].restarted()
+            self._engine_blocks[rank].restarted()
             self._record(rank, [BlocksCleared()], STORAGE_TIERS[0])
 
     def _on_malformed(self, error: Exception) -> None:
