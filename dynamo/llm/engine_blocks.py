@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -50,17 +50,14 @@ class AttentionGroup:
 
         The first event of full attention clears the blocks of a group that decided before it.
         """
-        stored = [each for each in events if isinstance(each, EngineStored)]
-        groups = [each.group for each in stored if each.group is not None]
-        full: set[int | None] = {
-            each.group
-            for each in stored
-            if each.group is not None and each.attention in _FULL_ATTENTION
-        }
+        stored = [
+            event for event in events if isinstance(event, EngineStored) and event.group is not None
+        ]
+        full = {event.group for event in stored if event.attention in _FULL_ATTENTION}
         replaced = bool(full) and not self._full and self._first is not None
         self._full |= full
-        if self._first is None and not self._full and groups:
-            self._first = groups[0]
+        if self._first is None and not self._full and stored:
+            self._first = stored[0].group
         accepted = {None, *(self._full or {self._first})}
         selected: list[EngineEvent] = [
             event for event in events if isinstance(event, EngineCleared) or event.group in accepted
@@ -69,10 +66,12 @@ class AttentionGroup:
 
 
 class StoredCopies(NamedTuple):
-    """The seed of the blocks' chain, None without a salt, and those that another group lacks."""
+    """What the event of stored blocks depends on besides the event itself."""
 
     seed: int | None
+    """Of the hashes of a chain with a salt; None without one."""
     absent: list[int]
+    """The blocks that another group has removed."""
 
 
 class BlockCopies:
@@ -84,48 +83,53 @@ class BlockCopies:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Key, Counter[int]] = {}
-        self._seeds: dict[Key, dict[int, int]] = {}
+        self._counts = defaultdict[Key, Counter[int]](Counter)
+        self._seeds = defaultdict[Key, dict[int, int]](dict)
         self._absent: dict[str, dict[int, set[int | None]]] = {}
 
     def blocks(self) -> int:
         """Count the blocks, once for each tier and group."""
-        return sum(map(len, self._held.values()))
+        return sum(map(len, self._counts.values()))
 
     def stored(self, event: EngineStored) -> StoredCopies | None:
         """Count a copy of each block. None: there are :data:`MAX_BLOCKS`, they do not count."""
         blocks, key = event.block_hashes, (event.storage_tier, event.group)
         if self.blocks() + len(blocks) > MAX_BLOCKS:
             return None
-        held = self._held.setdefault(key, Counter())
-        held.update([block for block in blocks if block not in held] if event.reused else blocks)
+        counts = self._counts[key]
+        counts.update(
+            [block for block in blocks if block not in counts] if event.reused else blocks
+        )
         seed = None
         if event.cache_salt is not None:
             seed = seed_for(event.lora_name, event.cache_salt)
         elif self._seeds and event.parent_hash is not None:
             seed = self._seed_of(event.parent_hash)
         elif self._seeds and not event.token_ids:
-            known = {block: self._seed_of(block) for block in blocks}
-            salted = {block: seed for block, seed in known.items() if seed is not None}
-            self._seeds.setdefault(key, {}).update(salted)
+            seeds = {block: self._seed_of(block) for block in blocks}  # of the other tiers
+            salted = {block: seed for block, seed in seeds.items() if seed is not None}
+            self._seeds[key].update(salted)
         if seed is not None:
-            self._seeds.setdefault(key, {}).update(dict.fromkeys(blocks, seed))
+            self._seeds[key].update(dict.fromkeys(blocks, seed))
         return StoredCopies(seed, self._still_absent(event))
 
     def removed(self, event: EngineRemoved) -> list[int]:
         """Discount a copy of each block. Return the blocks of which none is left."""
         tier, group = key = event.storage_tier, event.group
-        held, seeds = self._held.get(key, Counter[int]()), self._seeds.get(key, {})
-        others = [each for at, each in self._held.items() if at != key and at[0] == tier and each]
+        counts: dict[int, int] = self._counts.get(key, {})
+        seeds = self._seeds.get(key, {})
+        others = [
+            blocks for other, blocks in self._counts.items() if other[0] == tier and other != key
+        ]
         gone = []
         for block in event.block_hashes:
-            copies = held.pop(block, 1) - 1
+            copies = counts.pop(block, 1) - 1
             if copies:
-                held[block] = copies
+                counts[block] = copies
                 continue
             gone.append(block)
             seeds.pop(block, None)
-            if any(block in other for other in others):
+            if any(block in blocks for blocks in others):
                 self._absent.setdefault(tier, {}).setdefault(block, set()).add(group)
             elif tier in self._absent:
                 self._absent[tier].pop(block, None)
@@ -133,8 +137,8 @@ class BlockCopies:
 
     def cleared(self, storage_tier: str = _DEVICE) -> None:
         """Forget the blocks of a tier; for the device, all."""
-        for key in [key for key in self._held if storage_tier in (_DEVICE, key[0])]:
-            del self._held[key]
+        for key in [key for key in self._counts if storage_tier in (_DEVICE, key[0])]:
+            del self._counts[key]
             self._seeds.pop(key, None)
         for tier in [tier for tier in self._absent if storage_tier in (_DEVICE, tier)]:
             del self._absent[tier]
@@ -231,8 +235,8 @@ class EngineBlocks:
             self._warn(f"an engine has more than {MAX_BLOCKS} blocks in one rank")
             return cleared
         if not event.token_ids:
-            known = event.storage_tier != _DEVICE and size in (0, self._block_size)
-            return [*cleared, BlocksStored(_column(blocks), b"")] if known else cleared
+            usable = event.storage_tier != _DEVICE and size in (0, self._block_size)
+            return [*cleared, BlocksStored(_column(blocks), b"")] if usable else cleared
         if not dense or (parts > 1 and event.mm_hashes):
             return cleared
         local = hash_blocks(
@@ -242,11 +246,11 @@ class EngineBlocks:
             mm_hashes=event.mm_hashes,
         )
         ids = _parts_of(blocks, parts)
-        taken = copies.absent
+        absent = copies.absent
         if parts > 1 and 1 in self._parts.values():
-            taken = [*taken, *set(ids).difference(blocks)]
+            absent = [*absent, *set(ids).difference(blocks)]
         stored = BlocksStored(_column(ids), local.tobytes(), event.parent_hash)
-        return [*cleared, stored, *([BlocksRemoved(_column(taken))] if taken else [])]
+        return [*cleared, stored, *([BlocksRemoved(_column(absent))] if absent else [])]
 
     def _count_beginnings(self, event: EngineStored) -> None:
         """Count what vLLM names besides its blocks: the beginning of a block that is not full.
@@ -261,10 +265,10 @@ class EngineBlocks:
             return event
         blocks = []
         for block in event.block_hashes:
-            name = event.group, block
-            if self._beginnings[name] > 1:
-                self._beginnings[name] -= 1
-            elif self._beginnings.pop(name, 0) == 0:
+            key = event.group, block
+            if self._beginnings[key] > 1:
+                self._beginnings[key] -= 1
+            elif self._beginnings.pop(key, 0) == 0:
                 blocks.append(block)
         return event._replace(block_hashes=blocks)
 
@@ -273,9 +277,10 @@ class EngineBlocks:
         before = self._parts.get(group)
         if before is not None and parts <= before:
             return False
-        known = {*self._parts.values()}
+        # The first group with blocks of the worker's size replaces those with larger ones.
+        is_first = parts == 1 and bool(self._parts) and 1 not in self._parts.values()
         self._parts[group] = parts
-        return before is not None or (parts == 1 and bool(known) and 1 not in known)
+        return before is not None or is_first
 
     def _warn(self, text: str) -> None:
         if not self._warned:
@@ -288,7 +293,7 @@ def _parts_of(blocks: list[int], parts: int) -> list[int]:
     if parts == 1:
         return blocks
     inner = [part * _ODD for part in range(1, parts)]
-    return [each for block in blocks for each in (*((block ^ n) & _U64 for n in inner), block)]
+    return [part for block in blocks for part in (*((block ^ n) & _U64 for n in inner), block)]
 
 
 def _column(hashes: Iterable[int]) -> bytes:

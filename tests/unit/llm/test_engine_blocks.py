@@ -100,7 +100,7 @@ def test_what_an_engine_fills_is_bounded(
             blocks.changes(removed)
         copies = blocks._copies
         tables: list[Sized] = [blocks._beginnings, blocks._parts]
-        tables += [*copies._held.values(), *copies._seeds.values(), *copies._absent.values()]
+        tables += [*copies._counts.values(), *copies._seeds.values(), *copies._absent.values()]
         entries.append([len(table) for table in tables])
     assert entries[0] == entries[1] and max(entries[0]) <= 100
     assert published <= 100
