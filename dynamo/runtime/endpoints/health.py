@@ -79,8 +79,9 @@ class StatusServer:
             return
         keys = None if settings.api_key_file is None else ApiKeys(settings.api_key_file)
         self._started = True  # before the first await: endpoints are served concurrently
-        shares = settings.port > 0 and is_supervised()
-        last = min(settings.port + _PORTS, _LAST_PORT) if shares else settings.port
+        last = settings.port
+        if settings.port > 0 and is_supervised():
+            last = min(settings.port + _PORTS, _LAST_PORT)
         for port in range(settings.port, last + 1):
             access = None if keys is None else Access(keys=keys, is_open=_is_open)
             self._server = HttpServer(self._handle, _LIMITS, None, None, access, _is_open)
@@ -90,31 +91,23 @@ class StatusServer:
             except OSError as error:
                 self.port = -1
                 await self._server.close(timeout_s=0)
-                self._failed(port, last, error)
-                continue
+                if error.errno == errno.EADDRINUSE and last > settings.port:
+                    continue
+                self._started = False
+                raise ConfigError(
+                    f"DYN_SYSTEM_PORT={settings.port}: cannot listen on "
+                    f"{settings.host}:{port}: {error.strerror or error}"
+                ) from error
             if port != settings.port:
                 log.warning("port %d is in use: the status server takes the next", settings.port)
             log.info("status server listens on %s:%d", settings.host, self.port)
             return
-
-    def _failed(self, port: int, last: int, error: OSError) -> None:
-        """Try the next port up to ``last`` if this one is in use. Else raises ConfigError; in a
-        process of ``dynamo serve`` it only logs that all are in use."""
-        settings = self._settings
-        shares, in_use = last > settings.port, error.errno == errno.EADDRINUSE
-        if shares and in_use:
-            if port == last:
-                log.error(
-                    "DYN_SYSTEM_PORT=%d: no status server, this port and the %d behind it are in "
-                    "use; set another one",
-                    *(settings.port, last - settings.port),
-                )
-            return
-        self._started = False
-        raise ConfigError(
-            f"DYN_SYSTEM_PORT={settings.port}: cannot listen on "
-            f"{settings.host}:{port}: {error.strerror or error}"
-        ) from error
+        log.error(
+            "DYN_SYSTEM_PORT=%d: no status server, this port and the %d behind it are in use; "
+            "set another one",
+            settings.port,
+            last - settings.port,
+        )
 
     async def close(self) -> None:
         """Stop listening, cancel engine routes and drop the connections."""
