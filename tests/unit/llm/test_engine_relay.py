@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from until import Changes
 
 from dynamo.llm import engine_relay
 from dynamo.llm.engine_events import MAX_RANKS
@@ -74,7 +75,7 @@ class Received:
 
     def __init__(self, address: str, replay: str | None) -> None:
         self.calls: list[Any] = []
-        self.changed = asyncio.Event()
+        self.changes = Changes()
         self.relay = EngineEventRelay(
             address,
             "",
@@ -87,13 +88,10 @@ class Received:
 
     def add(self, *calls: Any) -> None:
         self.calls += calls
-        self.changed.set()
+        self.changes.changed()
 
     async def until(self, condition: Callable[[list[Any]], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition(self.calls):
-                self.changed.clear()
-                await self.changed.wait()
+        await self.changes.until(lambda: condition(self.calls))
 
 
 @pytest.fixture
