@@ -194,9 +194,13 @@ class Recorder(LoopObserver):
         self.records: list[DecisionRecord] = []
         self.actions: list[WorkerAction] = []
         self.models_forgotten: list[str] = []
+        self.waits_for: dict[str, str] = {}
 
     def counted(self, model: str, now_s: float, pools: Pools) -> None:
         self.counts.append(pools)
+
+    def waits(self, model: str, reason: str) -> None:
+        self.waits_for[model] = reason
 
     def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
         self.pools.append(pools)

@@ -19,7 +19,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.operations.steps.limits import ActionFailed
 from dynamo.planner.connector import STARTING, ScaledWorker
-from dynamo.planner.live.loop import LoopObserver, ScalingLoop
+from dynamo.planner.live.loop import ScalingLoop
 from dynamo.planner.sharing.gpu_sharing import (
     GpuCapacity,
     GpuSharing,
@@ -38,6 +38,8 @@ FAST = PlannerSettings(
     idle_timeout_s=0.05,
     min_residency_s=0.05,
 )
+LONG_TURNS = replace(FAST, min_residency_s=1000.0)
+"""A busy worker keeps its GPU for longer than a test runs."""
 
 
 class Frontends(OnDemandRegistry):
@@ -62,10 +64,10 @@ async def running(
     settings: PlannerSettings = FAST,
     capacity: float = 1,
     sources: FakeSources | None = None,
-) -> AsyncIterator[Recorder]:
+) -> AsyncIterator[tuple[ScalingLoop, Recorder]]:
     record, loop = Recorder(), asyncio.get_running_loop()
     sharing = GpuSharing(settings, "ns", frontends, lambda: GpuCapacity(capacity), loop.time)
-    made = ScalingLoop(
+    planner = ScalingLoop(
         connector,
         sources or FakeSources(0.6),
         settings,
@@ -74,12 +76,22 @@ async def running(
         clock=loop.time,
         sharing=sharing,
     )
-    task = loop.create_task(made.run())
+    task = loop.create_task(planner.run())
     try:
-        yield record
+        yield planner, record
     finally:
-        await made.stop(1.0)
+        await planner.stop(1.0)
         await task
+
+
+def keep() -> Wanted:
+    """Return a policy that changes nothing."""
+    return Wanted(lambda seen: seen.decode.workers)
+
+
+async def rules_of(planner: ScalingLoop) -> dict[str, str]:
+    """Return what explains the next decision of each model."""
+    return {state.model.name: record.pools[0].rule for state, record in await planner.explain()}
 
 
 def two(first: int, second: int) -> FakeConnector:
@@ -110,7 +122,7 @@ async def test_a_load_in_progress_began_once(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_an_idle_model_loses_its_last_worker() -> None:
     connector, frontends = two(1, 0), Frontends()
-    async with running(connector, frontends, Wanted(1)) as record:
+    async with running(connector, frontends, Wanted(1)) as (_, record):
         await until(lambda: record.decisions)
         assert connector.calls == []
         assert {one.model for one in frontends.announced.values()} == {"a", "b"}
@@ -130,7 +142,7 @@ async def test_a_model_that_goes_while_frontends_are_read_is_not_started_again()
     connector, frontends = two(1, 0), Frontends()
     policy = Wanted(1, blocking=False, interval_s=0.001)
     settings = replace(FAST, idle_timeout_s=0)  # it goes in the next round
-    async with running(connector, frontends, policy, settings, sources=Slow(0.6)) as record:
+    async with running(connector, frontends, policy, settings, sources=Slow(0.6)) as (_, record):
         await until(lambda: record.decisions)
         frontends.demands["a"] = ModelDemand(idle_s=300)
         await until(lambda: connector.calls)
@@ -153,7 +165,7 @@ WAITS = ModelDemand(waiting=1, oldest_s=1, idle_s=0)
 
 async def test_a_load_whose_clients_have_left_gives_way_and_may_begin_again() -> None:
     connector, frontends = one_group(0, 0), Frontends()
-    async with running(connector, frontends, Wanted(1), capacity=4) as record:
+    async with running(connector, frontends, Wanted(1), capacity=4) as (_, record):
         frontends.demands["a"] = WAITS
         await until(lambda: connector.calls == ["add A"])
         counted = len(record.pools)
@@ -179,7 +191,7 @@ async def test_a_load_of_an_operator_is_not_given_up(kind: str) -> None:
     starting = ScaledWorker(name="A_9", state=STARTING)
     if kind == "its own":
         connector.by_name["A"] = replace(connector.by_name["A"], workers=(starting,))
-    async with running(connector, frontends, Wanted(1), capacity=4) as record:
+    async with running(connector, frontends, Wanted(1), capacity=4) as (_, record):
         if kind != "its own":
             frontends.demands["a"] = WAITS
             await until(lambda: connector.calls)
@@ -198,7 +210,7 @@ async def test_the_idle_clock_begins_with_each_wish_of_an_operator() -> None:
     connector, frontends = two(0, 0), Frontends()
     settings = replace(FAST, idle_timeout_s=0.4)
     loop = asyncio.get_running_loop()
-    async with running(connector, frontends, Wanted(1), settings, capacity=4) as record:
+    async with running(connector, frontends, Wanted(1), settings, capacity=4) as (_, record):
         frontends.demands["a"] = ModelDemand(idle_s=9000)
         await until(lambda: record.pools)
         began_s = loop.time()
@@ -219,7 +231,7 @@ async def test_the_idle_clock_begins_with_each_wish_of_an_operator() -> None:
 
 async def test_a_cold_model_is_left_alone_until_requests_wait() -> None:
     connector, frontends, policy = two(0, 0), Frontends(), Wanted(3)
-    async with running(connector, frontends, policy) as record:
+    async with running(connector, frontends, policy) as (_, record):
         await until(lambda: len(record.pools) > 20)
         assert connector.calls == [] and policy.seen == []
         frontends.demands["b"] = ModelDemand(waiting=2, oldest_s=1, idle_s=0)
@@ -229,39 +241,22 @@ async def test_a_cold_model_is_left_alone_until_requests_wait() -> None:
 
 
 async def test_explain_says_that_a_cold_model_waits_for_requests() -> None:
-    connector, frontends, loop = two(0, 0), Frontends(), asyncio.get_running_loop()
-    sharing = GpuSharing(FAST, "ns", frontends, lambda: GpuCapacity(1), loop.time)
-    made = ScalingLoop(
-        connector, FakeSources(), FAST, lambda prefill: Wanted(3), clock=loop.time, sharing=sharing
-    )
-    task = loop.create_task(made.run())
-    await until(lambda: frontends.announced)
-    rules = [record.pools[0].rule for _, record in await made.explain()]
-    await made.stop(1.0)
-    await task
-    assert rules == ["no worker and no requests; the first request starts one"] * 2
+    connector, frontends = two(0, 0), Frontends()
+    async with running(connector, frontends, Wanted(3)) as (planner, _):
+        await until(lambda: frontends.announced)
+        rules = await rules_of(planner)
+    rule = "no worker and no requests; the first request starts one"
+    assert rules == {"a": rule, "b": rule}
 
 
 async def test_a_wait_for_the_budget_is_explained_to_the_operator_and_to_clients() -> None:
     """One worker of another model, which is busy, holds all of the budget."""
-    connector, frontends, loop = two(1, 0), Frontends(), asyncio.get_running_loop()
+    connector, frontends = two(1, 0), Frontends()
     frontends.demands["a"] = ModelDemand(idle_s=0)
     frontends.demands["b"] = ModelDemand(waiting=2, oldest_s=0.1, idle_s=0)
-    settings = replace(FAST, min_residency_s=1000.0)
-    sharing = GpuSharing(settings, "ns", frontends, lambda: GpuCapacity(1), loop.time)
-    made = ScalingLoop(
-        connector,
-        FakeSources(),
-        settings,
-        lambda prefill: Wanted(lambda seen: seen.decode.workers),
-        clock=loop.time,
-        sharing=sharing,
-    )
-    task = loop.create_task(made.run())
-    await until(lambda: any(one.waits_for for one in frontends.announced.values()))
-    rules = {state.model.name: r.pools[0].rule for state, r in await made.explain()}
-    await made.stop(1.0)
-    await task
+    async with running(connector, frontends, keep(), LONG_TURNS) as (planner, _):
+        await until(lambda: any(one.waits_for for one in frontends.announced.values()))
+        rules = await rules_of(planner)
     text = "2 requests wait for a first worker, which needs 1 GPU, and other models hold"
     assert rules["b"].startswith(text)
     assert {one.model: bool(one.waits_for) for one in frontends.announced.values()} == {
@@ -270,40 +265,15 @@ async def test_a_wait_for_the_budget_is_explained_to_the_operator_and_to_clients
     }
 
 
-@contextlib.asynccontextmanager
-async def explained(
-    connector: FakeConnector, frontends: Frontends, observer: LoopObserver | None = None
-) -> AsyncIterator[ScalingLoop]:
-    """A running loop with one GPU, on which a busy worker stays for long."""
-    loop = asyncio.get_running_loop()
-    settings = replace(FAST, min_residency_s=1000.0)
-    sharing = GpuSharing(settings, "ns", frontends, lambda: GpuCapacity(1), loop.time)
-    made = ScalingLoop(
-        connector,
-        FakeSources(),
-        settings,
-        lambda prefill: Wanted(lambda seen: seen.decode.workers),
-        [] if observer is None else [observer],
-        clock=loop.time,
-        sharing=sharing,
-    )
-    task = loop.create_task(made.run())
-    try:
-        yield made
-    finally:
-        await made.stop(1.0)
-        await task
-
-
 async def test_models_that_take_turns_do_not_blame_the_budget() -> None:
     connector, frontends = two(1, 0), Frontends()
     for name in ("A", "B"):
         connector.by_name[name] = replace(connector.by_name[name], groups=("chat",))
     frontends.demands["a"] = ModelDemand(idle_s=0)
     frontends.demands["b"] = ModelDemand(waiting=1, oldest_s=0.1, idle_s=0)
-    async with explained(connector, frontends) as made:
+    async with running(connector, frontends, keep(), LONG_TURNS) as (planner, _):
         await until(lambda: any(one.waits_for for one in frontends.announced.values()))
-        rules = {state.model.name: r.pools[0].rule for state, r in await made.explain()}
+        rules = await rules_of(planner)
     assert "models of its group take turns: a is served" in rules["b"]
     assert "budget" not in rules["b"]
 
@@ -312,9 +282,9 @@ async def test_a_model_that_an_operator_stopped_is_not_started() -> None:
     connector, frontends = two(0, 0), Frontends()
     connector.by_name["A"] = replace(connector.by_name["A"], stopped="ns_A")
     frontends.demands["a"] = ModelDemand(waiting=1, oldest_s=0.1, idle_s=0)
-    async with explained(connector, frontends) as made:
+    async with running(connector, frontends, keep(), LONG_TURNS) as (planner, _):
         await until(lambda: any(one.stopped for one in frontends.announced.values()))
-        rules = {state.model.name: r.pools[0].rule for state, r in await made.explain()}
+        rules = await rules_of(planner)
         frontends.demands["b"] = ModelDemand(waiting=1, oldest_s=0.1, idle_s=0)
         await until(lambda: connector.count("B") == 1)
     assert "ns_A was stopped by a command; start it again with: dynamo load a" in rules["a"]
@@ -326,22 +296,15 @@ async def test_a_model_that_an_operator_stopped_is_not_started() -> None:
 
 
 async def test_observers_receive_what_requests_wait_for() -> None:
-    class Waits(LoopObserver):
-        def __init__(self) -> None:
-            self.reasons: dict[str, str] = {}
-
-        def waits(self, model: str, reason: str) -> None:
-            self.reasons[model] = reason
-
-    connector, frontends, seen = two(1, 0), Frontends(), Waits()
+    connector, frontends = two(1, 0), Frontends()
     frontends.demands["a"] = ModelDemand(idle_s=0)
     frontends.demands["b"] = ModelDemand(waiting=1, oldest_s=0.1, idle_s=0)
-    async with explained(connector, frontends, seen):
-        await until(lambda: seen.reasons.get("b"))
-        assert seen.reasons["a"] == ""
-        assert "1 request waits for a first worker" in seen.reasons["b"]
+    async with running(connector, frontends, keep(), LONG_TURNS) as (_, record):
+        await until(lambda: record.waits_for.get("b"))
+        assert record.waits_for["a"] == ""
+        assert "1 request waits for a first worker" in record.waits_for["b"]
         frontends.demands["b"] = ModelDemand()
-        await until(lambda: not seen.reasons["b"])
+        await until(lambda: not record.waits_for["b"])
 
 
 async def test_the_policy_does_not_remove_the_last_worker() -> None:
@@ -355,8 +318,8 @@ async def test_the_policy_does_not_remove_the_last_worker() -> None:
 
 async def test_a_worker_that_a_person_removes_does_not_come_back_at_once() -> None:
     connector, frontends = FakeConnector(service("A", 2, "a")), Frontends()
-    policy = Wanted(lambda seen: seen.decode.workers)
-    async with running(connector, frontends, policy, capacity=4) as record:
+    policy = keep()
+    async with running(connector, frontends, policy, capacity=4) as (_, record):
         frontends.demands["a"] = ModelDemand(idle_s=0)
         await until(lambda: record.decisions)
         worker = next(iter((await connector.services())["A"].workers))
@@ -400,7 +363,7 @@ async def test_prefill_workers_follow_decode_workers_to_zero_and_back(
     decode = replace(service("D", 0, "m"), minimum=0)
     other = replace(service("P", 1, "m", pool="prefill"), minimum=minimum)
     connector, frontends = FakeConnector(decode, other), Frontends()
-    policy = Wanted(lambda seen: seen.decode.workers)
+    policy = keep()
     async with running(connector, frontends, policy, capacity=2):
         await until(lambda: frontends.announced)
         frontends.demands["m"] = ModelDemand(waiting=1, idle_s=0)
@@ -426,7 +389,7 @@ async def test_a_policy_gets_the_gpu_of_an_idle_model() -> None:
 async def test_no_operation_announces_and_changes_nothing() -> None:
     connector, frontends = two(0, 0), Frontends()
     settings = replace(FAST, no_operation=True)
-    async with running(connector, frontends, Wanted(1), settings) as record:
+    async with running(connector, frontends, Wanted(1), settings) as (_, record):
         frontends.demands["a"] = ModelDemand(waiting=1, idle_s=0)
         await until(lambda: record.records)
         assert frontends.announced == {}
@@ -499,6 +462,6 @@ async def test_the_reports_of_all_frontends_count(tmp_path: Path) -> None:
 async def test_a_model_with_a_minimum_is_not_announced(workers: int) -> None:
     connector = FakeConnector(replace(service("A", workers, "a"), minimum=1))
     frontends = Frontends()
-    async with running(connector, frontends, Wanted(1)) as record:
+    async with running(connector, frontends, Wanted(1)) as (_, record):
         await until(lambda: record.decisions)
     assert frontends.announced == {}
