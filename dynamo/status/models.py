@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from dynamo.errors import as_argument
 from dynamo.protocols.status import (
     FrontendStatus,
@@ -173,19 +171,12 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
     wanted, timeouts_s = _wanted(seen, workers), _idle_timeouts_s(seen, services)
     waits = {one.model: one.waits_for for one in (seen.planner.models if seen.planner else ())}
     return tuple(
-        _explained(
-            _model(name, found, _state(found, name in decoded), timeouts_s, figures, wanted, loads),
-            waits.get(name, ""),
+        _model(
+            *(name, found, _state(found, name in decoded)),
+            *(timeouts_s, figures, wanted, loads, waits),
         )
         for name, found in models.items()
     )
-
-
-def _explained(model: ModelStatus, waits_for: str) -> ModelStatus:
-    """Return ``model`` with the planner's reason why its requests wait for a first worker."""
-    if model.state != "zero" or not waits_for:
-        return model
-    return msgspec.structs.replace(model, cause=waits_for, remedy="dynamo planner explain")
 
 
 def _served_name(service: str, model: str, workers: Sequence[WorkerStatus]) -> str:
@@ -208,6 +199,7 @@ def _model(
     figures: Mapping[str, ModelFigures],
     wanted: Mapping[str, int],
     loads: Mapping[str, Sequence[LoadEffect]],
+    waits: Mapping[str, str],
 ) -> ModelStatus:
     failed = next((one for one in workers if one.state == "failed"), None)
     first = failed or next((one for one in workers if one.state == state), None)
@@ -219,6 +211,8 @@ def _model(
     holds = any(one.state in ("ready", "loading") for one in workers)
     if not workers and wanted.get(name):
         cause, remedy = "no worker runs", f"dynamo load {as_argument(name)}"
+    if state == "zero" and waits.get(name):  # requests, for a first worker
+        cause, remedy = waits[name], "dynamo planner explain"
     return ModelStatus(
         model=name,
         state=state,
@@ -249,18 +243,16 @@ def _idle_timeouts_s(
     planner = seen.planner
     if planner is None or planner.state != "running" or planner.idle_timeout_s is None:
         return {}
-    found = dict.fromkeys(planner.on_demand, planner.idle_timeout_s)
+    timeouts_s = dict.fromkeys(planner.on_demand, planner.idle_timeout_s)
+    asked_at = dict.fromkeys(timeouts_s, 0.0)
     for service in services.values():
-        if service.model in found and service.model_args.idle_timeout is not None:
-            found[service.model] = service.model_args.idle_timeout
-    asked_at = dict.fromkeys(found, 0.0)
-    for service in services.values():
-        if service.model in found:
-            times = [entry.asked_at for entry in service.entries]
-            asked_at[service.model] = max([asked_at[service.model], *times])
+        if service.model in timeouts_s:
+            if service.model_args.idle_timeout is not None:
+                timeouts_s[service.model] = service.model_args.idle_timeout
+            asked_at[service.model] = max(asked_at[service.model], service.asked_at)
     return {
         model: (seconds, seen.at_s - asked_at[model])
-        for model, seconds in found.items()
+        for model, seconds in timeouts_s.items()
         if seconds != math.inf
     }
 

@@ -98,7 +98,7 @@ def service_now(service: ServiceEntries, sighting: Sighting, limits: ActionLimit
         maximum=service.maximum,
         priority=service.priority,
         idle_timeout_s=service.model_args.idle_timeout,
-        asked_at=max((entry.asked_at for entry in service.entries), default=0.0),
+        asked_at=service.asked_at,
         groups=service.model_args.group,
         relayed=ATTACH in service.template.argv[:3],
         stopped="" if workers else _stopped(service, sighting),

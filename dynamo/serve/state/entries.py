@@ -51,6 +51,11 @@ class ServiceEntries:
     priority: int = 0
     model_args: ModelArgs = field(default_factory=ModelArgs)
 
+    @property
+    def asked_at(self) -> float:
+        """The Unix time of an operator's last load of the model, 0 for none."""
+        return max((entry.asked_at for entry in self.entries), default=0.0)
+
     def new_entry(self, name: str, argv: Sequence[str], gpus: Iterable[str]) -> Entry:
         """Return the entry of a further watcher, without processes."""
         entry = Entry(
