@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from dynamo.config.planner import PlannerSettings
-from dynamo.errors import DynamoError
+from dynamo.errors import DynamoError, text_of
 from dynamo.planner.policies.base import Observation, Policy, ScalingDecision, TargetedPolicy
 from dynamo.planner.policies.budget import at_limits
 from dynamo.planner.policies.load import LoadPolicy
@@ -35,7 +35,7 @@ class GuardedScalingPolicy(TargetedPolicy):
         self._policy = policy
         self._settings = settings
         self._failures = Counter[str]()
-        self._reason = ""
+        self._reason = ""  # why the policy is switched off
         self._rehearses = False
 
     @classmethod
@@ -70,7 +70,7 @@ class GuardedScalingPolicy(TargetedPolicy):
         return made
 
     def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
-        """Tell the policy."""
+        """Report to the policy which of its decisions were carried out."""
         try:
             self._policy.applied(decision, failed)
             self._failures["applied"] = 0
@@ -134,4 +134,4 @@ def _checked(made: object, seen: Observation) -> ScalingDecision:
 
 
 def _text(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".rstrip(": ").split())
+    return " ".join(f"{type(error).__name__}: {text_of(error)}".rstrip(": ").split())
