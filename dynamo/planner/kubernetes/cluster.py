@@ -164,12 +164,12 @@ class Cluster:
         """
         for version in VERSIONS:
             try:
-                found = await self._request("GET", Resource(resource.group, version, ""))
+                offer = await self._request("GET", Resource(resource.group, version, ""))
             except ClusterError as error:
                 if error.answer not in (_FORBIDDEN, _NOT_FOUND):
                     raise
                 continue
-            if any(one.get("name") == resource.plural for one in found.get("resources") or ()):
+            if any(kind.get("name") == resource.plural for kind in offer.get("resources") or ()):
                 return resource._replace(version=version)
         return None
 
@@ -353,8 +353,8 @@ class WatchedObjects:
                 if self._version and error.answer in (_EXPIRED, _UNAUTHORIZED):
                     self._version = ""  # a list begins again, and renews the credentials
                     continue
-                absent = error.answer in (_FORBIDDEN, _NOT_FOUND) and self._optional
-                absent = absent and not self._listed
+                may_be_absent = self._optional and not self._listed
+                absent = may_be_absent and error.answer in (_FORBIDDEN, _NOT_FOUND)
                 # A stream that broke is no problem if the next one begins; a silent one is.
                 if not accepted or error.answer == _NO_EVENTS:
                     self._failed(error, absent)

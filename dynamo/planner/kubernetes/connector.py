@@ -387,13 +387,11 @@ class KubernetesConnector:
 
     async def _write(self, name: str, found: _Replicas, wanted: int) -> bool:
         """Set the replicas; return False if the object is another by now. Raises ClusterError."""
-        replicas: Manifest = {"replicas": wanted}
         is_adapter = found.resource == self._resources.adapters
-        change: Patch = {
-            "metadata": {"resourceVersion": version_of(found.read)},
-            "spec": replicas,
-        }
-        if not is_adapter:
+        if is_adapter:
+            metadata = {"resourceVersion": version_of(found.read)}
+            change: Patch = {"metadata": metadata, "spec": {"replicas": wanted}}
+        else:
             change = replicas_patch(found.read, name, wanted)
         try:
             after = await self._cluster.patch(found.resource, found.path, change)
@@ -405,9 +403,8 @@ class KubernetesConnector:
             self._deployments.put(after)
         elif (adapter := self._adapter(name)) is not None:
             metadata = {**adapter["metadata"], "resourceVersion": version_of(after)}
-            self._adapters.put(
-                {**adapter, "metadata": metadata, "spec": {**adapter["spec"], **replicas}}
-            )
+            spec = {**adapter["spec"], "replicas": wanted}
+            self._adapters.put({**adapter, "metadata": metadata, "spec": spec})
         return True
 
     async def _undo(self, name: str, change: _Scaling) -> None:

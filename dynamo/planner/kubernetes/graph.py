@@ -118,9 +118,9 @@ def replicas_patch(deployment: Manifest, service: str, wanted: int) -> Patch:
     if not isinstance(components, list):
         services = {service: {"replicas": wanted}}
         return {"metadata": {"resourceVersion": version}, "spec": {"services": services}}
-    names = [_mapping(one).get("name") for one in components]
-    number = names.index(service) if service in names else len(names)  # refused by the server
-    path = f"/spec/components/{number}/replicas"
+    names = [_mapping(component).get("name") for component in components]
+    index = names.index(service) if service in names else len(names)  # refused by the server
+    path = f"/spec/components/{index}/replicas"
     return [
         {"op": "replace", "path": "/metadata/resourceVersion", "value": version},
         {"op": "add", "path": path, "value": wanted},
@@ -177,18 +177,19 @@ def is_of(namespace: str, worker_namespace: str) -> bool:
 
 def _services(deployment: Manifest) -> dict[str, Manifest]:
     spec = _mapping(deployment.get("spec"))
-    components = [_mapping(one) for one in spec.get("components") or ()]
-    found = {str(one.get("name")): _service(one) for one in components}
-    found = found or dict(_mapping(spec.get("services")))
-    return {name: service for name, service in found.items() if isinstance(service, Mapping)}
+    components = [_mapping(component) for component in spec.get("components") or ()]
+    if components:
+        return {str(component.get("name")): _service(component) for component in components}
+    services = _mapping(spec.get("services"))
+    return {name: service for name, service in services.items() if isinstance(service, Mapping)}
 
 
 def _service(component: Manifest) -> Manifest:
     """Return a component of v1beta1 with the fields of a service of v1alpha1."""
     pod = _mapping(_mapping(component.get("podTemplate")).get("spec"))
-    containers = [_mapping(one) for one in pod.get("containers") or ()]
-    main = next((one for one in containers if one.get("name") == _MAIN), {})
-    others = [one for one in containers if one is not main]
+    containers = [_mapping(container) for container in pod.get("containers") or ()]
+    main = next((container for container in containers if container.get("name") == _MAIN), {})
+    others = [container for container in containers if container is not main]
     return {
         **component,
         "componentType": component.get("type"),
@@ -259,22 +260,22 @@ def _gpu_amounts(resources: Manifest) -> Iterator[float]:
 
 def _amount(value: object) -> float:
     try:
-        found = float(value) if isinstance(value, int | float | str) else 0.0
+        amount = float(value) if isinstance(value, int | float | str) else 0.0
     except ValueError:
         return 0.0
-    return found if 0 <= found < math.inf else 0.0
+    return amount if 0 <= amount < math.inf else 0.0
 
 
 def _variables(deployment: Manifest, spec: Manifest) -> dict[str, str]:
     graph = deployment["spec"].get("envs") or deployment["spec"].get("env")
-    given = (*(graph or ()), *(spec.get("envs") or ()))
-    return {one["name"]: str(one["value"]) for one in given if one.get("value") is not None}
+    entries = (*(graph or ()), *(spec.get("envs") or ()))
+    return {env["name"]: str(env["value"]) for env in entries if env.get("value") is not None}
 
 
 def _reported(status: Manifest, *fields: str) -> int | None:
     """Return the first count of ``fields`` that a service's status has; None if it has none."""
     counts = (status.get(field) for field in fields)
-    return next((one for one in counts if isinstance(one, int) and one >= 0), None)
+    return next((count for count in counts if isinstance(count, int) and count >= 0), None)
 
 
 def _count(value: object, default: int) -> int:
