@@ -44,10 +44,10 @@ def check_free(address: FrontendAddress) -> None:
         with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                # "::" takes IPv4, too. Of other hosts an IPv4 listener on the same port is no
+                # The host "::" takes IPv4, too. For others an IPv4 listener on the same port is no
                 # conflict: it has its own row in ``found``.
-                only = bool(address.host) and where[0] == "::"
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not only)
+                dual_stack = bool(address.host) and where[0] == "::"
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual_stack)
             try:
                 probe.bind(where)
             except OSError as error:
@@ -80,9 +80,9 @@ def _listener(port: int) -> int:
     import psutil  # only here: `dynamo serve` without an occupied port needs none
 
     with contextlib.suppress(psutil.Error, OSError):
-        for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
-                return one.pid or 0
+        for conn in psutil.net_connections("tcp"):
+            if conn.status == psutil.CONN_LISTEN and conn.laddr and conn.laddr.port == port:
+                return conn.pid or 0
     return 0
 
 
