@@ -63,15 +63,14 @@ _EPILOG = """examples:
 def main(argv: Sequence[str] | None = None, prog: str = "python -m dynamo.planner") -> int:
     """Run until SIGTERM or SIGINT; return the exit status."""
     groups = [PlannerSettings, RuntimeSettings, LogSettings]
-    notes: list[str] = []
     try:
-        words = with_config_file(sys.argv[1:] if argv is None else argv, notes.append)
+        words, note = with_config_file(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         print(f"{prog}: error: {error.message}", file=sys.stderr)
         return 2
     settings, runtime, logs = load(prog, _DESCRIPTION, groups, words, epilog=_EPILOG)
     setup_logging("planner", logs.level, logs.jsonl)
-    for note in notes:
+    if note:
         log.warning("%s", note)
     try:
         uvloop.run(run_planner(settings, runtime))
@@ -180,7 +179,7 @@ class DecisionWriter(LoopObserver):
 
     def _add_event(self, record: DecisionRecord) -> None:
         """Add an event of what was changed; once, if each decision tries the same in vain."""
-        changed = [pool for pool in record.pools if pool.before != pool.wanted]
+        changed = [pool for pool in record.pools if pool.delta]
         steps = tuple((pool.pool, pool.before, pool.wanted) for pool in changed)
         known = self._postponed.pop(record.model, ())
         if record.outcome == "failed":

@@ -6,8 +6,7 @@ Source of Dynamo's keys: its public page "Planner Configuration (PlannerConfig)"
 from __future__ import annotations
 
 import difflib
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +125,12 @@ IDLE_KEYS = {
     ),
 }
 """Keys of Dynamo's file that ask for nothing here, and why."""
-_log = logging.getLogger("dynamo.planner")
 
 
-def with_config_file(
-    argv: Sequence[str], note: Callable[[str], object] = _log.warning
-) -> list[str]:
+def with_config_file(argv: Sequence[str]) -> tuple[list[str], str]:
     """Return ``argv`` with the options of its --config before it, so that flags win.
 
-    ``note`` gets one sentence about keys without an effect, if there are any. Raises ConfigError.
+    Then one sentence about keys without an effect, "" if there are none. Raises ConfigError.
     """
     words = list(argv)
     values = [
@@ -143,15 +139,15 @@ def with_config_file(
         if word.startswith(f"{_FLAG}=") or before == _FLAG
     ]
     if not values:
-        return words
+        return words, ""
     where, given = _read(values[-1])
     idle = sorted(key for key in given if _is_idle(key, given[key]))
-    if idle:
-        note(
-            f"{where}: no effect here: {', '.join(idle)}; docs/dynamo-flags.md has the reasons and "
-            "what to use instead"
-        )
-    return [*_words({key: given[key] for key in given if key not in idle}, where), *words]
+    note = (
+        f"{where}: no effect here: {', '.join(idle)}; docs/dynamo-flags.md has the reasons and "
+        "what to use instead"
+    )
+    active = {key: value for key, value in given.items() if key not in idle}
+    return [*_words(active, where), *words], note if idle else ""
 
 
 def _read(value: str) -> tuple[str, Mapping[str, Any]]:
@@ -164,12 +160,12 @@ def _read(value: str) -> tuple[str, Mapping[str, Any]]:
             where = f"{_FLAG} (inline)"
         else:
             text = Path(value).read_text(encoding="utf-8")
-        found = yaml.safe_load(text)
+        options = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: can't be read as JSON or YAML: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(options, dict):
         raise ConfigError(f"{where}: must be a mapping of options, like 'ttft_ms: 200'")
-    return where, {str(key): None if found[key] in _NONE else found[key] for key in found}
+    return where, {str(key): None if v in _NONE else v for key, v in options.items()}
 
 
 def _exists(value: str) -> bool:
