@@ -164,7 +164,7 @@ def is_cold(pools: Mapping[str, Pool]) -> bool:
     return is_on_demand(pools) and not pools[DECODE].workers
 
 
-def cold_decision(pools: Mapping[str, Pool], waits_for: str = "") -> ScalingDecision:
+def cold_decision(pools: Mapping[str, Pool], waits_for: str) -> ScalingDecision:
     """Return what happens to a cold model now: nothing, its policy is not asked.
 
     ``waits_for`` says why requests wait without a worker, if some do.
@@ -173,12 +173,6 @@ def cold_decision(pools: Mapping[str, Pool], waits_for: str = "") -> ScalingDeci
     return ScalingDecision(
         pools=tuple(PoolDecision(pool=name, wanted=0, rule=rule) for name in pools)
     )
-
-
-def stopped_by_command(model: ScaledModel) -> str:
-    """Return why no worker of a model is started, and the remedy, if an operator stopped it."""
-    remedy = f"dynamo load {as_argument(model.name)}"
-    return f"{model.decode.stopped} was stopped by a command; start it again with: {remedy}"
 
 
 def shared_model(
@@ -277,7 +271,7 @@ class GpuSharing:
     async def update(
         self,
         models: Mapping[str, tuple[ModelState, Pools]],
-        adding: Callable[[str], int] = lambda service: 0,
+        adding: Callable[[str], int],
     ) -> None:
         """Announce the models on demand, and decide for all ``models``.
 
@@ -309,8 +303,11 @@ class GpuSharing:
         ]
         self._plan = share(shared, self._sharing_limits())
         begun = {change.model for change in self._plan.changes}
-        cold = [one for one in shared if one.is_cold and one.name not in begun]
-        self._reasons = {one.name: self._reason(one, shared) for one in cold}
+        self._reasons = {
+            model.name: self._reason(model, shared)
+            for model in shared
+            if model.is_cold and model.name not in begun
+        }
 
     def decision(self, state: ModelState) -> ScalingDecision:
         """Return what to change in the services of a model now."""
@@ -325,11 +322,12 @@ class GpuSharing:
 
     def waits_for(self, model: ScaledModel, pools: Pools) -> str:
         """Return why requests of ``model`` wait while nothing is started for it, else ""."""
-        waiting = self._source.demand(model.name).waiting
         if not is_cold(pools):
             return ""
         if model.decode.stopped:
-            return stopped_by_command(model)
+            remedy = f"dynamo load {as_argument(model.name)}"
+            return f"{model.decode.stopped} was stopped by a command; start it again with: {remedy}"
+        waiting = self._source.demand(model.name).waiting
         reason = self._reasons.get(model.name)
         if not waiting or not reason:
             return ""
@@ -338,19 +336,18 @@ class GpuSharing:
 
     def _reason(self, model: SharedModel, others: Sequence[SharedModel]) -> str:
         """Return what the first worker of a cold model waits for."""
-        there = [one.name for one in others if model.excludes(one) and one.decode.held]
-        if there:
-            names = ", ".join(there)
+        served = [other.name for other in others if model.excludes(other) and other.decode.held]
+        if served:
+            names = ", ".join(served)
             return f"and models of its group take turns: {names} is served until its turn is over"
-        each = counted(model.decode.gpus_per_worker, "GPU")
-        held = sum(service.held for one in others for service in one.services)
+        held = sum(service.held for other in others for service in other.services)
         gpus = self._capacity().gpus
         bound = f"--max-gpu-budget ({self._limits.max_gpus:g})"
         if self._limits.fits(held, model.decode.gpus_per_worker) or gpus < self._limits.max_gpus:
             bound = "the GPUs there are" + (f" ({gpus:g})" if gpus != math.inf else "")
         return (
-            f"which needs {each}, and other models hold what {bound} leaves; unload one of them, "
-            "or see dynamo planner set --help"
+            f"which needs {counted(model.decode.gpus_per_worker, 'GPU')}, and other models hold "
+            f"what {bound} leaves; unload one of them, or see dynamo planner set --help"
         )
 
     def max_gpus(self, model: str) -> float:
@@ -423,13 +420,11 @@ class GpuSharing:
         demand, load = self._source.demand(model.name), self._load(model.name)
         if demand.waiting or demand.idle_s is None or load.since is None:
             return False
-        own = all(
-            not (pool.ready or pool.draining) and pool.starting == adding(service.name)
-            for service in model.services
-            for pool in [pools[service.pool]]
-        )
+        counts = [(pools[service.pool], adding(service.name)) for service in model.services]
+        if any(pool.ready or pool.draining or pool.starting != own for pool, own in counts):
+            return False
         # An operator who loads it now waits for it, too.
-        return own and all(service.asked_at < load.since for service in model.services)
+        return all(service.asked_at < load.since for service in model.services)
 
     def _sharing_limits(self) -> SharingLimits:
         settings, capacity = self._settings, self._capacity()

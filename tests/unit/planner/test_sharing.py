@@ -437,7 +437,8 @@ def test_busy_models_of_one_gpu_take_turns(count: int) -> None:
 
 def test_a_cold_model_is_explained_by_its_first_request() -> None:
     """Its policy is not asked: without a worker it would only see its minimum."""
-    made = cold_decision({"decode": Pool(ready=0, minimum=0), "prefill": Pool(ready=0, minimum=0)})
+    pools = {"decode": Pool(ready=0, minimum=0), "prefill": Pool(ready=0, minimum=0)}
+    made = cold_decision(pools, waits_for="")
     assert [(pool.pool, pool.wanted) for pool in made.pools] == [("decode", 0), ("prefill", 0)]
     assert "the first request starts one" in made.pools[0].rule
 
