@@ -46,6 +46,7 @@ class WorkerAction:
 
 OnAction = Callable[[WorkerAction], object]
 LeastWorkers = Callable[[float, str], int]
+"""Returns how many workers of so many GPUs each a pool keeps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -205,10 +206,10 @@ class WorkerActions:
             worker=worker,
             problem=problem,
         )
-        known = self._problems.get((service.name, adds), "")
+        repeated = problem and problem == self._problems.get((service.name, adds))
         fails = problem and not self.gave_up(service.name)
         level = logging.WARNING if fails else logging.INFO
-        log.log(logging.DEBUG if problem and problem == known else level, "%s", action)
+        log.log(logging.DEBUG if repeated else level, "%s", action)
         self._problems[service.name, adds] = problem
         self._on_action(action)
         return problem

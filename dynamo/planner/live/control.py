@@ -142,7 +142,7 @@ def changed(settings: PlannerSettings, change: PlannerChange) -> PlannerSettings
         for name in (*_BUDGETS, *_TARGETS)
         if getattr(change, name) is not None
     }
-    if "min_gpu_budget" in given:
+    if "min_gpu_budget" in given:  # minima in workers would take precedence over it
         given |= dict.fromkeys(("min_endpoint", "prefill_min_endpoint", "decode_min_endpoint"))
     if settings.mode == "load" and given.keys() & set(_TARGETS):
         raise InvalidArgument(

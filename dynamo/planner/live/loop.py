@@ -207,9 +207,8 @@ class ScalingLoop:
         found = []
         for state in list(self._models.values()):
             seen = self._observe(state, ends=False)
-            cold = self._is_cold(state)
             pools = self._pools(state.model)
-            if cold and self._sharing is not None:
+            if self._sharing is not None and is_cold(pools):
                 made = cold_decision(pools, self._sharing.waits_for(state.model, pools))
             else:
                 made = await state.rehearse(seen)
@@ -313,8 +312,9 @@ class ScalingLoop:
         for name, model in models.items():
             state = self._models.get(name)
             if state is None or (state.model.prefill is None) != (model.prefill is None):
-                has_prefill = model.prefill is not None
-                policy = GuardedScalingPolicy.make(self._make_policy, has_prefill, self._settings)
+                policy = GuardedScalingPolicy.make(
+                    self._make_policy, model.prefill is not None, self._settings
+                )
                 log.info(
                     "model %s: policy %s decides every %g s on %s",
                     *(name, policy.name, policy.interval_s),
@@ -424,7 +424,7 @@ class ScalingLoop:
             state.pending.remove(record)
             state.applied(made, errors.keys())
             if outcome.failed or not outcome.postponed:
-                adds = any(pool.wanted > pool.before for pool in record.pools)
+                adds = any(pool.delta > 0 for pool in record.pools)
                 state.changed(bool(outcome.failed), adds, self._clock())
             after = {name: pool.workers for name, pool in self._pools(state.model).items()}
             for observer in self._observers:
@@ -439,9 +439,9 @@ class ScalingLoop:
         changes = list(record.pools)
         if state.policy.blocking:
             for change in changes:
-                if change.wanted < change.before:
+                if change.delta < 0:
                     await self._change(state, change, outcome)
-            changes = [change for change in changes if change.wanted > change.before]
+            changes = [change for change in changes if change.delta > 0]
         async with asyncio.TaskGroup() as group:
             for change in changes:
                 group.create_task(self._change(state, change, outcome))
