@@ -68,12 +68,11 @@ class AutoPolicy(CombinedPolicy):
             self._since_s = seen.now_s - seen.interval_s
         self._pulls += seen.pulls
         self._changed |= seen.changed
-        kept = super()._unlearned(seen)
         if any(pool.starting or pool.draining for pool in seen.pools.values()):
             self._restart(seen.now_s)  # as in mode load: an interval begins when all is done
-            return kept
+            return super()._unlearned(seen)
         if seen.now_s - self._since_s < self._step_s:
-            return kept
+            return super()._unlearned(seen)
         observed = replace(seen, pulls=tuple(self._pulls), changed=self._changed)
         self._stepped = self._load.decide(observed)
         self._restart(seen.now_s)

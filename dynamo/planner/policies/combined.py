@@ -168,11 +168,11 @@ class CombinedPolicy(TargetedPolicy):
                     self._actions.use()
                 sizing.start_up.changed(pool, count, seen.now_s)
             if need is None:
-                first = unlearned[name]
-                if count == first.wanted:
-                    made.append(first)
-                else:
-                    made.append(kept(name, pool, count, f"{first.rule}; the limits allow {count}"))
+                decision = unlearned[name]
+                if count != decision.wanted:
+                    rule = f"{decision.rule}; the limits allow {count}"
+                    decision = kept(name, pool, count, rule)
+                made.append(decision)
                 continue
             made.append(need.decision(name, pool.workers, count))
             forecast |= need.forecast(name, pool.workers, count)

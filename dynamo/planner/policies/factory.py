@@ -229,7 +229,7 @@ def resolve_targets(settings: PlannerSettings) -> tuple[PlannerSettings, str]:
     else:
         chosen = replace(chosen, itl_ms=itl_ms)
         reasons.append(f"ITL {itl_ms:g} ms ({source}; --itl sets it)")
-    # A second call finds them given.
+    # A second call, for the policy of a model, keeps them: an operator may have set others.
     chosen = replace(chosen, given=chosen.given | {"ttft_ms", "itl_ms"})
     return chosen, ", ".join(reasons)
 

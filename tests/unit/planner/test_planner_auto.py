@@ -1,7 +1,5 @@
 """auto: thresholds until costs are learned, and never more than twice the workers."""
 
-from dataclasses import replace
-
 import pytest
 
 from dynamo.config.planner import PlannerSettings
@@ -95,5 +93,4 @@ def test_workers_of_an_operator_are_not_removed_by_the_bound() -> None:
 
 def test_a_pool_below_its_minimum_gets_all_of_it() -> None:
     policy = make_policy(SETTINGS, False)
-    empty = replace(seen(1, Pool(ready=0, minimum=4), 0.0))
-    assert policy.decide(empty).pools[0].wanted == 4
+    assert policy.decide(seen(1, Pool(ready=0, minimum=4), 0.0)).pools[0].wanted == 4
