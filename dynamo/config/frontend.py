@@ -325,13 +325,13 @@ class FrontendSettings:
 
 def checked_origins(origins: Iterable[str]) -> tuple[str, ...]:
     """Return the origins as browsers send them. Raises ConfigError naming a wrong one."""
-    found = tuple(one.lower() for one in origins)
-    for one in found:
-        if one != "*" and not _ORIGIN.fullmatch(one):
+    lower = tuple(origin.lower() for origin in origins)
+    for origin in lower:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
-                f"--cors-origins: {shorten(repr(one))} is no origin; give scheme, host and port "
+                f"--cors-origins: {shorten(repr(origin))} is no origin; give scheme, host and port "
                 "without a path, such as https://chat.example.com or http://localhost:3000, or *"
             )
-    if "*" in found and len(found) > 1:
+    if "*" in lower and len(lower) > 1:
         raise ConfigError("--cors-origins: * allows every origin; leave the others out")
-    return tuple(_DEFAULT_PORT.sub(r"\1\2", one) for one in found)
+    return tuple(_DEFAULT_PORT.sub(r"\1\2", origin) for origin in lower)

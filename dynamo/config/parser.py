@@ -114,9 +114,9 @@ class Parser(argparse.ArgumentParser):
         import difflib  # slow to import: only for an error
 
         flag = next((word for word in words if word.startswith("--")), "").partition("=")[0]
-        name, known = flag.lstrip("-"), [one[2:] for one in self._option_string_actions]
-        close = difflib.get_close_matches(name, known, n=1)
-        close += [one for one in known if name and one.endswith(f"-{name}")]  # of --api-key-file
+        name, flags = flag.lstrip("-"), [known[2:] for known in self._option_string_actions]
+        close = difflib.get_close_matches(name, flags, n=1)
+        close += [known for known in flags if name and known.endswith(f"-{name}")]  # --api-key-file
         return f" (did you mean --{close[0]}?)" if close else ""
 
     def refuse(self, flag: str, text: str) -> NoReturn:
