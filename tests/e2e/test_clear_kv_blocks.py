@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
 
 from deployment import Deployment, free_port
@@ -17,10 +16,8 @@ def overlap(deployment: Deployment) -> int:
 
 
 def wait_for_overlap(deployment: Deployment, some: bool) -> None:
-    deadline = time.monotonic() + 30
-    while bool(overlap(deployment)) != some:
-        assert time.monotonic() < deadline, overlap(deployment)
-        time.sleep(0.05)
+    what = "cached blocks" if some else "no cached blocks"
+    deployment.until(lambda: bool(overlap(deployment)) == some, what)
 
 
 def cache(deployment: Deployment) -> None:

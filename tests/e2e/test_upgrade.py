@@ -41,8 +41,8 @@ def served_version(port: int) -> str:
         return str(json.load(answer)["info"]["version"])
 
 
-def package_of(pid: int) -> list[str]:
-    """The version that a process began with, from the directory of its compiled modules."""
+def compiled_modules(pid: int) -> list[str]:
+    """The compiled modules that a process has mapped: of the version that it began with."""
     maps = Path(f"/proc/{pid}/maps").read_text()
     return sorted({line.split(maxsplit=5)[5] for line in maps.splitlines() if "/_fast/" in line})
 
@@ -64,7 +64,7 @@ def test_an_upgrade_in_place_under_load_loses_no_request(serving: Serving, tmp_p
     )
     assert served_version(port) == "1.old"
     old = {name: serving.pids(name)[0] for name in ("Worker", "Worker_1", "Frontend")}
-    assert all(str(tree) in " ".join(package_of(pid)) for pid in old.values())
+    assert all(str(tree) in " ".join(compiled_modules(pid)) for pid in old.values())
     with under_load(port) as load:
         some_requests(serving, load)
         install(tree / "dynamo", "2.new")
@@ -79,7 +79,7 @@ def test_an_upgrade_in_place_under_load_loses_no_request(serving: Serving, tmp_p
         some_requests(serving, load)
         for name, pid in old.items():
             (new,) = serving.wait_for_pids(name, unlike=pid)
-            mapped = package_of(new)
+            mapped = compiled_modules(new)
             assert mapped and all(
                 path.startswith(str(tree)) and Path(path).exists() for path in mapped
             ), mapped

@@ -443,9 +443,7 @@ def test_a_change_during_a_write_is_written_after_it(
         monkeypatch.setattr(world.writer, "write", changes_once)
         world.writer.start(tasks)
         world.writer.changed()
-        async with asyncio.timeout(20):
-            while "dynamo_A_2" in world.document().components:  # noqa: ASYNC110 - a file
-                await asyncio.sleep(0.01)
+        await until(lambda: "dynamo_A_2" not in world.document().components)
         await tasks.close()
 
     asyncio.run(main())
@@ -476,8 +474,8 @@ class Beside:
 def test_the_next_process_after_a_failed_replacement_has_the_old_command(world: World) -> None:
     before = world.specs["dynamo_A"]
     broken = dataclasses.replace(before, argv=("no such program",))
-    monkeyed: Any = world
-    monkeyed.output = lambda name: SimpleNamespace(last_line=lambda: "")
+    patched: Any = world
+    patched.output = lambda name: SimpleNamespace(last_line=lambda: "")
     watcher: Any = Beside(world)
     problem = asyncio.run(world.rolling()._start_then_stop(watcher, broken, 1))
     assert "the old one continues" in problem
