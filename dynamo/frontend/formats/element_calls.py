@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
 from dynamo.frontend.formats.scan import (
     MAX_HELD,
-    SPACE,
     Markers,
     attribute_value,
     begins_value,
@@ -49,7 +48,6 @@ class ElementCallParser(CallSteps):
     """
 
     __slots__ = (
-        "_final",
         "_first",
         "_in_section",
         "_kinds",
@@ -70,13 +68,10 @@ class ElementCallParser(CallSteps):
         self._schema: Any = None  # of the value that is read
         self._kinds: set[str] = set()
         self._first = True
-        self._final = False  # nothing follows the text
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        self._final = True
-        while self._step():
-            pass
+        self._read_to_end()
         if self._message.stopped and self._message.in_call:
             self._close_call()
         if self._step in (self._json_value, self._either_value):
@@ -224,12 +219,7 @@ class ElementCallParser(CallSteps):
             return (True if self._final else None) if more else False
         if not found[1] or found[2] == "tool_call":
             return True
-        follows = self._text[found.end() : found.end() + _MAX_NAME].lstrip(SPACE)
-        if follows.startswith(_NS):
-            return True
-        if not self._tag.may_begin(follows) or len(self._text) >= found.end() + _MAX_NAME:
-            return False
-        return True if self._final else None
+        return self._is_followed(found.end(), _MAX_NAME, self._tag)
 
     def _json_value(self) -> bool:
         count, marker = self._tag.find(self._text)

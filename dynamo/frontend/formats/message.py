@@ -347,11 +347,30 @@ class CallSteps(TextSteps):
     What was put aside since a marker is content, if no call follows.
     """
 
-    __slots__ = ("_message",)
+    __slots__ = ("_final", "_message")
 
     def __init__(self, first: Callable[[], bool], message: AnswerMessage) -> None:
         super().__init__(first)
         self._message = message
+        self._final = False  # nothing follows the text
+
+    def _read_to_end(self) -> None:
+        """Read the text held back, which nothing follows."""
+        self._final = True
+        while self._step():
+            pass
+
+    def _is_followed(self, end: int, gap: int, markers: Markers) -> bool | None:
+        """Whether one of ``markers``, or nothing, follows the first ``end`` characters.
+
+        Less than ``gap`` of white space may be between. None: more text decides.
+        """
+        follows = self._text[end : end + gap].lstrip(SPACE)
+        if markers.leading(follows):
+            return True
+        if not markers.may_begin(follows) or len(self._text) >= end + gap:
+            return False
+        return True if self._final else None
 
     def _content(self, starts: Markers) -> str:
         """Pass on content up to one of ``starts``; take and return that one, or ""."""

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
-from dynamo.frontend.formats.scan import SPACE, Markers
+from dynamo.frontend.formats.scan import Markers
 
 _SECTION, _END_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -50,7 +50,7 @@ KIMI_K2 = SectionShape(
 class SectionCallParser(CallSteps):
     """Content, then one section of calls, then perhaps content again."""
 
-    __slots__ = ("_closes", "_final", "_in_section", "_shape", "_start")
+    __slots__ = ("_closes", "_in_section", "_shape", "_start")
 
     def __init__(self, message: AnswerMessage, shape: SectionShape) -> None:
         super().__init__(self._outside, message)
@@ -59,13 +59,10 @@ class SectionCallParser(CallSteps):
         self._start = Markers(section)
         self._in_section = Markers(call, end_section)
         self._closes = Markers(*shape.closes)
-        self._final = False  # nothing follows the text
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        self._final = True
-        while self._step():
-            pass
+        self._read_to_end()
         if self._message.stopped and self._message.in_call and not self._message.in_string:
             self._message.end_call()
         markup = self._step == self._between and self._in_section.may_begin(self._text)
@@ -113,8 +110,10 @@ class SectionCallParser(CallSteps):
         self._message.add_json(self._take(count))
         if not marker:
             return False
-        ends = self._ends_call(len(marker)) if self._message.in_string else True
-        if ends is False:  # the marker is a part of the string
+        ends: bool | None = True
+        if self._message.in_string:
+            ends = self._is_followed(len(marker), _MAX_HEADER, self._in_section)
+        if ends is False:  # no other marker follows: this one is a part of the string
             self._message.add_json(self._take(1))
         elif ends:
             self._take(len(marker))
@@ -122,13 +121,3 @@ class SectionCallParser(CallSteps):
                 self._message.end_call()
             self._step = self._between
         return ends is not None
-
-    def _ends_call(self, size: int) -> bool | None:
-        """Whether a marker of ``size`` inside a string ends the call: another follows, or nothing.
-        None: more text decides."""
-        follows = self._text[size : size + _MAX_HEADER].lstrip(SPACE)
-        if self._in_section.leading(follows):
-            return True
-        if not self._in_section.may_begin(follows) or len(self._text) >= size + _MAX_HEADER:
-            return False
-        return True if self._final else None

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
 from dynamo.frontend.formats.scan import (
     MAX_HELD,
-    SPACE,
     Markers,
     attribute_value,
     begins_value,
@@ -130,7 +129,6 @@ class XmlCallParser(CallSteps):
     """
 
     __slots__ = (
-        "_final",
         "_kinds",
         "_names",
         "_parameters",
@@ -156,7 +154,6 @@ class XmlCallParser(CallSteps):
         self._types: Mapping[str, Any] = {}
         self._parameters = 0
         self._names: set[str] = set()  # of the parameters so far
-        self._final = False  # nothing follows the text
         self._reads_text = False
         self._kinds: set[str] = set()
         self._schema: Any = None  # of the value, while it may be a text or another value
@@ -164,9 +161,7 @@ class XmlCallParser(CallSteps):
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        self._final = True
-        while self._step():
-            pass
+        self._read_to_end()
         if self._message.stopped and self._message.in_call:
             self._close_call()
         self._end_stray()
@@ -378,13 +373,7 @@ class XmlCallParser(CallSteps):
         start += len(marker)
         if marker == self._shape.parameter[0]:
             return self._begins_parameter(start)
-        after = self._tags.after[marker]
-        follows = self._text[start : start + _MAX_GAP].lstrip(SPACE)
-        if after.leading(follows):
-            return True
-        if not after.may_begin(follows) or len(self._text) >= start + _MAX_GAP:
-            return False
-        return True if self._final else None
+        return self._is_followed(start, _MAX_GAP, self._tags.after[marker])
 
     def _begins_parameter(self, start: int) -> bool | None:
         """Whether a parameter begins before ``start``, in a value whose end is missing: then it is
