@@ -172,10 +172,10 @@ class BodyEmbeddingsAnswer(EmbeddingsAnswer):
         try:
             body = _decode_body(payload)
             vectors = [
-                base64.b64decode(one.embedding, validate=True)
-                if isinstance(one.embedding, str)
-                else one.embedding
-                for one in body.data
+                base64.b64decode(item.embedding, validate=True)
+                if isinstance(item.embedding, str)
+                else item.embedding
+                for item in body.data
             ]
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise EngineFailure(f"not an OpenAI body of embeddings: {error}") from None

@@ -73,9 +73,10 @@ class ParsedChoice(Choice):
         if self._finished:
             return
         self._finished = True
+        message = self.message
         # A stop string may have cut a call: the client must not run that.
-        message, stopped = self.message, not isinstance(self.stop_reason, str)
-        message.stopped = stopped and self.finish_reason in ("stop", "tool_calls")
+        at_stop_string = isinstance(self.stop_reason, str)
+        message.stopped = not at_stop_string and self.finish_reason in ("stop", "tool_calls")
         self._parser.finish()
         # OpenAI and vLLM say stop if the request named the function.
         if message.stopped and message.called and not self._named:
@@ -128,12 +129,12 @@ class ParsedChatStream(ChatStream):
         if writer.finished or not (message.pending or reason is not None):
             return b""
         logprobs, nvext = self._extras(choice, writer)
-        *deltas, last = message.deltas() or [{}]
-        chunks = []
-        for delta in deltas:
-            chunks.append(writer.message_chunk(delta, logprobs))
+        *earlier, last = message.deltas() or [{}]
+        chunks = b""
+        for delta in earlier:
+            chunks += writer.message_chunk(delta, logprobs)
             logprobs = None
-        return b"".join((*chunks, writer.message_chunk(last, logprobs, reason, nvext)))
+        return chunks + writer.message_chunk(last, logprobs, reason, nvext)
 
 
 def named_event(name: str, data: dict[str, Any]) -> bytes:
@@ -242,8 +243,8 @@ class EventStream(ChatStream):
 class CountingChoice(ParsedChoice):
     """Counts the tokens of the reasoning, which the usage of these APIs shows.
 
-    The log probabilities of tokens whose text is content are kept by its delta, those of markup,
-    reasoning and calls are dropped. A token that is held back belongs to what the next one shows.
+    The log probabilities of content belong to the delta with its text; those of markup, reasoning
+    and calls are dropped. Those of a token that is held back belong to the text that shows it.
     """
 
     __slots__ = ("_answering", "_before", "_entries", "_undecided")
@@ -263,38 +264,40 @@ class CountingChoice(ParsedChoice):
 
     def push(self, output: EngineOutput) -> bool:
         """Add one engine output; return whether the choice is finished, as in :class:`Choice`."""
-        before = self.message.size
+        before = None if self.logprobs is None else self.message.size
         done = super().push(output)
         self._note()
         # Of several tokens each was pushed by itself.
-        if self.logprobs is not None and (len(output.token_ids) < 2 or output.text is not None):
+        if before is not None and (len(output.token_ids) < 2 or output.text is not None):
             self._attribute(before)
         return done
 
     def close(self) -> None:
         """As in :class:`Choice`."""
-        before = self.message.size
+        before = None if self.logprobs is None else self.message.size
         super().close()
-        if self.logprobs is not None:
+        if before is not None:
             self._attribute(before)
 
     def content_logprobs(self, deltas: int) -> list[list[dict[str, Any]]]:
-        """The log probabilities of the content of the next ``deltas``."""
+        """Take the log probabilities of the content in each of the next ``deltas`` deltas."""
         entries, self._entries = self._entries, {}
-        return [entries.get(each, []) for each in range(deltas)]
+        return [entries.get(number, []) for number in range(deltas)]
 
     def _attribute(self, before: tuple[int, int, int]) -> None:
+        """Assign the new log probabilities to the content since the message had size ``before``."""
         assert self.logprobs is not None
         self._undecided += (self.logprobs.drain() or {}).get("content") or ()
         after = self.message.size
         if after == before:
             return
-        # What precedes the tokens of the new text was markup.
-        left = len(self.message.content_since(before).encode())
+        # Count back over the bytes of the new content; what precedes its tokens was markup. A token
+        # may have no bytes of its own, so each counts as one at least.
+        missing_bytes = len(self.message.content_since(before).encode())
         first = len(self._undecided)
-        while left > 0 and first:
+        while missing_bytes > 0 and first:
             first -= 1
-            left -= max(1, len(self._undecided[first]["bytes"]))
+            missing_bytes -= max(1, len(self._undecided[first]["bytes"]))
         self._entries.setdefault(after[0], []).extend(self._undecided[first:])
         self._undecided.clear()
 

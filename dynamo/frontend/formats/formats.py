@@ -276,12 +276,8 @@ class ModelFormats:
         if is_forced(request.tool_choice):
             return ReasoningParser(message, self._shape, inside, parser, True)
         shape = self._shape._replace(calls=tool.begins)
-        probe = partial(CallProbe, partial(_tool_parser, tool, tools), tools.names)
+        probe = partial(CallProbe, lambda message: tool.make(message, tools), tools.names)
         return ReasoningParser(message, shape, inside, parser, probe=probe)
-
-
-def _tool_parser(tool: ToolFormat, tools: RequestTools, message: AnswerMessage) -> AnswerParser:
-    return tool.make(message, tools)
 
 
 def answer_format(

@@ -207,15 +207,15 @@ class AnswerMessage:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """How many deltas :meth:`take` has beside the last one, and the pieces of the content and
-        of the rest in that one."""
+        """How many deltas :meth:`take` has before the last one; the pieces of the content, and of
+        the rest, in that one."""
         calls, rest = self._calls, len(self._reasoning.pieces)
         if calls:
             rest += len(calls) + len(calls[-1].arguments)
         return len(self._earlier), len(self._content.pieces), rest
 
     def content_since(self, size: tuple[int, int, int]) -> str:
-        """The content that the last delta has got since :attr:`size` was ``size``."""
+        """Return the content added to the last delta since :attr:`size` was ``size``."""
         first = size[1] if size[0] == len(self._earlier) else 0
         return "".join(self._content.pieces[first:])
 
@@ -229,7 +229,7 @@ class AnswerMessage:
         return self._escapes.quote != ""
 
     def end_call(self) -> None:
-        """The call begun last is whole; without arguments they are an empty object."""
+        """End the call begun last; without arguments they are an empty object."""
         if self._blank:
             self.add_arguments("{}")
         self.in_call = False
@@ -330,12 +330,12 @@ class CallProbe(AnswerMessage):
         self.parser = make(self)
 
     def add_content(self, text: str) -> None:
-        """Text that is content is no call."""
+        """Decide that no call begins the text, which is content."""
         if text and self.found is None:
             self.found = False
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """A call decides, if it is one of a tool."""
+        """Decide by the name of the call."""
         super().begin_call(name, call_id)
         if self.found is None:
             self.found = name in self._known

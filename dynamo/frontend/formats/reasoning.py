@@ -14,10 +14,9 @@ _MAX_PROBED = 1024
 
 class ReasoningShape(NamedTuple):
     """The tags. ``forced``: an answer is reasoning from its beginning even without the first tag,
-    unless the prompt ends with the second. ``calls``: markers of tool calls, which end it too
-    if a call follows.
-    ``tokens``: special tokens that are parts of the tags. ``as_content``: the answer is content
-    with the first tag, which the prompt has, before it."""
+    unless the prompt ends with the second. ``calls``: markers of tool calls, which end it too if a
+    call follows. ``tokens``: special tokens that are parts of the tags. ``as_content``: the answer
+    is content, and begins with the first tag, which the prompt has."""
 
     opens: str
     closes: str
@@ -146,7 +145,7 @@ class ReasoningParser(TextSteps):
         return bool(marker)
 
     def _probing(self) -> bool:
-        """From the marker of a call: find out whether that is one."""
+        """From the marker of a call: find out whether a call follows."""
         probe = self._probe
         assert probe is not None
         count, closes = self._close.find(self._text)
@@ -163,7 +162,7 @@ class ReasoningParser(TextSteps):
             self._text = held + self._text
             self._step = self._unclosed
         else:
-            # What follows the marker may have another.
+            # The text behind the marker may have another one: read it again.
             self._message.add_reasoning(self._marker)
             self._text = held[len(self._marker) :] + self._text
             self._step = self._reasoning

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from dynamo.frontend.formats.message import AnswerMessage, CallSteps
@@ -210,7 +210,7 @@ class XmlCallParser(CallSteps):
         if end < 0 and len(self._text) <= _MAX_NAME:
             return False
         named = self._named(self._text[:end]) if 0 <= end <= _MAX_NAME else None
-        if named is None or (not self._known(named[0], self._schemas)):
+        if named is None or not _may_be_name(named[0], self._schemas):
             self._step = self._outside
             return True
         self._take(end + 1)
@@ -223,11 +223,6 @@ class XmlCallParser(CallSteps):
             return attribute_value(text)
         name = text.strip().strip(_QUOTES)
         return (name, "") if name else None
-
-    @staticmethod
-    def _known(name: str, names: Mapping[str, Any]) -> bool:
-        """Whether ``name`` can be one: no white space and no tag, unless it is one of ``names``."""
-        return name in names or not (set("<> \t\r\n") & set(name))
 
     def _bare_name(self) -> bool:
         """After ``<tool_call>``, where the name follows: up to the next tag."""
@@ -302,7 +297,7 @@ class XmlCallParser(CallSteps):
         if (
             marker not in (self._shape.name_ends, self._shape.value_opens)
             or named is None
-            or not self._known(named[0], self._types)
+            or not _may_be_name(named[0], self._types)
         ):
             if marker == self._shape.name_ends:
                 self._take(count + len(marker))
@@ -386,8 +381,8 @@ class XmlCallParser(CallSteps):
         if marker not in (self._shape.name_ends, self._shape.value_opens) or named is None:
             return False
         name = named[0]
-        known = name in self._types if self._types else self._known(name, self._types)
-        return known and name not in self._names
+        is_parameter = name in self._types if self._types else _may_be_name(name)
+        return is_parameter and name not in self._names
 
     def _either_value(self) -> bool:
         """At the beginning of a value that may be a text: find out whether it can be another."""
@@ -438,3 +433,8 @@ class XmlCallParser(CallSteps):
         self._take(len(end))
         self._step = self._outside
         return True
+
+
+def _may_be_name(name: str, known: Collection[str] = ()) -> bool:
+    """Return whether ``name`` has no white space and no tag, unless it is one of ``known``."""
+    return name in known or not (set("<> \t\r\n") & set(name))
