@@ -23,6 +23,11 @@ _EXPOSED = ", ".join(
     )
 )
 """What clients read, of attached servers too."""
+_VARY = ("vary", "Origin")
+_ANY_ORIGIN = (
+    ("access-control-allow-origin", "*"),
+    ("access-control-expose-headers", f"{_EXPOSED}, *"),
+)
 _ORIGIN = re.compile(rb"\r\norigin:([^\r\n]*)", re.IGNORECASE)
 _MAX_AGE_S = "600"
 CORS_HEADERS = frozenset(
@@ -50,9 +55,16 @@ class Cors:
     """
 
     def __init__(self, origins: Iterable[str], closed: Callable[[str], bool]) -> None:
-        self._origins = frozenset(origins)
-        self._any = "*" in self._origins
+        allowed = frozenset(origins)
+        self._any = "*" in allowed
         self._closed = closed
+        # Without an allowed origin, too: with * the response is the same for every page, and else a
+        # cache must not give one origin the response to another.
+        self._other_lines = encode_headers(_ANY_ORIGIN if self._any else (_VARY,))
+        self._lines = {
+            origin: encode_headers((_VARY, *_named_origin(origin)))
+            for origin in (() if self._any else allowed)
+        }
 
     def unless_preflight(self, check: Callable[[Head], None] | None) -> Callable[[Head], None]:
         """Return ``check``, skipped for preflights; adds the headers of the responses to heads."""
@@ -76,11 +88,13 @@ class Cors:
         return answered
 
     def of_unparsed(self, data: bytes) -> bytes:
-        """Return the headers for the refusal of ``data``, which is no head, or not yet: a page must
-        be able to read that its headers are too large. O(bytes)."""
+        """Return the headers for the refusal of ``data``, which is not a whole head.
+
+        A page must be able to read that its headers are too large. O(bytes).
+        """
         target = data.partition(b"\r\n")[0].split(b" ", 2)[1:2]
         path = b"".join(target).partition(b"?")[0].decode("latin-1")
-        origins = [found.decode("latin-1").strip(" \t") for found in _ORIGIN.findall(data)]
+        origins = [value.decode("latin-1").strip(" \t") for value in _ORIGIN.findall(data)]
         return self._headers(unquote(path), {"origin": origins[0]} if len(origins) == 1 else {})
 
     def _is_preflight(self, request: Head | Exchange) -> bool:
@@ -94,28 +108,27 @@ class Cors:
 
     def _allows(self, headers: Mapping[str, str]) -> bool:
         origin = headers.get("origin")
-        return origin is not None and (self._any or origin in self._origins)
+        return origin is not None and (self._any or origin in self._lines)
 
     def _headers(self, path: str, headers: Mapping[str, str]) -> bytes:
         if self._closed(path):
             return b""
-        # Without the header, too: a cache must not give one origin the response to another.
-        found = [] if self._any else [("vary", "Origin")]
-        if self._any:  # also without an origin, for the response is the same
-            found.append(("access-control-allow-origin", "*"))
-            found.append(("access-control-expose-headers", f"{_EXPOSED}, *"))
-        elif self._allows(headers):
-            found.append(("access-control-allow-origin", headers["origin"]))
-            found.append(("access-control-expose-headers", _EXPOSED))
-            found.append(("access-control-allow-credentials", "true"))
-        return encode_headers(found)
+        return self._lines.get(headers.get("origin", ""), self._other_lines)
+
+
+def _named_origin(origin: str) -> tuple[tuple[str, str], ...]:
+    return (
+        ("access-control-allow-origin", origin),
+        ("access-control-expose-headers", _EXPOSED),
+        ("access-control-allow-credentials", "true"),
+    )
 
 
 def _preflight_headers(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    found = [("access-control-allow-methods", _METHODS), ("access-control-max-age", _MAX_AGE_S)]
+    fields = [("access-control-allow-methods", _METHODS), ("access-control-max-age", _MAX_AGE_S)]
     names = headers.get(_ASKED_HEADERS, "")
     if _HEADER_NAMES.fullmatch(names):  # named, because * does not cover Authorization
-        found.append(("access-control-allow-headers", names))
+        fields.append(("access-control-allow-headers", names))
     if headers.get(_ASKED_NETWORK) == "true":  # Private Network Access, of pages on the internet
-        found.append(("access-control-allow-private-network", "true"))
-    return found
+        fields.append(("access-control-allow-private-network", "true"))
+    return fields
