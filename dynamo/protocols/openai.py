@@ -7,7 +7,7 @@ chat template reads them unchanged.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -257,10 +257,10 @@ class EmbeddingBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     nvext: NvExt | None = None
 
     @property
-    def count(self) -> int:
-        """The number of inputs."""
-        given = self.input
-        return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
+    def inputs(self) -> list[str | list[int]]:
+        """The texts, or lists of token ids, that get an embedding each."""
+        whole = isinstance(self.input, str) or isinstance(self.input[0], int)
+        return cast("list[str | list[int]]", [self.input] if whole else self.input)
 
 
 class StrictEmbeddingBody(

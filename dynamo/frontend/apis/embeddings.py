@@ -58,12 +58,10 @@ def parse_embedding(body: bytes, *, ignore_unsupported: bool = False) -> Embeddi
 
 def embedding_inputs(preprocessor: Preprocessor, request: EmbeddingBody) -> list[Tokens]:
     """Return the token ids of each input. Thread-safe. Raises InvalidArgument. O(characters)."""
-    given = request.input
-    whole = isinstance(given, str) or isinstance(given[0], int)
     special = request.add_special_tokens is not False
     found, total = [], 0
-    for number, each in enumerate([given] if whole else given):
-        ids = _ids(preprocessor, each, special)
+    for number, entry in enumerate(request.inputs):
+        ids = _ids(preprocessor, entry, special)
         limit = preprocessor.context_length
         if limit is not None and len(ids) > limit:
             raise InvalidArgument(
@@ -102,11 +100,10 @@ def _check_entries(entries: Sequence[object]) -> None:
         )
 
 
-def _ids(preprocessor: Preprocessor, given: object, special: bool) -> Tokens:
+def _ids(preprocessor: Preprocessor, given: str | list[int], special: bool) -> Tokens:
     tokenizer = preprocessor.tokenizer
     if isinstance(given, str):
         return tokenizer.encode(given, special)
-    assert isinstance(given, list)
     largest = max(given)
     if largest >= tokenizer.vocab_size:
         raise InvalidArgument(

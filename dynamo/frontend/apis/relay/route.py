@@ -400,7 +400,7 @@ class RelayRoutes:
         if isinstance(relay.answer, BodyEmbeddingsAnswer):
             lenient = settings.ignore_unsupported_fields
             embedding = parse_embedding(body, ignore_unsupported=lenient)
-            relay.answer.expect(embedding.count, embedding.encoding_format == "base64")
+            relay.answer.expect(len(embedding.inputs), embedding.encoding_format == "base64")
         if is_text:
             message = text_message(
                 path,
