@@ -166,11 +166,11 @@ async def _list_models(probe: ServerProbe) -> list[dict[str, Any]]:
     if not isinstance(rows, list):
         raise ServerLoading(f"/v1/models answers {status}")
     named = [row for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
-    if bad := [row["id"] for row in named if name_problem(row["id"])]:
-        log.warning(
-            "left out a model of %s: its name %a %s", url, bad[0][:128], name_problem(bad[0])
-        )
-        named = [row for row in named if not name_problem(row["id"])]
+    problems = {row["id"]: why for row in named if (why := name_problem(row["id"]))}
+    if problems:
+        name, why = next(iter(problems.items()))
+        log.warning("left out a model of %s: its name %a %s", url, name[:128], why)
+    named = [row for row in named if row["id"] not in problems]
     if not named:
         raise ServerLoading("/v1/models lists no model")
     return named[:_MAX_MODELS]

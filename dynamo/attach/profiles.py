@@ -28,6 +28,7 @@ def prometheus_load(page: bytes, names: LoadNames, total_blocks: int | None) -> 
     for name, labels, value in samples(page, *names.running, *names.waiting, *names.usage):
         number = labels.get(names.rank_label or "", "0")
         is_number = number.isascii() and number.isdigit()
+        # One digit more than a rank has: a longer number is no rank, and int() refuses the longest.
         rank = int(number[: _RANK_DIGITS + 1]) if is_number else 0
         if rank < _MAX_RANKS and 0 <= value < math.inf:
             found = ranks.setdefault(rank, {})

@@ -39,8 +39,8 @@ _METHODS = frozenset(("GET", "POST", "DELETE"))
 class AttachService:
     """A push handler in front of ``pool``; it relays nothing before :meth:`offer`.
 
-    ``on_unreachable`` is called when the server cannot be connected to. A server of several
-    ``ranks`` gets the one that the router chose.
+    ``on_unreachable`` is called when the server cannot be connected to. If it has several
+    ``ranks``, the header names the one that the router chose.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class AttachService:
             request = _DECODE(payload)
             request.path = self._target(request)
             if self.ranks > 1 and (rank := stream.headers.get(DP_RANK)) is not None:
-                given = [header for header in request.headers if header[0] != DP_RANK]
-                request.headers = [*given, (DP_RANK, rank)]
+                others = [header for header in request.headers if header[0] != DP_RANK]
+                request.headers = [*others, (DP_RANK, rank)]
             message = request_message(self.pool.target, request, self._body(request))
             RelayedRequest(self, stream, message).submit()
         except msgspec.MsgspecError as error:

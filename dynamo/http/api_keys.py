@@ -209,9 +209,10 @@ def parse_keys(text: str, source: str) -> dict[bytes, ApiKey]:
                 f"with a role of {' or '.join(ROLES)} and 64 hex digits; make one with "
                 "'dynamo key add NAME'"
             )
-        one = ApiKey(match[1], match[2], bytes.fromhex(match[3]))
+        grants = None
         if match[4] is not None:
-            one.grants = _grants(match[4], one, f"{source}, line {number}")
+            grants = _grants(match[4], match[2], f"{source}, line {number}")
+        one = ApiKey(match[1], match[2], bytes.fromhex(match[3]), grants)
         if one.name in names or one.digest in entries:
             what = f"the name {one.name}" if one.name in names else "this key"
             raise ConfigError(f"{source}, line {number}: {what} is in the file twice; remove one")
@@ -222,8 +223,8 @@ def parse_keys(text: str, source: str) -> dict[bytes, ApiKey]:
     return entries
 
 
-def _grants(text: str, key: ApiKey, where: str) -> Grants:
-    if key.operator:
+def _grants(text: str, role: str, where: str) -> Grants:
+    if role == "operator":
         raise ConfigError(f"{where}: grants are for users, operators may ask for all: remove them")
     try:
         return parse_grants(text)

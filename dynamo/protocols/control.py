@@ -108,8 +108,8 @@ class OnDemandModel(msgspec.Struct, omit_defaults=True):
     Under the lease of the planner that starts them. Frontends list ``model``, hold its requests
     while it has no worker, and publish their number (:data:`ON_DEMAND_STATE`). ``model_input`` is
     that of its card. ``load_s``: what its last load took. ``loading_since``: when the load that is
-    in progress began, in Unix time. ``waits_for``: why requests wait and nothing is started. It is
-    ``stopped`` by an operator: its requests do not wait.
+    in progress began, in Unix time. ``waits_for``: why requests wait and nothing is started.
+    ``stopped``: an operator has stopped it, so its requests do not wait.
     """
 
     namespace: str
@@ -128,9 +128,6 @@ class EngineCommand(msgspec.Struct, omit_defaults=True):
 
     route: str
     body: dict[str, Any] | None = None
-
-
-# Larger numbers are an error of the request: the request plane cannot carry them.
 
 
 class PlannerChange(msgspec.Struct, omit_defaults=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from dynamo.http.api_keys import ApiKey, Grants
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.openai import MAX_SALT_CHARACTERS, NvExt
 
+_PLAIN_ID = re.compile(r"[A-Za-z0-9._:@+=/-]{1,128}")
 _RANDOM = random.Random()
 _IDS_A_PREFIX = 1 << 16
 _PRIORITY_DIGITS = 10
@@ -72,14 +73,11 @@ new_request_id = _new_request_ids().__next__
 which is ten times as fast as a random one each."""
 
 
-_PLAIN_ID = re.compile(r"[A-Za-z0-9._:@+=/-]{1,128}")
-
-
 def request_id(headers: Mapping[str, str]) -> tuple[str, str | None]:
     """Return the internal id, and the client's id, if any, which the response echoes.
 
-    The client's id is the internal one, a UUID in its usual form; other ids if they are short and
-    plain: they are in logs, in the ids of responses and in those of engines.
+    The client's id is also the internal one, a UUID in its usual form, if it is short and plain:
+    logs, responses and engines have it.
     """
     given = headers.get("x-request-id")
     if given is None:
@@ -180,11 +178,11 @@ def _check_headers(
 
 
 def _check_level(
-    what: str, level: float | None, key: ApiKey | None, grant: str, either_way: bool = False
+    what: str, level: float | None, key: ApiKey, grant: str, either_way: bool = False
 ) -> None:
-    """Refuse a priority above that of the key. A low one, which only lets others go first, is
-    everyone's."""
-    if level is None or key is None or key.grants is None:
+    """Refuse a priority above that of a user's key. A low one needs no grant: it only lets others
+    go first."""
+    if level is None:
         return
     most = getattr(key.grants, grant)
     if (abs(level) if either_way else level) > most:
