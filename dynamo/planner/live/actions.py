@@ -125,7 +125,7 @@ class WorkerActions:
             self._connector.give_up(service, reason)
 
     def gave_up(self, service: str) -> bool:
-        """Return whether the last adds of ``service`` were given up: their failure is wanted."""
+        """Return whether the last adds of ``service`` were given up: then they have not failed."""
         return self._flight(service).given_up
 
     def begin(self, service: ScaledService, delta: int) -> Coroutine[object, object, str]:

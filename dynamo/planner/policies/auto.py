@@ -1,7 +1,7 @@
 """The policy auto: thresholds until the cost of a request is learned, then load+sla. Pure.
 
-A pool never has more than twice the workers that it had one adjustment interval ago: what was
-learned from a few requests is not believed for more than that at once.
+A pool never has more than twice the workers that it had one adjustment interval ago: what a few
+requests have taught must not change more than that at once.
 """
 
 from __future__ import annotations

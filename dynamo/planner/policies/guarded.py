@@ -48,10 +48,10 @@ class GuardedScalingPolicy(TargetedPolicy):
         except DynamoError:
             raise
         except BaseException as error:  # noqa: BLE001 - code of users, which may call sys.exit()
-            made = cls(LoadPolicy(settings), settings)
-            made._reason = f"it cannot be made: {_text(error)}"
-            log.error("the policy is switched off, %s; load decides instead", made._reason)
-            return made
+            substitute = cls(LoadPolicy(settings), settings)
+            substitute._reason = f"it cannot be made: {_text(error)}"
+            log.error("the policy is switched off, %s; load decides instead", substitute._reason)
+            return substitute
 
     def decide(self, seen: Observation) -> ScalingDecision:
         """Return the decision of the policy; that to keep the workers if it fails."""
@@ -86,13 +86,13 @@ class GuardedScalingPolicy(TargetedPolicy):
             self._failed("aim", error)
 
     def __deepcopy__(self, memo: dict[int, object]) -> GuardedScalingPolicy:
-        made = copy.copy(self)
-        made._failures, made._rehearses = Counter(self._failures), True
+        rehearsing = copy.copy(self)
+        rehearsing._failures, rehearsing._rehearses = Counter(self._failures), True
         try:
-            made._policy = copy.deepcopy(self._policy, memo)
+            rehearsing._policy = copy.deepcopy(self._policy, memo)
         except BaseException as error:  # noqa: BLE001 - code of users
-            made._policy = _UncopiedPolicy(self.name, error)
-        return made
+            rehearsing._policy = _UncopiedPolicy(self.name, error)
+        return rehearsing
 
     def _failed(self, call: str, error: BaseException) -> None:
         self._failures[call] += 1
@@ -126,10 +126,10 @@ def _checked(made: object, seen: Observation) -> ScalingDecision:
     """Return ``made`` if it is a decision about the pools of ``seen``. Raises TypeError."""
     if not isinstance(made, ScalingDecision):
         raise TypeError(f"decide() must return a ScalingDecision, got {type(made).__name__}")
-    pools = tuple(replace(one, wanted=operator.index(one.wanted)) for one in made.pools)
+    pools = tuple(replace(pool, wanted=operator.index(pool.wanted)) for pool in made.pools)
     for pool in pools:
         if pool.pool not in seen.pools or pool.wanted < 0:
-            raise TypeError(f"decide() wants {pool.wanted} workers of the pool {pool.pool!r}")
+            raise TypeError(f"decide() returned {pool.wanted} workers of the pool {pool.pool!r}")
     return replace(made, pools=pools)
 
 

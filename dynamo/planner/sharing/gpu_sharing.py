@@ -408,8 +408,8 @@ class GpuSharing:
             for worker in service.workers
             if worker.state == READY
         )
-        known, since_s = self._newest.get(model.name, (frozenset(), now_s))
-        if not ready <= known:
+        before, since_s = self._newest.get(model.name, (frozenset(), now_s))
+        if not ready <= before:
             since_s = now_s
         self._newest[model.name] = ready, since_s
         asked_s = time.time() - max(service.asked_at for service in model.services)

@@ -274,7 +274,7 @@ class _Round:
         limit_s = model.idle_timeout_s
         if limit_s is None:
             limit_s = self._limits.idle_timeout_s
-        # A load or a wake without requests is an operator's wish: the clock begins when it serves.
+        # An operator may load or wake it without requests: the time starts when it serves.
         idle = model.has_been_idle(limit_s) and model.newest_s >= limit_s
         if idle and not any(one.starting for one in model.services):
             for service in model.services:

@@ -214,10 +214,10 @@ class Entry(Record):
 
     def written(self) -> dict[str, Any]:
         """Return the JSON object. Without a process it has no ``state``: it does not run."""
-        found = {**super().written(), "cmd": self.cmd or _joined(self.argv)}
+        values = {**super().written(), "cmd": self.cmd or _joined(self.argv)}
         if self.state == RUNNING and not self.pids:
-            found.pop("state", None)
-        return found
+            del values["state"]
+        return values
 
     def set_command(self, argv: Sequence[str]) -> None:
         """Set the command of the next process."""

@@ -58,10 +58,10 @@ def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
 
     Each of those leads a session of its own, so the session of a lease's process names it.
     """
-    found, host = list(_leases(store)), host_id()
-    silent = {lease.lease_id for lease in found if _is_silent(store, lease, host)}
+    records, host = list(_leases(store)), host_id()
+    silent = {lease.lease_id for lease in records if _is_silent(store, lease, host)}
     leases: dict[int, list[int]] = {}
-    for lease_id, session in _sessions(found):
+    for lease_id, session in _sessions(records):
         leases.setdefault(session, []).append(lease_id)
     cards: dict[int, list[ModelCard]] = {}
     for lease_id, card in _cards(store):
@@ -212,13 +212,13 @@ def _registered(
 ) -> RegisteredWorker:
     own = [card for lease in leases for card in cards.get(lease, ())]
     # An adapter's card has another name for the same worker.
-    card = next((one for one in own if one.lora_name is None), None)
+    card = next((card for card in own if card.lora_name is None), None)
     return RegisteredWorker(
         pid=pid,
         leases=leases,
         worker_id=card.instance_id if card else None,
         model=card.display_name if card else None,
-        adapters=tuple(one.display_name for one in own if one.lora_name is not None),
+        adapters=tuple(card.display_name for card in own if card.lora_name is not None),
         can_sleep=any(lease in sleepers for lease in leases),
         silent=all(lease in silent for lease in leases),
     )
