@@ -139,7 +139,6 @@ class KubernetesConnector:
     async def close(self) -> None:
         """Stop following the deployment. Idempotent."""
         await self._tasks.close()
-        await self._cluster.close()
 
     def configure(self, settings: PlannerSettings) -> None:
         """Keep within the limits of ``settings`` from now on."""
