@@ -301,10 +301,11 @@ class GpuSharing:
             )
             for name, (state, pools) in models.items()
         ]
-        self._plan = share(shared, self._sharing_limits())
+        capacity = self._capacity()  # once for all models: it reads the statefile
+        self._plan = share(shared, self._sharing_limits(capacity))
         begun = {change.model for change in self._plan.changes}
         self._reasons = {
-            model.name: self._reason(model, shared)
+            model.name: self._reason(model, shared, capacity.gpus)
             for model in shared
             if model.is_cold and model.name not in begun
         }
@@ -334,14 +335,13 @@ class GpuSharing:
         wait = counted(waiting, "request waits", "requests wait")
         return f"{wait} for a first worker, {reason}"
 
-    def _reason(self, model: SharedModel, others: Sequence[SharedModel]) -> str:
+    def _reason(self, model: SharedModel, others: Sequence[SharedModel], gpus: float) -> str:
         """Return what the first worker of a cold model waits for."""
         served = [other.name for other in others if model.excludes(other) and other.decode.held]
         if served:
             names = ", ".join(served)
             return f"and models of its group take turns: {names} is served until its turn is over"
         held = sum(service.held for other in others for service in other.services)
-        gpus = self._capacity().gpus
         bound = f"--max-gpu-budget ({self._limits.max_gpus:g})"
         if self._limits.fits(held, model.decode.gpus_per_worker) or gpus < self._limits.max_gpus:
             bound = "the GPUs there are" + (f" ({gpus:g})" if gpus != math.inf else "")
@@ -426,8 +426,8 @@ class GpuSharing:
         # An operator who loads it now waits for it, too.
         return all(service.asked_at < load.since for service in model.services)
 
-    def _sharing_limits(self) -> SharingLimits:
-        settings, capacity = self._settings, self._capacity()
+    def _sharing_limits(self, capacity: GpuCapacity) -> SharingLimits:
+        settings = self._settings
         return SharingLimits(
             gpus=min(self._limits.max_gpus, capacity.gpus),
             room=capacity.room,
