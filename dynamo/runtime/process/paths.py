@@ -201,7 +201,7 @@ def socket_path(settings: RuntimeSettings, name: str) -> str:
     short = _short(home)
     try:
         _refuse_shared(short, hold(short))
-        _record(home / _FALLBACK_RECORD, str(short))
+        write_atomic(home / _FALLBACK_RECORD, os.fsencode(f"{short}\n"))
     except OSError as error:
         raise ConfigError(
             f"cannot use {short} as a directory for sockets: {error.strerror}; "
@@ -265,16 +265,9 @@ def _fits(path: str) -> bool:
     return len(os.fsencode(path)) <= SOCKET_PATH_MAX_BYTES
 
 
-def _record(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", opener=open_private) as file:
-        file.write(text + "\n")
-    temporary.replace(path)
-
-
 def open_private(path: str, flags: int) -> int:
     """Open a file for its owner alone if it is new, whatever the umask: an opener of ``open``."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    return os.open(path, flags, 0o600)
 
 
 def write_atomic(path: Path, data: bytes, durable: bool = False, mode: int = 0o600) -> None:

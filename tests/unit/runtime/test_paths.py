@@ -72,14 +72,13 @@ def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
     try:
         paths.write_atomic(tmp_path / "state", b"a")
         paths.write_atomic(tmp_path / "state", b"b")
-        paths._record(tmp_path / "record", "c")
         with open(tmp_path / "log", "ab", opener=paths.open_private):
             pass
         paths.write_atomic(tmp_path / "graph", b"d", mode=0o666)
     finally:
         os.umask(before)
     modes = {path.name: _mode(path) for path in tmp_path.iterdir()}
-    assert modes == {"state": 0o600, "record": 0o600, "log": 0o600, "graph": 0o666}
+    assert modes == {"state": 0o600, "log": 0o600, "graph": 0o666}
 
 
 def test_default_is_under_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
