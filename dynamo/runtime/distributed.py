@@ -28,6 +28,7 @@ from dynamo.runtime.events.channels import OnEvent, OnGap, OnPublisher, Publishe
 from dynamo.runtime.process.paths import release_sockets, socket_dirs, store_dir
 from dynamo.runtime.process.sockets import StaleSockets
 from dynamo.runtime.process.tasks import Tasks
+from dynamo.runtime.process.threads import running_loop
 from dynamo.runtime.requests import RequestClient, RequestServer
 from dynamo.runtime.requests.tls import RequestTls
 
@@ -152,7 +153,7 @@ class DistributedRuntime:
 
     def event_loop(self) -> asyncio.AbstractEventLoop | None:
         """Return the loop given to the constructor, else the running one, if any."""
-        return self._event_loop or _running_loop()
+        return self._event_loop or running_loop()
 
     def set_health_status(self, ready: bool) -> None:
         """Report the process as not ready; with ``ready``, as its endpoints are.
@@ -206,7 +207,7 @@ class DistributedRuntime:
 
         After the end of the loop nothing can be served or revoked: the lease ends with the process.
         """
-        loop = _running_loop()
+        loop = running_loop()
         if loop is None and self._event_loop is not None and self._event_loop.is_running():
             self._event_loop.call_soon_threadsafe(self.serving.begin_shutdown)
         elif loop is None:
@@ -242,13 +243,6 @@ def warn_enable_nats() -> None:
         DeprecationWarning,
         stacklevel=3,
     )
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _settings(

@@ -32,6 +32,7 @@ from dynamo.runtime.endpoints.instances import (
 )
 from dynamo.runtime.endpoints.responses import NoResponses, Responses
 from dynamo.runtime.process.sockets import parse_address
+from dynamo.runtime.process.threads import running_loop
 from dynamo.runtime.requests import ClientStream, RequestClient, ResponseStream, StreamSink
 from dynamo.runtime.requests.client import OnPeer, OutageReason
 from dynamo.runtime.requests.client_connection import ClientConnection
@@ -82,7 +83,7 @@ class Client:
         self._failure: Exception | None = None
         self._opening: asyncio.Task[None] | None = None
         runtime.on_close(self.close)
-        if asyncio._get_running_loop() is not None:
+        if running_loop() is not None:
             self._begin()
 
     def _begin(self) -> asyncio.Task[None]:

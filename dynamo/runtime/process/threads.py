@@ -30,6 +30,14 @@ def in_file_thread(
     return asyncio.get_running_loop().run_in_executor(_files, work)
 
 
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the loop that runs in this thread; None without one."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``function`` in a thread of its own, for which the end of the process does not wait.
 

@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Literal
 
+from dynamo.runtime.process.threads import running_loop
+
 CancelKind = Literal["stop", "kill"]
 _LEVEL: dict[CancelKind, int] = {"stop": 1, "kill": 2}
 _KIND: dict[int, CancelKind] = {level: kind for kind, level in _LEVEL.items()}
@@ -152,7 +154,7 @@ class Context:
         if self._listeners is None:
             self._listeners = []
         if self._loop is None:
-            self._loop = _running_loop()
+            self._loop = running_loop()
         self._listeners.append(callback)
         if self._notified:
             callback(_KIND[self._notified])
@@ -168,7 +170,7 @@ class Context:
             return
         self._level = level
         loop = self._loop
-        if loop is None or loop is _running_loop():
+        if loop is None or loop is running_loop():
             self._notify(kind)
         else:
             for callback in tuple(self._listeners or ()):
@@ -210,10 +212,3 @@ class Context:
     def _traceparent(self, field: int, digits: int) -> str | None:
         parts = str(self.metadata.get("traceparent", "")).split("-")
         return parts[field] if len(parts) >= 4 and len(parts[field]) == digits else None
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
