@@ -61,13 +61,13 @@ _ANSWER_S = 120.0
 log = logging.getLogger(__name__)
 
 
-class _UnsafeName(ValueError):
-    """A server gave a path where a checksum or a commit belongs."""
+class _BadAnswer(ValueError):
+    """An answer of a hub is too large, too slow, one of too many, or names a path."""
 
 
 def _check_name(what: str, name: str | None) -> None:
     if name is not None and _SAFE_NAME.fullmatch(name) is None:
-        raise _UnsafeName(f"it gives {name[:80]!a} as {what}, which would be a path here")
+        raise _BadAnswer(f"it gives {name[:80]!a} as {what}, which would be a path here")
 
 
 def _refuse_paths() -> None:
@@ -75,19 +75,19 @@ def _refuse_paths() -> None:
 
     It takes an ETag for the name of a blob, and a commit for that of a directory.
     """
-    metadata = file_download._get_metadata_or_catch_error
+    get_metadata = file_download._get_metadata_or_catch_error
     repo_info = HfApi.repo_info
 
-    def checked_metadata(*words: Any, **options: Any) -> Any:
-        found = metadata(*words, **options)
-        _check_name("the ETag of a file", found[1])
-        _check_name("the commit of a file", found[2])
-        return found
+    def checked_metadata(*args: Any, **kwargs: Any) -> Any:
+        metadata = get_metadata(*args, **kwargs)
+        _check_name("the ETag of a file", metadata[1])
+        _check_name("the commit of a file", metadata[2])
+        return metadata
 
-    def checked_info(self: HfApi, *words: Any, **options: Any) -> Any:
-        found = repo_info(self, *words, **options)
-        _check_name("a commit", found.sha)
-        return found
+    def checked_info(self: HfApi, *args: Any, **kwargs: Any) -> Any:
+        info = repo_info(self, *args, **kwargs)
+        _check_name("a commit", info.sha)
+        return info
 
     file_download._get_metadata_or_catch_error = checked_metadata
     HfApi.repo_info = checked_info  # type: ignore[method-assign]
@@ -96,12 +96,8 @@ def _refuse_paths() -> None:
 _refuse_paths()
 
 
-class _BadAnswer(ValueError):
-    """An answer of a hub's API is too large, too slow, or one of too many."""
-
-
 class _Pages(threading.local):
-    """How many pages of one list this thread has got, and where the next one is."""
+    """How many pages of a list this thread has received, and the address of the next."""
 
     count = 0
     next_url = ""
