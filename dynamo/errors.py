@@ -386,7 +386,7 @@ def text_of(error: BaseException) -> str:
 
 
 def name_problem(name: str) -> str:
-    """Return why ``name`` cannot name a model: it stands in lines of logs, tables and metrics."""
+    """Return why ``name`` cannot name a model, or "": logs, tables and metrics print it."""
     if name.isprintable():
         return ""
     return "has a line break or another character that cannot be printed; choose another name"

@@ -1,4 +1,4 @@
-"""The blocks that one data-parallel rank of an engine holds, as its events say. Pure."""
+"""The blocks that one data-parallel rank of an engine holds, derived from its events. Pure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class BlockCopies:
         return sum(map(len, self._counts.values()))
 
     def stored(self, event: EngineStored) -> StoredCopies | None:
-        """Count a copy of each block. None: there are :data:`MAX_BLOCKS`, they do not count."""
+        """Count a copy of each block; None, and nothing is counted, above :data:`MAX_BLOCKS`."""
         blocks, key = event.block_hashes, (event.storage_tier, event.group)
         if self.blocks() + len(blocks) > MAX_BLOCKS:
             return None
@@ -223,7 +223,7 @@ class EngineBlocks:
             else:
                 self._warn(
                     f"an engine has blocks of {size} tokens, this worker of {self._block_size}: "
-                    "routers do not know them. Give the worker the engine's block size"
+                    "they are not published. Give the worker the engine's block size"
                 )
             return []
         cleared: list[Change] = []

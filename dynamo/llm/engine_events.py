@@ -142,7 +142,7 @@ def decode_events(
 
 
 def _kind(raw: Any) -> Any:
-    """Return the type of an event; None for what is none."""
+    """Return the type of an event; None for a value that is no event."""
     if isinstance(raw, dict):
         return raw.get("type")
     return raw[0] if isinstance(raw, list) and raw else None

@@ -20,10 +20,13 @@ HIGH_WATER_MESSAGES = 100_000
 REPLAY_TIMEOUT_S = 5.0
 """Longest silence within a replay. The whole takes at most six times as long."""
 REPLAY_PAUSE_S = 60.0
+"""After a replay that failed, none is requested for this long."""
 REPLAY_BYTES = 64 << 20
 MESSAGE_BYTES = 64 << 20
+"""ZMQ closes a connection that sends a larger message."""
 _RECENT_MESSAGES = 1024
 _RECENT_GAPS = 16
+"""What is compared with a message whose number is not above the last."""
 _VOID_S = 60.0
 """A message may wait this long in sockets. Older times are of another clock."""
 _CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -203,7 +206,8 @@ class EngineEventRelay:
             newer = first[1] > _SEQUENCE.pack(self._expected)  # a gap: _deliver() clears
             if not continued and (self._disconnected or (replayed and not newer)):
                 self._restart()
-                replayed = await self._replay(0) if replayed and start else replayed
+                if replayed and start:
+                    replayed = await self._replay(0)  # its numbers have begun again
         self._disconnected = False
         for frames in replayed:
             message = self._decoded(frames)

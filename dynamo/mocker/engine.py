@@ -341,11 +341,10 @@ class EngineRank:
         self._work.set()
         stream.context.on_cancel(responder.cancel)
 
-    def clear_cache(self) -> bool:
-        """Drop all cached blocks; False, and nothing is dropped, while requests use some."""
-        cleared = self.pool.clear()
+    def clear_cache(self) -> None:
+        """Drop all cached blocks; nothing is dropped while requests use some."""
+        self.pool.clear()
         self._publish()
-        return cleared
 
     def abort(self, sequence: Sequence) -> None:
         """Remove ``sequence`` and free its blocks."""

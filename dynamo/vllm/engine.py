@@ -30,8 +30,8 @@ class EngineInfo:
 
     ``block_size`` is in tokens, ``blocks`` are those of one rank. ``event_endpoints`` are the ZMQ
     endpoints of its KV events by rank, empty without prefix caching or events, and
-    ``replay_endpoints`` those that send lost ones again. ``max_images`` are
-    those that the model takes in a prompt. ``can_sleep``: its sleep mode is enabled.
+    ``replay_endpoints`` those that send lost ones again. ``max_images`` are those that the model
+    takes in a prompt. ``can_sleep``: its sleep mode is enabled.
     """
 
     driver: str

@@ -76,17 +76,16 @@ KNOWN_FLAGS = frozenset(_NAMES.split())
 
 
 def unknown_flag(words: Sequence[str]) -> str:
-    """Return the first word that is no flag of vLLM, with the one that is most like it; "".
+    """Return the first flag that vLLM does not have, with the one that is most like it, or "".
 
-    "" as well for a version that is not tested. As vLLM's parser, it takes underscores for dashes,
-    and the keys of a JSON value after a dot.
+    For a version that is not tested, "". As vLLM's parser, it takes underscores for dashes, and the
+    keys of a JSON value after a dot.
     """
     if not any(map(_is_tested, _PACKAGES)):
         return ""
     for word in words:
         name = word.partition("=")[0].partition(".")[0].replace("_", "-").removeprefix("--")
-        known = not word.startswith("--") or name in KNOWN_FLAGS
-        if not known and name.removeprefix("no-") not in KNOWN_FLAGS:
+        if word.startswith("--") and KNOWN_FLAGS.isdisjoint((name, name.removeprefix("no-"))):
             close = difflib.get_close_matches(name, KNOWN_FLAGS, n=1)
             hint = f" (did you mean --{close[0]}?)" if close else ""
             return f"{word.partition('=')[0]}{hint}"

@@ -91,7 +91,7 @@ def touch(path: Path) -> None:
     """Renew the lease in the file ``path``. Raises OSError.
 
     Its modification time becomes the time of day, for other hosts. Its access time becomes that of
-    the monotonic clock of this host: someone may set the time of day.
+    the monotonic clock of this host, which does not change when the time of day is set.
     """
     os.utime(path, ns=(time.monotonic_ns(), time.time_ns()))
 

@@ -279,8 +279,10 @@ class ServerStream:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether ``error`` is Ctrl-C in a program that handles it by this exception: one that a
-    handler raises is the error of its request alone."""
+    """Return whether ``error`` is Ctrl-C, in a program that handles SIGINT by this exception.
+
+    In others a handler has raised it: then it is the error of its request alone.
+    """
     by_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return by_default and isinstance(error, KeyboardInterrupt)
 
