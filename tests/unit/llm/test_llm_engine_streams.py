@@ -23,43 +23,6 @@ def frames(number: int, events: list[Any]) -> list[bytes]:
     return [b"", number.to_bytes(8, "big"), payload]
 
 
-async def test_lost_messages_are_read_from_the_replay_socket(tmp_path: Path) -> None:
-    """As vLLM answers: an empty frame, topic, number and payload each; then the number -1."""
-    address = f"ipc://{tmp_path}/replay"
-    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-    socket.bind(address)
-    seen: list[int] = []
-    resets: list[None] = []
-    relay = EngineEventRelay(
-        "ipc://unused",
-        "",
-        lambda rank, events: seen.append(events[0].block_hashes[0]),  # type: ignore[union-attr]
-        lambda count: pytest.fail("dropped"),
-        lambda error: pytest.fail(str(error)),
-        lambda: resets.append(None),
-        address,
-    )
-    sent = [frames(n, [["BlockRemoved", [n]]]) for n in range(6)]
-
-    async def answer() -> None:
-        client, empty, start = await socket.recv_multipart()
-        for message in sent[int.from_bytes(start, "big") :]:
-            await socket.send_multipart([client, empty, *message])
-        await socket.send_multipart([client, empty, b"", b"\xff" * 8, b""])
-
-    async with asyncio.timeout(20):
-        await relay._on_message(sent[0])
-        task = asyncio.create_task(answer())
-        await relay._on_message(sent[3])
-        await task
-    for message in sent[4:]:  # replayed already
-        await relay._on_message(message)
-    assert seen == [*range(6)] and not resets
-    await relay._on_message(frames(0, [["BlockRemoved", [0]]]))
-    assert seen[-1] == 0 and len(resets) == 1
-    socket.close(linger=0)
-
-
 class Recorded:
     """A relay, and what it called."""
 
@@ -85,6 +48,34 @@ class Recorded:
 
 def removed(number: int) -> list[bytes]:
     return frames(number, [["BlockRemoved", [number]]])
+
+
+async def answer(socket: zmq.asyncio.Socket, sent: list[list[bytes]]) -> None:
+    """Replay as vLLM: an empty frame, topic, number and payload each; then the number -1."""
+    while True:
+        client, empty, start = await socket.recv_multipart()
+        for message in sent[int.from_bytes(start, "big") :]:
+            await socket.send_multipart([client, empty, *message])
+        await socket.send_multipart([client, empty, b"", b"\xff" * 8, b""])
+
+
+async def test_lost_messages_are_read_from_the_replay_socket(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/replay"
+    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    socket.bind(address)
+    seen = Recorded(replay=address)
+    sent = [removed(number) for number in range(6)]
+    task = asyncio.create_task(answer(socket, sent))
+    async with asyncio.timeout(20):
+        await seen.relay._on_message(sent[0])
+        await seen.relay._on_message(sent[3])
+    task.cancel()
+    for message in sent[4:]:  # replayed already
+        await seen.relay._on_message(message)
+    assert (seen.blocks, seen.resets, seen.dropped) == ([*range(6)], 0, 0)
+    await seen.relay._on_message(removed(0))
+    assert seen.blocks[-1] == 0 and seen.resets == 1
+    socket.close(linger=0)
 
 
 async def test_an_endpoint_without_replay_is_not_asked_at_each_gap(
@@ -122,17 +113,10 @@ async def test_a_replay_that_does_not_continue_the_stream_clears(
     else:  # another engine, that has sent as many messages
         replayed = [removed(number) for number in range(5)]
 
-    async def answer() -> None:
-        while True:
-            client, empty, start = await socket.recv_multipart()
-            for message in replayed[int.from_bytes(start, "big") :]:
-                await socket.send_multipart([client, empty, *message])
-            await socket.send_multipart([client, empty, b"", b"\xff" * 8, b""])
-
     async with asyncio.timeout(20):
         await seen.relay._on_message(sent[0])
         await seen.relay._on_message(sent[1])
-        task = asyncio.create_task(answer())
+        task = asyncio.create_task(answer(socket, replayed))
         await seen.relay._on_message(sent[4])
     task.cancel()
     assert seen.resets == 1

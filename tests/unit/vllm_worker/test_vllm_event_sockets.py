@@ -12,6 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 from test_vllm_preparation import vllm_modules
+from until import until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
@@ -69,9 +70,7 @@ async def test_each_rank_is_asked_at_its_own_replay_socket(tmp_path: Path) -> No
         payload = msgspec.msgpack.encode([time.time(), [stored], rank])
         await router.send_multipart([client, empty, b"", bytes(8), payload])
         await router.send_multipart([client, empty, b"", END, b""])
-    async with asyncio.timeout(20):
-        while any(log.blocks() != 1 for log in logs(worker)):  # noqa: ASYNC110 - no such event
-            await asyncio.sleep(0.01)
+    await until(lambda: all(log.blocks() == 1 for log in logs(worker)))
     assert [log.dp_rank for log in logs(worker)] == [*range(RANKS)]
     await runtime.close()
     for socket in sockets:
