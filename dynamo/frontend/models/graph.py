@@ -17,6 +17,7 @@ from dynamo.serve.state.statefile import Statefile
 _POLL_S = 2.0
 """Where changes of the statefile are not reported, and until a model's last worker has left."""
 _ADAPTERS = {"lora-modules", "enable-lora"}
+"""Flags of a worker that registers adapters."""
 log = logging.getLogger(__name__)
 
 
@@ -26,8 +27,8 @@ class GraphModels:
     A model without workers is unavailable for a while, unless a reload has removed all of these.
     A model that was never one of the graph's is not removed by it, such as that of a worker that a
     person has started. ``args`` are what the graph says about its models, by name; ``on_args`` is
-    called when they have changed. ``names`` are the models that workers of the graph will bring;
-    empty unless the box ``is_alone``, or if a worker may bring others.
+    called when they have changed. ``names`` are the models that workers of the graph will register;
+    empty unless the box ``is_alone``, or if a worker may register others.
     """
 
     def __init__(self, statefile: Statefile, is_alone: bool = False) -> None:
@@ -41,7 +42,7 @@ class GraphModels:
         self.args: Mapping[str, ModelArgs] = {}
         self.on_args: Callable[[], None] | None = None
         self._changed = asyncio.Event()
-        self._joined: dict[str, set[int]] = {}
+        self._joined: dict[str, set[int]] = {}  # since the graph was last compared with the models
 
     def joined(self, model: str, worker_id: int) -> None:
         """Note a worker, which may have left again before the statefile is read."""
@@ -51,6 +52,11 @@ class GraphModels:
     def left(self) -> None:
         """Note that a model has lost its last worker, so that it may be forgotten."""
         self._changed.set()
+
+    @property
+    def hint(self) -> str:
+        """The names that will be served, for an error; "" if others may be, too."""
+        return f"; this deployment loads {', '.join(self.names)}" if self.names else ""
 
     async def run(
         self, workers: Callable[[], Mapping[str, Collection[int]]], remove: Callable[[str], bool]
@@ -74,8 +80,8 @@ class GraphModels:
     def read(self, services: Mapping[str, ServiceEntries]) -> None:
         """Take the services of the statefile as it is now."""
         self._stated = {name: service.model for name, service in services.items()}
-        brings_more = any(_brings_more(one.template.argv) for one in services.values())
-        self.names = [] if brings_more or not self._is_alone else sorted({*self._stated.values()})
+        has_others = any(_has_others(service.template.argv) for service in services.values())
+        self.names = sorted({*self._stated.values()}) if self._is_alone and not has_others else []
         self._leases = {
             entry.lease: name
             for name, service in services.items()
@@ -107,9 +113,10 @@ class GraphModels:
         """Note the services of each model, by its name and by the leases of its ``workers``."""
         for model, ids in workers.items():
             mine = {name for name, stated in self._stated.items() if stated == model}
-            mine |= {self._leases[one] for one in ids if one in self._leases}
+            mine |= {self._leases[lease] for lease in ids if lease in self._leases}
             if mine:
-                self._services.setdefault(model, {}).update({n: self._stated[n] for n in mine})
+                stated = {name: self._stated[name] for name in mine}
+                self._services.setdefault(model, {}).update(stated)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -127,11 +134,6 @@ class GraphModels:
     def _on_file(self, name: str, mask: int) -> None:
         if name == self._statefile.path.name:
             self._changed.set()
-
-    @property
-    def hint(self) -> str:
-        """Return the names that will be served, for an error; "" if others may be, too."""
-        return f"; this deployment loads {', '.join(self.names)}" if self.names else ""
 
     def has(self, model: str) -> bool:
         """Whether a service of the graph serves ``model``, which may have no worker yet."""
@@ -157,7 +159,7 @@ class GraphModels:
         return read_services(document)
 
 
-def _brings_more(argv: tuple[str, ...]) -> bool:
+def _has_others(argv: tuple[str, ...]) -> bool:
     """Whether a worker of this command may register models that the command does not name."""
     flags = argv_flags(argv)
     several = "," in flags.get("served-model-name", "")

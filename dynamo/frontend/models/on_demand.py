@@ -145,11 +145,15 @@ class OnDemandModels:
         return self._names.get(name)
 
     def not_loaded(self, name: str) -> Unavailable | None:
-        """Return why a request that starts no worker gets no answer about the model ``name``, which
-        has had none; None if it is not started on demand."""
+        """Return the error of a request that starts no worker, for a model that has had none.
+
+        None if the model is not started on demand.
+        """
         record = self._names.get(name)
-        if record is None or record.stopped:
-            return None if record is None else _unavailable(record)
+        if record is None:
+            return None
+        if record.stopped:
+            return _unavailable(record)
         return Unavailable(
             f"Model `{name}` is not loaded, and this request does not start it. Send it a request "
             f"that generates, or use: dynamo load {as_argument(record.model)}"
@@ -223,7 +227,7 @@ class OnDemandModels:
         return True
 
     def release(self, name: str) -> None:
-        """Continue the requests of the model: it has a worker, and begins to be idle now."""
+        """Continue the requests of the model, which has a worker: its idle time begins now."""
         record = self._names.get(name)
         if record is not None and record.model in self._activity:
             self._activity[record.model].begin()
@@ -373,14 +377,14 @@ def _unavailable(record: OnDemandModel) -> Unavailable:
 
 
 class _Activity:
-    """When a request of a model was last in progress, by its metrics, or a worker came."""
+    """When a request of a model was last in progress, by its metrics, or its worker began."""
 
     def __init__(self) -> None:
         self._ended = 0
         self._last_s = time.monotonic()
 
     def begin(self) -> None:
-        """Count from now on: a worker has begun to serve, maybe because an operator wants it."""
+        """Count from now on: a worker has begun to serve, perhaps started by an operator."""
         self._last_s = time.monotonic()
 
     def idle_s(self, waiting: int, models: Collection[ModelMetrics]) -> float:

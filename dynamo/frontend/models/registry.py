@@ -48,10 +48,11 @@ _FILE_PREFIXES = ("/v1/audio/tran", "/v1/images/edits")
 """Of paths that take forms with files: transcriptions and translations of audio, images."""
 _LOAD_S = 30.0
 _ADAPTER_GONE_S = 2.0
-"""A worker that dies takes its adapter's card with it a little earlier than its model's."""
+"""Of a worker that dies, the card of an adapter is removed a little earlier than the model's."""
 _GONE_MODELS = 64
+"""Models without a worker that stay listed, beside those that one is started for."""
 _ADAPTER_WAIT_S = 5.0
-"""How long requests for an adapter wait after a worker of its model has come: its card follows."""
+"""How long requests for an adapter wait after a worker of its model registers: its card follows."""
 log = logging.getLogger(__name__)
 
 
@@ -129,14 +130,16 @@ class Models:
         """The model for a request of ``model_type`` (Chat, Completions).
 
         Raises ModelNotFound, or NoInstances if the model is known, or of the graph, but has no
-        worker now. Before the first one any may come, unless the graph has all names.
+        worker now. Until the first model registers, any name is unavailable, unless the graph has
+        all names: clients repeat a request after 503, not after 404.
         """
         entry = self._names.get(name)
         if entry is None:
-            first = not self._names and not self._forgot
-            if self._graph.has(name) or (first and not self._graph.names):
+            none_yet = not self._names and not self._forgot
+            if self._graph.has(name) or (none_yet and not self._graph.names):
                 raise NoInstances
-            raise ModelNotFound(f"Model not found: {shorten(name)}{self._graph.hint * first}")
+            hint = self._graph.hint if none_yet else ""
+            raise ModelNotFound(f"Model not found: {shorten(name)}{hint}")
         if model_type not in entry.types:
             raise missing_route(name, model_type, entry.paths, entry.types)
         loaded = entry.loaded
@@ -383,13 +386,15 @@ class Models:
             loop.call_later(_ADAPTER_GONE_S, self._forget_adapter, entry, card)
         self._left.pop(entry.name, None)
         self._left[entry.name] = None
-        gone = [one for one in self._left if not (self._is_started(one) or self._graph.has(one))]
+        gone = [
+            name for name in self._left if not (self._is_started(name) or self._graph.has(name))
+        ]
         for name in gone[:-_GONE_MODELS]:
             if self._entries[name].metrics.active.value == 0:
                 self._forget(name, f"the oldest of {_GONE_MODELS + 1} models without a worker")
 
     def _forget_adapter(self, entry: ModelEntry, card: ModelCard) -> None:
-        """Forget an adapter whose last worker still serves others; at a death those have left."""
+        """Forget an adapter whose last worker still serves others; a dead one serves none."""
         if entry.workers or self._entries.get(entry.name) is not entry:
             return
         if entry.metrics.active.value:  # its last requests run on
