@@ -259,6 +259,7 @@ class TokenizeRoutes:
         self._registry = registry
         self._models = models
         self._tasks = tasks
+        self._adapt = partial(adapt, models, registry.settings.disable_nvext)
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
@@ -276,21 +277,16 @@ class TokenizeRoutes:
                 model = asked.model or model
                 loaded = await self._loaded(asked.model)
                 model = loaded.name
-                adapted = self._adapted(loaded)
+                adapted = partial(self._adapt, loaded=loaded)
                 arguments = loaded.preprocessor, asked, adapted
-                found = await self._run(exchange, conversion.convert, *arguments)
-            exchange.respond(200, found, headers=echoed)
+                answer = await self._run(exchange, conversion.convert, *arguments)
+            exchange.respond(200, answer, headers=echoed)
         except DynamoError as error:
             shown = explained(error, model)
             status, body = error_response(shown, registry.overload_status)
             exchange.respond(status, body, headers=with_retry(shown, echoed))
         finally:
             registry.leave()
-
-    def _adapted(self, loaded: LoadedModel) -> Adapt:
-        """What changes a request as for its generation."""
-        ignores_nvext = self._registry.settings.disable_nvext
-        return partial(adapt, self._models, ignores_nvext, loaded=loaded)
 
     async def _run(self, exchange: Exchange, function: Callable[..., Any], *args: Any) -> Any:
         if len(exchange.body) > _INLINE_BYTES:
@@ -308,24 +304,21 @@ class TokenizeRoutes:
         if models.is_loading(name):
             await models.loaded()
         entry = models.named(name)
-        if entry is not None and entry.loaded is not None and not entry.relayed:
+        relayed = entry is not None and entry.relayed  # its server has the tokenizer
+        if entry is not None and entry.loaded is not None and not relayed:
             return entry.loaded
-        if entry is None or not entry.relayed:
-            not_loaded = models.on_demand.not_loaded(name)
-            if not_loaded is not None:
-                raise not_loaded
-        if entry is None or entry.relayed:
+        if not relayed and (not_loaded := models.on_demand.not_loaded(name)) is not None:
+            raise not_loaded
+        if entry is None or relayed:
             raise ModelNotFound(f"Model not found: {shorten(name)}")
         raise NoInstances
 
     def _only_name(self) -> str:
         entries = self._models.entries()
-        names = [entry.name for entry in entries if not entry.relayed]
-        if not entries:
-            names = sorted(self._models.on_demand.models())
-        if len(names) == 1:
-            return names[0]
-        names = names if not entries else sorted(entry.name for entry in entries)
+        names = sorted(entry.name for entry in entries) or sorted(self._models.on_demand.models())
+        own = [entry.name for entry in entries if not entry.relayed] if entries else names
+        if len(own) == 1:
+            return own[0]
         if not names:
             raise NoInstances
         raise InvalidArgument(
