@@ -286,8 +286,8 @@ FRONTEND = (
     Mutant(
         "secret-over-two-events-is-kept",
         "dynamo.frontend.apis.operator.redaction",
-        "            if start >= begin:\n                kept += [piece[place - begin : start - begin], REDACTED]\n            place = min(stop, end)",
-        "            if start >= begin:\n                kept += [piece[place - begin : start - begin], REDACTED]\n            place = min(stop, end) if start >= begin else place",
+        "            if start >= begin:\n                parts += [piece[place - begin : start - begin], REDACTED]\n            place = min(stop, end)",
+        "            if start >= begin:\n                parts += [piece[place - begin : start - begin], REDACTED]\n            place = min(stop, end) if start >= begin else place",
         (
             "unit/frontend/test_redaction.py::test_a_secret_split_over_the_chunks_of_a_choice_is_replaced",
         ),

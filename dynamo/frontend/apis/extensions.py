@@ -77,7 +77,7 @@ class ExtensionRoutes:
             return _answer(extension, context)
         except Exception:
             raise
-        except BaseException as error:  # it asks to end the process, which is not its own
+        except BaseException as error:  # SystemExit, for example: the process serves others, too
             reason = f"it raised {type(error).__name__}"
             self._off[extension.path] = reason
             log.exception(

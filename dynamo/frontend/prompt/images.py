@@ -39,6 +39,7 @@ _HASH_BYTES = 32
 _TIMEOUT_S = 10.0
 _AT_ONCE = 8
 _IN_TARGET = "/?&=%:;@+$,!~*'()[]"
+"""Characters of a path and query that stay as they are."""
 _LIMIT_BYTES = MAX_IMAGES_BYTES * 3 // 4
 """As a data: URL it is a third larger."""
 
@@ -90,8 +91,8 @@ class ImageFetcher:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s), self._permits:
-                found = await loop.run_in_executor(self._threads, _resolve, url)
-                await _connect(client, url.hostname or "", found)
+                server = await loop.run_in_executor(self._threads, _resolve, url)
+                await _connect(client, url.hostname or "", server)
                 await client.request(_request(url))
                 _check_answer(field, client)
                 image = await loop.run_in_executor(self._threads, base64.b64encode, client.body)
@@ -134,9 +135,10 @@ def _is_remote(part: dict[str, Any]) -> bool:
 
 
 class _Resolved(NamedTuple):
-    """The addresses of a server, and the context for https."""
+    """The addresses and the port of a server, and the context for https."""
 
-    addresses: list[tuple[str, int]]
+    addresses: list[str]
+    port: int
     tls: ssl.SSLContext | None
 
 
@@ -144,16 +146,16 @@ def _resolve(url: SplitResult) -> _Resolved:
     """Ask the name server, and read the system's authorities: both block."""
     tls = ssl.create_default_context() if url.scheme == "https" else None
     port = url.port or (443 if tls else 80)
-    found = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_STREAM)
-    return _Resolved([(str(one[4][0]), port) for one in found], tls)
+    infos = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_STREAM)
+    return _Resolved([str(info[4][0]) for info in infos], port, tls)
 
 
-async def _connect(client: HttpClient, host: str, found: _Resolved) -> None:
+async def _connect(client: HttpClient, host: str, server: _Resolved) -> None:
     """Connect to the first address that accepts. Raises OSError."""
     refused: OSError = OSError("no address")
-    for address, port in found.addresses:
+    for address in server.addresses:
         try:
-            await client.connect(address, port, found.tls, host if found.tls else None)
+            await client.connect(address, server.port, server.tls, host if server.tls else None)
             return
         except OSError as error:
             refused = error

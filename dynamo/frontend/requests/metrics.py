@@ -232,11 +232,11 @@ _CARDS_REJECTED = counter(
     "Model cards that disagree with the model's other workers, or can't be read",
     "model reason",
 )
+_GONE_MODELS = 64
 _MODELS_DROPPED = counter(
     "dynamo_frontend_models_dropped_total",
-    "Models and adapters that are gone and whose counters were removed: 64 are kept",
+    f"Models and adapters that are gone and whose counters were removed: {_GONE_MODELS} are kept",
 )
-_GONE_MODELS = 64
 
 
 class WorkerLast(NamedTuple):

@@ -41,15 +41,16 @@ class CacheRoutes:
             exchange.respond(*error_response(InvalidRequest(text), self._overload_status))
             return
         workers = {
-            (each.namespace, each.component, each.instance_id): each
-            for each in self._models.instances()
+            (record.namespace, record.component, record.instance_id): record
+            for record in self._models.instances()
         }
         if not workers:
             exchange.respond(200, b'{"message": "No active worker groups found"}')
             return
         async with asyncio.TaskGroup() as group:
-            calls = [(each, group.create_task(self._call(each))) for each in workers.values()]
-        rows: dict[bool, list[dict[str, str]]] = {True: [], False: []}
+            calls = [(worker, group.create_task(self._call(worker))) for worker in workers.values()]
+        cleared: list[dict[str, str]] = []
+        failed: list[dict[str, str]] = []
         for worker, call in calls:
             error = call.result()
             row = {
@@ -57,8 +58,8 @@ class CacheRoutes:
                 "endpoint": f"{worker.namespace}/{worker.component}/{CLEAR_KV_BLOCKS}",
                 "status": error or "Successfully cleared KV cache",
             }
-            rows[not error].append(row)
-        answer = {"cleared_workers": rows[True], "failed_workers": rows[False]}
+            (failed if error else cleared).append(row)
+        answer = {"cleared_workers": cleared, "failed_workers": failed}
         exchange.respond(200, msgspec.json.encode(answer))
 
     async def _call(self, worker: EndpointRecord) -> str:
@@ -71,7 +72,7 @@ class CacheRoutes:
                 if worker.instance_id not in client.instance_ids():
                     return f"the worker has no endpoint {CLEAR_KV_BLOCKS}"
                 stream = await client.direct({}, worker.instance_id, annotated=False)
-                return _failure([each async for each in stream])
+                return _failure([answer async for answer in stream])
         except TimeoutError:
             return f"no answer in {_ANSWER_S:g} s"
         except DynamoError as error:

@@ -115,8 +115,8 @@ def _cleaned_events(text: str) -> str:
         for channel, container, key in _pieces(event, 0, ()):
             pieces.setdefault(channel, []).append((container, key))
     for places in pieces.values():
-        found = [container[key] for container, key in places]
-        for (container, key), piece in zip(places, _cleaned_pieces(found), strict=True):
+        cleaned = _cleaned_pieces([container[key] for container, key in places])
+        for (container, key), piece in zip(places, cleaned, strict=True):
             container[key] = piece
     return "\n".join(
         line if isinstance(line, str) else f"data: {_encoded(line[0])}" for line in lines
@@ -136,9 +136,9 @@ def _pieces(container: Any, key: Any, path: tuple[Any, ...]) -> Iterator[tuple[A
         for name in value:
             yield from _pieces(value, name, (*inside, name))
     elif isinstance(value, list):
-        for number, one in enumerate(value):
-            # The number of a choice is its index; its place in the list is that in this chunk.
-            has_index = isinstance(one, dict) and isinstance(one.get("index"), int)
+        for number, item in enumerate(value):
+            # A choice has its index; its place in the list counts only within this chunk.
+            has_index = isinstance(item, dict) and isinstance(item.get("index"), int)
             yield from _pieces(value, number, path if has_index else (*path, number))
 
 
@@ -237,10 +237,10 @@ def _spans(text: str) -> list[tuple[int, int]]:
     lower = text.lower()
     if len(lower) != len(text):  # the one letter whose lower case is longer
         lower = text.replace("\u0130", "I").lower()
-    found = [*_keys(text), *_schemes(text, lower), *_private_keys(text), *_values(text, lower)]
-    found += [match.span(1) for match in _USER.finditer(text)]
+    secrets = [*_keys(text), *_schemes(text, lower), *_private_keys(text), *_values(text, lower)]
+    secrets += [match.span(1) for match in _USER.finditer(text)]
     spans: list[tuple[int, int]] = []
-    for begin, end in sorted(found):
+    for begin, end in sorted(secrets):
         if spans and begin <= spans[-1][1]:
             spans[-1] = spans[-1][0], max(end, spans[-1][1])
         else:
@@ -250,20 +250,20 @@ def _spans(text: str) -> list[tuple[int, int]]:
 
 def _without(spans: Sequence[tuple[int, int]], pieces: Sequence[str]) -> list[str]:
     """Return the pieces of a text without ``spans`` of it."""
-    found, number, begin = [], 0, 0
+    cleaned, number, begin = [], 0, 0
     for piece in pieces:
-        end, place, kept = begin + len(piece), begin, []
+        end, place, parts = begin + len(piece), begin, []
         while number < len(spans) and spans[number][0] < end:
             start, stop = spans[number]
             if start >= begin:
-                kept += [piece[place - begin : start - begin], REDACTED]
+                parts += [piece[place - begin : start - begin], REDACTED]
             place = min(stop, end)
             if stop > end:
                 break
             number += 1
-        found.append("".join((*kept, piece[place - begin :])))
+        cleaned.append("".join((*parts, piece[place - begin :])))
         begin = end
-    return found
+    return cleaned
 
 
 def _keys(text: str) -> Iterator[tuple[int, int]]:
@@ -326,7 +326,7 @@ def _values(text: str, lower: str) -> Iterator[tuple[int, int]]:
 
 
 def _value_end(text: str, match: re.Match[str]) -> int:
-    """Return the end of the value after a name, and its sign; its begin if it is no secret."""
+    """Return the end of the value after a name and its sign; its begin if it is not a secret."""
     begin, named = match.end(), match["named"]
     if match["quote"]:
         return _string_end(text, begin, match["quote"], len(match["escapes"]))

@@ -9,13 +9,7 @@ import asyncio
 import time
 from typing import Protocol
 
-from dynamo.errors import (
-    Disconnected,
-    DynamoError,
-    EngineFailure,
-    HttpFailure,
-    shorten,
-)
+from dynamo.errors import Disconnected, DynamoError, EngineFailure, HttpFailure, shorten
 from dynamo.frontend.answer.embeddings import EmbeddingsAnswer
 from dynamo.frontend.answer.generation import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
@@ -206,7 +200,7 @@ class EmbeddingRequest(RelayedActiveRequest):
 
 class RelayedEngineRequest(EngineRequest):
     """The only engine request of a relayed one. ``message`` is sent in place of ``preprocessed``,
-    which has the prompt and the routing for the router; one of inputs to embed gets the routing."""
+    which has the prompt and the routing for the router; inputs to embed get that routing, too."""
 
     __slots__ = ("_answer", "_message")
 

@@ -387,7 +387,7 @@ class RelayRoutes:
         body, asked = self._adapted(relay)
         is_text, ignores_nvext = model.card.model_input == TEXT_INPUT, settings.disable_nvext
         check_server_priority(asked.priority, key)
-        reader = None if is_text and ignores_nvext else key  # the handler does not get it then
+        reader = None if is_text and ignores_nvext else key  # the handler gets no nvext then
         routing, override = asked.constraints(model.card.lora_name, ignores_nvext, reader)
         routing = routed(routing, exchange.headers, key, ignores_nvext)
         if routing is not None and routing.cache_namespace != asked.cache_salt:  # with the tenant
@@ -410,7 +410,7 @@ class RelayRoutes:
             )
         else:
             target = path, exchange.query
-            head = exchange.method, _sent(exchange.headers, ignores_nvext)
+            head = exchange.method, _forwarded(exchange.headers, ignores_nvext)
             message = http_message(target, head, body, relay.request.engine_id)
         ids = prompt_ids(model.preprocessor, path, body, asked, model.context_length)
         preprocessed = PreprocessedRequest(
@@ -480,8 +480,8 @@ def _is_form(exchange: Exchange) -> bool:
     return is_multipart(exchange.headers.get("content-type", ""))
 
 
-def _sent(headers: Mapping[str, str], ignores_nvext: bool) -> Mapping[str, str]:
-    """Return the headers without those of the choice of a rank, which servers have, too."""
+def _forwarded(headers: Mapping[str, str], ignores_nvext: bool) -> Mapping[str, str]:
+    """Return ``headers``; with ``ignores_nvext`` without those that choose a rank in servers."""
     if not ignores_nvext or NVEXT_HEADERS.isdisjoint(headers):
         return headers
     return {name: value for name, value in headers.items() if name not in NVEXT_HEADERS}
