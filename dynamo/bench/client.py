@@ -107,10 +107,10 @@ def error_message(body: bytes, characters: int = _SHOWN_CHARS) -> str:
     return _shown(body)
 
 
-def refusal(status: int, body: bytes) -> str:
+def refusal(status: int, body: bytes, characters: int = _SHOWN_CHARS) -> str:
     """Return the status and message of an error; for a 401 also how to give a key."""
     hint = "; give a key with --api-key or OPENAI_API_KEY" if status == 401 else ""
-    return f"{status}: {error_message(body)}{hint}"
+    return f"{status}: {error_message(body, characters)}{hint}"
 
 
 def _read(outcome: Outcome, data: bytes) -> AnswerChunk | None:
