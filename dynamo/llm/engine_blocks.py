@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dynamo._fast.hashing import block_hashes as hash_blocks
 from dynamo._fast.hashing import seed_for
 from dynamo.llm.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
-from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
+from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored, KvChange
 
 MAX_BLOCKS = 1 << 22
 """Blocks of one rank that are counted, about 100 bytes each; further ones are not published."""
@@ -23,7 +23,6 @@ _ODD = 0x9E37_79B9_7F4A_7C15
 
 log = logging.getLogger(__name__)
 
-Change = BlocksStored | BlocksRemoved | BlocksCleared
 Key = tuple[str, int | None]
 """Tier and group of layers."""
 
@@ -198,7 +197,7 @@ class EngineBlocks:
         self._groups = AttentionGroup()
         self._parts.clear()
 
-    def changes(self, event: EngineEvent) -> list[Change]:
+    def changes(self, event: EngineEvent) -> list[KvChange]:
         """Return the changes on the event's tier. ValueError or TypeError: invalid token ids."""
         if isinstance(event, EngineStored):
             return self._stored(event)
@@ -212,7 +211,7 @@ class EngineBlocks:
             self._beginnings.clear()
         return [BlocksCleared()]
 
-    def _stored(self, event: EngineStored) -> list[Change]:
+    def _stored(self, event: EngineStored) -> list[KvChange]:
         blocks, size = event.block_hashes, event.block_size
         # A sliding window names the tokens of its span, but only the blocks that are left.
         dense = bool(event.token_ids) and len(event.token_ids) == size * len(blocks)
@@ -226,7 +225,7 @@ class EngineBlocks:
                     "they are not published. Give the worker the engine's block size"
                 )
             return []
-        cleared: list[Change] = []
+        cleared: list[KvChange] = []
         if dense and self._resizes(event.group, parts):
             self.cleared()
             cleared = [BlocksCleared()]

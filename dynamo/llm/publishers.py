@@ -24,7 +24,14 @@ from dynamo.llm.engine_relay import EngineEventRelay
 from dynamo.llm.prefix_index import mm_hashes_of
 from dynamo.llm.register import note_block_size
 from dynamo.observability.metrics import counter
-from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored, KvMetrics
+from dynamo.protocols.kv import (
+    STORAGE_TIERS,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvChange,
+    KvMetrics,
+)
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
@@ -221,7 +228,7 @@ class KvEventPublisher:
     def _record(
         self,
         dp_rank: int,
-        changes: Iterable[BlocksStored | BlocksRemoved | BlocksCleared],
+        changes: Iterable[KvChange],
         tier: str,
     ) -> None:
         if threading.get_ident() == self._thread:

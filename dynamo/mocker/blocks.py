@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_hashes, xxh3_64
 from dynamo.protocols.codec import Tokens
-from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
+from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored, KvChange
 
 _PAIR = struct.Struct("<QQ")
 DEVICE, HOST = STORAGE_TIERS[:2]
@@ -74,7 +74,7 @@ class SequenceBlocks:
 class CacheChange(NamedTuple):
     """A change of the cache on a tier, in wire format; stored blocks are some of ``blocks``."""
 
-    change: BlocksStored | BlocksRemoved | BlocksCleared
+    change: KvChange
     storage_tier: str = DEVICE
     blocks: SequenceBlocks | None = None
 

@@ -89,11 +89,15 @@ class BlocksCleared(msgspec.Struct, tag_field="kind", tag="cleared"):
     """The (worker, dp_rank) removed all blocks; below the device, all blocks of that tier."""
 
 
+KvChange = BlocksStored | BlocksRemoved | BlocksCleared
+"""A change of the blocks of one rank on one tier."""
+
+
 class KvEvent(msgspec.Struct, omit_defaults=True):
     """One change; ``event_id`` counts by one per (worker, dp_rank), so a gap is a lost event."""
 
     event_id: int
-    data: BlocksStored | BlocksRemoved | BlocksCleared
+    data: KvChange
     dp_rank: int = 0
     storage_tier: str = STORAGE_TIERS[0]
 

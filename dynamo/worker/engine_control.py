@@ -106,7 +106,7 @@ class EngineControl:
             runtime.register_engine_route("wake_up", self.wake_up)
             runtime.register_engine_route("is_sleeping", self.is_sleeping)
 
-    async def connect(self, can_sleep: bool = True) -> None:
+    async def connect(self, can_sleep: bool) -> None:
         """Serve the endpoints of the worker's component; ``engine_control`` if it can sleep."""
         namespace, component, _ = self._endpoint.path
         serving = await self._endpoint.runtime.start_serving()

@@ -23,9 +23,9 @@ from dynamo.protocols.kv import (
     KV_QUERY,
     STORAGE_TIERS,
     TIER_NUMBERS,
-    BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    KvChange,
     KvEvent,
     KvEventBatch,
     KvMetrics,
@@ -101,7 +101,7 @@ class EventLog:
 
     def record(
         self,
-        data: BlocksStored | BlocksRemoved | BlocksCleared,
+        data: KvChange,
         storage_tier: str = STORAGE_TIERS[0],
     ) -> KvEvent | None:
         """Store a change and return its event; None if the index rejects it (counted and logged).
@@ -161,7 +161,7 @@ class EventLog:
         """Count the blocks in the index, once per tier."""
         return self._tree.blocks()
 
-    def _apply(self, data: BlocksStored | BlocksRemoved | BlocksCleared, tier: int) -> None:
+    def _apply(self, data: KvChange, tier: int) -> None:
         slot = self._tree.slot(0, self.dp_rank, tier)
         if isinstance(data, BlocksStored):
             self._store(slot, data, tier)
@@ -216,7 +216,7 @@ class KvEventSender:
     def record(
         self,
         dp_rank: int,
-        changes: Iterable[BlocksStored | BlocksRemoved | BlocksCleared],
+        changes: Iterable[KvChange],
         storage_tier: str = STORAGE_TIERS[0],
     ) -> None:
         """Log and publish ``changes`` on ``storage_tier``, one of ``STORAGE_TIERS``.

@@ -20,6 +20,7 @@ from dynamo.protocols.kv import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    KvChange,
     KvEvent,
     KvEventBatch,
     KvQueryAnswer,
@@ -431,9 +432,7 @@ class Indexer:
             status = "invalid_block"
         self._counts.applied(_TYPES[type(data)], status)
 
-    def _apply_to_index(
-        self, stream: _Stream, data: BlocksStored | BlocksRemoved | BlocksCleared, tier: int
-    ) -> str:
+    def _apply_to_index(self, stream: _Stream, data: KvChange, tier: int) -> str:
         slot = stream.slot
         if tier:
             slot = self._index.slot(stream.worker_id, stream.dp_rank, tier)
