@@ -132,7 +132,7 @@ class EnginePool:
     def restart(self, model: str) -> None:
         """Begin with an empty cache."""
         self.groups = MODELS[model]
-        self.deciding = [n for n, each in enumerate(self.groups) if each.kind in FULL] or [0]
+        self.deciding = [n for n, group in enumerate(self.groups) if group.kind in FULL] or [0]
         self.free: OrderedDict[Block, None] = OrderedDict((Block(), None) for _ in range(BLOCKS))
         self.copies = Counter[Cached]()
         self.host: OrderedDict[Cached, None] = OrderedDict()
@@ -199,11 +199,11 @@ class EnginePool:
         prompt = self.prompt()
         self.recent.append(prompt)
         hashes = chain(prompt)
-        found = min(self.prefix(prompt), (len(prompt.tokens) - 1) // SIZE)
+        hits = min(self.prefix(prompt), (len(prompt.tokens) - 1) // SIZE)
         step = max(self.groups[group].size // SIZE for group in self.deciding)
-        found -= found % step
+        hits -= hits % step
         if self.source.random() < 0.1:  # it asks for log probabilities of the prompt
-            found = 0
+            hits = 0
             self.states["cache not read"] += 1
         request = Running(prompt, hashes, [[] for _ in self.groups])
         need = sum(len(hashes) * SIZE // group.size + 1 for group in self.groups)
@@ -211,15 +211,15 @@ class EnginePool:
             self.finish()
         if need > len(self.free):
             return
-        self._reuse(request, found)
+        self._reuse(request, hits)
         self._extend(request)
         self.running.append(request)
 
-    def _reuse(self, request: Running, found: int) -> None:
+    def _reuse(self, request: Running, hits: int) -> None:
         reused = {block.name: block for block in self._blocks() if block.name is not None}
         for number, group in enumerate(self.groups):
             blocks = request.blocks[number]
-            for at in range(found * SIZE // group.size):
+            for at in range(hits * SIZE // group.size):
                 end = (at + 1) * group.size // SIZE
                 block = reused.get(Cached(number, request.hashes[end - 1]))
                 if block is not None:
@@ -230,7 +230,9 @@ class EnginePool:
             request.cached.append(len(blocks))
 
     def _blocks(self) -> list[Block]:
-        used = [block for one in self.running for row in one.blocks for block in row if block]
+        used = [
+            block for request in self.running for row in request.blocks for block in row if block
+        ]
         return [*self.free, *used]
 
     def grow(self) -> None:
@@ -311,7 +313,7 @@ class EnginePool:
         adapter_id = None if prompt.adapter is None else 1 + len(prompt.adapter)
         keys = [self._extra_keys(prompt, at * size, (at + 1) * size) for at in kept]
         fields = {
-            "block_hashes": [shape.hash(each) for each in hashes],
+            "block_hashes": [shape.hash(block) for block in hashes],
             "parent_block_hash": shape.hash(parent),
             "token_ids": prompt.tokens[first:last],
             "block_size": size,
@@ -418,7 +420,7 @@ class EnginePool:
             return
         self.states["by hash"] += 1
         fields = {
-            "block_hashes": [self.shape.hash(each) for each in hashes],
+            "block_hashes": [self.shape.hash(block) for block in hashes],
             "parent_block_hash": None,
             "token_ids": [],
             "block_size": 0,

@@ -108,12 +108,12 @@ class Replaying(EngineEventRelay):
     answers = "none"
 
     async def _replay(self, start: int) -> list[list[bytes]]:
-        found = self.sent[start:] if self.answers in ("all", "few", "malformed") else []
+        messages = self.sent[start:] if self.answers in ("all", "few", "malformed") else []
         if self.answers == "few":
-            return [each for each in self.sent[-5:] if each in found]
-        if self.answers == "malformed" and len(found) > 2:
-            found[-2] = [b"", found[-2][1], b"\xc1"]
-        return found
+            return [message for message in self.sent[-5:] if message in messages]
+        if self.answers == "malformed" and len(messages) > 2:
+            messages[-2] = [b"", messages[-2][1], b"\xc1"]
+        return messages
 
 
 class History:
@@ -270,13 +270,13 @@ class History:
         for prompt in [self.pool.prompt(), *self.pool.recent] if known else []:
             if prompt.adapter is not None and not self.pool.shape.adapter_names:
                 continue
-            found, expected = prefix(self.log._tree, prompt), self.pool.prefix(prompt)
+            indexed, expected = prefix(self.log._tree, prompt), self.pool.prefix(prompt)
             step = max(sizes) // SIZE
             self.pool.states["found" if expected else "not found"] += 1
-            assert found - found % step <= expected, (prompt, found, expected)
+            assert indexed - indexed % step <= expected, (prompt, indexed, expected)
             # Where an image lies in a larger block is not known.
             if self.replays == "all" and not (step > 1 and prompt.images):
-                assert found - found % step == expected, (prompt, found, expected)
+                assert indexed - indexed % step == expected, (prompt, indexed, expected)
         if self.source.random() < 0.3:
             self.settle()
 

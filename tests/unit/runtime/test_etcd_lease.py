@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+from until import Changes
+
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.etcd_lease import EtcdLease, marker_key
 from dynamo.runtime.discovery.etcd_link import NoLease
@@ -20,7 +22,7 @@ class Link:
         self.store: dict[str, bytes] = {}
         self.granted = True
         self._changes: asyncio.Queue[Any] = asyncio.Queue()
-        self.written = asyncio.Event()
+        self.writes = Changes()
 
     def expire(self) -> None:
         """Lose the connection for longer than the lease lasts."""
@@ -43,7 +45,7 @@ class Link:
         if not self.granted:
             raise NoLease
         self.store |= {key: value for key, value in values.items() if value is not None}
-        self.written.set()
+        self.writes.changed()
 
     async def exists(self, key: str) -> bool:
         return False
@@ -61,10 +63,7 @@ async def test_all_keys_are_written_again_after_the_lease_has_expired() -> None:
     keys = {marker_key(7), "v1/instances/a", "v1/mdc/a"}
     assert link.store.keys() == keys
     link.expire()
-    async with asyncio.timeout(20):
-        while link.store.keys() != keys:
-            link.written.clear()
-            await link.written.wait()
+    await link.writes.until(lambda: link.store.keys() == keys)
     assert lease.grants == 2 and not lease.lost.is_set()
     await lease.revoke()
     assert lease.lost.is_set()
