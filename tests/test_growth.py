@@ -43,8 +43,8 @@ from dynamo.serve.graph.graph import MAX_TEXT_BYTES, parse_yaml
 from dynamo.serve.state.entries import read_services
 from dynamo.serve.state.statefile import Statefile
 from dynamo.serve.supervision.output import (
+    both_ends,
     cause_in,
-    kept_of,
     last_line_in,
     refusal_in,
     telling_line,
@@ -352,7 +352,7 @@ def _profile(page: str) -> object:
 
 
 def _causes(text: str) -> object:
-    lines = [kept_of(line).decode(errors="replace") for line in [text.encode()] * 200]
+    lines = [both_ends(line).decode(errors="replace") for line in [text.encode()] * 200]
     return cause_in(lines), telling_line(lines), refusal_in(lines)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from dynamo.attach.launcher import STOP_TIMEOUT_S
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.state.process_table import become_subreaper, end_descendants
-from dynamo.serve.supervision.output import OutputPipe, cause_in, kept_of
+from dynamo.serve.supervision.output import OutputPipe, both_ends, cause_in
 
 _TAIL_LINES = 20
 _PORT = "{port}"
@@ -112,7 +112,7 @@ class LaunchedServer:
 
     def _on_line(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace")
-        self._tail.append(kept_of(line).decode("utf-8", "replace"))
+        self._tail.append(both_ends(line).decode("utf-8", "replace"))
         log.info("server: %s", text)
 
     def _on_exit(self) -> None:

@@ -19,7 +19,7 @@ _READ_BYTES = 65536
 _LINE_BYTES = 65536
 _PIPE_BYTES = 1 << 18
 _TAIL_LINES = 200
-_KEPT_BYTES = 1024
+_END_BYTES = 1024
 _SHOWN_LINES = 20
 _BAR_EVERY_S = 1.0
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class ServiceOutput:
 
     def __call__(self, line: bytes) -> None:
         """Handle one line."""
-        self._tail.append(kept_of(line))
+        self._tail.append(both_ends(line))
         self._log_file.write(line)
         self._announcer.output(self.watcher, line)
 
@@ -189,11 +189,11 @@ class ServiceOutput:
         self._log_file.close()
 
 
-def kept_of(line: bytes) -> bytes:
-    """Return begin and end of a long line: a look for causes takes 200 of them at once."""
-    if len(line) <= 2 * _KEPT_BYTES:
+def both_ends(line: bytes) -> bytes:
+    """Return the beginning and the end of a long line: a search for causes reads 200 at once."""
+    if len(line) <= 2 * _END_BYTES:
         return line
-    return line[:_KEPT_BYTES] + " … ".encode() + line[-_KEPT_BYTES:]
+    return line[:_END_BYTES] + " … ".encode() + line[-_END_BYTES:]
 
 
 class OutputPipe:
