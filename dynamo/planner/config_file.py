@@ -206,13 +206,9 @@ def _options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in given.items():
         if key == "optimization_target":
             options["mode"] = _mode(value, given, where)
-        elif key == "enable_load_scaling":
-            continue
-        elif key in RENAMED_KEYS:
-            options.setdefault(RENAMED_KEYS[key], None)
-        elif key.replace("_", "-") in flags:
+        elif key.replace("_", "-") in flags and key not in RENAMED_KEYS:
             options[key.replace("_", "-")] = value
-        else:
+        elif key not in (*RENAMED_KEYS, "enable_load_scaling"):
             unknown.append(key)
     if unknown:
         raise ConfigError(
@@ -226,11 +222,11 @@ def _options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _did_you_mean(unknown: Sequence[str], flags: Collection[str]) -> str:
-    known = {flag.replace("-", "_"): flag for flag in flags}
-    known |= {key: key for key in (*RENAMED_KEYS, *IDLE_KEYS, "optimization_target")}
-    close = [difflib.get_close_matches(key.replace("-", "_"), known, n=1) for key in unknown]
-    names = [known[match[0]] for match in close if match]
-    return f" (did you mean {' and '.join(names)}?)" if names else ""
+    names = {flag.replace("-", "_"): flag for flag in flags}
+    names |= {key: key for key in (*RENAMED_KEYS, *IDLE_KEYS, "optimization_target")}
+    matches = [difflib.get_close_matches(key.replace("-", "_"), names, n=1) for key in unknown]
+    closest = [names[match[0]] for match in matches if match]
+    return f" (did you mean {' and '.join(closest)}?)" if closest else ""
 
 
 def _value(key: str, value: Any, where: str) -> Any:

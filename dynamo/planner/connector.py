@@ -75,7 +75,7 @@ class Connector(Protocol):
         """
 
     def give_up(self, service: str, reason: str) -> None:
-        """Let the starts of ``service`` that :meth:`add` has begun fail for ``reason``, undone."""
+        """Fail and undo the starts of ``service`` that :meth:`add` has begun, for ``reason``."""
 
     async def remove(self, service: str) -> str:
         """Remove the newest worker; return its watcher's name when it has exited.

@@ -117,7 +117,7 @@ class WorkerActions:
         return len(self._flight(service).adds)
 
     def give_up(self, service: str, reason: str) -> None:
-        """Let the adds of ``service`` in flight end for ``reason``; what they began is undone."""
+        """Fail the adds of ``service`` in flight for ``reason``; what they began is undone."""
         flight = self._flight(service)
         if flight.adds and not flight.given_up:
             log.info("%s: giving up its start: %s", service, reason)
