@@ -172,10 +172,16 @@ def model_statuses(seen: BoxSighting, workers: Sequence[WorkerStatus]) -> tuple[
     waits = {one.model: one.waits_for for one in (seen.planner.models if seen.planner else ())}
     return tuple(
         _model(
-            *(name, found, _state(found, name in decoded)),
-            *(timeouts_s, figures, wanted, loads, waits),
+            name,
+            model_workers,
+            _state(model_workers, name in decoded),
+            timeouts_s,
+            figures,
+            wanted,
+            loads,
+            waits,
         )
-        for name, found in models.items()
+        for name, model_workers in models.items()
     )
 
 
