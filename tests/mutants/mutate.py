@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hook.sitecustomize import replaced
+from broken_module import replaced
 from mutant_table import MUTANTS, ROOT, Mutant
 
 Verdict = Literal["found", "survived", "not imported", "error"]
@@ -117,7 +117,7 @@ def judge(mutant: Mutant, finders: Sequence[str] = ()) -> Result:
                 }
             )
         )
-        paths = [str(HERE / "hook"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(HERE / "hook"), str(HERE), os.environ.get("PYTHONPATH", "")]
         environment = {
             "TEST_MUTANT": str(defect),  # tests start processes without DYN_ variables
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -153,7 +153,7 @@ def selected(options: argparse.Namespace) -> list[Mutant]:
 
 
 def show(results: Sequence[Result], as_json: bool) -> None:
-    """Print a line for each mutant, and the sum."""
+    """Print the sum; as JSON, with a row for each mutant."""
     found = sum(result.verdict == "found" for result in results)
     if as_json:
         rows = [

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from hook.sitecustomize import replaced
+from broken_module import replaced
 from mutant_table import MUTANTS, ROOT, Mutant
 from mutate import SEED, judge
 

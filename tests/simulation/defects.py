@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import ModuleType
 from typing import NamedTuple
 
-__all__ = ["DEFECTS", "Defect", "broken_source", "install"]
+from broken_module import BrokenModule
+
+__all__ = ["DEFECTS", "Defect", "install"]
 
 
 class Defect(NamedTuple):
@@ -156,14 +153,6 @@ DEFECTS = (
 )
 
 
-def broken_source(defect: Defect, source: str) -> str:
-    """Return the source with the defect. ValueError: the fixed text is not in it exactly once."""
-    found = source.count(defect.fixed)
-    if found != 1:
-        raise ValueError(f"{defect.name}: {defect.module} has its fixed text {found} times, not 1")
-    return source.replace(defect.fixed, defect.broken)
-
-
 def install(name: str) -> None:
     """Put the defect ``name`` back, before its module is imported. ValueError: unknown."""
     defect = next((one for one in DEFECTS if one.name == name), None)
@@ -172,31 +161,4 @@ def install(name: str) -> None:
         raise ValueError(f"--defect {name!r} is unknown; there are: {names}")
     if defect.module in sys.modules:
         raise ValueError(f"{defect.module} is imported already")
-    sys.meta_path.insert(0, _Finder(defect))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, defect: Defect) -> None:
-        self._defect = defect
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Find the module of the defect."""
-        if fullname != self._defect.module:
-            return None
-        spec = PathFinder.find_spec(fullname, path)
-        assert spec is not None and spec.origin is not None
-        loader = _Loader(fullname, spec.origin, self._defect)
-        return importlib.util.spec_from_loader(fullname, loader, origin=spec.origin)
-
-
-class _Loader(SourceFileLoader):
-    def __init__(self, fullname: str, path: str, defect: Defect) -> None:
-        super().__init__(fullname, path)
-        self._defect = defect
-
-    def get_code(self, fullname: str) -> object:  # type: ignore[override]
-        """Compile the source with the defect; no cached code is used."""
-        source = self.get_data(self.path).decode()
-        return compile(broken_source(self._defect, source), self.path, "exec", dont_inherit=True)
+    sys.meta_path.insert(0, BrokenModule(defect.module, defect.fixed, defect.broken))

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 0 if every promise was kept, 1 if not, 2 for wrong options."""
     options = _options(argv)
     _same_addresses()
-    sys.path[:0] = [str(_TESTS / name) for name in ("simulation", "chaos", "")]
+    sys.path[:0] = [str(_TESTS / name) for name in ("simulation", "chaos", "mutants", "")]
     if options.defect:
         import defects
 

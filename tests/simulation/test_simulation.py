@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from broken_module import replaced
 from contracts import CONTRACTS
-from defects import DEFECTS, broken_source
+from defects import DEFECTS
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -57,7 +58,7 @@ def test_a_defect_still_applies(defect: Any) -> None:
     spec = importlib.util.find_spec(defect.module)
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).read_text()
-    compile(broken_source(defect, source), spec.origin, "exec")
+    compile(replaced(source, defect.fixed, defect.broken), spec.origin, "exec")
 
 
 def contract_results(kind: str) -> dict[str, Any]:
