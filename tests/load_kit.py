@@ -9,6 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from serving import Serving
+
+GRAPH = """
+Frontend: {{run: dynamo.frontend, http-port: {port}, router-mode: kv}}
+Worker:
+  run: dynamo.mocker
+  model-path: {model}
+  model-name: tiny
+  reply: random
+  speedup-ratio: {speed}
+  ServiceArgs: {{workers: {workers}}}
+"""
+"""A frontend, and mock workers whose answers last long enough to meet a restart."""
+
 
 class Load:
     """``clients`` threads that send completions, ``pause_s`` apart, until it is closed.
@@ -106,3 +120,9 @@ def under_load(
     finally:
         load.close()
     assert not load.failures, (load.answered, load.failures[:5], len(load.failures))
+
+
+def some_requests(serving: Serving, load: Load, count: int = 20) -> None:
+    """Wait until ``count`` more requests were answered."""
+    enough = load.answered + count
+    serving.until(lambda: load.answered >= enough)

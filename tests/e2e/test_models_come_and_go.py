@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from deployment import MODEL, free_port
-from load_kit import under_load
+from load_kit import some_requests, under_load
 from serving import Serving
 
 GRAPH = """
@@ -97,8 +97,7 @@ def test_a_model_comes_and_goes_under_load(serving: Serving) -> None:
             assert f"removed Worker2 from {file}" in removed.stdout
             assert models(port) == ["tiny"] and services(serving) == {"Frontend", "Worker"}
             assert file.read_text() == before
-        enough = load.answered + 10
-        serving.until(lambda: load.answered >= enough)
+        some_requests(serving, load, 10)
     gone = dynamo(serving, "remove", "second")
     assert gone.returncode == 2 and "no model 'second'" in gone.stderr and "tiny" in gone.stderr
     assert serving.stop() == 0
@@ -178,8 +177,7 @@ def test_a_model_that_cannot_load_is_taken_back(serving: Serving, gguf: str) -> 
         done = dynamo(serving, "run", gguf, "--engine", "llama.cpp")
         assert done.returncode == 1 and "removing it again" in done.stderr, done.stderr
         assert "out of memory" in done.stderr or "exit" in done.stderr, done.stderr
-        enough = load.answered + 10
-        serving.until(lambda: load.answered >= enough)
+        some_requests(serving, load, 10)
     assert file.read_text() == before and models(port) == ["tiny"]
     assert services(serving) == {"Frontend", "Worker"}
     assert serving.stop() == 0

@@ -11,19 +11,8 @@ from itertools import chain
 import psutil
 import pytest
 from deployment import MODEL, free_port
-from load_kit import Load, under_load
+from load_kit import GRAPH, some_requests, under_load
 from serving import ROOT, Serving
-
-GRAPH = """
-Frontend: {{run: dynamo.frontend, http-port: {port}, router-mode: kv}}
-Worker:
-  run: dynamo.mocker
-  model-path: {model}
-  model-name: tiny
-  reply: random
-  speedup-ratio: {speed}
-  ServiceArgs: {{workers: {workers}}}
-"""
 
 
 def graph(serving: Serving, port: int, workers: int = 2, speed: float = 2, more: str = "") -> str:
@@ -43,12 +32,6 @@ def reload(serving: Serving, *words: str) -> subprocess.CompletedProcess[str]:
     """Run ``dynamo reload``."""
     command = [sys.executable, "-m", "dynamo", "reload", *words]
     return subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=60)
-
-
-def some_requests(serving: Serving, load: Load) -> None:
-    """Wait until more requests were answered."""
-    enough = load.answered + 20
-    serving.until(lambda: load.answered >= enough)
 
 
 @pytest.mark.parametrize("workers", [2, 1])

@@ -10,19 +10,8 @@ import urllib.request
 from pathlib import Path
 
 from deployment import MODEL, free_port
-from load_kit import Load, under_load
+from load_kit import GRAPH, some_requests, under_load
 from serving import ROOT, Serving
-
-GRAPH = """
-Frontend: {{run: dynamo.frontend, http-port: {port}, router-mode: kv}}
-Worker:
-  run: dynamo.mocker
-  model-path: {model}
-  model-name: tiny
-  reply: random
-  speedup-ratio: 2
-  ServiceArgs: {{workers: 2}}
-"""
 
 
 def install(package: Path, version: str) -> None:
@@ -47,18 +36,13 @@ def compiled_modules(pid: int) -> list[str]:
     return sorted({line.split(maxsplit=5)[5] for line in maps.splitlines() if "/_fast/" in line})
 
 
-def some_requests(serving: Serving, load: Load) -> None:
-    enough = load.answered + 20
-    serving.until(lambda: load.answered >= enough)
-
-
 def test_an_upgrade_in_place_under_load_loses_no_request(serving: Serving, tmp_path: Path) -> None:
     tree = tmp_path / "installed"
     install(tree / "dynamo", "1.old")
     # The tree comes before the one of the tests, for each process of the deployment.
     serving.env["PYTHONPATH"] = str(tree)
     port = free_port()
-    serving.graph(GRAPH.format(port=port, model=MODEL))
+    serving.graph(GRAPH.format(port=port, model=MODEL, workers=2, speed=2))
     serving.start(
         tmp_path / "graph.yaml", wait="ready: http://127.0.0.1:.* model: tiny   workers: 2"
     )
