@@ -6,14 +6,12 @@ They connect to the frontend itself: ``http_proxy`` and its like have no effect.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import pwd
 import ssl
 import sys
 import webbrowser
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -28,6 +26,7 @@ from dynamo.errors import ConfigError, DynamoError, StatefileError, Unavailable
 from dynamo.http.client import HttpClient, ResponseError, Target, cause, parse_url, remedy
 from dynamo.http.tls import client_context, unverified_context
 from dynamo.protocols.status import BoxStatus
+from dynamo.runtime.process.os_process import listening_users
 from dynamo.runtime.process.paths import state_path
 from dynamo.serve.state.document import Document
 from dynamo.serve.state.frontends import frontends_in, local_key
@@ -42,7 +41,6 @@ _BODY_BYTES = 64 << 20
 _T = TypeVar("_T")
 _DEFAULT_PORT = 8000
 _DEFAULT_URL = f"http://127.0.0.1:{_DEFAULT_PORT}"
-_LISTENS = "0A"
 START = "start a deployment (dynamo run MODEL), or name an endpoint with --url"
 """What to do where nothing listens."""
 _WEB = "Print the address of the web page of a running deployment, and open it."
@@ -69,28 +67,14 @@ def find_target(settings: ClientSettings) -> Target:
 
 def listener_owner(port: int) -> str:
     """Return whose process listens on the TCP ``port`` of this machine; "" for none."""
-    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            for line in Path(file).read_text().splitlines()[1:]:
-                _, local, _, state, _, _, _, user, *_ = line.split()
-                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
-                    return _user_name(int(user))
-    return ""
-
-
-def _user_name(user: int) -> str:
+    user = next(listening_users(port), None)
+    if user is None:
+        return ""
     try:
         name = pwd.getpwuid(user).pw_name
     except KeyError:
         name = f"user {user}"
-    return (
-        f"{name} (you, with another home or DYN_LOCAL_STATE_DIR)" if user == os.getuid() else name
-    )
-
-
-def find_url(settings: ClientSettings) -> str:
-    """As :func:`find_target`, the URL."""
-    return find_target(settings).url
+    return name + " (you, with another home or DYN_LOCAL_STATE_DIR)" * (user == os.getuid())
 
 
 def _running(namespace: str | None) -> tuple[str, str | None] | None:
@@ -100,15 +84,15 @@ def _running(namespace: str | None) -> tuple[str, str | None] | None:
         document = Statefile(state_path(runtime), runtime.namespace).read()
     except StatefileError as error:
         raise ConfigError(f"{error}. Or name the frontend with --url") from None
-    known = list(frontends_in(document or Document()))
-    urls = sorted({one.address.url for one in known if one.address is not None})
+    frontends = list(frontends_in(document or Document()))
+    urls = sorted({one.address.url for one in frontends if one.address is not None})
     if len(urls) > 1:
         raise ConfigError(f"several frontends are running; name one with --url: {', '.join(urls)}")
     if not urls and namespace is not None:
         raise ConfigError(f"no frontend runs in namespace {namespace!r}; name one with --url")
     if not urls:
         return None
-    return urls[0], local_key(runtime) if any(one.has_keys for one in known) else None
+    return urls[0], local_key(runtime) if any(one.has_keys for one in frontends) else None
 
 
 def known_names(settings: FrontendClientSettings) -> Names:

@@ -23,6 +23,7 @@ from dynamo.protocols.status import (
     RequestRecord,
     WorkerStatus,
 )
+from dynamo.runtime.process.os_process import listening_users
 from dynamo.runtime.process.paths import planned_socket_path, state_path, store_path
 from dynamo.runtime.process.stop_order import STOP_STAGE
 from dynamo.serve.gpus.room import load_effects
@@ -43,8 +44,6 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _TIMEOUT_S = 1.0
 _PING_S = 1.0
 _LIMIT_BYTES = 16 << 20
-_LISTEN = "0A"
-"""State of a listening socket in /proc/net/tcp (proc(5))."""
 _decode = msgspec.json.Decoder(FrontendStatus).decode
 _ANSWER_S = 1.0
 _decode_box = msgspec.json.Decoder(BoxStatus).decode
@@ -157,7 +156,7 @@ def _get(
 ) -> tuple[int, bytes]:
     """GET ``path``; return status and body. Raises OSError, ValueError."""
     lines = [f"GET {path} HTTP/1.1", f"host: {address.authority}", "connection: close"]
-    if key and tls is None and not _is_mine(address.port):
+    if key and tls is None and os.geteuid() not in listening_users(address.port):
         raise ValueError("another user listens there, so it gets no API key")
     if key:
         lines.append(f"authorization: Bearer {key}")
@@ -194,21 +193,6 @@ def trusting(cert: Path, named: str) -> Callable[[socket.socket], socket.socket]
         return context.wrap_socket(plain)
 
     return begin
-
-
-def _is_mine(port: int) -> bool:
-    """Whether a process of this user listens on ``port``."""
-    for table in ("tcp", "tcp6"):
-        try:
-            rows = Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for row in rows:
-            words = row.split()
-            listens = words[3] == _LISTEN and int(words[1].rpartition(":")[2], 16) == port
-            if listens and int(words[7]) == os.geteuid():
-                return True
-    return False
 
 
 def worker_names(runtime: RuntimeSettings) -> dict[str, str]:

@@ -1,13 +1,16 @@
-"""The identity of processes; stop signals and garbage collection of this one."""
+"""Identity and listening ports of processes; stop signals and garbage collection of this one."""
 
 from __future__ import annotations
 
 import gc
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 _STAT_START = 19
 """Index of field 22 of /proc/<pid>/stat, counted from the state field (proc(5))."""
+_LISTEN = "0A"
+"""State of a listening socket in /proc/net/tcp (proc(5))."""
 _REPEATABLE = (signal.SIGINT, signal.SIGQUIT)
 _COPY_WITHIN_S = 0.5
 _NEW_OBJECTS = 50_000
@@ -80,3 +83,16 @@ def start_ticks(pid: int) -> int | None:
 def is_running(pid: int, ticks: int) -> bool:
     """Return whether the process that started at ``ticks`` still exists (a zombie does)."""
     return start_ticks(pid) == ticks
+
+
+def listening_users(port: int) -> Iterator[int]:
+    """Yield the user of each process that listens on the TCP ``port`` of this machine."""
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            words = row.split()
+            if words[3] == _LISTEN and int(words[1].rpartition(":")[2], 16) == port:
+                yield int(words[7])
