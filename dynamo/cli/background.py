@@ -38,7 +38,7 @@ _BEGIN_S = 2.0
 _KILL_S = 8.0
 """How long an arbiter may take until it writes that it stops: it may be about to start."""
 _LIVES_S = 6.0
-"""How long a process has to live to count as started: more than it may try to reach etcd."""
+"""How long a process has to live to count as started: longer than it may try to reach etcd."""
 _LOG_BYTES = 1 << 20
 """A log of earlier deployments that is larger becomes ``serve.log.1`` at a start."""
 
@@ -65,7 +65,7 @@ def _stop_start(runtime: RuntimeSettings) -> bool:
     except (OSError, ValueError):
         return False
     try:
-        if lock.try_acquire():  # of a process that was killed; its number is another's now
+        if lock.try_acquire():  # its process was killed: the number may be another's by now
             lock.release(remove=True)
             return False
         _terminate(starting, pid)
@@ -144,7 +144,7 @@ def detach(verb: str, words: Sequence[str], namespace: str) -> int:
     runtime = from_env(RuntimeSettings, namespace=namespace)
     directory = run_dir(runtime) / "logs"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # On the directory: it is held until the deployment is ready, and leaves no file.
+    # Locks the directory until the deployment is ready: that leaves no file.
     start = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(start, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,30 +188,31 @@ def _detach(verb: str, words: Sequence[str], runtime: RuntimeSettings, directory
 
 
 class _Survival:
-    """Whether the processes of a deployment stay, where nothing else proves that they serve.
+    """Whether the processes of a deployment keep running, where no lease proves that they serve.
 
-    One that was restarted has to live longer than twice the longest life before.
+    A process has to run for ``_LIVES_S``, and for more than twice the longest run of its watcher's
+    processes that ended: one that fails only after a while is not taken for started.
     """
 
     def __init__(self, runtime: RuntimeSettings) -> None:
         self._runtime = runtime
-        #: First and last sight of the processes of each watcher.
+        #: When each process of each watcher was first and last seen.
         self._seen_s: dict[str, dict[int, tuple[float, float]]] = {}
-        #: Whether the deployment has said anything, so that it has logs.
+        #: Whether the command printed a line of its own: then there are logs.
         self.begun = False
         #: The watchers that are given up, and why.
         self.given_up: dict[str, str] = {}
 
     def is_proven(self, is_ready: bool) -> bool:
-        """Look again; of a deployment that ``is_ready`` only what was restarted counts."""
+        """Look again; in a deployment that ``is_ready`` only restarted services are looked at."""
         document = running_deployment(self._runtime)
         if document is None:
-            return False  # it ends
+            return False  # it ends: the end of the command says so
         watched = [(e, e.watcher) for e in document.components.values() if e.watcher is not None]
         self.given_up = {e.name: w.reason for e, w in watched if w.status == GIVEN_UP}
         active = [(entry, watcher) for entry, watcher in watched if watcher.status == ACTIVE]
         if watched and not active:
-            return False  # it ends
+            return False  # it ends: all are given up or stopped
         new = [entry for entry, watcher in active if watcher.restarts or not is_ready]
         return all([self._lives(entry) for entry in new])  # noqa: C419 - looks at each
 
@@ -252,8 +253,9 @@ def _follow(child: subprocess.Popen[bytes], path: Path, begin: int, survival: _S
             if ended:
                 print("\n".join(others), file=sys.stderr)
                 return False
-            if ready and survival.is_proven(not ready.startswith(_STARTED)):
-                if not survival.given_up or not ready.startswith(_STARTED):
+            is_ready = not ready.startswith(_STARTED)
+            if ready and survival.is_proven(is_ready):
+                if is_ready or not survival.given_up:
                     print(ready, flush=True)
                 return True
             time.sleep(_POLL_S)

@@ -38,11 +38,8 @@ def list_models(argv: Sequence[str] | None = None) -> int:
         print(json.dumps([{**asdict(one), "path": str(one.path)} for one in found], indent=2))
         return 0
     rows = [_COLUMNS, *map(_row, found)]
-    print(
-        terminal_text("\n".join(aligned(rows)))
-        if found
-        else "no model on disk; try: dynamo pull MODEL"
-    )
+    table = terminal_text("\n".join(aligned(rows)))
+    print(table if found else "no model on disk; try: dynamo pull MODEL")
     return 0
 
 
@@ -56,10 +53,7 @@ def pull(argv: Sequence[str] | None = None) -> int:
 
     def stop(*_: object) -> None:
         """End at once: the Hub's threads would end only with their files."""
-        os.write(
-            2,
-            f"\nstopped; to go on: dynamo pull {as_path(settings.model)}\n".encode(),
-        )
+        os.write(2, f"\nstopped; to go on: dynamo pull {as_path(settings.model)}\n".encode())
         os._exit(130)
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -148,12 +148,13 @@ class Examination:
     def _environment(self) -> tuple[str, str | None]:
         """Return the Python and the PATH with which the deployment runs, else ours."""
         document = self.deployed.document
-        path = environment(document.arbiter.pid).get("PATH") if document is not None else None
-        commands = document.components.values() if document is not None else ()
-        found = (
-            e.argv[0] for e in commands if e.argv[1:2] == ("-m",) and Path(e.argv[0]).is_absolute()
+        if document is None:
+            return sys.executable, None
+        commands = (entry.argv for entry in document.components.values())
+        pythons = (
+            argv[0] for argv in commands if argv[1:2] == ("-m",) and Path(argv[0]).is_absolute()
         )
-        return next(found, sys.executable), path
+        return next(pythons, sys.executable), environment(document.arbiter.pid).get("PATH")
 
     def _disks(self, needs: GraphNeeds) -> DiskFacts:
         settings = from_env(ServeSettings)

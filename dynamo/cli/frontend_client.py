@@ -88,10 +88,10 @@ def _running(namespace: str | None) -> tuple[str, str | None] | None:
     urls = sorted({one.address.url for one in frontends if one.address is not None})
     if len(urls) > 1:
         raise ConfigError(f"several frontends are running; name one with --url: {', '.join(urls)}")
-    if not urls and namespace is not None:
-        raise ConfigError(f"no frontend runs in namespace {namespace!r}; name one with --url")
     if not urls:
-        return None
+        if namespace is None:
+            return None
+        raise ConfigError(f"no frontend runs in namespace {namespace!r}; name one with --url")
     return urls[0], local_key(runtime) if any(one.has_keys for one in frontends) else None
 
 

@@ -19,7 +19,7 @@ from dynamo.errors import ConfigError, DynamoError, as_path
 from dynamo.llm.model_source import NamedModel, named_model
 from dynamo.observability.logs import counted
 from dynamo.operations.stored_models import running_ollama
-from dynamo.runtime.process.paths import owner_only, write_atomic
+from dynamo.runtime.process.paths import write_atomic
 from dynamo.serve.gpus.gpus import Gpu
 from dynamo.serve.graph.graph import parse_graph, read_text
 from dynamo.setup.graph_plan import prepare
@@ -222,20 +222,19 @@ def _write_converted(settings: InitSettings, source: str, path: Path) -> None:
     left_out = [" ".join(line.split()) for line in made.left_out]  # names may have any character
     comments = "".join(f"# left out: {line}\n" for line in left_out)
     text = f"# from {Path(source).name}\n{comments}{made.text}"
-    with owner_only() if made.has_secrets else contextlib.nullcontext():
-        _replace(path, text)
+    _replace(path, text, 0o600 if made.has_secrets else 0o666)
     if made.has_secrets:
-        path.chmod(0o600)
+        path.chmod(0o600)  # a file that was there keeps its mode
         print(f"{path} has keys or values of your environment: its mode is 0600")
     for line in left_out:
         print(f"left out: {line}")
     print(_steps(path, [f"wrote {path}: {counted(len(parsed.services) - 2, 'model')}"]))
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, text: str, mode: int = 0o666) -> None:
     whole = path.resolve()
     try:
-        write_atomic(whole, text.encode(), durable=whole.exists(), mode=0o666)
+        write_atomic(whole, text.encode(), durable=whole.exists(), mode=mode)
     except OSError as error:
         raise DynamoError(f"cannot write {path}: {error.strerror}") from None
 
@@ -272,13 +271,11 @@ def _new_key(path: Path) -> str:
 
 def _next_steps(graph: NewGraph, path: Path, key: str) -> str:
     lines = [f"wrote {path}"]
+    keys = path.absolute().parent / _KEYS
     if key:
-        lines += [
-            f"wrote {path.absolute().parent / _KEYS} with the key of {_KEY_NAME}, shown once:"
-        ]
-        lines += [f"  {key}"]
+        lines += [f"wrote {keys} with the key of {_KEY_NAME}, shown once:", f"  {key}"]
     if graph.api_key_file is not None:
-        file = shlex.quote(str(path.absolute().parent / _KEYS))
+        file = shlex.quote(str(keys))
         lines += [f"a key for a colleague: dynamo key add NAME --api-key-file {file}"]
     if graph.engine.install:
         lines += [f"first install {graph.engine.install}"]

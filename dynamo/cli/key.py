@@ -37,12 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_name(settings.name, settings.action)
     path = settings.api_key_file or _running_file(settings.namespace)
     if settings.action == "list":
-        keys = sorted(read_keys(path).values(), key=lambda one: one.name)
-        rows = [("NAME", "ROLE", "GRANTS")]
-        for one in keys:
-            grants = "all" if one.grants is None else str(one.grants) or "-"
-            rows.append((one.name, "operator" if one.operator else "user", grants))
-        print("\n".join(aligned(rows)))
+        print("\n".join(aligned(_rows(path))))
         return 0
     if settings.action == "remove":
         remove_key(path, settings.name)
@@ -60,11 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _rows(path: str) -> list[tuple[str, str, str]]:
+    rows = [("NAME", "ROLE", "GRANTS")]
+    for key in sorted(read_keys(path).values(), key=lambda key: key.name):
+        grants = "all" if key.grants is None else str(key.grants) or "-"
+        rows.append((key.name, "operator" if key.operator else "user", grants))
+    return rows
+
+
 def _running_file(namespace: str | None) -> str:
     """Return the key file of the running deployment. Raises ConfigError."""
     document = running_deployment(chosen_runtime(namespace))
     frontends = [] if document is None else list(frontends_in(document))
-    files = sorted({_path(one) for one in frontends if one.runs and one.key_file})
+    files = sorted({_key_path(one) for one in frontends if one.runs and one.key_file})
     if len(files) == 1:
         return files[0]
     if files:
@@ -73,7 +76,7 @@ def _running_file(namespace: str | None) -> str:
     raise ConfigError(f"--api-key-file (DYN_API_KEY_FILE) is missing, and {why}: name the file")
 
 
-def _path(frontend: KnownFrontend) -> str:
+def _key_path(frontend: KnownFrontend) -> str:
     """Return the absolute path of its key file, which is relative to where it runs."""
     return str(Path(f"/proc/{frontend.pid}/cwd").resolve() / frontend.key_file)
 
@@ -88,7 +91,7 @@ def _check_name(name: str, action: str) -> None:
 
 def remove_key(path: str, name: str) -> None:
     """Remove the key of ``name`` from the file at ``path``. Raises ConfigError."""
-    names = {one.name for one in read_keys(path).values()}
+    names = {key.name for key in read_keys(path).values()}
     if name not in names:
         raise ConfigError(f"{path} has no key of the name {name}; dynamo key list shows them")
     if len(names) == 1:
@@ -97,9 +100,9 @@ def remove_key(path: str, name: str) -> None:
         )
     file = Path(path).resolve()
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.strip().partition(":")[0] != name]
+    others = [line for line in lines if line.strip().partition(":")[0] != name]
     try:
-        write_atomic(file, "".join(kept).encode(), durable=True)
+        write_atomic(file, "".join(others).encode(), durable=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 

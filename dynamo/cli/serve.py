@@ -234,7 +234,7 @@ def _serve(
     store = store_dir(runtime) if runtime.file_kv else store_path(runtime)
     statefile = Statefile(state_dir(runtime), planned.namespace)
     run_directory = RunDirectory(run_dir(runtime), store, statefile)
-    run_directory.acquire(*filter(None, [settings.beside_hint]))
+    run_directory.acquire(settings.beside_hint)
     try:
         notes = run_directory.reconcile()
         _check_ports(planned.specs, settings)

@@ -71,13 +71,14 @@ class RunDirectory:
         """The directory of the log files; kept after the end."""
         return self.path / "logs"
 
-    def acquire(self, remedy: str = "change it with dynamo reload GRAPH") -> None:
+    def acquire(self, remedy: str = "") -> None:
         """Lock the namespace for this process and its forked children.
 
         Raises StatefileError that names the running deployment, the ``remedy`` and how to stop it,
         or the file that cannot be written.
         """
         if not self._owner.try_acquire():
+            remedy = remedy or "change it with dynamo reload GRAPH"
             pid = (read_file(self._owner.path) or b"?").decode(errors="replace").strip()
             raise StatefileError(
                 f"namespace {self.statefile.namespace!r} is already served by process {pid} "
