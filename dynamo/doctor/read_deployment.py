@@ -291,12 +291,12 @@ def read_frontends(
 def _ttft_error(page: bytes) -> float | None:
     """Return the sum of the errors of expected first tokens over the time that they took."""
     names = [f"{name}_{kind}" for name in (_ERROR_S, _TTFT_S) for kind in ("sum", "count")]
-    found = {(name, *labels.items()): value for name, labels, value in samples(page, *names)}
+    values = {(name, *labels.items()): value for name, labels, value in samples(page, *names)}
     error_s = took_s = 0.0
-    for (name, *of), value in found.items():
+    for (name, *labels), value in values.items():
         if name == f"{_ERROR_S}_count" and value >= _ENOUGH_ESTIMATES:
-            error_s += found.get((f"{_ERROR_S}_sum", *of), 0.0)
-            took_s += found.get((f"{_TTFT_S}_sum", *of), 0.0)
+            error_s += values.get((f"{_ERROR_S}_sum", *labels), 0.0)
+            took_s += values.get((f"{_TTFT_S}_sum", *labels), 0.0)
     return error_s / took_s if took_s else None
 
 

@@ -92,19 +92,18 @@ def read_engines(
     with ThreadPoolExecutor() as pool:
         programs = list(pool.map(partial(_program, path=path), _PROGRAMS))
     prefix = Path(python).parents[1]
-    packages = None if prefix == Path(sys.prefix) else prefix.glob("lib/python*/site-packages")
-    where = None if packages is None else [str(directory) for directory in packages]
-    return (*_packages(tested, where), *filter(None, programs))
+    paths = sys.path
+    if prefix != Path(sys.prefix):
+        paths = [str(directory) for directory in prefix.glob("lib/python*/site-packages")]
+    return (*_packages(tested, paths), *filter(None, programs))
 
 
-def _packages(
-    tested: Mapping[str, tuple[str, ...]], where: list[str] | None
-) -> Iterator[EngineFacts]:
-    cuda = next(filter(None, (_package_version(one, where) for one in _RUNTIMES)), None)
+def _packages(tested: Mapping[str, tuple[str, ...]], paths: list[str]) -> Iterator[EngineFacts]:
+    cuda = next(filter(None, (_package_version(one, paths) for one in _RUNTIMES)), None)
     built = None if cuda is None else (int(cuda.split(".")[0]), int(cuda.split(".")[1]))
     for name, distributions in _PACKAGES.items():
         versions = {
-            one: version for one in distributions if (version := _package_version(one, where))
+            one: version for one in distributions if (version := _package_version(one, paths))
         }
         if not versions:
             continue
@@ -119,10 +118,9 @@ def _packages(
         )
 
 
-def _package_version(distribution: str, where: list[str] | None) -> str | None:
-    paths = sys.path if where is None else where
-    found = next(iter(metadata.distributions(name=distribution, path=paths)), None)
-    return None if found is None else found.version
+def _package_version(distribution: str, paths: list[str]) -> str | None:
+    installed = next(iter(metadata.distributions(name=distribution, path=paths)), None)
+    return None if installed is None else installed.version
 
 
 def _program(name: str, path: str | None) -> EngineFacts | None:

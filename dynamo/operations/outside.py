@@ -53,6 +53,7 @@ _WAKE_TIMEOUT_S = 600.0
 _Engines = AbstractAsyncContextManager[RemoteEngines]
 _ANSWER_S = 5.0
 MOST_GPUS = 1_000_000
+"""The most GPUs or workers that a change of the planner may name."""
 _MOST_MS = 1_000_000
 
 
@@ -116,6 +117,7 @@ def check_change(change: PlannerChange) -> None:
     counts |= {f"minima: {shorten(name)}": count for name, count in (change.minima or {}).items()}
     for name, count in counts.items():
         if count is not None and not 0 <= count <= MOST_GPUS:
+            # str() refuses numbers of more than 4,300 digits.
             given = shorten(count) if abs(count) < 1 << 256 else "a longer number"
             raise InvalidArgument(f"{name} must be between 0 and {MOST_GPUS}, got {given}")
     for name, target in (("ttft_ms", change.ttft_ms), ("itl_ms", change.itl_ms)):

@@ -95,9 +95,7 @@ def _hub_models() -> Iterator[StoredModel]:
 
 
 def _llama_models() -> Iterator[StoredModel]:
-    given = environ().get("LLAMA_CACHE")
-    root = Path(given) if given else expanded("~/.cache/llama.cpp")
-    root = root.resolve()
+    root = _root("LLAMA_CACHE", "~/.cache/llama.cpp")
     for path in sorted(root.glob("*.gguf")):
         yield StoredModel(
             name=str(path),
@@ -109,10 +107,13 @@ def _llama_models() -> Iterator[StoredModel]:
         )
 
 
+def _root(variable: str, default: str) -> Path:
+    directory = environ().get(variable)
+    return (Path(directory) if directory else expanded(default)).resolve()
+
+
 def _ollama_models() -> Iterator[StoredModel]:
-    given = environ().get("OLLAMA_MODELS")
-    root = Path(given) if given else expanded("~/.ollama/models")
-    root = root.resolve()
+    root = _root("OLLAMA_MODELS", "~/.ollama/models")
     manifests = root / "manifests"
     for path in sorted(manifests.glob("*/*/*/*")):
         host, owner, name, tag = path.relative_to(manifests).parts
@@ -142,11 +143,13 @@ def _services(document: Document) -> Iterator[tuple[str, frozenset[str]]]:
     """Yield each service of a deployment with the words of its commands."""
     words: dict[str, set[str]] = {}
     for entry in document.components.values():
-        found = words.setdefault(entry.service, set())
+        of_service = words.setdefault(entry.service, set())
         for word in _words(entry.argv):
-            found |= {word, str(Path(word).resolve())} if word.startswith(os.sep) else {word}
-    for service, named in words.items():
-        yield f"{document.namespace}/{service}", frozenset(named)
+            of_service.add(word)
+            if word.startswith(os.sep):  # models are listed by their real paths
+                of_service.add(str(Path(word).resolve()))
+    for service, of_service in words.items():
+        yield f"{document.namespace}/{service}", frozenset(of_service)
 
 
 def _words(argv: Iterable[str]) -> Iterator[str]:
@@ -214,11 +217,11 @@ def _read_at_s(path: Path) -> float:
 
 def deletable(name: str, documents: Iterable[Document]) -> StoredModel:
     """Return the stored model ``name``. Raises ConfigError if it is used, or not in a store."""
+    names = {name, str(Path(name).resolve())}
     matches = [
-        one
-        for one in stored_models(documents)
-        if {name, str(Path(name).resolve())} & {one.name, str(one.path)}
-        or one.name == f"{name}:latest"
+        model
+        for model in stored_models(documents)
+        if names & {model.name, str(model.path)} or model.name == f"{name}:latest"
     ]
     if not matches:
         raise ConfigError(f"no model {name!r} on disk; see: dynamo list")
@@ -385,12 +388,14 @@ def ask_ollama(method: str, path: str, model: str) -> Iterator[dict[str, Any]]:
         connection.request(method, path, json.dumps({"model": model}).encode())
         with connection.getresponse() as answer:
             while line := answer.readline(_LINE_BYTES + 1):
-                reply = json.loads(line) if line.strip() and len(line) <= _LINE_BYTES else None
-                if line.strip() and not isinstance(reply, dict):
+                if not line.strip():
+                    continue
+                reply = json.loads(line) if len(line) <= _LINE_BYTES else None
+                if not isinstance(reply, dict):
                     raise ValueError(f"a line is no JSON object of at most {_LINE_BYTES} bytes")
-                if reply and "error" in reply:
+                if "error" in reply:
                     raise DynamoError(f"Ollama at {url}: {shorten(str(reply['error']))}")
-                yield reply or {}
+                yield reply
             if answer.status >= http.client.BAD_REQUEST:
                 raise DynamoError(f"Ollama at {url} answered {answer.status} {answer.reason}")
     except (http.client.HTTPException, RecursionError, ValueError) as error:

@@ -131,7 +131,7 @@ def find_model(
                 f"workers, add min, max or priority to {own}.ServiceArgs in the graph, then: "
                 "dynamo reload"
             )
-        base = next((e.service for e in entries if model in adapters(e)), "")
+        base = next((entry.service for entry in entries if model in adapters(entry)), "")
         if base:
             raise InvalidArgument(
                 f"{model} is an adapter, or a further model, of the workers of {base}, and comes "

@@ -26,6 +26,7 @@ _PROFILES = {"llama-server": "llama.cpp", "vllm": "vllm", "sglang": "sglang", "o
 _OWN = ("PORT", "PID")
 _MACRO_DEPTH = 20
 _INHERITED = "\0"
+"""The value of a variable that is inherited; no value of an environment has this character."""
 _SECRET_FLAG = re.compile(
     r"(?<![\w-])--[\w-]*(api-?key|auth-?token|hf-?token|secret|passw)", re.IGNORECASE
 )
@@ -63,7 +64,7 @@ _READ_OF_MODEL = (
 class Converted:
     """The YAML of the graph, and a line for each thing that it does not have.
 
-    ``has_secrets``: it has values of the environment, which may be secrets.
+    ``has_secrets``: it has keys, or values of the environment, which may be secrets.
     """
 
     text: str

@@ -82,7 +82,7 @@ def check_engines(graph: Graph) -> None:
 
 
 def _missing_extras(service: Service) -> Iterator[str]:
-    """Find packages that settings of ``service`` need: it would fail at each of its starts."""
+    """Find missing packages that settings of ``service`` need: each of its starts would fail."""
     program = PROGRAMS.get(service.program or "")
     is_python = service.program is not None or {*service.command[:1]} & {*PYTHON}
     if not is_python or all(_exists(extra.package) for extra in EXTRAS):

@@ -41,7 +41,7 @@ class WorkerStart:
         self._given_up = ""
 
     def give_up(self, reason: str) -> None:
-        """Let :meth:`run` fail for this ``reason`` and undo what it has done, unless it is over."""
+        """Make :meth:`run` undo its steps and fail for ``reason``, unless it has ended."""
         self._given_up = self._given_up or reason
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
@@ -122,12 +122,13 @@ class WorkerStart:
 
     async def _start_unless_given_up(self, deadline_s: float) -> None:
         try:
-            async with asyncio.timeout(None) as self._scope:
+            async with asyncio.timeout(None) as scope:
+                self._scope = scope
                 if self._given_up:
                     self.give_up(self._given_up)
                 await self._start(deadline_s)
         except TimeoutError:
-            if self._scope is None or not self._scope.expired():
+            if not scope.expired():  # an error of the start itself
                 raise
             raise ActionFailed(f"given up: {self._given_up}") from None
         finally:
