@@ -17,7 +17,6 @@ from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
 from dynamo.protocols.kv import KvEventBatch, KvMetrics, KvQuery, KvQueryAnswer
 from dynamo.runtime import Client, Context, DistributedRuntime
 
-TIMEOUT_S = 90.0
 _BATCH = codec.decoder(KvEventBatch).decode
 _LOADS = codec.decoder(list[KvMetrics]).decode
 _ANSWER = codec.decoder(KvQueryAnswer).decode

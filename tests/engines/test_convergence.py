@@ -28,7 +28,6 @@ from dynamo.router.kv_mode.kv import KvPicker
 
 BLOCK = 4
 CACHE_BLOCKS = 60
-DEADLINE_S = 90
 Held = dict[int, tuple[int, ...]]
 """Block → its path of token hashes."""
 

@@ -33,7 +33,6 @@ WORKERS = RoutedWorkers("ns", "backend", "generate", BLOCK, "tiny")
 PROMPT = array("I", range(16))
 LOCAL = block_hashes(PROMPT, BLOCK)
 CHAINED = sequence_hashes(LOCAL)
-DEADLINE_S = 60
 
 
 def stored(event_id: int, first: int, last: int, rank: int = 0) -> KvEvent:
