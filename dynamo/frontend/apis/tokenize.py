@@ -210,9 +210,7 @@ def tokenized(
     return _encode(answer)
 
 
-def detokenized(
-    preprocessor: Preprocessor, asked: DetokenizeBody, adapted: Adapt | None = None
-) -> bytes:
+def detokenized(preprocessor: Preprocessor, asked: DetokenizeBody) -> bytes:
     """The answer of /detokenize; as :func:`tokenized`."""
     tokenizer = preprocessor.tokenizer
     largest = max(asked.tokens, default=0)
@@ -243,13 +241,13 @@ class _Conversion(NamedTuple):
     """The difference between the routes."""
 
     parse: Callable[[bytes], Any]
-    convert: Callable[[Preprocessor, Any, Adapt | None], bytes]
+    convert: Callable[[Preprocessor, Any, Adapt], bytes]
 
 
 _TOKENIZE = _Conversion(parse_tokenize, tokenized)
-
-
-_DETOKENIZE = _Conversion(parse_detokenize, detokenized)
+_DETOKENIZE = _Conversion(
+    parse_detokenize, lambda preprocessor, asked, _: detokenized(preprocessor, asked)
+)
 
 
 class TokenizeRoutes:

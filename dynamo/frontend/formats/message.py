@@ -263,17 +263,18 @@ class AnswerMessage:
 
         Clients that look at one member of a delta would lose the others.
         """
-        found: list[dict[str, Any]] = []
+        deltas: list[dict[str, Any]] = []
         for reasoning, content, calls in self.take():
             parts = [{"tool_calls": [call.delta()]} for call in calls]
+            # A call without a name continues that of an earlier delta: it precedes the texts.
             first = 1 if calls and calls[0].name is None else 0
-            found += parts[:first]
+            deltas += parts[:first]
             if reasoning is not None:
-                found.append({self.reasoning_field: reasoning})
+                deltas.append({self.reasoning_field: reasoning})
             if content is not None:
-                found.append({"content": content})
-            found += parts[first:]
-        return found
+                deltas.append({"content": content})
+            deltas += parts[first:]
+        return deltas
 
     def take(self) -> list[AnswerDelta]:
         """Everything since the last time, in its order; nothing is an empty list."""
@@ -316,29 +317,29 @@ class AnswerMessage:
 class CallProbe(AnswerMessage):
     """Finds out whether a text begins with a call of one of the tools ``known``.
 
-    ``found`` is None until the first content or call decides.
+    ``is_call`` is None until the first content or call decides.
     """
 
-    __slots__ = ("_known", "found", "parser")
+    __slots__ = ("_known", "is_call", "parser")
 
     def __init__(
         self, make: Callable[[AnswerMessage], AnswerParser], known: frozenset[str]
     ) -> None:
         super().__init__(str)
         self._known = known
-        self.found: bool | None = None
+        self.is_call: bool | None = None
         self.parser = make(self)
 
     def add_content(self, text: str) -> None:
         """Decide that no call begins the text, which is content."""
-        if text and self.found is None:
-            self.found = False
+        if text and self.is_call is None:
+            self.is_call = False
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
         """Decide by the name of the call."""
         super().begin_call(name, call_id)
-        if self.found is None:
-            self.found = name in self._known
+        if self.is_call is None:
+            self.is_call = name in self._known
 
 
 class CallSteps(TextSteps):

@@ -153,18 +153,18 @@ class ReasoningParser(TextSteps):
         piece = self._text[:count]
         self._put_aside(count)
         probe.parser.push(piece)
-        if probe.found is None and not closes and self._aside_size < _MAX_PROBED:
+        if probe.is_call is None and not closes and self._aside_size < _MAX_PROBED:
             return False
         self._probe = None
-        held = self._take_aside()
-        if probe.found:
+        probed = self._take_aside()
+        if probe.is_call:
             self._message.end_reasoning()
-            self._text = held + self._text
+            self._text = probed + self._text
             self._step = self._unclosed
         else:
             # The text behind the marker may have another one: read it again.
             self._message.add_reasoning(self._marker)
-            self._text = held[len(self._marker) :] + self._text
+            self._text = probed[len(self._marker) :] + self._text
             self._step = self._reasoning
         return True
 

@@ -21,9 +21,9 @@ _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 class PrintedRoles(NamedTuple):
-    """What a template prints: ``system`` first, and ``later_system`` anywhere; ``result_system``
-    also if the last message is none of the user. ``calls``: the tool calls of the assistant.
-    ``foreign_ids``: call ids of any form."""
+    """What a template prints: ``system`` at the beginning, ``later_system`` anywhere, and
+    ``result_system`` also where the last message is not the user's. ``calls``: the tool calls of
+    the assistant. ``foreign_ids``: call ids of any form."""
 
     system: bool = True
     later_system: bool = True
@@ -53,41 +53,42 @@ def printable(messages: Sequence[Message], roles: PrintedRoles) -> list[Message]
     if any(message.get("role") == "function" for message in ready):
         ready = _with_tools(ready)
     if not roles.developer:
-        ready = [_as(message, "system", "developer") for message in ready]
+        ready = [_recast(message, "developer", "system") for message in ready]
     if not roles.foreign_ids:
         ready = [_with_short_ids(message) for message in ready]
     if not roles.calls:
         ready = [_with_written_calls(message) for message in ready]
     if not roles.tool:
-        ready = [_as(message, "user", "tool") for message in ready]
+        ready = [_recast(message, "tool", "user") for message in ready]
     return _with_placed_system(ready, roles)
 
 
-def _as(message: Message, role: str, of_role: str) -> Message:
-    return {**message, "role": role} if message.get("role") == of_role else message
+def _recast(message: Message, role: str, new_role: str) -> Message:
+    return {**message, "role": new_role} if message.get("role") == role else message
 
 
 def _with_placed_system(messages: Sequence[Message], roles: PrintedRoles) -> list[Message]:
-    """Join what the system says first, or put it into a message of the user; later: as a user."""
+    """Join the leading system messages, or put them into one of the user; make later ones the
+    user's."""
     count = len(messages)
     if not roles.system or not roles.later_system:
-        first = (at for at, message in enumerate(messages) if message.get("role") != "system")
-        count = next(first, count)
+        others = (at for at, message in enumerate(messages) if message.get("role") != "system")
+        count = next(others, count)
     elif messages and messages[0].get("role") == "system":
         count = 1
     else:
         return list(messages)
     leading, rest = messages[:count], list(messages[count:])
     if not roles.later_system:
-        rest = [_as(message, "user", "system") for message in rest]
+        rest = [_recast(message, "system", "user") for message in rest]
     if not leading:
         return rest
     system = leading[0] if count == 1 else {**leading[0], "content": _joined(leading)}
     turns = _user_turns(rest)
-    kept = roles.result_system or (
+    is_printed = roles.result_system or (
         turns and all(message.get("role") == "user" for message in rest[turns[-1] :])
     )
-    if roles.system and (kept or not rest):
+    if roles.system and (is_printed or not rest):
         return [system, *rest]
     if not turns:
         return [{**system, "role": "user"}, *rest]
@@ -97,7 +98,7 @@ def _with_placed_system(messages: Sequence[Message], roles: PrintedRoles) -> lis
 
 
 def _user_turns(messages: Sequence[Message]) -> list[int]:
-    """Where turns of the user begin; text behind a result may become part of the result."""
+    """Return where turns of the user begin, except behind a result, which may take up the text."""
     turns, last = [], None
     for at, message in enumerate(messages):
         role = message.get("role")
