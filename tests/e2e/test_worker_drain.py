@@ -85,9 +85,14 @@ def test_streams_that_outlast_the_drain_go_on_elsewhere(deployment: Deployment) 
     deployment.frontend("--router-mode", "round-robin", "--migration-limit", "3")
     deployment.wait_for_workers(2)
     with under_load(deployment.port, tokens=200) as load:
-        deployment.until(lambda: load.answered > 6)
-        # The clients are in step: not between two rounds of requests.
-        deployment.until(lambda: deployment.sample("dynamo_frontend_inflight_requests") == 6)
+        # The clients are in step: all of them have begun a round, and none has ended it.
+        deployment.until(
+            lambda: (
+                load.answered > 0
+                and load.answered % 6 == 0
+                and deployment.sample("dynamo_frontend_inflight_requests") == 6
+            )
+        )
         workers[0].send_signal(signal.SIGTERM)
         assert workers[0].wait(60) == 0
         enough = load.answered + 8

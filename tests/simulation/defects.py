@@ -55,8 +55,8 @@ DEFECTS = (
     Defect(
         "unknown-after-restart",
         "dynamo.frontend.models.registry",
-        "if self._graph.has(name) or (first",
-        "if (first",
+        "if self._graph.has(name) or (none_yet",
+        "if (none_yet",
         "The box starts again: 404 for a model of its graph until the planner announces it.",
     ),
     Defect(
