@@ -45,7 +45,7 @@ class EngineEventSockets:
 
     def publish(self, dp_rank: int, changes: Iterable[CacheChange]) -> None:
         """Send ``changes`` of a rank as one message; see :mod:`dynamo.llm.engine_events`."""
-        payload = _encode((time.time(), [self._event(each) for each in changes], dp_rank))
+        payload = _encode((time.time(), [self._event(change) for change in changes], dp_rank))
         number = self._numbers[dp_rank]
         self._numbers[dp_rank] = number + 1
         self._sockets[dp_rank].send_multipart([_TOPIC, _SEQUENCE.pack(number), payload])
@@ -55,9 +55,9 @@ class EngineEventSockets:
         for socket in self._sockets:
             socket.close(_LINGER_MS)
 
-    def _event(self, given: CacheChange) -> tuple[Any, ...]:
-        medium = "CPU" if given.storage_tier == HOST else "GPU"
-        change, blocks = given.change, given.blocks
+    def _event(self, cache_change: CacheChange) -> tuple[Any, ...]:
+        change, tier, blocks = cache_change
+        medium = "CPU" if tier == HOST else "GPU"
         if isinstance(change, BlocksCleared):
             return ("AllBlocksCleared",)
         hashes = array("Q", change.block_hashes).tolist()

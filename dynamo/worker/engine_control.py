@@ -97,14 +97,18 @@ class EngineControl:
         self._on_cleared = on_cleared
         self._turn = asyncio.Lock()
         self._discarded = False  # the weights: waking does not bring them back
+        self._routes = {
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+            "is_sleeping": self.is_sleeping,
+            CLEAR_KV_BLOCKS: self.clear_kv_blocks,
+        }
 
     def install(self, runtime: DistributedRuntime, can_sleep: bool = True) -> None:
         """Answer the routes on the status server (``DYN_SYSTEM_PORT``)."""
-        runtime.register_engine_route(CLEAR_KV_BLOCKS, self.clear_kv_blocks)
-        if can_sleep:
-            runtime.register_engine_route("sleep", self.sleep)
-            runtime.register_engine_route("wake_up", self.wake_up)
-            runtime.register_engine_route("is_sleeping", self.is_sleeping)
+        for name, route in self._routes.items():
+            if can_sleep or name == CLEAR_KV_BLOCKS:
+                runtime.register_engine_route(name, route)
 
     async def connect(self, can_sleep: bool) -> None:
         """Serve the endpoints of the worker's component; ``engine_control`` if it can sleep."""
@@ -122,21 +126,16 @@ class EngineControl:
         tasks.spawn(self._answer(stream, payload), name=ENGINE_CONTROL)
 
     async def _answer(self, stream: ServerStream, payload: bytes) -> None:
-        routes = {
-            "sleep": self.sleep,
-            "wake_up": self.wake_up,
-            "is_sleeping": self.is_sleeping,
-            CLEAR_KV_BLOCKS: self.clear_kv_blocks,
-        }
         try:
             command = _decode(payload)
-            if command.route not in routes:
+            route = self._routes.get(command.route)
+            if route is None:
                 raise InvalidArgument(f"no engine route {command.route!r:.40}")
             await asyncio.sleep(_LOOK_S)
             if stream.closed:
                 log.warning("%s: not done, its caller has given up", command.route)
                 return
-            answer = await routes[command.route](command.body)
+            answer = await route(command.body)
         except msgspec.MsgspecError as error:
             stream.error(InvalidArgument(f"not an engine command: {error}"))
         except DynamoError as error:
