@@ -7,7 +7,7 @@ Anthropic's API take longer to import than all other modules together.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class LazyModule:
@@ -20,3 +20,11 @@ class LazyModule:
         if attribute.startswith("_"):  # asked by pytest of each name in a test file
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
+
+
+if TYPE_CHECKING:
+    import anthropic as anthropic
+    import openai as openai
+else:
+    anthropic = LazyModule("anthropic")
+    openai = LazyModule("openai")

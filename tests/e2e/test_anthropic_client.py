@@ -8,17 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pydantic
 import pytest
 from deployment import MODEL, Deployment
-from lazy_module import LazyModule
-
-if TYPE_CHECKING:
-    import anthropic
-else:
-    anthropic = LazyModule("anthropic")
+from lazy_module import anthropic
 
 CLAUDE_CODE = json.loads(Path(__file__).with_name("claude_code.json").read_text())
 ASK: Any = [{"role": "user", "content": "Tell me about key-value caches, please."}]

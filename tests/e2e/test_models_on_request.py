@@ -9,18 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2 as httpx
 import pytest
 from deployment import MODEL, free_port
-from lazy_module import LazyModule
+from lazy_module import openai
 from serving import ROOT, Serving
-
-if TYPE_CHECKING:
-    import openai
-else:
-    openai = LazyModule("openai")
 
 GRAPH = ROOT / "examples/on_request.yaml"
 AGENTS, ROUNDS = 4, 3

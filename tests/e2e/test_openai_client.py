@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from deployment import Deployment
-from lazy_module import LazyModule
-
-if TYPE_CHECKING:
-    import openai
-else:
-    openai = LazyModule("openai")
+from lazy_module import openai
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me about key-value caches, please."}]
 

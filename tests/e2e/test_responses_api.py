@@ -7,19 +7,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pydantic
 import pytest
 from deployment import MODEL, Deployment, free_port
-from lazy_module import LazyModule
+from lazy_module import openai
 
 from dynamo.http.api_keys import key_line
-
-if TYPE_CHECKING:
-    import openai
-else:
-    openai = LazyModule("openai")
 
 THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 ARGUMENTS = '{"city": "Paris"}'

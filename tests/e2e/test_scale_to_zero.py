@@ -12,20 +12,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2 as httpx
 import psutil
 import pytest
 from deployment import free_port
-from lazy_module import LazyModule
+from lazy_module import openai
 from load_kit import Load, under_load
 from serving import ROOT, Serving
-
-if TYPE_CHECKING:
-    import openai
-else:
-    openai = LazyModule("openai")
 
 GRAPH = ROOT / "examples/two_models.yaml"
 IDLE_S = 2

@@ -14,22 +14,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from certificates import Authority, needs_openssl, plain_context
 from deployment import Deployment, free_port
-from lazy_module import LazyModule
+from lazy_module import anthropic, openai
 from serving import Serving
 
 from dynamo.http.api_keys import key_line, new_key
-
-if TYPE_CHECKING:
-    import anthropic
-    import openai
-else:
-    anthropic = LazyModule("anthropic")
-    openai = LazyModule("openai")
 
 pytestmark = needs_openssl
 UPSTREAM = Path(__file__).with_name("openai_server.py")

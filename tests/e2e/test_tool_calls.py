@@ -6,16 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from deployment import MODEL, Deployment
-from lazy_module import LazyModule
-
-if TYPE_CHECKING:
-    import openai
-else:
-    openai = LazyModule("openai")
+from lazy_module import openai
 
 ARGUMENTS = '{"city": "Köln \\u00e9", "days": {"from": 1, "names": ["a", "\\"}"]}}'
 TOOLS: Any = [

@@ -9,16 +9,11 @@ import sys
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from deployment import MODEL, Deployment
-from lazy_module import LazyModule
-
-if TYPE_CHECKING:
-    import openai
-else:
-    openai = LazyModule("openai")
+from lazy_module import openai
 
 WORKER = Path(__file__).with_name("worker_embedding.py")
 PATH = "/v1/embeddings"

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 from answers_kit import CHAT, prompts
-from lazy_module import LazyModule
+from lazy_module import openai
 from servers_kit import AttachedEngine, EngineDeployment, closing
-
-openai = LazyModule("openai")
 
 PATH = "/v1/embeddings"
 POOLING = ("--runner", "pooling", "--hf-overrides", '{"is_matryoshka": true}')
