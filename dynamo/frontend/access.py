@@ -58,8 +58,7 @@ def frontend_access(settings: FrontendSettings, local: str | None = None) -> Acc
 
 
 def frontend_cors(settings: FrontendSettings) -> Cors | None:
-    """Return which pages of other origins may use the API: not the routes of operators, and not
-    the web page."""
+    """Return which origins' pages may use the API, without routes of operators and the web page."""
     origins = checked_origins(settings.cors_origins)
 
     def closed(path: str) -> bool:

@@ -126,7 +126,7 @@ class OperatorGuard:
             problem, key = self.check(exchange), exchange.api_key
             if problem:
                 if key is not None:
-                    key.requests -= 1  # before a scrape can see that it was counted
+                    key.requests -= 1  # no request that its role may make; no scrape has seen it
                 exchange.refuse(403, problem)
             else:
                 route(exchange)

@@ -33,8 +33,8 @@ _CREDENTIALS = ("authorization", "x-api-key")
 
 
 class Grants(NamedTuple):
-    """What a user's key may ask of the router: its highest priorities, whether it may choose
-    workers, ranks, taints and weights (``routing``), and classes of the queue."""
+    """What a user's key may ask of the router: priorities up to a number, the choice of workers,
+    ranks, taints and weights (``routing``), and of classes of the queue."""
 
     priority: int = 0
     strict_priority: int = 0

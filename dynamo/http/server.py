@@ -387,7 +387,7 @@ def _client_of(peer: str | None) -> str:
 
 
 def _bind_both_families(port: int) -> int:
-    """Return a socket bound to ``::`` that takes IPv4, too: asyncio's own would refuse it."""
+    """Return a socket bound to ``::`` that takes IPv4, too: asyncio makes its own IPv6 only."""
     with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -125,7 +125,7 @@ class GenerationStream(ABC):
         return b"".join(annotation(name, value) for name, value in found if value is not None)
 
     def flush(self) -> bytes:
-        """SSE bytes of everything pushed since the last time: often one chunk a choice."""
+        """SSE bytes of everything pushed since the last time, mostly one chunk a choice."""
         if self._only_writer is not None:
             return self._chunk(self.choices[0], self._only_writer)
         writers = self._writers or self._start_writers()

@@ -49,8 +49,7 @@ class ImageFetcher:
 
     A client could make the frontend send requests inside the operator's network. So only hosts
     that the operator has listed are asked, redirects are not followed, size and time are bounded.
-    A server, or its name server, decides how long a fetch takes: no thread waits for the former,
-    and only threads of this class for the latter.
+    A slow server occupies no thread, a slow name server only threads of this class.
     """
 
     def __init__(self, hosts: Sequence[str], timeout_s: float = _TIMEOUT_S) -> None:

@@ -186,9 +186,9 @@ def _check_level(
         return
     most = getattr(key.grants, grant)
     if (abs(level) if either_way else level) > most:
-        range_ = f"-{most} to {most}" if either_way and most else f"at most {most}"
+        allowed = f"-{most} to {most}" if either_way and most else f"at most {most}"
         name = grant.replace("_", "-")
-        raise _forbidden(f"{what} = {shorten(level)}", key, f"{name}=N", f"send {range_}, or ")
+        raise _forbidden(f"{what} = {shorten(level)}", key, f"{name}=N", f"send {allowed}, or ")
 
 
 def _forbidden(what: str, key: ApiKey, grant: str, instead: str = "leave it out, or ") -> Forbidden:

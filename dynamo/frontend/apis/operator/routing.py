@@ -75,7 +75,7 @@ class ExplainRoutes:
         try:
             if exchange.method != "POST":
                 body = self._from_query(exchange.query)
-            found = await self._explanation(body, exchange.headers)
+            explanation = await self._explanation(body, exchange.headers)
         except DynamoError as error:
             named = await self._threads.run(named_model, body)
             model = "unknown" if named is None else named.model
@@ -85,7 +85,7 @@ class ExplainRoutes:
             status, text = error_response(shown, self._overload_status)
             exchange.respond(status, text, headers=with_retry(shown, echoed))
         else:
-            exchange.respond(200, found, headers=echoed)
+            exchange.respond(200, explanation, headers=echoed)
 
     def _from_query(self, query: str) -> bytes:
         """The completion request that the query describes. Raises InvalidArgument."""

@@ -386,6 +386,7 @@ class RelayRoutes:
         path, key = exchange.path, exchange.api_key
         body, asked = self._adapted(relay)
         is_text, ignores_nvext = model.card.model_input == TEXT_INPUT, settings.disable_nvext
+        lenient = settings.ignore_unsupported_fields
         check_server_priority(asked.priority, key)
         reader = None if is_text and ignores_nvext else key  # the handler gets no nvext then
         routing, override = asked.constraints(model.card.lora_name, ignores_nvext, reader)
@@ -398,15 +399,11 @@ class RelayRoutes:
                 )
             body = rewritten(path, body, model.name, None, routing.cache_namespace)
         if isinstance(relay.answer, BodyEmbeddingsAnswer):
-            lenient = settings.ignore_unsupported_fields
             embedding = parse_embedding(body, ignore_unsupported=lenient)
             relay.answer.expect(len(embedding.inputs), embedding.encoding_format == "base64")
         if is_text:
             message = text_message(
-                path,
-                body,
-                ignore_unsupported=settings.ignore_unsupported_fields,
-                ignore_nvext=ignores_nvext,
+                path, body, ignore_unsupported=lenient, ignore_nvext=ignores_nvext
             )
         else:
             target = path, exchange.query
