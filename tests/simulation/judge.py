@@ -90,13 +90,14 @@ class Judge:
                     for one in box.requests
                     if box.ports[one.id] == port and box.models[one.id] == model
                 ]
-                frontends = [
-                    one
-                    for one in self._lives
-                    if one.role == "frontend" and box.life_ports[id(one)] == port
-                ]
-                for violation in validate([*requests, *losses], [*workers, *frontends]).violations:
+                lives = [*workers, *self._frontends(port)]
+                for violation in validate([*requests, *losses], lives).violations:
                     yield f"{violation.request}: {violation.rule}: {violation.detail}"
+
+    def _frontends(self, port: int) -> list[Life]:
+        """Return the lives of the frontend that listens on ``port``, one after the other."""
+        ports = self._box.life_ports
+        return [life for life in self._lives if life.role == "frontend" and ports[id(life)] == port]
 
     # -- what had to happen
 
@@ -134,9 +135,7 @@ class Judge:
 
     def _frontend(self, request: Request) -> str:
         """Return "alive", "cut" or, if it began or ended at the same time, "either"."""
-        port = self._box.ports[request.id]
-        lives = [one for one in self._lives
-                 if one.role == "frontend" and self._box.life_ports[id(one)] == port]  # fmt: skip
+        lives = self._frontends(self._box.ports[request.id])
         for life in lives:
             until_s = _until(life)
             closing_s = until_s if life.closing_s is None else life.closing_s
@@ -150,16 +149,11 @@ class Judge:
 
     def _blind(self, request: Request) -> bool:
         """Whether its frontend was stopped, so it may not know the workers yet."""
-        port, since_s = self._box.ports[request.id], request.ended_s - NOTICE_S
-        frontends = [
-            one
-            for one in self._lives
-            if one.role == "frontend" and self._box.life_ports[id(one)] == port
-        ]
+        since_s = request.ended_s - NOTICE_S
         return any(
             span.meets(since_s, request.ended_s)
-            for one in frontends
-            for span in self._box.stops.get(one.pid, ())
+            for frontend in self._frontends(self._box.ports[request.id])
+            for span in self._box.stops.get(frontend.pid, ())
         )
 
     def _no_planner(self, request: Request) -> bool:
@@ -225,8 +219,7 @@ class Judge:
         if _TIMEOUT in error:
             return self._timeout(request)
         if _BY_COMMAND in error:
-            removed = any(one.removing for one in self._causes(request))
-            return "" if removed else "no command stopped its model"
+            return "" if self._removed(request) else "no command stopped its model"
         if any(text in error for text in _NO_WORKER):
             return "" if self._without(request) or self._blind(request) else "had a live worker"
         return "no such error is allowed"
@@ -239,14 +232,11 @@ class Judge:
         )
 
     def _drained(self, request: Request) -> bool:
-        port = self._box.ports[request.id]
         return any(
-            one.role == "frontend"
-            and self._box.life_ports[id(one)] == port
-            and one.closing_s is not None
-            and one.closing_s <= request.ended_s
-            and request.started_s <= _until(one)
-            for one in self._lives
+            frontend.closing_s is not None
+            and frontend.closing_s <= request.ended_s
+            and request.started_s <= _until(frontend)
+            for frontend in self._frontends(self._box.ports[request.id])
         )
 
     def _timeout(self, request: Request) -> str:
