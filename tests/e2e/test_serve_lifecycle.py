@@ -293,9 +293,9 @@ def test_a_killed_worker_is_restarted_at_once(serving: Serving) -> None:
 
 @pytest.mark.parametrize("by_command", [False, True])
 def test_a_draining_sibling_does_not_delay_a_restart(serving: Serving, by_command: bool) -> None:
-    serving.start("Slow: {run: SLEEPER, drain: 12}\nB: {run: SLEEPER}\n")
+    serving.start("Slow: {run: SLEEPER, drain: 100}\nB: {run: SLEEPER}\n")
     (old,) = serving.wait_for_pids("B")
-    words = ("--timeout", "40", "stop", f"{serving.namespace}_Slow", "--waiting")
+    words = ("--timeout", "100", "stop", f"{serving.namespace}_Slow", "--waiting")
     control = subprocess.Popen([CIRCUSCTL, "--endpoint", serving.endpoint, *words])
     with control:
         (slow,) = serving.pids("Slow")
@@ -307,6 +307,7 @@ def test_a_draining_sibling_does_not_delay_a_restart(serving: Serving, by_comman
             os.kill(old, signal.SIGKILL)
         serving.wait_for_pids("B", unlike=old)
         assert psutil.pid_exists(slow), "it still drains"
+        os.kill(slow, signal.SIGKILL)
         assert control.wait(40) == 0
     assert serving.stop() == 0
     assert "Traceback" not in serving.text()

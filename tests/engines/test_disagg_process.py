@@ -126,8 +126,8 @@ def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> N
 
 async def test_a_killed_prefill_worker_loses_nothing(deployment: Deployment) -> None:
     """Requests run on both prefill workers and are queued; one is killed, then the other."""
-    doomed = prefiller(deployment, "--speedup-ratio", "0.01")
-    other = prefiller(deployment, "--speedup-ratio", "0.01")
+    doomed = prefiller(deployment, "--speedup-ratio", "0.001")
+    other = prefiller(deployment, "--speedup-ratio", "0.001")
     decoder(deployment, "--speedup-ratio", "10")
     deployment.frontend("--router-mode", "kv", "--router-prefill-slots", "1")
     await asyncio.to_thread(deployment.wait_for_workers, 3)
