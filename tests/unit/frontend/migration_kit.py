@@ -72,6 +72,10 @@ class MigratingFleet(Fleet):
                 self._opened.clear()
                 await self._opened.wait()
 
+    def settled(self) -> None:
+        assert len(self.entry.dispatch._trials) == 0
+        super().settled()
+
     def migrated(self, kind: str = "ongoing_request") -> float:
         name = "dynamo_frontend_model_migration_total"
         return self.sample(name, model="tiny", migration_type=kind)

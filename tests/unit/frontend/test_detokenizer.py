@@ -7,6 +7,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -165,13 +166,13 @@ def test_unknown_ids_have_no_text() -> None:
     assert detokenizer.push([]) == ""
 
 
-def test_prefix_window_stays_small() -> None:
+def test_prefix_window_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, _ = other_model("metaspace-bytes")
     ids = tokenizer.encode("hello world this is a test " * 50).tolist()
-    detokenizer = PrefixDetokenizer(tokenizer, False)
-    for each in ids:
-        detokenizer.push([each])
-        assert len(detokenizer._ids) < 20
+    decode = Mock(side_effect=tokenizer.decode)
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    PrefixDetokenizer(tokenizer, False).push(ids)
+    assert max(len(call.args[0]) for call in decode.call_args_list) < 20
     broken = tokenizer.encode("é").tolist()[:1] * 60
     assert "".join(stream(PrefixDetokenizer(tokenizer, False), broken, [1])) != ""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 from lazy_module import LazyModule
+from memory_kit import memory_of
 from text_kit import (
     chat_body,
     completion_body,
@@ -227,12 +229,19 @@ def test_min_tokens_are_those_of_each_prompt() -> None:
 
 
 def test_choices_share_their_rules() -> None:
-    stream = chat(n=3, stop=["STOP", "END"], stop_token_ids=list(range(1000)))
-    first, *others = stream.choices
-    for other in others:
-        assert other._rules is first._rules
-        assert other._stops is not None and first._stops is not None
-        assert other._stops is not first._stops and other._stops._stops is first._stops._stops
+    few, many = (
+        memory_of(partial(chat, n=choices, stop=["STOP"], stop_token_ids=list(range(1000))))
+        for choices in (2, 32)
+    )
+    assert many.left < 2 * few.left, "a set of 1,000 ids for each choice"
+
+
+def test_choices_find_their_own_stop_strings() -> None:
+    stream = chat(n=2, stop=["STOP"])
+    for index, text, stopped in ((0, "ST", None), (1, "OP", None), (0, "OP", "stop")):
+        for each in outputs(text, None):
+            write(stream, index, each)
+        assert stream.choices[index].finish_reason == stopped
 
 
 def test_held_back_text_is_shown_when_the_engine_ends() -> None:

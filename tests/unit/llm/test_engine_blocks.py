@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sized
+from functools import partial
 
 import pytest
+from memory_kit import memory_of
 
 from dynamo._fast.hashing import block_hashes, seed_for
 from dynamo.llm import engine_blocks
@@ -106,14 +108,16 @@ def test_what_an_engine_fills_is_bounded(
     assert published <= 100
     assert caplog.text.count("more than 100 blocks") == (size >= B)
     assert blocks.changes(EngineCleared()) == [BlocksCleared()]
-    assert not copies.blocks() and not blocks._beginnings
+    whole = STORED._replace(token_ids=[0] * max(size, B), block_size=max(size, B))
+    again = [blocks.changes(whole._replace(block_hashes=[1200 + one])) for one in range(101)]
+    assert all(again[:100]) and not again[100], "as many as before"
+    assert all(blocks.changes(EngineRemoved([1200 + one], group=0)) for one in range(100))
 
 
 def test_a_cleared_tier_costs_what_it_held() -> None:
     blocks = EngineBlocks(B)
-    blocks.changes(STORED._replace(cache_salt="s"))
-    (seeds,) = blocks._copies._seeds.values()
-    for _ in range(3):
-        assert blocks.changes(EngineCleared("host_pinned")) == [BlocksCleared()]
-    assert [*blocks._copies._seeds.values()] == [seeds]
-    assert next(iter(blocks._copies._seeds.values())) is seeds
+    for number in range(1000):
+        blocks.changes(STORED._replace(block_hashes=[number], cache_salt="s"))
+    clear = partial(blocks.changes, EngineCleared("host_pinned"))
+    assert clear() == [BlocksCleared()]
+    assert memory_of(clear).most < 5000, "nothing of the device's 1,000 blocks is copied"

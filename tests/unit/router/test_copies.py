@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from make_trace import hot_prefix
+from memory_kit import memory_of
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.bench.routing_replay import Arrival, replay
@@ -139,19 +140,31 @@ def test_a_snapshot_records_nothing_and_its_terms_add_up() -> None:
 
 
 def test_no_price_no_copies() -> None:
-    assert Box(duplicate_cost=0.0).picker._copies is None
+    box = Box(duplicate_cost=0.0)
+    for number in range(20):
+        seen = box.picker.weigh(box.question(99)).inputs
+        assert seen.free_copy is None
+        assert not any("copies" in row.terms for row in seen.candidates())
+        box.ask(number)
 
 
 def test_the_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicates, "_MAX_PREFIXES", 10)
     monkeypatch.setattr(duplicates, "_MAX_COPIES_IN_PROGRESS", 3)
     policy = duplicates.CopyPolicy()
-    for prefix in range(20):
-        offer = duplicates.CopyOffer(prefix, 1, 2, 5.0, False)
-        policy.routed(f"queued {prefix}", 1, offer, 0.0)
-        policy.routed(f"copied {prefix}", 2, offer._replace(prefix=prefix + 100), 0.0)
-    assert list(policy._losses) == list(range(10, 20))
-    assert list(policy._in_progress) == ["copied 0", "copied 1", "copied 2"]
+
+    def route() -> None:
+        for prefix in range(100, 10_000):
+            offer = duplicates.CopyOffer(prefix, 1, 2, 5.0, False)
+            policy.routed(f"queued {prefix}", 1, offer._replace(prefix=-prefix), 0.0)
+            policy.routed(f"copied {prefix}", 2, offer, 0.0)
+
+    assert memory_of(route).left < 200_000
+    assert [one for one in range(10_000) if policy.in_progress(array("Q", [one]))] == [
+        100,
+        101,
+        102,
+    ]
 
 
 def test_sessions_about_one_document_do_not_queue_at_its_holder() -> None:

@@ -93,9 +93,13 @@ class Pool:
 
     def found(self, worker_id: int) -> float:
         """What the picker believes of a worker's slowness."""
-        assert self.picker._seconds is not None
-        slots = self.picker.worker_pool.members[worker_id].slots
-        return self.picker._seconds.slots.slowness(slots[0])
+        rows = self.picker.explain(array("I", [1])).candidates
+        return next(row.slowness for row in rows if row.worker_id == worker_id)
+
+    def wait_s(self, worker_id: int) -> float:
+        """What the picker believes a new prompt waits there."""
+        rows = self.picker.explain(array("I", [1])).candidates
+        return next(row.seconds["wait"] for row in rows if row.worker_id == worker_id)
 
     def _at(self, when_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._numbers), action))
@@ -247,9 +251,7 @@ def test_nothing_waits_when_all_have_ended() -> None:
     for number in range(20):
         pool.picker.free(f"dropped {number}")
     pool.run_until(pool.now_s + 60)
-    seconds = pool.picker._seconds
-    assert seconds is not None
-    assert [seconds.slots.wait_s(slot, pool.now_s) for slot in range(2)] == [0.0, 0.0]
+    assert (pool.wait_s(1), pool.wait_s(2)) == (0.0, 0.0)
     pool.picker.remove_worker(1)
     pool.picker.add_worker(3, RuntimeConfig())
     pool.slowness[3], pool.free_at_s[3] = 1.0, 0.0
@@ -262,15 +264,12 @@ def test_a_worker_that_is_announced_again_keeps_its_queue() -> None:
     pool.load(40, 0.5)
     pool.run_until(pool.now_s + 60)
     worker_id = pool.send(array("I", range(20_000)))
-    seconds = pool.picker._seconds
-    assert seconds is not None
-    slot = pool.picker.worker_pool.members[worker_id].slots[0]
-    waiting_s = seconds.slots.wait_s(slot, pool.now_s)
+    waiting_s = pool.wait_s(worker_id)
     assert waiting_s > 1
     pool.picker.add_worker(worker_id, RuntimeConfig(total_kv_blocks=50))
-    assert seconds.slots.wait_s(slot, pool.now_s) == waiting_s
+    assert pool.wait_s(worker_id) == waiting_s
     pool.run_until(pool.now_s + 60)
-    assert seconds.slots.wait_s(slot, pool.now_s) == 0
+    assert pool.wait_s(worker_id) == 0
     assert pool.picker.weigh(array("I", range(2000))).inputs.seconds(0, 0.0)["running"] == 0
 
 

@@ -66,7 +66,7 @@ def test_the_longest_cached_prefix_wins_among_idle_workers() -> None:
     cache(picker, 2, PROMPT, 2)
     cache(picker, 3, PROMPT, 3)
     assert astuple(picker.pick(None, PROMPT))[:4] == (3, 0, 3, 3)
-    assert list(picker._costs[:3]) == [6.5, 4.5, 3.5]
+    assert list(picker.weigh(PROMPT).inputs.cost_by_slot().values()) == [6.5, 4.5, 3.5]
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,16 @@ def test_observed_example_of_booked_load() -> None:
     cache(picker, 1, PROMPT, 2)
     picker.pick("a", PROMPT)
     query = array("I", range(500, 508))
-    picker.pick(None, query)
-    assert (picker._prefill[0] + len(query), picker._decode[0]) == (14, 5)
+
+    def booked() -> tuple[int, int]:
+        load = picker.weigh(query).inputs.load(0, 0)
+        return load.prefill_tokens + len(query), load.decode_blocks
+
+    assert booked() == (14, 5)
     picker.mark_prefill_complete("a")
-    picker.pick(None, query)
-    assert (picker._prefill[0] + len(query), picker._decode[0]) == (8, 5)
+    assert booked() == (8, 5)
     picker.free("a")
-    picker.pick(None, query)
-    assert (picker._prefill[0] + len(query), picker._decode[0]) == (8, 2)
+    assert booked() == (8, 2)
 
 
 def test_a_pick_without_an_id_books_nothing() -> None:
@@ -164,15 +166,15 @@ def test_weight_zero_routes_by_load_alone() -> None:
 
 def test_untracked_blocks_leave_only_prefill() -> None:
     picker = make(track_active_blocks=False)
-    picker.pick(None, array("I", range(12)))
-    assert picker._costs[0] == 12 / BLOCK
+    costs = picker.weigh(array("I", range(12))).inputs.cost_by_slot()
+    assert costs[0] == 12 / BLOCK
 
 
 def test_untracked_prefill_leaves_only_blocks() -> None:
     picker = make(1, track_prefill_tokens=False)
     picker.pick("a", PROMPT)
-    picker.pick(None, PROMPT)
-    assert (picker.active.load(0), picker._costs[0]) == ((0, 3, 1), 3.0)
+    costs = picker.weigh(PROMPT).inputs.cost_by_slot()
+    assert (picker.active.load(0), costs[0]) == ((0, 3, 1), 3.0)
 
 
 def test_without_kv_reuse_every_request_counts_in_full() -> None:
@@ -365,7 +367,8 @@ def test_preferred_taints_make_a_worker_cheaper() -> None:
     picker.add_worker(2, RuntimeConfig(taints=["fast", "near"]))
     routing = Routing(preferred_taints={"fast": 0.2, "near": 0.3, "other": 9.0})
     assert {picker.pick(None, PROMPT, routing=routing).worker_id for _ in range(20)} == {2}
-    assert picker._costs[1] == pytest.approx(6.5 * math.exp(-math.tanh(0.5)))
+    costs = picker.weigh(PROMPT, routing).inputs.cost_by_slot()
+    assert costs[1] == pytest.approx(6.5 * math.exp(-math.tanh(0.5)))
     avoided = Routing(preferred_taints={"fast": -1.0})
     assert picker.pick(None, PROMPT, routing=avoided).worker_id != 2
     with pytest.raises(InvalidArgument, match="finite"):

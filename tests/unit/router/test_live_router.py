@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -129,8 +130,10 @@ async def test_the_cache_of_a_worker_without_events_is_predicted(box: Box) -> No
     found = live.picker.pick(None, PROMPT, routing=Routing(backend_instance_id=worker.id))
     assert found.overlap_blocks == 2, "its own events count alone"
     live.maintenance.check_silence(live.events.indexer)
-    assert not live.maintenance._silent and not silent.queries
+    assert not silent.queries
     shown = box.runtime.metrics.render().decode()
+    (mismatched,) = re.findall(r"\nd.*source_mismatch_workers{.*} (.*)", shown)
+    assert mismatched == "0"
     assert "dynamo_component_router_predicted_memory_bytes{" in shown
     live.picker.remove_worker(silent.id)
     live.picker.remove_worker(worker.id)
@@ -421,7 +424,7 @@ async def test_a_late_subscriber_counts_no_gap(box: Box) -> None:
     await until(lambda: overlap(live) == 4)
 
     def gaps() -> list[str]:
-        text = live._runtime.metrics.render().decode()
+        text = box.runtime.metrics.render().decode()
         return [line.rpartition(" ")[2] for line in text.splitlines() if "sequence_gap" in line]
 
     assert set(gaps()) <= {"0"}

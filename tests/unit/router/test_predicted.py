@@ -235,7 +235,7 @@ def test_lru_histories_stay_sound(steps: list[Step], capacity: int) -> None:
     for number in range(len(steps)):
         box.cache.ended(str(number), 100.0)
         box.cache._check()
-    assert all(box.cache._recency.blocks_of(slot) <= capacity for slot in box.slots)
+    assert all(box.index.held(slot) <= capacity for slot in box.slots)
     assert box.cache.leases() == 0
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -139,16 +140,25 @@ async def test_which_errors_inhibit(
 
 
 async def test_a_silent_instance_is_the_last_that_is_tried(
-    runtime: DistributedRuntime, client: Client
+    runtime: DistributedRuntime, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened = MagicMock()
+    monkeypatch.setattr(client, "open", opened)
+
+    async def tried() -> set[int]:
+        opened.reset_mock()
+        for _ in range(4):
+            await client.round_robin({})
+        return {call.args[0] for call in opened.call_args_list}
+
     await put(runtime, 1, {"uds": "/a"})
     await put(runtime, 2, {"uds": "/b"})
     client.availability.begin(1, "connection", "silent", "x")
-    assert client._usable() == [2]
+    assert await tried() == {2}
     client.availability.begin(2, "connection", "unreachable", "x")
-    assert client._usable() == [2]
+    assert await tried() == {2}
     client.availability.begin(2, "record", "silent", "x")
-    assert client._usable() == [1, 2]
+    assert await tried() == {1, 2}
 
 
 async def test_an_inhibition_ends_by_itself_and_with_the_instance() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -152,10 +153,19 @@ async def test_an_outage_that_the_worker_reported_ends_by_itself() -> None:
     found.begin(7, "answer", "shutting_down", "the engine shut down")
     async with asyncio.timeout(20):
         await over.wait()
-    found.begin(8, "answer", "shutting_down", "the engine shut down")
+
+
+async def test_a_forgotten_instance_and_a_close_leave_no_timer() -> None:
+    found = Availability("ns/c/e", Registry(), 3600)
+    for instance_id in (7, 8):
+        found.begin(instance_id, "answer", "shutting_down", "the engine shut down")
     found.forget(8)
+    assert [*found.outages()] == [7]
     found.close()
-    assert len(found) == 0 and found._timers == {}
+    assert len(found) == 0
+    kept = weakref.ref(found)  # by a timer that would call it
+    del found
+    assert kept() is None
 
 
 ADDRESS = "uds:/nowhere/worker.sock"

@@ -210,7 +210,7 @@ async def test_only_the_streams_of_a_silent_worker_that_may_move_end_before_its_
         owner = Owner(other)
         stream.owner = cast(Any, owner)
         await sink.have(1)
-        [connection] = client._connections.values()
+        connection = client.connection(address)
         if released:
             client.release(address)
         connection._tick()  # something was received since the last one
@@ -247,13 +247,14 @@ async def test_a_stream_on_a_released_connection_keeps_it_open(tmp_path: Path) -
         plane.server.register(ENDPOINT, plane.hold)
         plane.open()
         await plane.held()
+        connection = plane.client.connection(plane.address)
         plane.client.release(plane.address)
         plane.open()
         await plane.held(2)
         for stream in plane.streams:
             stream.end()
         await plane.quiet()
-        assert len(plane.client._connections) == 1
+        assert not connection.closed and plane.client.connection(plane.address) is connection
 
 
 async def test_a_silent_worker_that_answers_pings_keeps_its_connection(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 import stat
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +165,18 @@ async def test_a_cancelled_context_cancels_the_call(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
         context = Context("c")
-        _, sink = plane.open(context=context)
+        call, sink = plane.open(context=context)
         stream = await plane.held()
         context.stop_generating()
         await stream.context.async_killed_or_stopped()
         context.kill()
         assert isinstance(sink.errors[0], Cancelled)
         await plane.quiet()
-        assert stream.context.is_killed() and not context._listeners
+        assert stream.context.is_killed()
+        kept = weakref.ref(sink)
+        del call, sink
+        gc.collect()
+        assert kept() is None, "the context still holds the call that it ended"
         _, late = plane.open(context=context)
         assert not late.over
         assert isinstance((await late.finish()).errors[0], Cancelled)
@@ -310,11 +315,12 @@ async def test_release_waits_for_the_last_stream(tmp_path: Path) -> None:
         plane.server.register(ENDPOINT, plane.hold)
         _, sink = plane.open()
         stream = await plane.held()
+        connection = plane.client.connection(plane.address)
         plane.client.release(plane.address)
         stream.send(b"still here")
         stream.end()
         assert (await sink.finish()).items == [b"still here"] and sink.ends == 1
-        assert plane.address not in plane.client._connections
+        assert connection.closed and plane.client.connection(plane.address) is not connection
 
 
 async def test_drain_lets_graceful_streams_finish_and_aborts_the_others(tmp_path: Path) -> None:
