@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from mutant_seeds import SEEDS
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class Mutant(NamedTuple):
     """``text`` occurs once in ``module``; ``replacement`` makes the defect ``name``.
 
-    ``finders`` are test node ids relative to ``tests``, or ``seed 37`` of the simulation. The text
-    of a compiled module may be in a ``header`` of it.
+    ``finders`` are test node ids relative to ``tests``. The text of a compiled module may be in a
+    ``header`` of it.
     """
 
     name: str
@@ -34,6 +36,11 @@ class Mutant(NamedTuple):
         if self.header:
             return path.with_name(self.header)
         return path.with_suffix(".pyx" if path.with_suffix(".pyx").exists() else ".py")
+
+    @property
+    def seed(self) -> int:
+        """A seed of the simulation that fails with the defect; 0: none is known."""
+        return SEEDS.get(self.name, 0)
 
     @property
     def is_compiled(self) -> bool:

@@ -15,21 +15,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from broken_module import replaced
 from mutant_table import MUTANTS, ROOT, Mutant
+from simulated import Hunt, counts, hunt, reach, simulate, write_seeds
 
 Verdict = Literal["found", "survived", "not imported", "error"]
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 120
 """For one test; a defect may make it wait for ever."""
 FAILED = re.compile(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", re.M)
-SEED = "seed "
+_SEEDS_AGAIN = 100
 
 
 class Result(NamedTuple):
@@ -49,31 +51,19 @@ class Run(NamedTuple):
     output: str
 
 
-def commands(finders: Sequence[str]) -> Iterable[list[str]]:
-    """Yield the commands that run the finders: tests together, and each seed by itself."""
-    tests = [f"tests/{finder}" for finder in finders if not finder.startswith(SEED)]
-    if tests:
-        options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-        options += ["--hypothesis-profile", "mutants"]
-        yield [sys.executable, "-m", "pytest", *options, f"--timeout={TIMEOUT_S}", *tests]
-    for finder in finders:
-        if finder.startswith(SEED):
-            seed = finder.removeprefix(SEED)
-            yield [sys.executable, "tests/simulation/simulate.py", "--jobs", "1", "--seed", seed]
-
-
 def run(finders: Sequence[str], environment: dict[str, str] | None = None) -> Run:
     """Run the finders up to the first that fails."""
     own = {key: value for key, value in os.environ.items() if key != "DYN_TEST_FAILURES"}
-    result = Run(0, "")
-    for command in commands(finders):
-        done = subprocess.run(
-            command, cwd=ROOT, env={**own, **(environment or {})}, capture_output=True, text=True
-        )
-        result = Run(done.returncode, done.stdout + done.stderr)
-        if result.status:
-            break
-    return result
+    options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
+    options += ["--hypothesis-profile", "mutants", f"--timeout={TIMEOUT_S}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *(f"tests/{finder}" for finder in finders)],
+        cwd=ROOT,
+        env={**own, **(environment or {})},
+        capture_output=True,
+        text=True,
+    )
+    return Run(done.returncode, done.stdout + done.stderr)
 
 
 def build(mutant: Mutant, directory: Path) -> Path:
@@ -93,43 +83,67 @@ def build(mutant: Mutant, directory: Path) -> Path:
     return next(fast.glob(f"{name}.*.so"))
 
 
-def judge(mutant: Mutant, finders: Sequence[str] = ()) -> Result:
-    """Run the finders of a mutant with its defect."""
-    since = time.monotonic()
+@contextmanager
+def defect_environment(mutant: Mutant, mark: Path | None = None) -> Iterator[dict[str, str]]:
+    """Give the variables that put the defect into each process; ``mark`` is made at its import.
+
+    Raises ValueError, CalledProcessError: the text has changed, or does not compile.
+    """
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         directory = Path(name)
-        mark, defect = directory / "imported", directory / "defect.json"
-        extension = ""
-        try:
-            replaced(mutant.path.read_text(), mutant.text, mutant.replacement)
-            if mutant.is_compiled:
-                extension = str(build(mutant, directory / "tree"))
-        except (subprocess.CalledProcessError, ValueError) as error:
-            return Result(mutant, "error", "", time.monotonic() - since, str(error))
-        defect.write_text(
-            json.dumps(
-                {
-                    "module": mutant.module,
-                    "text": mutant.text,
-                    "replacement": mutant.replacement,
-                    "extension": extension,
-                    "mark": str(mark),
-                }
-            )
-        )
+        replaced(mutant.path.read_text(), mutant.text, mutant.replacement)
+        extension = str(build(mutant, directory / "tree")) if mutant.is_compiled else ""
+        defect = {
+            "module": mutant.module,
+            "text": mutant.text,
+            "replacement": mutant.replacement,
+            "extension": extension,
+            "mark": str(mark or directory / "imported"),
+        }
+        (directory / "defect.json").write_text(json.dumps(defect))
         paths = [str(HERE / "hook"), str(HERE), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            "TEST_MUTANT": str(defect),  # tests start processes without DYN_ variables
+        yield {
+            "TEST_MUTANT": str(directory / "defect.json"),  # tests start processes without DYN_
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
-        status, output = run(finders or mutant.finders, environment)
+
+
+def judge(mutant: Mutant, finders: Sequence[str] = ()) -> Result:
+    """Run the finders of a mutant with its defect; its seed of the simulation must fail, too."""
+    since = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        mark = Path(name, "imported")
+        try:
+            with defect_environment(mutant, mark) as environment:
+                status, output = run(finders or mutant.finders, environment)
+        except (subprocess.CalledProcessError, ValueError) as error:
+            return Result(mutant, "error", "", time.monotonic() - since, str(error))
         failed = FAILED.search(output)
         verdict: Verdict = "survived" if status == 0 else "found" if status == 1 else "error"
         if verdict == "survived" and not mark.exists():
             verdict = "not imported"
-    seed = next((finder for finder in mutant.finders if finder.startswith(SEED)), "")
-    finder = (failed[1] if failed else seed) if verdict == "found" else ""
+    finder = failed[1] if failed and verdict == "found" else ""
+    if verdict == "found" and mutant.seed and not finders:
+        seed = simulated_again(mutant)
+        if not seed:
+            output = f"no seed up to {_SEEDS_AGAIN} shows it any more; it was {mutant.seed}"
+            return Result(mutant, "survived", "simulation", time.monotonic() - since, output)
+        finder += f", seed {seed}"
     return Result(mutant, verdict, finder, time.monotonic() - since, output[-2000:])
+
+
+def simulated_again(mutant: Mutant) -> int:
+    """Return the seed that shows the mutant: the one of the table, or a new one; 0: none.
+
+    A change of the product or the simulation makes another run of a seed.
+    """
+    with defect_environment(mutant) as environment, tempfile.TemporaryDirectory() as directory:
+        own = Hunt({}, Path(directory, "answers"))
+        simulate(["--seeds", "0", "--answers", str(own.answers)], {})
+        found = own.look(mutant, [mutant.seed], environment)
+        if found.verdict != "found":
+            found = own.look(mutant, range(1, _SEEDS_AGAIN + 1), environment)
+    return found.seed
 
 
 def selected(options: argparse.Namespace) -> list[Mutant]:
@@ -183,13 +197,40 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--finders", nargs="+", metavar="TEST", help="run these tests instead, without a defect too"
     )
+    parser.add_argument(
+        "--simulate",
+        type=int,
+        metavar="N",
+        help="see which of them the simulation finds in N seeds, and write these seeds into "
+        "tests/mutants/mutant_seeds.py",
+    )
     return parser.parse_args()
+
+
+def simulate_all(mutants: Sequence[Mutant], options: argparse.Namespace) -> int:
+    """Let the simulation look for each mutant, and print what it found."""
+    results = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        answers = Path(directory, "answers")
+        reached = reach(options.simulate, answers)
+        for result in hunt(mutants, reached, answers, options.jobs, defect_environment):
+            results.append(result)
+            if not options.json:
+                print(result, flush=True)
+    write_seeds(results)
+    if options.json:
+        print(json.dumps([result.row() for result in results], indent=2))
+    else:
+        print(counts(results))
+    return any(result.verdict == "error" for result in results)
 
 
 def main() -> int:
     """Run ``scripts/mutate``; return the exit status."""
     options = parsed()
     mutants = selected(options)
+    if options.simulate:
+        return simulate_all(mutants, options)
     groups = {
         package: sorted(
             {finder for mutant in mutants if mutant.package == package for finder in mutant.finders}

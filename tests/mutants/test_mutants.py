@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 from broken_module import replaced
 from mutant_table import MUTANTS, ROOT, Mutant
-from mutate import SEED, judge
+from mutate import judge
+from simulated import Hunt, function_of, simulate
 
 
 @cache
@@ -50,8 +52,6 @@ def test_each_finder_exists() -> None:
         for finder in mutant.finders:
             path, _, test = finder.partition("::")
             name = test.rpartition("::")[2].partition("[")[0]
-            if finder.startswith(SEED):
-                continue
             if not (ROOT / "tests" / path).exists() or (name and name not in functions(path)):
                 missing.append(f"{mutant.name}: {finder}")
     assert not missing, "\n".join(missing)
@@ -79,3 +79,30 @@ def test_a_text_that_has_changed_is_an_error() -> None:
     gone = Mutant("gone", "dynamo.errors", "a text that is not there", "", (finder,))
     result = judge(gone)
     assert result.verdict == "error" and "occurs 0 times" in result.output
+
+
+def of_name(name: str) -> Mutant:
+    return next(one for one in MUTANTS if one.name == name)
+
+
+def test_the_function_of_a_defect_is_found() -> None:
+    mutant = of_name("id-of-an-ended-request-stays-taken")
+    lines = mutant.path.read_text().splitlines()
+    line = next(at for at, text in enumerate(lines, 1) if text.startswith("    def remove("))
+    assert function_of(mutant) == f"frontend/requests/registry.py:{line}"
+    constant = mutant._replace(text="_MIB = 1024 * 1024", replacement="_MIB = 1000 * 1000")
+    assert function_of(constant) == "frontend/requests/registry.py:0"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_simulation_finds_a_defect_where_a_seed_calls_its_function(tmp_path: Path) -> None:
+    shown, hidden = of_name("id-of-an-ended-request-stays-taken"), of_name("class-limit-off-by-one")
+    own = Hunt({function_of(shown): [1, 2]}, tmp_path / "answers")
+    simulate(["--seeds", "0", "--answers", str(own.answers)], {})
+    found = own.look(shown, own.seeds(shown), {})
+    assert (found.verdict, found.seed, found.tried) == ("found", 1, 1)
+    assert own.look(hidden, [1], {}).verdict == "not found"
+    assert own.look(hidden, own.seeds(hidden), {}).verdict == "not reached"
+    together = {one.mutant.name: one.verdict for one in own.look_together([shown, hidden])}
+    assert together == {shown.name: "found", hidden.name: "not found"}

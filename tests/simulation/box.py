@@ -25,6 +25,7 @@ from network import Network
 from presence import Presence, Span, model_of
 from recording_client import Plan, RecordingClient
 from scenario import PROFILES, Profile, Scenario, Step
+from steady import SILENT_S, Steady, silent_too_long
 from verbs import unexpected
 from waiting import Waiting
 
@@ -107,6 +108,7 @@ class Box:
         machine.file_faults = self._file_fault
         machine.is_disk_full = partial(self.was_full, FULL_S)
         self.waiting = Waiting()
+        self.steady = Steady()
         self.open: dict[str, RecordingClient] = {}
         """The connections of requests that have not ended."""
         if any(step.what == "power loss" for step in scenario.steps):
@@ -446,6 +448,11 @@ class Box:
             self.stops.setdefault(process.pid, []).append(Span(now_s, now_s + seconds))
             self.machine.kill(process.pid, signal.SIGSTOP)
             self.machine.after(seconds, self._continue, process)
+            if seconds > SILENT_S:
+                self.machine.after(SILENT_S, self._look_at_silent, process, now_s)
+
+    def _look_at_silent(self, process: Process, since_s: float) -> None:
+        self.machine.failures += silent_too_long(self, process, since_s)
 
     def _continue(self, process: Process) -> None:
         if process.alive:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aftermath import IN_FLIGHT
+from leftovers import check_leftovers, check_structures
 from machine import Process
 from network import Network
 from presence import asleep
+from steady import slow_drains
+from sums import check_sums
 
 if TYPE_CHECKING:
     from box import Box
@@ -48,7 +51,11 @@ def check_quiet(box: Box) -> Iterator[str]:
     yield from _check_statefile(box)
     yield from _check_leases(box)
     yield from check_index(box)
-    yield from _check_tokens(box)
+    yield from check_sums(box)
+    yield from check_leftovers(box)
+    yield from check_structures(box)
+    for process in (*box.processes("frontend"), *box.processes("mocker")):
+        yield from box.steady.counters(process)
     for step, result in box.operations:
         if result == "never ended":
             yield f"operator {step.number} ({step.what}) did not end"
@@ -100,49 +107,6 @@ def check_drained(box: Box, repaired: bool) -> Iterator[str]:
             comparable = box.machine.clock_off_s == 0  # else it may be of another clock
             if repaired or begun is None or (comparable and ended_s > begun.since):
                 yield f"statefile: {name} drains and has no process"
-
-
-_OUTPUT = ("dynamo_frontend_output_tokens_total", "dynamo_frontend_output_sequence_tokens")
-
-
-def _check_tokens(box: Box) -> Iterator[str]:
-    """Frontend and router counted each token that clients received once, over all migrations.
-
-    Answers that were not complete are counted as far as they came: up to their whole length.
-    """
-    longest = max((one.answer.completion_tokens for one in box.pool), default=0)
-    for request_id, count in box.machine.routed_tokens.items():
-        if count > longest:
-            yield f"a router counted {count} tokens of {request_id}; no answer has over {longest}"
-    for process in box.processes("frontend"):
-        lives = [one for one in box.frontend_lives if one.pid == process.pid]
-        port = box.life_ports[id(lives[0])] if lives else 0
-        if sum(one == port for one in box.life_ports.values()) != 1:
-            continue  # another one has served some of the requests
-        least = most = 0
-        for request in (one for one in box.requests if box.ports[one.id] == port):
-            tokens = request.expected.completion_tokens * request.choices
-            most += tokens
-            whole = request.ending == "complete" and request.status == 200
-            failed = any(event.kind == "error" for event in request.events)
-            least += tokens * (whole and not failed)
-        for name in _OUTPUT:
-            counted = _total(process, name)
-            if not least <= counted <= most:
-                yield f"{process.name}: {name} is {counted:g}, clients got {least} to {most} tokens"
-
-
-def _total(process: Process, name: str) -> float:
-    registries = [part.metrics for part in process.parts if hasattr(part, "serving")]
-    total: float = sum(
-        sample.value
-        for registry in registries
-        if name in registry._families
-        for family in registry._families[name].metrics()
-        for sample in family.samples
-        if sample.name.endswith(("_total", "_sum"))
-    )
-    return total
 
 
 def check_interrupted(box: Box) -> Iterator[str]:
@@ -303,5 +267,6 @@ def check_end(box: Box) -> Iterator[str]:
         if path.is_dir() or kept:
             continue
         yield f"left after the stop: {relative}"
+    yield from slow_drains(box)
     if Network.of(box.machine).listeners:
         yield f"left after the stop: {list(Network.of(box.machine).listeners)}"

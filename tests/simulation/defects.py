@@ -1,6 +1,7 @@
 """Defects that were fixed once, and are put back to see that the simulation finds them.
 
-``scripts/simulate --defect NAME`` compiles a module with the old text in place of the new one.
+``scripts/simulate --defect NAME`` compiles a module with the old text in place of the new one. It
+takes the small defects of ``scripts/mutate``, too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 from typing import NamedTuple
 
 from broken_module import BrokenModule
+from mutant_table import MUTANTS
 
 __all__ = ["DEFECTS", "Defect", "install"]
 
@@ -154,11 +156,19 @@ DEFECTS = (
 
 
 def install(name: str) -> None:
-    """Put the defect ``name`` back, before its module is imported. ValueError: unknown."""
-    defect = next((one for one in DEFECTS if one.name == name), None)
-    if defect is None:
+    """Put the defect ``name`` in, before its module is imported. ValueError: unknown."""
+    found = next((one for one in DEFECTS if one.name == name), None)
+    mutant = next((one for one in MUTANTS if one.name == name and not one.is_compiled), None)
+    if found is not None:
+        module, text, replacement = found.module, found.fixed, found.broken
+    elif mutant is not None:
+        module, text, replacement = mutant.module, mutant.text, mutant.replacement
+    else:
         names = ", ".join(one.name for one in DEFECTS)
-        raise ValueError(f"--defect {name!r} is unknown; there are: {names}")
-    if defect.module in sys.modules:
-        raise ValueError(f"{defect.module} is imported already")
-    sys.meta_path.insert(0, BrokenModule(defect.module, defect.fixed, defect.broken))
+        raise ValueError(
+            f"--defect {name!r} is unknown; there are those of scripts/mutate, but for compiled "
+            f"modules, and: {names}"
+        )
+    if module in sys.modules:
+        raise ValueError(f"{module} is imported already")
+    sys.meta_path.insert(0, BrokenModule(module, text, replacement))

@@ -28,12 +28,16 @@ PLANNER_S = 1.0
 """So long a planner that begins may take to say which models are started on demand."""
 SILENT_S = 6.0
 """So long it may take a worker that was stopped, and runs again, for silent."""
+DRAIN_S = 20.0
+"""A little less than a frontend that is told to end waits for its requests."""
 COLD_S = 100.0
 """--cold-start-timeout of each graph."""
 _NO_WORKER = ("is not ready to serve requests yet", "has no worker", "temporarily unavailable")
 _BY_COMMAND = "was stopped by a command"
 _TIMEOUT = "got no worker within"
 _SHUTDOWN = "Service is shutting down"
+_UNSERVED = "shutting down before model"
+"""The error of a request that waits for the first worker of its model when its frontend ends."""
 
 
 class Judge:
@@ -232,12 +236,19 @@ class Judge:
         )
 
     def _drained(self, request: Request) -> bool:
-        return any(
-            frontend.closing_s is not None
-            and frontend.closing_s <= request.ended_s
-            and request.started_s <= _until(frontend)
-            for frontend in self._frontends(self._box.ports[request.id])
-        )
+        """Whether its frontend was told to end: before the request, or as long ago as it waits."""
+        for frontend in self._frontends(self._box.ports[request.id]):
+            closing_s = frontend.closing_s
+            if closing_s is None or not closing_s <= request.ended_s:
+                continue
+            stops = self._box.stops.get(frontend.pid, ())
+            late = any(one.meets(request.started_s, closing_s) for one in stops)
+            is_new = late or request.started_s > closing_s - NOTICE_S
+            if request.started_s <= _until(frontend) and (
+                is_new or _UNSERVED in _error(request) or request.ended_s > closing_s + DRAIN_S
+            ):
+                return True
+        return False
 
     def _timeout(self, request: Request) -> str:
         """A request waits for a first worker as long as the graph says, and only with a cause."""

@@ -111,7 +111,11 @@ class Machine:
         self.disk: Disk | None = None
         """Set if this run has a loss of power."""
         self.routed_tokens: dict[str, int] = {}
-        """The output tokens that routers counted for each request."""
+        """The output tokens that routers counted for each request of an engine."""
+        self.received_tokens: dict[str, tuple[int, int]] = {}
+        """The output tokens of each request of an engine, and how often it migrated."""
+        self.uncounted: set[str] = set()
+        """The requests of workers that a router removed while they ran."""
         self.steps = 0
         self.overlap: Overlap | None = None
         """Set if callbacks of several processes may overlap in this run."""

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fake_os
+import leftovers
 import planes
 from fake_os import Launched
 from machine import Process
@@ -226,12 +227,16 @@ def _connect_programs() -> None:
             pass
 
     planner.TensorboardLog = NoTensorboard  # type: ignore[attr-defined]
+    from dynamo.frontend.requests.engine_request import EngineRequest
     from dynamo.mocker import engine, worker
     from dynamo.router.active_load import ActiveLoad
     from dynamo.router.caches import indexer
+    from dynamo.router.kv_mode.kv import KvPicker
     from dynamo.runtime import distributed
 
     _patch(ActiveLoad, free=_counted(ActiveLoad.free))
+    _patch(EngineRequest, release=_received(EngineRequest.release))
+    _patch(KvPicker, remove_worker=_left(KvPicker.remove_worker))
     _patch(worker.SimulatedSleep, __setattr__=_set_and_check)
     engine.TimerFd = Timer  # type: ignore[misc, assignment]
     for kind in (
@@ -239,6 +244,7 @@ def _connect_programs() -> None:
         worker.SimulatedSleep,
         indexer.Indexer,
         distributed.DistributedRuntime,
+        *leftovers.classes(),
     ):
         _keep(kind)
 
@@ -255,6 +261,30 @@ def _counted(free: Any) -> Any:
         return reservation
 
     return freed
+
+
+def _left(remove_worker: Any) -> Any:
+    """Note the requests of a worker that a router removes: it counts no tokens of them later."""
+
+    def removed(self: Any, worker_id: int) -> None:
+        slots = set(self.worker_pool.slots_of(worker_id))
+        fake_os.machine().uncounted |= set(self.active.booked_on(slots))
+        remove_worker(self, worker_id)
+
+    return removed
+
+
+def _received(release: Any) -> Any:
+    """Note the output tokens that workers sent for each request of an engine."""
+
+    def released(self: Any) -> None:
+        if not self.released:
+            received = fake_os.machine().received_tokens
+            tokens, migrations = received.get(self.id, (0, 0))
+            received[self.id] = tokens + self.tokens, migrations + self.migrations
+        release(self)
+
+    return released
 
 
 def _set_and_check(engine: Any, name: str, value: Any) -> None:

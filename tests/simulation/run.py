@@ -171,8 +171,8 @@ def _watch(box: Box) -> None:
 
 
 def _watch_waiting(box: Box) -> None:
-    """Look for requests that nothing is in the way of, every quarter of a second."""
-    for failure in box.waiting.look(box):
+    """Look for requests that nothing is in the way of, and more, every quarter of a second."""
+    for failure in (*box.waiting.look(box), *box.steady.look(box)):
         box.machine.note(f"VIOLATION {failure}")
         box.machine.failures.append(failure)
     box.machine.after(_CHECK_EVERY_S, _watch_waiting, box)

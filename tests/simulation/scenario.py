@@ -212,8 +212,11 @@ OPERATIONS: dict[str, float] = {
 """The operations and how often they are drawn."""
 _AIMED_SHARE = 0.1
 """Of the runs of two models."""
-_CALM_SHARE = 0.12
+_CALM_SHARE = 0.25
 """Of the runs of one model without a planner."""
+_CALM_KINDS = ("kill worker", "terminate worker", "stop worker", "restart", "cut requests")
+_RUNNING_S = 0.4
+"""Most requests run for so long."""
 _SILENT_S = 6.5
 """Less than a request waits for the only worker of its model."""
 _BURST = 25
@@ -455,11 +458,13 @@ def _calm(scenario: Scenario) -> Scenario:
         return scenario
     happening = Happenings(dice, profile)
     at_s = round(1 + dice.random() * 2, 4)
-    kind = dice.choice(("kill worker", "terminate worker", "stop worker", "restart"))
+    kind = dice.choice(_CALM_KINDS)
     event = happening.operation(at_s, kind) if kind == "restart" else happening.fault(at_s, kind)
     if kind == "stop worker":
-        event = replace(event, details={"seconds": dice.choice((0.5, 1.5, 4.0))})
-    asked = [_request(dice, profile, round(dice.random() * 8, 4)) for _ in range(40)]
+        event = replace(event, details={"seconds": dice.choice((0.5, 1.5, 4.0, 4.0))})
+    times = [dice.random() * 8 for _ in range(20)]
+    times += [at_s - dice.random() * _RUNNING_S for _ in range(20)]  # which lose their worker
+    asked = [_request(dice, profile, round(one, 4)) for one in times]
     return replace(scenario, steps=_numbered([event, *asked]), is_calm=True)
 
 

@@ -8,16 +8,23 @@ import gc
 import json
 import os
 import re
+import resource
 import select
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 if TYPE_CHECKING:
+    from box import PoolEntry
     from run import Outcome
     from scenario import Scenario
 
@@ -30,7 +37,7 @@ _COUNTED = ("requests", "complete", "faults", "operations", "steps", "virtual_s"
 _SHOWN_LINES = 250
 _TRIES = 40
 """So often an operation is tried until one must have succeeded."""
-_SCENARIO = ("profile", "seconds", "requests", "faults", "defect")
+_SCENARIO = ("profile", "seconds", "requests", "faults")
 """The options that decide what happens in the run of a seed."""
 _TESTS = Path(__file__).resolve().parents[1]
 _NUMBERS = re.compile(r"\d+(\.\d+)?|\b[0-9a-f]{12,16}\b")
@@ -41,16 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     _same_addresses()
     sys.path[:0] = [str(_TESTS / name) for name in ("simulation", "chaos", "mutants", "")]
-    if options.defect:
-        import defects
+    import defects
 
-        try:
-            defects.install(options.defect)
-        except ValueError as error:
-            print(f"scripts/simulate: {error}", file=sys.stderr)
-            return 2
+    try:
+        for name in options.defect:
+            defects.install(name)
+    except ValueError as error:
+        print(f"scripts/simulate: {error}", file=sys.stderr)
+        return 2
     import fake_os
 
+    tempfile.gettempdir()  # once, since it holds a lock of the interpreter while it writes a file
     clock = time.perf_counter
     fake_os.install()
     import programs
@@ -61,9 +69,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     gc.collect()
     gc.freeze()
-    pool = run.learn_answers(scenario.make_scenario(0, "agg"), scenario.POOL_SIZE)
+    if options.answers is None and options.defect:
+        pool = _healthy_answers()
+    elif options.answers is not None and options.answers.exists():
+        pool = _read_answers(options.answers)
+    else:
+        pool = run.learn_answers(scenario.make_scenario(0, "agg"), scenario.POOL_SIZE)
+        if options.answers is not None:
+            options.answers.write_bytes(msgspec.json.encode(pool))
     simulation = Simulation(options, pool, clock)
     return simulation.run()
+
+
+def _healthy_answers() -> list[PoolEntry]:
+    """Learn the answers in a process without the defect."""
+    with tempfile.TemporaryDirectory(prefix="simulate-") as directory:
+        path = Path(directory, "answers")
+        command = [sys.executable, __file__, "--seeds", "0", "--answers", str(path)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return _read_answers(path)
+
+
+def _read_answers(path: Path) -> list[PoolEntry]:
+    from box import PoolEntry
+
+    return msgspec.json.decode(path.read_bytes(), type=list[PoolEntry])
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -80,6 +110,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     seeds.add_argument("--seeds", type=int, default=100, metavar="N", help="run N seeds (100)")
     seeds.add_argument("--first", type=int, default=1, metavar="SEED", help="the first of them (1)")
     seeds.add_argument("--seed", type=int, help="run this one, and print its history")
+    seeds.add_argument("--among", type=_numbers, metavar="N,N", help="run these, in order")
     seeds.add_argument(
         "--profile", choices=tuple(PROFILES), default="", help="default: by the seed"
     )
@@ -113,9 +144,24 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--replay", action="store_true", help="run each seed twice: same history?")
     parser.add_argument(
         "--defect",
-        default="",
+        action="append",
+        default=[],
         metavar="NAME",
-        help="put a fixed defect back first: a name of tests/simulation/defects.py",
+        help="put a defect in first: a name of tests/simulation/defects.py, or of scripts/mutate; "
+        "repeatable",
+    )
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        metavar="FILE",
+        help="read the complete answers of the requests from this file; write it if there is none",
+    )
+    parser.add_argument(
+        "--seed-cpu",
+        type=int,
+        default=0,
+        metavar="S",
+        help="a seed that needs more CPU seconds fails: with a defect it may run for ever",
     )
     parser.add_argument(
         "--reached", action="store_true", help="count the functions that run: three times slower"
@@ -157,8 +203,11 @@ class Simulation:
         """Run all; return the exit status."""
         options = self._options
         started_s = self._clock()
-        wanted = iter([options.seed] if options.seed is not None else
-                      range(options.first, options.first + options.seeds))  # fmt: skip
+        if options.seed is not None:
+            wanted = iter([options.seed])
+        else:
+            some = range(options.first, options.first + options.seeds)
+            wanted = iter(sorted(options.among) if options.among is not None else some)
         outcomes: list[Outcome] = []
         failed: list[Outcome] = []
         told_s = started_s
@@ -218,10 +267,13 @@ class Simulation:
         pid, seed = self._running.pop(pipe)
         with os.fdopen(pipe, "rb") as file:
             data = file.read()
+        if not data:
+            _, status = os.waitpid(pid, 0)
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+                return Outcome(seed, "?", [f"it needed over {self._options.seed_cpu} CPU seconds"])
+            return Outcome(seed, "?", ["the run itself crashed: see above"])
         self._exiting.add(pid)  # which takes a while
         self._exiting -= {one for one in self._exiting if os.waitpid(one, os.WNOHANG)[0]}
-        if not data:
-            return Outcome(seed, "?", ["the run itself crashed: see above"])
         return Outcome(**json.loads(data))
 
     def _one(self, scenario: Scenario) -> Outcome:
@@ -246,11 +298,12 @@ class Simulation:
         for line in outcome.history[-_SHOWN_LINES:]:
             if "Selected worker" not in line:
                 print(f"  {line}")
-        given = {name: getattr(options, name) for name in _SCENARIO}
+        given: dict[str, Any] = {name: getattr(options, name) for name in _SCENARIO}
         if scenario.steps != self._scenario(outcome.seed).steps or options.keep is not None:
             given["keep"] = ",".join(str(step.number) for step in scenario.steps)
-        again = " ".join(f"--{name} {value}" for name, value in given.items() if value)
-        print(f"again: scripts/simulate --seed {outcome.seed} {again}".rstrip())
+        again = "".join(f" --{name} {value}" for name, value in given.items() if value)
+        again += "".join(f" --defect {name}" for name in options.defect)
+        print(f"again: scripts/simulate --seed {outcome.seed}{again}")
 
     def _shrink(self, scenario: Scenario, outcome: Outcome) -> tuple[Scenario, Outcome]:
         """Leave out steps as long as the same promise is broken."""
@@ -278,7 +331,10 @@ class Simulation:
         if self._options.json:
             rows = [{**asdict(one), "history": []} for one in failed]
             totals = {name: _total(outcomes, name) for name in _COUNTED}
-            found = {"judged": _judged(outcomes), "refused_always": _refused_always(outcomes)}
+            found: dict[str, Any] = {"judged": _judged(outcomes)}
+            found["refused_always"] = _refused_always(outcomes)
+            if self._options.reached:
+                found["reached"] = _reached(outcomes)
             print(json.dumps({"seeds": len(outcomes), **totals, **found, "failed": rows}, indent=2))
             return
         print(
@@ -338,6 +394,15 @@ def _judged(outcomes: list[Outcome]) -> str:
     return f"{100 * strict / total:.1f} % of {total} requests were judged strictly: {kinds}"
 
 
+def _reached(outcomes: list[Outcome]) -> dict[str, list[int]]:
+    """Return the seeds that reached each function."""
+    seeds: defaultdict[str, list[int]] = defaultdict(list)
+    for outcome in sorted(outcomes, key=lambda one: one.seed):
+        for name in outcome.reached:
+            seeds[name].append(outcome.seed)
+    return seeds
+
+
 def _kept(scenario: Scenario, numbers: frozenset[int]) -> Scenario:
     return replace(scenario, steps=tuple(s for s in scenario.steps if s.number in numbers))
 
@@ -351,6 +416,8 @@ def _child(scenario: Scenario, pool: Any, pipe: int, options: argparse.Namespace
     """Run in the child: send the outcome as JSON, exit."""
     import fake_os
 
+    if options.seed_cpu:
+        resource.setrlimit(resource.RLIMIT_CPU, (options.seed_cpu, options.seed_cpu))
     gc.disable()  # a run is short, and the objects of dead processes must not end with effects
     try:
         from reached import Reached

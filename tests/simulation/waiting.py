@@ -32,7 +32,7 @@ class Waiting:
         """Yield the requests that have waited too long; call it several times a second."""
         now_s = box.clock()
         idle = {model for model in box.profile.models if self._is_idle(box, model)}
-        if self._is_disturbed(box):
+        if self.is_disturbed(box):
             self._since_s.clear()
             return
         for name, client in box.open.items():
@@ -49,8 +49,8 @@ class Waiting:
         for name in self._since_s.keys() - box.open.keys():
             del self._since_s[name]
 
-    def _is_disturbed(self, box: Box) -> bool:
-        """Whether a process is stopped, or a fault happened just now."""
+    def is_disturbed(self, box: Box) -> bool:
+        """Whether a process is stopped, or a fault happened some seconds ago."""
         stopped = any(one.state == "T" for one in box.machine.processes.values())
         faults = sum(step.kind == "fault" for step in box.done) + len(box.machine.lived)
         if stopped or faults != self._seen:

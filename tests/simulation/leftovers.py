@@ -1,0 +1,143 @@
+"""What a process may not keep in memory once all is quiet: of requests that have ended, of workers
+that have gone. It would grow for ever, or count as load that nothing ends."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from box import Box
+    from machine import Process
+
+__all__ = ["check_leftovers", "check_structures", "classes"]
+
+_EMPTY: dict[str, tuple[str, ...]] = {
+    "dynamo.frontend.requests.registry:RequestRegistry": ("_active", "_engine_ids", "admitted"),
+    "dynamo.frontend.requests.cold_start:ResendQueue": ("_waiting",),
+    "dynamo.frontend.requests.cold_start:TrialQueue": ("_waiting", "_running"),
+    "dynamo.frontend.requests.cold_start:ColdStartQueue": ("_waiting",),
+    "dynamo.router.picker:InflightPicker": ("_slot_of", "_prompt_tokens"),
+    "dynamo.router.active_load:ActiveLoad": ("_reservations",),
+    "dynamo.router.caches.predicted:PredictedCache": ("_leases",),
+    "dynamo.router.kv_mode.cost:CopyPolicy": ("_in_progress",),
+    "dynamo.router.queue.request_queue:RequestQueue": ("_requests",),
+    "dynamo.router.queue.waiting:WaitingQueue": ("isl_tokens", "cached_tokens"),
+    "dynamo.router.queue.prefill:PrefillQueue": ("_pins", "_running", "waiting_tokens"),
+    "dynamo.runtime.requests.client_connection:ClientConnection": ("streams", "token_sinks"),
+    "dynamo.runtime.requests.server:ServerConnection": ("streams", "waiting"),
+    "dynamo.runtime.requests.server:RequestServer": ("_inflight", "_unregistered"),
+    "dynamo.runtime.endpoints.admission:AdmissionQueue": ("_running", "_queue"),
+    "dynamo.http.server:HttpServer": ("bodies_bytes",),
+    "dynamo.mocker.scheduler:Scheduler": ("waiting", "running"),
+    "dynamo.mocker.blocks:BlockPool": ("_active",),
+}
+"""By class, what must be empty or 0."""
+
+
+def _of_pool(pool: Any) -> Iterator[tuple[str, Collection[int]]]:
+    yield "busy", pool.busy - pool.members.keys()
+    yield "avoided", pool.avoided - pool.members.keys()
+
+
+def _of_busy(watch: Any) -> Iterator[tuple[str, Collection[int]]]:
+    members = watch._worker_pool.members
+    yield "reports", watch._reports.keys() - members
+    yield "at capacity", watch._at_capacity - members.keys()
+
+
+def _of_client(client: Any) -> Iterator[tuple[str, Collection[int]]]:
+    yield "outages", client.availability._outages.keys() - client._instances.keys()
+
+
+_GONE: dict[str, Callable[[Any], Iterator[tuple[str, Collection[int]]]]] = {
+    "dynamo.router.worker_pool:WorkerPool": _of_pool,
+    "dynamo.router.eligibility.eligibility_filter:BusyWatch": _of_busy,
+    "dynamo.runtime.endpoints.client:Client": _of_client,
+}
+"""By class, the workers that it has and does not know any more."""
+
+
+_REPORTS = "dynamo.planner.sharing.gpu_sharing:OnDemandRegistry"
+_SELF_CHECKING = (
+    "dynamo.router.queue.prefill:PrefillQueue",
+    "dynamo.router.active_load:ActiveLoad",
+    "dynamo.router.caches.predicted:PredictedCache",
+    "dynamo.router.caches.predicted:OptimisticCache",
+    "dynamo.mocker.scheduler:Scheduler",
+    "dynamo.mocker.blocks:BlockPool",
+)
+"""The classes that assert their own invariants."""
+
+
+def _class(name: str) -> type:
+    module, _, attribute = name.partition(":")
+    found: type = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def classes() -> list[type]:
+    """Return the classes whose objects are looked at."""
+    return [_class(name) for name in dict.fromkeys((*_EMPTY, *_GONE, *_SELF_CHECKING, _REPORTS))]
+
+
+def check_structures(box: Box) -> Iterator[str]:
+    """Yield the data structures that have lost an invariant of their own."""
+    for process in (*box.processes("frontend"), *box.processes("mocker")):
+        for part in process.parts:
+            name = f"{type(part).__module__}:{type(part).__qualname__}"
+            if name in _SELF_CHECKING:
+                try:
+                    part._check()
+                except AssertionError as error:
+                    yield f"{process}: {name} contradicts itself: {error}"
+
+
+def check_leftovers(box: Box) -> Iterator[str]:
+    """Yield what the processes of the deployment keep of what has ended."""
+    for process in (*box.processes("frontend"), *box.processes("mocker")):
+        for part in process.parts:
+            name = f"{type(part).__module__}:{type(part).__qualname__}"
+            for attribute in _EMPTY.get(name, ()):
+                value = getattr(part, attribute)
+                if value:
+                    yield f"{process}: {name} keeps {attribute} {_shown(value)}"
+            for what, workers in _GONE[name](part) if name in _GONE else ():
+                if workers:
+                    yield f"{process}: {name} keeps {what} of workers that left: {_shown(workers)}"
+    yield from _descriptors(box)
+    yield from _reports(box)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (int, float)):
+        return f"at {value:g}"
+    return f"with {len(value)}: {str(list(value)[:3])[:120]}"
+
+
+def _descriptors(box: Box) -> Iterator[str]:
+    """A pidfd of a process that has ended tells nothing more."""
+    machine = box.machine
+    kept: dict[Process, int] = {}
+    for fd, (watched, _) in machine.process_ends.items():
+        owner = machine.files.get(fd)
+        if not watched.alive and owner is not None and owner.alive:
+            kept[owner] = kept.get(owner, 0) + 1
+    for process, count in kept.items():
+        yield f"{process} keeps {count} descriptors of processes that have ended"
+
+
+def _reports(box: Box) -> Iterator[str]:
+    """A planner counts the requests of frontends that run."""
+    known = {
+        part.instance_id
+        for process in box.processes("frontend")
+        for part in process.parts
+        if hasattr(part, "serving")
+    }
+    for process in box.processes("planner"):
+        for part in process.parts:
+            gone = part._reports.keys() - known if type(part).__name__ == "OnDemandRegistry" else ()
+            if gone:
+                yield f"{process} keeps the reports of frontends that ended: {_shown(gone)}"

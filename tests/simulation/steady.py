@@ -1,0 +1,131 @@
+"""What must hold all the time, looked at several times a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from leftovers import check_structures
+from machine import START_S
+from presence import SERVED_BY, decoders, service_of
+from sums import page_of
+
+if TYPE_CHECKING:
+    from box import Box
+    from machine import Process
+
+__all__ = ["SILENT_S", "Steady", "silent_too_long", "slow_drains"]
+
+SILENT_S = 2.65
+"""A worker that is stopped is noticed after 2 to 2.5 s, and bytes may travel for some time."""
+_ENDS_S = 1.0
+"""So long an engine may compute when no client waits any more."""
+_BACK_S = 10.0
+"""A worker that was stopped is not asked again for some time."""
+_DRAIN_S = 4.0
+"""So long a frontend without requests needs to end."""
+_STRUCTURES_EVERY = 4
+_PAGES_EVERY = 40
+
+
+class Steady:
+    """Looks at engines, data structures and counters of a box that runs."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._none_open_s = 0.0
+        self._figures: dict[tuple[int, str, str], float] = {}
+
+    def look(self, box: Box) -> Iterator[str]:
+        """Yield what is wrong; call it every quarter of a second."""
+        self._looks += 1
+        yield from self._engines(box)
+        if self._looks % _STRUCTURES_EVERY == 0:
+            yield from check_structures(box)
+        if self._looks % _PAGES_EVERY == 0:
+            for process in (*box.processes("frontend"), *box.processes("mocker")):
+                yield from self.counters(process)
+
+    def _engines(self, box: Box) -> Iterator[str]:
+        """An engine does not compute what no client waits for."""
+        now_s = box.clock()
+        if box.open or box.waiting.is_disturbed(box):
+            self._none_open_s = now_s
+        elif now_s - self._none_open_s > _ENDS_S:
+            for process in box.processes("mocker"):
+                if any(rank.load for part in process.parts if hasattr(part, "ranks")
+                       for rank in part.ranks):  # fmt: skip
+                    yield f"{process} computes, and no client waits for an answer"
+
+    def counters(self, process: Process) -> Iterator[str]:
+        """No counter of a process that lives falls, or is gone."""
+        page = {
+            (name, str(sorted(labels.items()))): value
+            for name, samples in page_of(process).items()
+            if name.endswith(("_total", "_count", "_sum"))
+            for labels, value in samples
+        }
+        for (pid, name, labels), before in self._figures.items():
+            if pid == process.pid and page.get((name, labels), -1.0) < before:
+                found = page.get((name, labels), "gone")
+                yield f"{process}: {name} {labels} was {before:g} and is {found}"
+        self._figures |= {(process.pid, *key): value for key, value in page.items()}
+
+
+def slow_drains(box: Box) -> Iterator[str]:
+    """Yield the frontends that lived on although their last request had ended."""
+    for life in box.frontend_lives:
+        since_s = box.machine.stop_signals_s.get(life.pid)
+        if since_s is None or life.until_s is None:
+            continue
+        begin_s = since_s - START_S
+        port = box.life_ports[id(life)]
+        ends = [one.ended_s for one in box.requests if box.ports[one.id] == port]
+        idle_s = max([begin_s, *(one for one in ends if one <= life.until_s)])
+        stops = box.stops.get(life.pid, ())
+        stopped = any(one.meets(begin_s - _BACK_S, life.until_s) for one in stops)
+        if not stopped and life.until_s - idle_s > _DRAIN_S:
+            yield (
+                f"{life.name}[{life.pid}] ended {life.until_s - idle_s:.1f} s after its last "
+                "request, although it was told to"
+            )
+
+
+def silent_too_long(box: Box, worker: Process, since_s: float) -> Iterator[str]:
+    """Yield the frontends whose requests still wait for a worker that stopped ``SILENT_S`` ago.
+
+    Those of a model without another live worker wait for it to run again.
+    """
+    now_s = box.clock()
+    model = SERVED_BY.get(service_of(worker), "")
+    if worker.state != "T" or not _others(box, model, worker, since_s, now_s):
+        return
+    lease = {one for one, owner in box.presence.owners.items() if owner is worker}
+    for process in box.processes("frontend"):
+        stops = box.stops.get(process.pid, ())
+        if process.state == "T" or any(one.meets(since_s - 1, now_s) for one in stops):
+            continue
+        for part in process.parts:
+            address = getattr(part, "address", "")
+            if hasattr(part, "token_sinks") and any(f"{one}.sock" in address for one in lease):
+                waiting = [one for one in part.streams.values() if one.owner is not None]
+                if waiting:
+                    yield (
+                        f"{process}: {len(waiting)} requests wait for {worker}, which stopped "
+                        f"{now_s - since_s:.2f} s ago"
+                    )
+
+
+def _others(box: Box, model: str, worker: Process, since_s: float, now_s: float) -> bool:
+    """Whether another worker of ``model`` was live all the time, and answered for a while."""
+    if service_of(worker) not in decoders(model):
+        return False
+    for service in decoders(model):
+        for other in box.presence.live(service):
+            stops = box.stops.get(other.pid, ())
+            if other is not worker and not any(
+                one.meets(since_s - _BACK_S, now_s) for one in stops
+            ):
+                gaps = box.presence.gaps((other.name,), now_s)
+                return not any(one.meets(since_s - _BACK_S, now_s) for one in gaps)
+    return False

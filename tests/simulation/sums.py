@@ -1,0 +1,172 @@
+"""Sums that must agree: what clients received, and what frontends and routers counted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from box import Box
+    from history import Request
+    from machine import Process
+
+__all__ = ["check_sums", "page_of"]
+
+Page = defaultdict[str, list[tuple[dict[str, str], float]]]
+_LATE_S = 0.5
+"""So much later a frontend may see that a client has left."""
+
+
+class Bounds(NamedTuple):
+    """A figure lies between ``least``, by complete answers, and ``most``, by all requests."""
+
+    least: float
+    most: float
+
+
+class _Asked(NamedTuple):
+    """The requests of one frontend, which lived all the time, and those with a whole answer."""
+
+    all: Sequence[Request]
+    whole: Sequence[Request]
+
+    @property
+    def tokens(self) -> Bounds:
+        """Output tokens. Answers that were not complete are counted as far as they came."""
+        return Bounds(sum(map(_tokens, self.whole)), sum(map(_tokens, self.all)))
+
+    @property
+    def prompts(self) -> Bounds:
+        """Prompt tokens, once for all choices of a request."""
+        least, most = (
+            sum(one.expected.prompt_tokens for one in some) for some in (self.whole, self.all)
+        )
+        return Bounds(least, most)
+
+    @property
+    def count(self) -> Bounds:
+        """Requests."""
+        return Bounds(len(self.whole), len(self.all))
+
+    @property
+    def gaps(self) -> Bounds:
+        """Gaps between tokens."""
+        least = sum(max(_tokens(one) - one.choices, 0) for one in self.whole)
+        return Bounds(least, sum(map(_tokens, self.all)))
+
+    def seconds(self, choices: bool = False) -> float:
+        """Return the time of all requests, or of all their choices."""
+        return sum(
+            (one.ended_s - one.started_s + _LATE_S) * (one.choices if choices else 1)
+            for one in self.all
+        )
+
+
+def _tokens(request: Request) -> int:
+    return request.expected.completion_tokens * request.choices
+
+
+def check_sums(box: Box) -> Iterator[str]:
+    """Yield the figures of frontends that differ from what their clients know."""
+    for process, asked in _frontends(box):
+        page = page_of(process)
+        yield from _figures(process, page, asked)
+        yield from _ends(process, page, asked)
+    for process in (*box.processes("frontend"), *box.processes("mocker")):
+        yield from _histograms(process, page_of(process))
+    machine = box.machine
+    for engine_id, routed in machine.routed_tokens.items():
+        tokens, migrations = machine.received_tokens.get(engine_id, (0, 0))
+        lost = migrations or engine_id in machine.uncounted
+        if routed > tokens or (routed < tokens and not lost):
+            yield f"a router counted {routed} tokens of {engine_id}, whose workers sent {tokens}"
+
+
+def _frontends(box: Box) -> Iterator[tuple[Process, _Asked]]:
+    """Yield the frontends that have served all requests of their port."""
+    for process in box.processes("frontend"):
+        lives = [one for one in box.frontend_lives if one.pid == process.pid]
+        port = box.life_ports[id(lives[0])] if lives else 0
+        if sum(one == port for one in box.life_ports.values()) == 1:
+            asked = [one for one in box.requests if box.ports[one.id] == port]
+            yield process, _Asked(asked, [one for one in asked if _is_whole(one)])
+
+
+def _is_whole(request: Request) -> bool:
+    failed = any(event.kind == "error" for event in request.events)
+    return request.ending == "complete" and request.status == 200 and not failed
+
+
+def _figures(process: Process, page: Page, asked: _Asked) -> Iterator[str]:
+    of = "dynamo_frontend_"
+    for name, bounds in (
+        (f"{of}output_tokens_total", asked.tokens),
+        (f"{of}output_sequence_tokens_sum", asked.tokens),
+        (f"{of}input_sequence_tokens_sum", asked.prompts),
+        (f"{of}input_sequence_tokens_count", asked.count),
+        (f"{of}cached_tokens_sum", Bounds(0, asked.prompts.most)),
+        (f"{of}time_to_first_token_seconds_count", asked.count),
+        (f"{of}time_to_first_token_seconds_sum", Bounds(0, asked.seconds())),
+        (f"{of}request_duration_seconds_sum", Bounds(0, asked.seconds())),
+        (f"{of}inter_token_latency_seconds_count", asked.gaps),
+        (f"{of}inter_token_latency_seconds_sum", Bounds(0, asked.seconds(choices=True))),
+        (f"{of}detokenize_token_count", asked.tokens),
+    ):
+        figure = sum(value for _, value in page[name])
+        if not bounds.least <= figure <= bounds.most:
+            yield (
+                f"{process.name}: {name} is {figure:g}, by its clients it is "
+                f"{bounds.least:g} to {bounds.most:g}"
+            )
+
+
+def _ends(process: Process, page: Page, asked: _Asked) -> Iterator[str]:
+    """Requests by their end: success, error or cancelled; a client that leaves may be late."""
+    left = sum(one.ending in ("cancelled", "closed", "timeout") for one in asked.all)
+    failed = sum(one.ending == "complete" for one in asked.all) - len(asked.whole)
+    counted = {"success": 0.0, "error": 0.0}
+    for labels, value in page["dynamo_frontend_requests_total"]:
+        counted[labels["status"]] += value
+    for status, least in (("success", len(asked.whole)), ("error", failed)):
+        if not least <= counted[status] <= least + left:
+            yield (
+                f"{process.name}: {counted[status]:g} requests ended as {status}, by its clients "
+                f"{least} to {least + left}"
+            )
+
+
+def _histograms(process: Process, page: Page) -> Iterator[str]:
+    """The buckets of a histogram grow up to its count; no counter is below zero."""
+    highest: dict[tuple[str, ...], float] = {}
+    for name, samples in page.items():
+        for labels, value in samples:
+            if value < 0 and name.endswith(("_total", "_count", "_bucket")):
+                yield f"{process.name}: {name} {labels} is {value:g}"
+            if name.endswith("_bucket"):
+                key = (name, *(f"{key}={one}" for key, one in labels.items() if key != "le"))
+                before = highest.get(key, 0.0)
+                highest[key] = value
+                if value < before:
+                    yield f"{process.name}: {name} {labels} is {value:g}, the one before {before:g}"
+        for labels, value in samples if name.endswith("_count") else ():
+            key = (
+                name.removesuffix("_count") + "_bucket",
+                *(f"{key}={one}" for key, one in labels.items()),
+            )
+            if highest.get(key, value) != value:
+                yield f"{process.name}: {name} {labels} is {value:g}, its buckets {highest[key]:g}"
+
+
+def page_of(process: Process) -> Page:
+    """Return labels and value of each sample on the page of a process, by name."""
+    found: Page = defaultdict(list)
+    for part in process.parts:
+        if hasattr(part, "metrics") and hasattr(part, "serving"):  # the runtime
+            for bring_up_to_date in part.metrics.before_render:
+                bring_up_to_date()
+            for family in part.metrics._families.values():
+                for metric in family.metrics():
+                    for sample in metric.samples:
+                        found[sample.name].append((dict(sample.labels), sample.value))
+    return found
