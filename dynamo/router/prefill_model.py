@@ -220,21 +220,37 @@ def prefill_model(settings: RouterSettings) -> PrefillModel | None:
     """
     if settings.mode != "kv":
         return None
-    if settings.in_seconds and not settings.track_prefill_tokens:
-        raise ConfigError("--router-cost=seconds needs --router-track-prefill-tokens")
+    check_prefill_model(settings)
     if settings.prefill_load_predictor is not None:
         found: PrefillModel = StaticModel(settings.prefill_load_predictor)
     elif settings.prefill_load_model == "none":
         return PrefillFit(_PRIOR) if settings.in_seconds else None
-    elif not settings.track_prefill_tokens:
-        raise ConfigError(
-            f"{_FLAG}={settings.prefill_load_model} needs --router-track-prefill-tokens"
-        )
     elif settings.prefill_load_model == "fitted":
         return PrefillFit(_PRIOR if settings.in_seconds else None)
     else:
         found = _of_aiconfigurator(settings)
     return PrefillFit(_prior_of(found)) if settings.in_seconds else found
+
+
+def check_prefill_model(settings: RouterSettings) -> None:
+    """Raise ConfigError for settings that contradict each other, before any estimate."""
+    if settings.mode != "kv":
+        return
+    model, tracks = settings.prefill_load_model, settings.track_prefill_tokens
+    if settings.in_seconds and not tracks:
+        raise ConfigError("--router-cost=seconds needs --router-track-prefill-tokens")
+    if settings.prefill_load_predictor is not None or model == "none":
+        return
+    if not tracks:
+        raise ConfigError(f"{_FLAG}={model} needs --router-track-prefill-tokens")
+    named = {
+        "--ais-backend": settings.ais_backend,
+        "--ais-system": settings.ais_system,
+        "--ais-model-path": settings.ais_model_path,
+    }
+    missing = [flag for flag, value in named.items() if value is None]
+    if missing and model != "fitted":
+        raise ConfigError(f"{_FLAG}={model} needs {', '.join(missing)}")
 
 
 def _prior_of(model: PrefillModel) -> Row:
@@ -248,14 +264,6 @@ def _prior_of(model: PrefillModel) -> Row:
 
 
 def _of_aiconfigurator(settings: RouterSettings) -> PrefillModel:
-    named = {
-        "--ais-backend": settings.ais_backend,
-        "--ais-system": settings.ais_system,
-        "--ais-model-path": settings.ais_model_path,
-    }
-    missing = [flag for flag, value in named.items() if value is None]
-    if missing:
-        raise ConfigError(f"{_FLAG}={settings.prefill_load_model} needs {', '.join(missing)}")
     return _estimated(
         settings.ais_model_path,
         settings.ais_system,

@@ -298,16 +298,16 @@ def check_frontend(settings: FrontendSettings) -> None:
 
 
 def check_router(settings: RouterSettings) -> None:
-    """Read the files of a fitted load model and of policies. Raises ConfigError."""
+    """Read the files of policies, and compare the settings of loads. Raises ConfigError."""
     if settings.policy_config is not None or settings.selection_policy is not None:
         from dynamo.config.router import with_policies
         from dynamo.router.kv_mode.policy_types import check_policies
 
         check_policies(with_policies(settings).policies)
-    if settings.prefill_load_model == "fitted":
-        from dynamo.router.prefill_model import prefill_model
+    if settings.prefill_load_model != "none" or settings.cost == "seconds":
+        from dynamo.router.prefill_model import check_prefill_model
 
-        prefill_model(settings)
+        check_prefill_model(settings)
 
 
 def check_router_process(settings: RouterProcessSettings) -> None:

@@ -26,7 +26,8 @@ _BODY_LIMIT_BYTES = 64 << 20
 class Plan(NamedTuple):
     """A request to send. ``cancel_after`` is the number of texts before a mid-stream cancel.
 
-    ``session`` is sent in the header of Dynamo's sessions.
+    ``session`` is sent in the header of Dynamo's sessions; ``headers`` are sent as they are, each
+    with its line end.
     """
 
     id: str
@@ -36,6 +37,7 @@ class Plan(NamedTuple):
     cancel: str = ""
     cancel_after: int = 0
     session: str = ""
+    headers: str = ""
 
     @property
     def stream(self) -> bool:
@@ -87,6 +89,8 @@ class RecordingClient(HttpClient):
         head = self._target.head("POST", PATHS[plan.api], len(body))
         if plan.session:
             head = head[:-2] + f"x-dynamo-session-id: {plan.session}\r\n\r\n".encode()
+        if plan.headers:
+            head = head[:-2] + f"{plan.headers}\r\n".encode()
         message = head + body
         if plan.cancel in ("head", "queued"):
             await self._leave_early(plan, message)

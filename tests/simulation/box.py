@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import keys
 import msgspec
 import planes
 import programs
@@ -26,6 +27,7 @@ from presence import Presence, Span, model_of
 from recording_client import Plan, RecordingClient
 from scenario import PROFILES, Profile, Scenario, Step
 from steady import SILENT_S, Steady, silent_too_long
+from surface import HEADERS
 from verbs import unexpected
 from waiting import Waiting
 
@@ -100,6 +102,7 @@ class Box:
             "DYN_SERVE_RESTART_BURST": "100000",
             "DYN_SERVE_RESTART_WINDOW_S": "1",
             "DYN_LOG": "info",
+            **scenario.limits.env,
         }
         self._armed: Callable[[Process, str], bool] | None = None
         self._writes_left = 0
@@ -107,6 +110,7 @@ class Box:
         self._thaw: list[Process] = []
         machine.file_faults = self._file_fault
         machine.is_disk_full = partial(self.was_full, FULL_S)
+        machine.records_load = scenario.limits.blocks > 0
         self.waiting = Waiting()
         self.steady = Steady()
         self.open: dict[str, RecordingClient] = {}
@@ -117,12 +121,32 @@ class Box:
         network.on_listen, network.on_close = self._listening, self._closed
         self.clients = machine.spawn("clients", dict(self._env), _forever)
         self._idle: dict[int, list[RecordingClient]] = {}
+        self.asked: dict[str, tuple[str, dict[str, Any]]] = {}
+        """Whose key each request had, and its fields, if the box demands keys."""
+        self.key_changes: list[tuple[float, bool]] = []
+        """When the late key was added, or removed."""
+        self._keys = directory / "keys.txt"
+        if "{keys}" in scenario.graph:
+            self._write_keys("alice", "bob")
         self._graph = directory / "graph.yaml"
         self._write_graph(scenario.graph)
 
     def _write_graph(self, text: str) -> None:
-        full = text.format(model_path=EXAMPLE_MODEL)
+        full = text.format(model_path=EXAMPLE_MODEL, keys=self._keys)
         self._graph.write_text(f"namespace: {NAMESPACE}\n{full}")
+
+    def _write_keys(self, *names: str) -> None:
+        new = self._keys.with_suffix(".new")
+        new.write_text(keys.file_text(names))
+        new.chmod(0o600)
+        new.replace(self._keys)
+
+    def change_keys(self, step: Step) -> None:
+        """Add or remove the late key, as an editor does."""
+        self.machine.note(f"keys {step.number}: {step.what} {keys.LATE}")
+        added = step.what == "add"
+        self._write_keys("alice", "bob", *([keys.LATE] if added else []))
+        self.key_changes.append((self.clock(), added))
 
     # -- processes
 
@@ -209,7 +233,12 @@ class Box:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if "n" in details:
             body["n"] = details["n"]
-        session = _add_fields(body, entry.api, dict(details.get("fields", {})))
+        fields = dict(details.get("fields", {}))
+        headers = "".join(f"{name}: {fields.pop(name)}\r\n" for name in HEADERS if name in fields)
+        if "key" in details:
+            headers += keys.header(details["key"])
+            self.asked[f"request {step.number}"] = details["key"], details.get("fields", {})
+        session = _add_fields(body, entry.api, fields)
         plan = Plan(
             f"request {step.number}",
             entry.api,
@@ -218,6 +247,7 @@ class Box:
             details.get("cancel", ""),
             details.get("after", 0),
             session,
+            headers,
         )
         port = self.ports[plan.id] = 8000 + details.get("frontend", 0)
         self.models[plan.id] = step.what

@@ -12,7 +12,7 @@ from aftermath import IN_FLIGHT
 from leftovers import check_leftovers, check_structures
 from machine import Process
 from network import Network
-from presence import asleep
+from presence import asleep, gpus_of, share_of
 from steady import slow_drains
 from sums import check_sums
 
@@ -35,10 +35,9 @@ def check_always(box: Box) -> Iterator[str]:
     users: dict[str, list[str]] = defaultdict(list)
     for process in box.processes("mocker"):
         if not asleep(process):
-            for gpu in process.env.get("CUDA_VISIBLE_DEVICES", "").split(","):
-                if gpu:
-                    used[gpu] += 0.5 if "_Half" in process.name else 1.0
-                    users[gpu].append(str(process))
+            for gpu in gpus_of(process):
+                used[gpu] += share_of(process)
+                users[gpu].append(str(process))
     for gpu, share in used.items():
         if share > 1 + _SHARE_ERROR:
             yield f"GPU {gpu} is used {share:g} times: {', '.join(users[gpu])}"
@@ -262,7 +261,7 @@ def check_end(box: Box) -> Iterator[str]:
         yield f"dynamo serve ended with status {box.serve.status}"
     for path in sorted(box.state.rglob("*")):
         relative = path.relative_to(box.state)
-        kept = relative.parts[0] in ("graph.yaml", ".prefill-speed")
+        kept = relative.parts[0] in ("graph.yaml", "keys.txt", ".prefill-speed")
         kept = kept or relative.parts[1:2] == ("logs",)
         if path.is_dir() or kept:
             continue

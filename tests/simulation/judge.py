@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from excuses import Cause
 from history import Fault, Life, Request
+from keys import LATE, NOT_GRANTED, demanded
+from load import Load, is_busy
 from machine import START_S
-from presence import SERVED_BY, Span, decoders, model_of
+from presence import SERVED_BY, Span, decoders, gpus_of, model_of, share_of
 from validator import CLOSING_RACE_S, WORKERS_LOST, Spans, validate
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ __all__ = ["EITHER", "Judge"]
 EITHER = "either"
 """How the kinds begin of requests that might end in several ways."""
 
+REJECTED = "rejected"
+"""The kind of requests whose key does not allow them."""
+_LONGEST_STOP_S = 30.0
 MIGRATIONS = 3
 """What ``dynamo serve`` gives each request."""
 NOTICE_S = 0.3
@@ -32,6 +37,7 @@ DRAIN_S = 20.0
 """A little less than a frontend that is told to end waits for its requests."""
 COLD_S = 100.0
 """--cold-start-timeout of each graph."""
+_JUDGED = ("401:", "403:", "429:", "529:")
 _NO_WORKER = ("is not ready to serve requests yet", "has no worker", "temporarily unavailable")
 _BY_COMMAND = "was stopped by a command"
 _TIMEOUT = "got no worker within"
@@ -60,6 +66,7 @@ class Judge:
             ]
             for model in box.profile.models
         }
+        self._load = Load(box)
         self.counts: Counter[str] = Counter()
 
     def failures(self) -> Iterator[str]:
@@ -77,6 +84,7 @@ class Judge:
                     f" {request.ended_s:.3f} s, expected: {certain})"
                 )
         yield from self._absences()
+        yield from self._load.failures()
 
     def _validated(self) -> Iterator[str]:
         """Yield what the validator of the chaos says, for each model and frontend."""
@@ -96,6 +104,8 @@ class Judge:
                 ]
                 lives = [*workers, *self._frontends(port)]
                 for violation in validate([*requests, *losses], lives).violations:
+                    if violation.rule == "status" and violation.detail.startswith(_JUDGED):
+                        continue  # whether it is true is judged below
                     yield f"{violation.request}: {violation.rule}: {violation.detail}"
 
     def _frontends(self, port: int) -> list[Life]:
@@ -115,6 +125,9 @@ class Judge:
         frontend = self._frontend(request)
         if frontend != "alive":
             return frontend
+        demanded = self._demanded(request)
+        if demanded:
+            return REJECTED if demanded > 0 else f"{EITHER}: key"
         model, since_s = self._model(request), request.started_s - NOTICE_S
         on_demand = model in self._box.profile.on_demand
         if not on_demand and any(
@@ -125,17 +138,50 @@ class Judge:
             return f"{EITHER}: workers lost"
         if self._blind(request):
             return f"{EITHER}: stopped frontend"
+        if self._load.may_refuse(request):
+            return f"{EITHER}: limits"
         met = [one for one in self._gaps[model] if one.meets(since_s, request.ended_s)]
         if not met:
             return "complete"
         if on_demand:
-            away = self._removed(request) or self._no_planner(request)
+            away = self._removed(request) or self._no_planner(request) or self._no_gpu(request)
             return f"{EITHER}: not started on demand" if away else "complete"
         return f"{EITHER}: no worker for a while"
+
+    def _demanded(self, request: Request) -> int:
+        """Return the status that its key demands: see :func:`keys.demanded`."""
+        if request.id not in self._box.asked:
+            return 0
+        name, fields = self._box.asked[request.id]
+        stopped = any(
+            span.meets(request.started_s - _LONGEST_STOP_S, request.ended_s)
+            for frontend in self._frontends(self._box.ports[request.id])
+            for span in self._box.stops.get(frontend.pid, ())
+        )
+        if name == LATE and stopped and self._box.key_changes:
+            return -1  # it may not have read the file yet
+        changes, ended_s = self._box.key_changes, request.ended_s
+        return demanded(name, fields, changes, request.started_s, ended_s)
 
     def _removed(self, request: Request) -> bool:
         """Whether an operator has removed the workers of its model, or paused what starts them."""
         return any(one.removing for one in self._causes(request))
+
+    def _no_gpu(self, request: Request) -> bool:
+        """Whether stopped workers of other models keep the GPUs that its first worker needs.
+
+        They keep them because `circusctl start` may start them again.
+        """
+        used: dict[str, float] = {}
+        for cause in self._box.causes.found:
+            kept = cause.verb in ("circus stop", "circus decr") and cause.removing
+            lives = [one for one in self._box.machine.lived if one.name == cause.whom]
+            if kept and lives and cause.span.meets(request.started_s, request.ended_s):
+                for gpu in gpus_of(lives[-1]):
+                    used[gpu] = used.get(gpu, 0.0) + share_of(lives[-1])
+        share = 0.5 if self._model(request) == "half" else 1.0
+        free = self._box.profile.gpus - sum(one + share > 1 for one in used.values())
+        return free <= 0
 
     def _frontend(self, request: Request) -> str:
         """Return "alive", "cut" or, if it began or ended at the same time, "either"."""
@@ -209,6 +255,8 @@ class Judge:
         error = _error(request)
         if request.ending == "cancelled":
             return ""
+        if certain == REJECTED or request.status in (401, 403):
+            return self._key_refusal(request)
         if not error and request.status == 200:
             served = request.ending == "complete" and certain == "refused"
             return "complete without a live worker" if served else ""
@@ -216,8 +264,25 @@ class Judge:
             return "had to be complete"
         if request.ending != "complete":
             return ""  # the validator has judged whether the frontend lived
+        return self._error_refusal(request, error)
+
+    def _key_refusal(self, request: Request) -> str:
+        """A key is refused if it is unknown, or for what it does not allow; the page has both."""
+        status = self._demanded(request)
+        if request.ending != "complete" or request.status == status:
+            return ""
+        if status < 0 and request.status in (401, 403):
+            return ""
+        if status == NOT_GRANTED and request.status not in (200, 401):
+            return self._error_refusal(request, _error(request))  # before the grants are read
+        return f"its key demands {status or 'no refusal'}"
+
+    def _error_refusal(self, request: Request, error: str) -> str:
+        """Return why ``error`` is not true of ``request``; '' if it is."""
         if error.startswith(WORKERS_LOST):
             return "" if self._losses(request, request.ended_s) > 1 else "lost no two workers"
+        if is_busy(request):
+            return self._load.refused(request)
         if _SHUTDOWN in error:
             return "" if self._drained(request) else "its frontend did not stop"
         if _TIMEOUT in error:
@@ -254,7 +319,8 @@ class Judge:
         """A request waits for a first worker as long as the graph says, and only with a cause."""
         if request.ended_s - request.started_s < COLD_S - 1:
             return f"gave up after {request.ended_s - request.started_s:.1f} s"
-        return "" if self._causes(request) else "got no worker without a cause"
+        known = self._causes(request) or self._no_gpu(request)
+        return "" if known else "got no worker without a cause"
 
     # -- workers that are away
 

@@ -116,6 +116,11 @@ class Machine:
         """The output tokens of each request of an engine, and how often it migrated."""
         self.uncounted: set[str] = set()
         """The requests of workers that a router removed while they ran."""
+        self.rejections: list[tuple[float, Process]] = []
+        """When workers rejected requests at their capacity."""
+        self.reports: list[tuple[float, Process, int]] = []
+        """The KV blocks in use that workers reported, if the run needs them."""
+        self.records_load = False
         self.steps = 0
         self.overlap: Overlap | None = None
         """Set if callbacks of several processes may overlap in this run."""

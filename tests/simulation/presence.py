@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 
 from machine import START_S, Machine, Process
 
-__all__ = ["SERVED_BY", "Presence", "Span", "asleep", "decoders", "model_of", "service_of"]
+__all__ = [
+    "SERVED_BY",
+    "Presence",
+    "Span",
+    "asleep",
+    "decoders",
+    "gpus_of",
+    "model_of",
+    "service_of",
+    "share_of",
+]
 
 SERVED_BY = {
     "Worker": "one",
@@ -64,6 +74,16 @@ def asleep(process: Process) -> bool:
     return any(getattr(part, "_asleep", False) for part in process.parts)
 
 
+def gpus_of(process: Process) -> list[str]:
+    """Return the GPUs that a worker may use."""
+    return [gpu for gpu in process.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+
+
+def share_of(process: Process) -> float:
+    """Return what a worker uses of each of its GPUs."""
+    return 0.5 if service_of(process) == "Half" else 1.0
+
+
 def decoders(model: str) -> tuple[str, ...]:
     """Return the services whose workers answer requests for ``model``."""
     return tuple(
@@ -99,6 +119,13 @@ class Presence:
     def serves(self, model: str) -> bool:
         """Whether a live worker answers requests for ``model``."""
         return any(self.live(service) for service in decoders(model))
+
+    def has_card(self, model: str) -> bool:
+        """Whether a worker has registered ``model``; its endpoint follows within milliseconds."""
+        return any(
+            one.process.state == "R" and model_of(one.process) == model and "mdc" in one.files
+            for one in self._workers.values()
+        )
 
     def gaps(self, services: tuple[str, ...], until_s: float) -> Iterator[Span]:
         """Yield the spans in which none of ``services`` had a live worker."""

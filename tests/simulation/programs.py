@@ -233,7 +233,10 @@ def _connect_programs() -> None:
     from dynamo.router.caches import indexer
     from dynamo.router.kv_mode.kv import KvPicker
     from dynamo.runtime import distributed
+    from dynamo.runtime.endpoints.admission import AdmissionQueue
 
+    _patch(AdmissionQueue, submit=_watched(AdmissionQueue.submit))
+    _patch(engine.EngineRank, _report=_reported(engine.EngineRank._report))
     _patch(ActiveLoad, free=_counted(ActiveLoad.free))
     _patch(EngineRequest, release=_received(EngineRequest.release))
     _patch(KvPicker, remove_worker=_left(KvPicker.remove_worker))
@@ -285,6 +288,41 @@ def _received(release: Any) -> Any:
         release(self)
 
     return released
+
+
+def _watched(submit: Any) -> Any:
+    """Record rejections, and check that the engine never has more requests than its limit."""
+    from dynamo.errors import WorkerAtCapacity
+
+    def submitted(self: Any, start: Callable[[], None]) -> None:
+        machine = fake_os.machine()
+        process = machine.current
+        assert process is not None
+        ranks = [rank for part in process.parts for rank in getattr(part, "ranks", ())]
+        load = sum(rank.load for rank in ranks)
+        if load > self._limit:
+            machine.failures.append(
+                f"{process} computes {load} requests, its limit is {self._limit}"
+            )
+        try:
+            submit(self, start)
+        except WorkerAtCapacity:
+            machine.rejections.append((machine.now_s, process))
+            raise
+
+    return submitted
+
+
+def _reported(report: Any) -> Any:
+    """Record what the ranks of workers report."""
+
+    def reported(self: Any, now: float) -> None:
+        report(self, now)
+        machine = fake_os.machine()
+        if machine.records_load and machine.current is not None:
+            machine.reports.append((machine.now_s, machine.current, self.pool.used))
+
+    return reported
 
 
 def _set_and_check(engine: Any, name: str, value: Any) -> None:

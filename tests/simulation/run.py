@@ -156,6 +156,8 @@ def _do(box: Box, step: Step) -> None:
         box.request(step)
     elif step.kind == "operator":
         box.operate(step)
+    elif step.kind == "keys":
+        box.change_keys(step)
     elif step.kind == "clock":
         box.set_clock(step)
     else:

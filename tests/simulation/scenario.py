@@ -8,7 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
+
+import surface
+from keys import keyed
 
 __all__ = ["POOL_SIZE", "PROFILES", "Profile", "Rates", "Scenario", "Step", "make_scenario"]
 
@@ -229,8 +233,6 @@ _OFFSETS_S = (0.0, 0.02, 0.05, 0.1, 0.1, 0.2, 0.4, 1.0, 1.0, 3.0, 3.0)
 """Most verbs take some tenths of a second, their processes 2 to 50 ms to start."""
 _CUT_SHARE = 0.1
 """Of the runs whose seed decides what happens."""
-_PLAIN_SHARE = 0.5
-_VARIED_SHARE = 0.7
 _OVERLAPS = (0.0, 0.0, 0.05, 0.3)
 _CLOCK_SHARE = 0.2
 """Of all runs."""
@@ -271,6 +273,7 @@ class Scenario:
     is_cut: bool = False
     is_calm: bool = False
     overlap: float = 0.0
+    limits: surface.Limits = surface.NO_LIMITS
 
 
 class Rates(NamedTuple):
@@ -317,74 +320,21 @@ def make_scenario(
             if chosen.planner:
                 steps.append(happening.operation(at_s, "resume planner"))
     overlap = random.Random(f"overlap {seed}").choice(_OVERLAPS)
-    steps = _varied(seed, steps)
-    graph = _surface(seed, graph)
+    steps = surface.with_fields(seed, steps)
+    graph = surface.configured(seed, graph)
     scenario = Scenario(seed, name, graph, _numbered(steps), length_s, overlap=overlap)
-    return _with_clock(scenario if rates.requests else _cut(_aimed(_calm(scenario))))
+    scenario = _with_clock(scenario if rates.requests else _cut(_aimed(_calm(scenario))))
+    ask = partial(_request, profile=chosen)
+    return scenario if rates.requests else keyed(surface.limited(scenario, ask), _key_change)
+
+
+def _key_change(number: int, at_s: float, what: str) -> Step:
+    return Step(number, at_s, "keys", what, 0)
 
 
 def _numbered(steps: list[Step]) -> tuple[Step, ...]:
     ordered = sorted(steps, key=lambda step: step.at_s)
     return tuple(replace(step, number=number) for number, step in enumerate(ordered))
-
-
-_ROUTER_LINES = (
-    "router-queue-threshold: 0.01\n  router-queue-policy: fcfs",
-    "router-queue-threshold: 0.02\n  router-queue-policy: lcfs",
-    "router-queue-threshold: 0.5\n  router-queue-policy: wspt",
-    "router-kv-events: false",
-    "router-kv-events: false\n  router-ttl-secs: 3",
-    "router-temperature: 0.7",
-    "router-track-output-blocks: true",
-    "router-session-affinity-ttl-secs: 5",
-    "router-session-affinity-ttl-secs: 5\n  router-session-affinity-mode: soft",
-)
-_ENGINE_LINES = (
-    "data-parallel-size: 2",
-    "num-host-blocks: 64",
-    "data-parallel-size: 2\n  num-host-blocks: 64",
-    "engine-type: sglang",
-    "max-num-batched-tokens: 256",
-    "enable-chunked-prefill: false",
-)
-_REQUEST_FIELDS: tuple[dict[str, Any], ...] = (
-    {"stop": ["\u2603 never", "@@"]},
-    {"logprobs": True},
-    {"n": 3},
-    {"nvext": {"agent_hints": {"priority": 3}}},
-    {"nvext": {"agent_hints": {"latency_sensitivity": 2.0}}},
-    {"user": "a user", "min_tokens": 1},
-    {"nvext": {"annotations": ["worker_id", "token_ids"]}},
-    {"session": "one"},
-    {"session": "another"},
-)
-
-
-def _surface(seed: int, graph: str) -> str:
-    """Configure in half of the boxes what the others leave at its default."""
-    dice = random.Random(f"surface {seed}")
-    if dice.random() < _PLAIN_SHARE:
-        return graph
-    router, engine = dice.choice(_ROUTER_LINES), dice.choice(_ENGINE_LINES)
-    mode, run = "  router-mode: kv\n", "  run: dynamo.mocker\n"
-    if mode in graph and dice.random() < _VARIED_SHARE:
-        graph = graph.replace(mode, f"{mode}  {router}\n")
-    if dice.random() < _VARIED_SHARE:
-        graph = graph.replace(run, f"{run}  {engine}\n")
-    return graph
-
-
-def _varied(seed: int, steps: list[Step]) -> list[Step]:
-    """Give some requests fields that do not change their answer."""
-    dice = random.Random(f"fields {seed}")
-    if dice.random() < _PLAIN_SHARE:
-        return steps
-    return [
-        replace(step, details={**step.details, "fields": dice.choice(_REQUEST_FIELDS)})
-        if step.kind == "request" and dice.random() < _VARIED_SHARE
-        else step
-        for step in steps
-    ]
 
 
 class Happenings:

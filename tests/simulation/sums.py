@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["check_sums", "page_of"]
 
 Page = defaultdict[str, list[tuple[dict[str, str], float]]]
+_UNKNOWN_KEY = 401
+"""Of requests that are refused before they are read: they have a counter of their own."""
 _LATE_S = 0.5
 """So much later a frontend may see that a client has left."""
 
@@ -89,7 +91,11 @@ def _frontends(box: Box) -> Iterator[tuple[Process, _Asked]]:
         lives = [one for one in box.frontend_lives if one.pid == process.pid]
         port = box.life_ports[id(lives[0])] if lives else 0
         if sum(one == port for one in box.life_ports.values()) == 1:
-            asked = [one for one in box.requests if box.ports[one.id] == port]
+            asked = [
+                one
+                for one in box.requests
+                if box.ports[one.id] == port and one.status != _UNKNOWN_KEY
+            ]
             yield process, _Asked(asked, [one for one in asked if _is_whole(one)])
 
 

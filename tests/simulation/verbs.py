@@ -97,7 +97,7 @@ def unexpected(box: Box, step: Step, result: str, since_s: float) -> str:
 def _undone(box: Box, step: Step) -> str:
     """Return what a verb that ended has not done."""
     targets = _targets(box, step)
-    if step.what == "load" and not _served(box, step):
+    if step.what == "load" and not box.presence.has_card(step.details["model"]):
         return "its model has no worker after it"
     if step.what == "unload" and any(not asleep(one) for one in targets):
         return "a worker runs after it"

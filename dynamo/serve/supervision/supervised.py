@@ -215,6 +215,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._restarts = Restarts(policy)
         self._not_before_s = 0.0
         self._drained = False
+        self._emptied = False
 
     @property
     def _process_class(self) -> type[SupervisedProcess]:
@@ -227,7 +228,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.given_up = None
         self._restarts.forget()
         self._not_before_s = 0.0
-        self._drained = False
+        self._drained = self._emptied = False
         if conflict := await self.arbiter.events.conflict(self):
             self._give_up(conflict)
             return
@@ -316,7 +317,12 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         """Bring the number of processes to what it should be, unless we wait or are stopping."""
         waiting = asyncio.get_running_loop().time() < self._not_before_s
         busy = self.rolling or self.is_stopping() or self.arbiter.stopping
-        if not waiting and not busy:
+        if waiting or busy:
+            return
+        if self._emptied and self.numprocesses and not self.is_stopped():
+            await self._start()  # others may have its GPUs since `circusctl decr` left none
+        else:
+            self._emptied = not self.numprocesses
             await super().manage_processes()
 
     async def spawn_processes(self) -> None:

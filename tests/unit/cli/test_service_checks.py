@@ -108,6 +108,16 @@ Router: {run: dynamo.router}
             "W: --router-prefill-load-model=fitted needs --router-track-prefill-tokens",
         ),
         (
+            "{run: dynamo.frontend, router-mode: kv, router-cost: seconds, "
+            "router-track-prefill-tokens: false}",
+            "W: --router-cost=seconds needs --router-track-prefill-tokens",
+        ),
+        (
+            "{run: dynamo.frontend, router-mode: kv, router-prefill-load-model: ais, "
+            "ais-system: h200_sxm, ServiceArgs: {envs: {PYTHONPATH: x}}}",
+            "W: --router-prefill-load-model=ais needs --ais-backend, --ais-model-path",
+        ),
+        (
             "{run: dynamo.mocker, model-path: MODEL, endpoint-types: chat;completions}",
             "W: --endpoint-types must name chat, completions or both, got 'chat;completions'",
         ),

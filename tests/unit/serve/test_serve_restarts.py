@@ -153,3 +153,21 @@ def test_of_several_processes_the_others_go_on_when_one_is_given_up() -> None:
     alone = watcher_of(leaving)
     alone._give_up("5 deaths within 60 s")
     assert alone.given_up == "5 deaths within 60 s"
+
+
+async def test_a_watcher_without_processes_starts_only_on_gpus_that_no_other_has() -> None:
+    """`circusctl incr` or `set numprocesses` after `decr` to none is a start."""
+    watcher, asked = watcher_of(), []
+
+    async def conflict(of: Any) -> str:
+        asked.append(of)
+        return "GPU 0 is in use by ns_B"
+
+    watcher.arbiter.events = SimpleNamespace(conflict=conflict)
+    watcher.arbiter.stopping = watcher.rolling = watcher._emptied = watcher.singleton = False
+    watcher._not_before_s, watcher.max_age, watcher._status = 0.0, 0, "active"
+    watcher._give_up = lambda reason: setattr(watcher, "given_up", reason)
+    await watcher.set_numprocesses(0)
+    assert not asked
+    await watcher.set_numprocesses(1)
+    assert (asked, watcher.given_up) == ([watcher], "GPU 0 is in use by ns_B")
