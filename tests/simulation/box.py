@@ -136,10 +136,8 @@ class Box:
         self._graph.write_text(f"namespace: {NAMESPACE}\n{full}")
 
     def _write_keys(self, *names: str) -> None:
-        new = self._keys.with_suffix(".new")
-        new.write_text(keys.file_text(names))
-        new.chmod(0o600)
-        new.replace(self._keys)
+        self._keys.write_text(keys.file_text(names))  # at once: nothing runs in between
+        self._keys.chmod(0o600)
 
     def change_keys(self, step: Step) -> None:
         """Add or remove the late key, as an editor does."""
