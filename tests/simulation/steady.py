@@ -18,6 +18,8 @@ __all__ = ["SILENT_S", "Steady", "silent_too_long", "slow_drains"]
 
 SILENT_S = 2.65
 """A worker that is stopped is noticed after 2 to 2.5 s, and bytes may travel for some time."""
+_REMOVED_MODEL = "extra"
+"""The histograms of a model leave with its service."""
 _OF_A_KEY = "dynamo_frontend_api_key_requests_total"
 """It goes with its key."""
 _ENDS_S = 1.0
@@ -66,6 +68,7 @@ class Steady:
             for name, samples in page_of(process).items()
             if name.endswith(("_total", "_count", "_sum")) and name != _OF_A_KEY
             for labels, value in samples
+            if labels.get("model") != _REMOVED_MODEL
         }
         for (pid, name, labels), before in self._figures.items():
             if pid == process.pid and page.get((name, labels), -1.0) < before:
