@@ -16,6 +16,7 @@ from history import Answer
 from judge import EITHER, Judge
 from machine import START_S, Livelock, Machine
 from overlap import Overlap
+from promises import met
 from reached import Reached
 from scenario import Scenario, Step
 
@@ -51,6 +52,8 @@ class Outcome:
     """How many requests had to be complete, had to be refused, … See :class:`Judge`."""
     verbs: dict[str, tuple[int, int]] = field(default_factory=dict)
     """How often each operation ended as it should, and how often it was tried."""
+    met: list[str] = field(default_factory=list)
+    """The rows of docs/guarantees.md that the run met. See :mod:`promises`."""
     faults: int = 0
     operations: int = 0
     virtual_s: float = 0.0
@@ -145,6 +148,7 @@ def _judge(box: Box, outcome: Outcome) -> None:
     judge = Judge(box)
     outcome.failures += judge.failures()
     outcome.judged = dict(judge.counts)
+    outcome.met = met(box)
     either = {kind: count for kind, count in judge.counts.items() if kind.startswith(EITHER)}
     if box.scenario.is_calm and either:
         outcome.failures.append(f"not every request of a calm box was judged strictly: {either}")

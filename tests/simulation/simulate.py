@@ -342,6 +342,7 @@ class Simulation:
             + (": " + ", ".join(str(one.seed) for one in failed) if failed else "")
         )
         print(_judged(outcomes))
+        print(_met(outcomes))
         if self._options.reached:
             from reached import report
 
@@ -401,6 +402,16 @@ def _reached(outcomes: list[Outcome]) -> dict[str, list[int]]:
         for name in outcome.reached:
             seeds[name].append(outcome.seed)
     return seeds
+
+
+def _met(outcomes: list[Outcome]) -> str:
+    """How many rows of docs/guarantees.md some run met, and which none did."""
+    from promises import ROWS
+
+    seen = {name for outcome in outcomes for name in outcome.met}
+    missed = ", ".join(name for name in ROWS if name not in seen)
+    told = f"{len(seen)} of {len(ROWS)} rows of docs/guarantees.md were met"
+    return f"{told}; not met: {missed}" if missed else told
 
 
 def _kept(scenario: Scenario, numbers: frozenset[int]) -> Scenario:

@@ -85,8 +85,12 @@ def slow_drains(box: Box) -> Iterator[str]:
             continue
         begin_s = since_s - START_S
         port = box.life_ports[id(life)]
-        ends = [one.ended_s for one in box.requests if box.ports[one.id] == port]
-        idle_s = max([begin_s, *(one for one in ends if one <= life.until_s)])
+        ends = [
+            min(one.ended_s, life.until_s)  # its last bytes may arrive after the end
+            for one in box.requests
+            if box.ports[one.id] == port and one.started_s <= life.until_s
+        ]
+        idle_s = max([begin_s, *ends])
         stops = box.stops.get(life.pid, ())
         stopped = any(one.meets(begin_s - _BACK_S, life.until_s) for one in stops)
         if not stopped and life.until_s - idle_s > _DRAIN_S:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -106,6 +107,8 @@ class WorkerReports:
         self._loads: dict[int, dict[int, _Report]] = {}
         self._passes: dict[int, dict[int, _PassReport]] = {}
         self._queues: dict[int, dict[str, _QueueReport]] = {}
+        self._frontends: Counter[int] = Counter()
+        """How many components each frontend reports queues of."""
         self._reported: set[int] = set()
         self._invalid: set[int] = set()
 
@@ -279,13 +282,17 @@ class WorkerReports:
         except msgspec.MsgspecError as error:
             log.warning("invalid prefill queue of frontend %x: %s", publisher_id, error)
             return
+        if publisher_id not in self._frontends:  # sent before its frontend left
+            return
         if publisher_id in self._queues or len(self._queues) < _FRONTENDS:
             queues = self._queues.setdefault(publisher_id, {})
             if state.model in queues or len(queues) < _FRONTENDS:
                 queues[state.model] = _QueueReport(self._clock(), state)
 
     def _on_frontend(self, publisher_id: int, added: bool) -> None:
-        if not added:
+        self._frontends[publisher_id] += 1 if added else -1
+        if not self._frontends[publisher_id]:
+            del self._frontends[publisher_id]
             self._queues.pop(publisher_id, None)
 
 

@@ -118,9 +118,9 @@ class OnDemandRegistry:
         except msgspec.MsgspecError as error:
             log.warning("invalid report of frontend %x: %s", publisher, error)
             return
-        if publisher not in self._reports and len(self._reports) >= _FRONTENDS:
+        reports = self._reports.get(publisher)
+        if reports is None:  # sent before its frontend left, or one frontend too many
             return
-        reports = self._reports.setdefault(publisher, {})
         if state.model not in {record.model for record in self._announced.values()}:
             reports.pop(state.model, None)
             return
@@ -138,6 +138,8 @@ class OnDemandRegistry:
     def _on_frontend(self, publisher: int, added: bool) -> None:
         if not added:
             self._reports.pop(publisher, None)
+        elif len(self._reports) < _FRONTENDS:
+            self._reports.setdefault(publisher, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

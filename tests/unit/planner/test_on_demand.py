@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -454,6 +456,29 @@ async def test_the_reports_of_all_frontends_count(tmp_path: Path) -> None:
         await seen(ModelDemand(waiting=1, oldest_s=0.5, idle_s=0.0))
         now_s = 4.0
         assert registry.demand("a") == ModelDemand()
+
+
+async def test_a_report_that_arrives_after_its_frontend_has_left_does_not_count() -> None:
+    calls: list[Any] = []
+
+    async def start() -> None:
+        pass
+
+    settings = SimpleNamespace(namespace="ns")
+    planner: Any = SimpleNamespace(
+        settings=settings, start=start, subscribe=lambda *args: calls.extend(args)
+    )
+    registry = OnDemandRegistry(planner, lambda: 0.0)
+    registry._announced["A"] = OnDemandModel("ns", "a")
+    await registry.start()
+    _, _, _, on_report, _, on_frontend = calls
+    waiting = encode(OnDemandState("a", 1, 2.0, 0.0))
+    on_frontend(7, True)
+    on_report(7, 0, waiting)
+    assert registry.demand("a").waiting == 1
+    on_frontend(7, False)
+    on_report(7, 1, waiting)
+    assert registry.demand("a") == ModelDemand()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -256,3 +257,17 @@ async def test_passes_that_are_none_are_reported_once(
 
     await box.received(send, lambda: box.reports.loads(ids))
     assert caplog.text.count("invalid forward-pass metrics") == 1
+
+
+def test_a_queue_that_is_reported_after_its_frontend_has_left_does_not_count() -> None:
+    runtime: Any = None
+    reports = WorkerReports(runtime, 3.0, lambda: 0.0)
+    payload = codec.encode(PrefillQueueState("tiny", 3, 1, 1))
+    for _ in range(2):  # two components with prefill workers
+        reports._on_frontend(7, True)
+    reports._on_frontend(7, False)
+    reports._on_queue(7, 0, payload)
+    assert reports.prefill_queue("tiny") == 3
+    reports._on_frontend(7, False)
+    reports._on_queue(7, 1, payload)
+    assert reports.prefill_queue("tiny") is None
