@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from deployment import free_port
@@ -67,13 +69,20 @@ def test_what_ends_a_verb_is_a_line_and_its_exit_status(
     assert capsys.readouterr().err.strip() == shown
 
 
-def test_ctrl_d_at_the_question_of_rm_deletes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_d_at_the_question_of_rm_deletes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def end(question: str) -> str:
         raise EOFError
 
+    model = SimpleNamespace(name="m", size_bytes=1, path=Path("m"))
+    deleted: list[Any] = []
+    monkeypatch.setattr(disk, "deletable", lambda name, documents: model)
+    monkeypatch.setattr(disk, "delete", deleted.append)
     monkeypatch.setattr("builtins.input", end)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    assert not disk._agrees("delete it?")
+    assert cli.main(["rm", "m"]) == 1
+    assert "nothing was deleted" in capsys.readouterr().out and not deleted
 
 
 def test_a_locale_of_ascii_alone_shows_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:

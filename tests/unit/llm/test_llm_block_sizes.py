@@ -48,6 +48,5 @@ async def test_two_sizes(
 
 async def test_one_size(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
     await register(endpoint, 16)
-    publisher = KvEventPublisher(endpoint, kv_block_size=16)
-    assert publisher._sender.block_size == 16
+    KvEventPublisher(endpoint, kv_block_size=16)
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]

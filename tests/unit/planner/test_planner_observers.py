@@ -253,13 +253,16 @@ def test_a_full_disk_leaves_whole_records(tmp_path: Path) -> None:
 def test_the_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FILE_BYTES", 2000)
     for _ in range(3):  # restarts
-        run = module._Run(tmp_path, 1000.0)
+        run = module._Run(tmp_path / "tiny", 1000.0)
         for _ in range(50):
             run.append(b"x" * 700)
-    files = sorted(tmp_path.iterdir())
+    board = TensorboardLog(tmp_path)
+    board.pulled("tiny", PULL, POOLS)
+    board.close()
+    files = sorted((tmp_path / "tiny").iterdir())
     assert len(files) == 8
     assert all(path.stat().st_size <= 2000 for path in files)
-    assert module._origin_s(tmp_path.parent) == 1000
+    assert files[-1].suffix == ".step0at1000"
 
 
 def test_a_removed_log_is_begun_again(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.picker import InflightPicker
+from dynamo.router.receipt import InflightInputs
 
 BLOCK = 2
 WORKERS = st.integers(1, 4)
@@ -105,6 +106,8 @@ class Histories(StateMachine):
         self.seen["pinned" if pin is not None else "routed"] += 1
         self.seen["a worker is busy"] += bool(self.picker.worker_pool.busy)
         assert decision.worker_id in self.workers and name not in self.running
+        if isinstance(decision.inputs, InflightInputs):
+            assert sum(decision.inputs.inflight) == len(self.running)
         self.running[name] = decision.worker_id
 
     @rule(name=REQUESTS, count=st.integers(1, 40))
@@ -184,7 +187,6 @@ class ModeHistories(Histories):
 
     @invariant()
     def requests_in_flight_are_counted(self) -> None:
-        assert sum(self.picker._inflight) == len(self.running)
         assert sum(self.picker._prefill) == sum(self.picker._prompt_tokens.values())
 
 

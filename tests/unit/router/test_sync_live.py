@@ -19,6 +19,7 @@ from dynamo.router import replicas as sync
 from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.kv_mode.kv import KvPicker
 from dynamo.router.replica_loads import ACTIVE_SEQUENCES
+from dynamo.router.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
 
 Load = tuple[int, int, int]
@@ -69,6 +70,11 @@ def kv(live: ConnectedKvRouter) -> KvPicker:
     return live.picker
 
 
+def sync_of(live: ConnectedKvRouter) -> ReplicaSync:
+    assert live._sync is not None
+    return live._sync
+
+
 def load(live: ConnectedKvRouter, worker: Worker) -> Load:
     picker = kv(live)
     return picker.active.load(picker.worker_pool.members[worker.id].slots[0])
@@ -76,8 +82,7 @@ def load(live: ConnectedKvRouter, worker: Worker) -> Load:
 
 async def wait_until_in_sync(*lives: ConnectedKvRouter) -> None:
     """Wait until all routers have discovered each other and have no gap."""
-    remotes = [live._sync.remote for live in lives if live._sync is not None]
-    assert len(remotes) == len(lives)
+    remotes = [sync_of(live).remote for live in lives]
     others = len(lives) - 1
     await until(lambda: all(len(one) == others and one.is_in_sync() for one in remotes))
 
@@ -122,8 +127,8 @@ async def test_the_load_of_an_exited_replica_is_removed(replicas: Replicas) -> N
     await until(lambda: load(second, worker) == (16, 4, 1))
     await replicas.boxes[0].runtime.close()
     await until(lambda: load(second, worker) == (0, 0, 0))
-    sync = second._sync
-    await until(lambda: sync is not None and len(sync.remote) == 0)
+    remote = sync_of(second).remote
+    await until(lambda: len(remote) == 0)
 
 
 async def test_lost_messages_are_repaired(replicas: Replicas) -> None:
@@ -132,11 +137,10 @@ async def test_lost_messages_are_repaired(replicas: Replicas) -> None:
     await wait_until_in_sync(first, second)
     first.picker.pick("a", PROMPT)
     await until(lambda: load(second, worker) == (16, 4, 1))
-    assert first._sync is not None and second._sync is not None
     first.picker.free("a")
     first.picker.pick("b", PROMPT)
-    assert len(first._sync.local.take_pending()) == 1  # lost
-    remote = second._sync.remote
+    assert len(sync_of(first).local.take_pending()) == 1  # lost
+    remote = sync_of(second).remote
     await until(lambda: remote.gaps == 1 and remote.is_in_sync())
     assert load(second, worker) == (16, 4, 1)
     first.picker.free("b")
@@ -145,12 +149,11 @@ async def test_lost_messages_are_repaired(replicas: Replicas) -> None:
 
 async def test_old_queries_are_forgotten(replicas: Replicas) -> None:
     await replicas.worker()
-    router = await replicas.router()
-    assert router._sync is not None
+    made = sync_of(await replicas.router())
     now_s = asyncio.get_running_loop().time()
-    router._sync._queried_s = {7: now_s - sync.REPEAT_QUERY_S, 8: now_s}
-    router._sync._request_snapshot(9)
-    assert router._sync._queried_s.keys() == {8, 9}
+    made._queried_s = {7: now_s - sync.REPEAT_QUERY_S, 8: now_s}
+    made._request_snapshot(9)
+    assert made._queried_s.keys() == {8, 9}
 
 
 async def test_load_of_a_worker_that_is_not_known_yet(replicas: Replicas) -> None:
@@ -159,7 +162,6 @@ async def test_load_of_a_worker_that_is_not_known_yet(replicas: Replicas) -> Non
     await wait_until_in_sync(first, second)
     late = await replicas.worker()
     await until(lambda: late.id in first.picker.worker_pool.members)
-    assert second._sync is not None
     await until(lambda: late.id in second.picker.worker_pool.members)
     for number in range(4):
         first.picker.pick(str(number), PROMPT)
@@ -229,11 +231,10 @@ async def test_a_router_that_closes_sends_the_ends_of_its_requests(
     await wait_until_in_sync(first, second)
     first.picker.pick("a", PROMPT)
     await until(lambda: load(second, worker) == (16, 4, 1))
-    assert first._sync is not None
     monkeypatch.setattr(sync, "HEARTBEAT_S", 3600.0)  # no missing heartbeat ends them
     await asyncio.sleep(0.1)
     first.picker.free("a")
-    first._sync.close()
+    sync_of(first).close()
     await until(lambda: load(second, worker) == (0, 0, 0))
 
 
@@ -243,8 +244,7 @@ async def test_requests_of_a_worker_that_exits_are_forgotten_everywhere(replicas
     await wait_until_in_sync(first, second)
     for number in range(10):
         first.picker.pick(str(number), PROMPT)
-    assert first._sync is not None and second._sync is not None
-    local, remote = first._sync.local, second._sync.remote
+    local, remote = sync_of(first).local, sync_of(second).remote
     await until(lambda: remote.requests() == 10)
     await worker.runtime.close()
     await until(lambda: len(local) == 0 and remote.requests() == 0)
@@ -266,8 +266,7 @@ async def test_replicas_with_another_block_size_are_ignored(
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
     await wait_until_in_sync(first, second)
-    assert first._sync is not None
-    first._sync.local.block_size = 2 * BLOCK
+    sync_of(first).local.block_size = 2 * BLOCK
     first.picker.pick("a", PROMPT)
     await until(lambda: "its load is ignored" in caplog.text)
     assert load(second, worker) == (0, 0, 0)
@@ -278,7 +277,7 @@ async def test_without_the_flag_nothing_is_published(replicas: Replicas) -> None
     box = Box(replicas.settings)
     replicas.boxes.append(box)
     live = await box.route()
-    assert live._sync is None and kv(live).local_requests is None
+    assert kv(live).local_requests is None
     other = DistributedRuntime(None, replicas.settings)
     subscription = other.subscribe("ns", "backend", ACTIVE_SEQUENCES, lambda *_: None)
     await other.start()

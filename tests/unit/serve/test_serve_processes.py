@@ -150,9 +150,9 @@ def test_circus_sees_an_exit_when_it_is_reaped() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         process = object.__new__(SupervisedProcess)
-        process._worker = psutil.Process(child.pid)
+        process._worker = worker = psutil.Process(child.pid)
         process.exited = asyncio.Event()
-        assert process._worker.status() == psutil.STATUS_ZOMBIE
+        assert worker.status() == psutil.STATUS_ZOMBIE
         assert process.status == RUNNING
         process.exited.set()
         assert process.status == UNEXISTING

@@ -105,7 +105,7 @@ async def test_a_request_that_cannot_be_prepared_ends(error: BaseException, imag
     engine._params, engine._make_params = params, MagicMock() if images else stuck
     engine._requests = SimpleNamespace(send=lambda *_: False)
     engine._images = SimpleNamespace(process=stuck)
-    engine._sinks, engine._tasks = {}, Tasks("test")
+    engine._sinks, engine._messages, engine._tasks = {}, 0, Tasks("test")
     engine._tokenizing = asyncio.Lock()
     sink = Sink()
     given = request(multi_modal_data={"image_url": []}) if images else request()
@@ -113,7 +113,7 @@ async def test_a_request_that_cannot_be_prepared_ends(error: BaseException, imag
     async with asyncio.timeout(10):
         found = await sink.rejected
     assert str(error) in found.message
-    assert not engine._sinks
+    assert engine.progress() == (0, 0)
     await engine._tasks.close()
 
 
@@ -122,12 +122,12 @@ async def test_a_request_that_async_llm_cannot_compute_ends(error: BaseException
     from dynamo.vllm.async_llm import AsyncLLMEngine
 
     engine: Any = AsyncLLMEngine.__new__(AsyncLLMEngine)
-    engine._params, engine._running = MagicMock(), {"1": None}
+    engine._params, engine._running, engine.steps = MagicMock(), {"1": None}, 0
     engine._llm = SimpleNamespace(generate=MagicMock(side_effect=error))
     sink: Any = Sink()
     await engine._generate(request(), "1", MagicMock(), sink, None)
     assert str(error) in sink.rejected.result().message
-    assert not engine._running
+    assert engine.progress() == (0, 0)
 
 
 def png(width: int, height: int) -> bytes:
