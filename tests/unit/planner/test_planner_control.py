@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planner_arena import profile
 from planner_kit import FakeConnector, FakeSources, service
+from test_planner_combined import seen
 from test_planner_loop import FAST, running
 from until import until
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.operations.steps.limits import ActionLimits
+from dynamo.planner.capacity.interpolation import write_profile
 from dynamo.planner.live.actions import WorkerActions
 from dynamo.planner.live.control import PlannerControl
 from dynamo.planner.live.loop import ScalingLoop
-from dynamo.planner.policies.attainment import Targets
+from dynamo.planner.policies.base import Pool
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.sla import SlaPolicy
 from dynamo.protocols.control import PlannerChange
+from dynamo.simulation.service_model import service_model
 
 TARGETED = replace(FAST, mode="load+sla", ttft_ms=2000.0)
 
@@ -138,21 +142,25 @@ async def test_a_change_that_cannot_be_saved_is_not_applied(tmp_path: Path) -> N
 @pytest.mark.parametrize("prefill", [True, False])
 @pytest.mark.parametrize("make", [SlaPolicy, CombinedPolicy])
 def test_policies_keep_what_they_learned_under_new_targets(
-    make: type[SlaPolicy | CombinedPolicy], prefill: bool
+    make: type[SlaPolicy | CombinedPolicy], prefill: bool, tmp_path: Path
 ) -> None:
-    policy, fresh = (
-        make(replace(TARGETED, ttft_ms=ttft, itl_ms=itl), prefill)
-        for ttft, itl in ((2000.0, 50.0), (700.0, 20.0))
-    )
-    policy.aim(700.0, 20.0)
-    if isinstance(policy, CombinedPolicy):
-        targets = Targets(ttft_ms=700.0, itl_ms=20.0)
-        assert {pool.targets for pool in policy._pools.values()} == {targets}
-    else:
-        assert isinstance(fresh, SlaPolicy)
-        assert vars(policy._sizing).get("_itl_ms") == vars(fresh._sizing).get("_itl_ms")
-        assert vars(policy._sizing).get("_targets") == vars(fresh._sizing).get("_targets")
-        assert policy._targets == fresh._targets
+    settings = TARGETED
+    if prefill and make is SlaPolicy:
+        write_profile(tmp_path, profile(service_model("qwen3-8b-h100")))
+        settings = replace(TARGETED, profile_results_dir=str(tmp_path))
+    policies = [
+        make(replace(settings, ttft_ms=ttft_ms, itl_ms=itl_ms), prefill)
+        for ttft_ms, itl_ms in ((20_000.0, 500.0), (20_000.0, 500.0), (300.0, 9.0))
+    ]
+    for number in range(1, 21):
+        if number == 20:
+            policies[1].aim(300.0, 9.0)
+        found = seen(number, rate=4.0 + number % 7)
+        found = replace(found, prefill=Pool(ready=2) if prefill else None)
+        wide, aimed, narrow = (policy.decide(found).forecast for policy in policies)
+    for name in (name for name in narrow if name.startswith("predicted_")):
+        assert aimed[name] == narrow[name]
+    assert aimed["predicted_num_decode_replicas"] > wide["predicted_num_decode_replicas"]
 
 
 @pytest.mark.parametrize(
