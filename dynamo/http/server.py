@@ -9,7 +9,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from dynamo.http.access import Access
 from dynamo.http.connection import TOO_MANY_CONNECTIONS, HttpConnection, WriteBatch
@@ -297,6 +297,9 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.limits.sweep_s, self._sweep)
 
+    def _check(self) -> None:
+        self._shares._check(self._connections, self.limits.connections)
+
     def _end_withdrawn(self) -> None:
         """Close connections that still receive events with a key that is withdrawn by now.
 
@@ -360,6 +363,12 @@ class _ClientShares:
             del own[connection]
             if not own:
                 del self._clients[client]
+
+    def _check(self, connections: Collection[HttpConnection], limit: int) -> None:
+        counted = [one for own in self._clients.values() for one in own]
+        assert len(counted) == len(self._client_of) <= limit and all(self._clients.values())
+        assert set(counted) == set(self._client_of) and len(self._reserved) <= _RESERVED
+        assert {*counted, *self._reserved} <= set(connections)
 
     def _close_waiting(
         self, crowd: dict[HttpConnection, None], spares: Callable[[HttpConnection], bool]
