@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from status_documents import MOCKER, document, entry
 
@@ -18,7 +19,6 @@ from dynamo.protocols.control import LeaseRecord, ModelCard
 from dynamo.protocols.status import PlannedModel, PlannerReport, WorkerStatus
 from dynamo.runtime.discovery.layout import encode_stored, lease_path
 from dynamo.runtime.process.os_process import host_id, start_ticks
-from dynamo.serve.state.document import Document
 from dynamo.serve.state.registered import registered_workers
 from dynamo.status.deployment import ask
 from dynamo.status.logs import last_line, planner_summary, progress_in
@@ -43,12 +43,20 @@ def test_the_last_output_is_that_of_the_process_that_lives(tmp_path: Path) -> No
     log = tmp_path / "d/logs/d_W.log"
     log.parent.mkdir(parents=True)
     log.write_text("loading weights: 43 %\n")
-    os.utime(log, (0, time.time() - 100))
     reader = BoxReader(RuntimeSettings(namespace="d", state_dir=str(tmp_path)))
-    found = Document.of(document(entry("d_W", MOCKER, 7)))
-    assert reader._last_output(found, {7: 50.0}, "d_W") == ""
-    assert reader._last_output(found, {7: 200.0}, "d_W") == "loading weights: 43 %"
-    assert reader._last_output(found, {}, "d_W") == "loading weights: 43 %"
+    here = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+    before_s, since_s = psutil.Process().create_time() - 100, time.time()
+    ended = {"processes": [], "watcher": {"status": "given up"}}
+    for more, at_s, cause, progress in (
+        ({"processes": [here]}, before_s, "", None),
+        ({"processes": [here]}, since_s, "last output: loading weights: 43 %", 0.43),
+        (ended, since_s, "given up; last output: loading weights: 43 %", None),
+    ):
+        found = document(entry("d_W", MOCKER, **more)) | {"arbiter": {**here, "host": host_id()}}
+        (tmp_path / "d.json").write_text(json.dumps(found))
+        os.utime(log, (0, at_s))
+        (worker,) = reader.read(None).workers
+        assert (worker.cause, worker.progress) == (cause, progress)
 
 
 @pytest.mark.parametrize(
