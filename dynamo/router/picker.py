@@ -264,6 +264,11 @@ class InflightPicker:
         if self.eligibility.follows_load and slot < pool.width:  # else the rank was removed
             self.eligibility.load_changed(pool.owners[slot][0])
 
+    def _check(self) -> None:
+        slots = list(self._slot_of.values())
+        assert self._inflight == [slots.count(slot) for slot in range(len(self._inflight))]
+        assert sum(self._prefill) == sum(self._prompt_tokens.values())
+
     def _round_robin(self, slots: array[int]) -> int:
         self._next += 1
         return slots[(self._next - 1) % len(slots)]

@@ -567,7 +567,7 @@ async def test_a_request_that_waits_for_room_is_not_silent(site: MigratingFleet)
     """No worker computes it, so that none can be silent: the timeout of silence is not its own."""
     site.chat(stream=True)
     site.streams[0].say([5])
-    (request,) = site.active._active
+    request = site.streams[0].sink.request
     assert request.last_activity_s < NEVER
     pick = site.pick
 

@@ -866,7 +866,7 @@ async def test_a_client_that_reads_nothing_gets_no_comments(site: Site) -> None:
     site.chat(stream=True)
     site.streams[0].say(ids(site, "good"))
     await turn()
-    (request,) = site.active._active
+    request = site.streams[0].sink.request
     request.keep_alive()
     sent = site.bench.transport.out
     assert sent.endswith(b": keep-alive\n\n\r\n")

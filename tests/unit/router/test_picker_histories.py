@@ -187,7 +187,7 @@ class ModeHistories(Histories):
 
     @invariant()
     def requests_in_flight_are_counted(self) -> None:
-        assert sum(self.picker._prefill) == sum(self.picker._prompt_tokens.values())
+        self.picker._check()
 
 
 STATES = ("removed with requests", "refused", "pinned", "routed", "a worker is busy", "ended")
