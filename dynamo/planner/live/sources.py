@@ -291,7 +291,7 @@ class WorkerReports:
 
     def _on_frontend(self, publisher_id: int, added: bool) -> None:
         self._frontends[publisher_id] += 1 if added else -1
-        if not self._frontends[publisher_id]:
+        if self._frontends[publisher_id] <= 0:
             del self._frontends[publisher_id]
             self._queues.pop(publisher_id, None)
 
