@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sized
 from functools import partial
 
 import pytest
@@ -86,25 +85,24 @@ def test_what_an_engine_fills_is_bounded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: int, salt: str | None
 ) -> None:
     monkeypatch.setattr(engine_blocks, "MAX_BLOCKS", 100)
-    entries, published = [], 0
+    published = 0
     blocks = EngineBlocks(B)
     blocks.changes(STORED._replace(token_ids=[0] * max(size, B), block_size=max(size, B)))
-    for count in (200, 800):
-        for number in range(count):
+
+    def fill(first: int, count: int) -> None:
+        nonlocal published
+        for number in range(first, first + count):
             event = STORED._replace(
-                block_hashes=[1000 + number + count],
+                block_hashes=[number],
                 token_ids=[number] * size,
                 block_size=size,
                 cache_salt=f"{salt}{number}" if salt else None,
             )
             published += len(blocks.changes(event))
-            removed = EngineRemoved([10**9 + number], group=0)  # never stored
-            blocks.changes(removed)
-        copies = blocks._copies
-        tables: list[Sized] = [blocks._beginnings, blocks._parts]
-        tables += [*copies._counts.values(), *copies._seeds.values(), *copies._absent.values()]
-        entries.append([len(table) for table in tables])
-    assert entries[0] == entries[1] and max(entries[0]) <= 100
+            blocks.changes(EngineRemoved([10**9 + number], group=0))  # never stored
+
+    fill(1200, 4000)
+    assert memory_of(partial(fill, 10_000, 4000)).left < 20_000
     assert published <= 100
     assert caplog.text.count("more than 100 blocks") == (size >= B)
     assert blocks.changes(EngineCleared()) == [BlocksCleared()]

@@ -367,7 +367,7 @@ def test_a_statefile_that_cannot_be_written_is_not_replaced(
 
 
 def test_a_failed_write_and_a_kept_entry_are_tried_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No further event comes: neither from the disk, nor from the process of the operation."""
     monkeypatch.setattr("dynamo.serve.state.record._AGAIN_S", 0.01)
@@ -380,7 +380,7 @@ def test_a_failed_write_and_a_kept_entry_are_tried_again(
         tasks = Tasks("test")
         world.writer.start(tasks)
         world.writer.changed()
-        await until(lambda: world.writer._failed)
+        await until(lambda: "cannot write the statefile" in caplog.text)
         world.statefile.lock_path.rmdir()
         await until(lambda: not world.entry("dynamo_A_2").processes)
         world.change("dynamo_A_2", reserved_by=None)
