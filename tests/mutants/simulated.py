@@ -201,9 +201,10 @@ def simulate(options: Sequence[str], environment: dict[str, str]) -> dict[str, A
         timeout=_TIMEOUT_S,
     )
     try:
-        return json.loads(done.stdout)
+        report: dict[str, Any] = json.loads(done.stdout)
     except json.JSONDecodeError:
         raise ValueError(f"no report: {done.stdout[-500:]}{done.stderr[-1500:]}") from None
+    return report
 
 
 def reach(seeds: int, answers: Path) -> dict[str, list[int]]:

@@ -35,6 +35,8 @@ __all__ = ["Box", "PoolEntry"]
 
 REQUEST_TIMEOUT_S = 150.0
 OPERATION_TIMEOUT_S = 300.0
+WARNED_S = 10.0
+"""So long after a fault or an operation a log may warn of it."""
 FULL_S = 1.0
 """So long after it was full the disk may still be the reason of an error in a log."""
 NAMESPACE = "box"
@@ -109,6 +111,7 @@ class Box:
         self._full_until_s = 0.0
         self._thaw: list[Process] = []
         machine.file_faults = self._file_fault
+        machine.on_warning = self._warned
         machine.is_disk_full = partial(self.was_full, FULL_S)
         machine.records_load = scenario.limits.blocks > 0
         self.waiting = Waiting()
@@ -339,6 +342,12 @@ class Box:
                 moments.append(max(process.started_s, ended_s) - START_S)
         moments += [until_s for _, until_s in self._acts]
         return float(self.clock() - max(moments))
+
+    def _warned(self, text: str) -> None:
+        """A log has a warning: it needs a cause, a fault or an operation."""
+        begun = self.ready_s and self.wanted and not self._begun
+        if begun and self.undisturbed_s() > WARNED_S:
+            self.machine.failures.append(f"a warning without a cause: {text}")
 
     def disturbed(self, step: Step, since_s: float) -> bool:
         """Whether a fault or another operation may have changed what ``step`` does."""

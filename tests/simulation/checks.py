@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ __all__ = ["check_always", "check_end", "check_index", "check_interrupted", "che
 
 _SHARE_ERROR = 1e-6
 _LEASED_S = 10.0
+_ROUNDED_S = 0.001
+_DEATH = re.compile(r" *([\d.]+)  serve .*serve: (box_(?!Frontend|Planner)\w+) .*; restarting it")
 
 
 def check_always(box: Box) -> Iterator[str]:
@@ -267,5 +270,17 @@ def check_end(box: Box) -> Iterator[str]:
             continue
         yield f"left after the stop: {relative}"
     yield from slow_drains(box)
+    yield from _check_deaths(box)
     if Network.of(box.machine).listeners:
         yield f"left after the stop: {list(Network.of(box.machine).listeners)}"
+
+
+def _check_deaths(box: Box) -> Iterator[str]:
+    """Only a worker that a fault has hit dies; one that is stopped is not restarted."""
+    for line in box.machine.history:
+        death = _DEATH.match(line)
+        if death is not None:
+            at_s, name = float(death[1]), death[2]
+            faults = (one for one in box.causes.found if not one.verb and one.names(name))
+            if not any(one.since_s <= at_s + _ROUNDED_S <= one.until_s for one in faults):
+                yield f"{name} was restarted at {at_s:.3f} s, and no fault has hit it"

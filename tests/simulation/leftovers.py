@@ -56,9 +56,10 @@ _GONE: dict[str, Callable[[Any], Iterator[tuple[str, Collection[int]]]]] = {
     "dynamo.router.eligibility.eligibility_filter:BusyWatch": _of_busy,
     "dynamo.runtime.endpoints.client:Client": _of_client,
 }
-"""By class, the workers that it has and does not know any more."""
+"""By class, what it has of workers that it does not know any more."""
 
 
+_PICKER = "dynamo.router.picker:InflightPicker"
 _REPORTS = "dynamo.planner.sharing.gpu_sharing:OnDemandRegistry"
 _SELF_CHECKING = (
     "dynamo.router.queue.prefill:PrefillQueue",
@@ -87,6 +88,8 @@ def check_structures(box: Box) -> Iterator[str]:
     for process in (*box.processes("frontend"), *box.processes("mocker")):
         for part in process.parts:
             name = f"{type(part).__module__}:{type(part).__qualname__}"
+            if name == _PICKER:
+                yield from _without_worker(process, part)
             if name in _SELF_CHECKING:
                 try:
                     part._check()
@@ -108,6 +111,15 @@ def check_leftovers(box: Box) -> Iterator[str]:
                     yield f"{process}: {name} keeps {what} of workers that left: {_shown(workers)}"
     yield from _descriptors(box)
     yield from _reports(box)
+
+
+def _without_worker(process: Process, picker: Any) -> Iterator[str]:
+    """A removed worker leaves no load in its slot, which the next one gets."""
+    members = picker.worker_pool.members.values()
+    known = {slot for member in members for slot in member.slots.values()}
+    gone = set(picker._slot_of.values()) - known
+    if gone:
+        yield f"{process}: {_PICKER} counts requests in slots of no worker: {_shown(gone)}"
 
 
 def _shown(value: Any) -> str:

@@ -16,7 +16,7 @@ import os
 import random
 import select
 import signal
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -106,12 +106,16 @@ class Machine:
         self.on_gpu_use: Callable[[], None] = lambda: None
         """Called when a program has begun or its engine has fallen asleep or woken."""
         self.is_disk_full: Callable[[], bool] = lambda: False
+        self.on_warning: Callable[[str], None] = lambda text: None
+        """Called with each warning and error in a log."""
         self.on_file: Callable[[Any, bool], None] = lambda path, exists: None
         """Called when a file has got its name, or lost it."""
         self.disk: Disk | None = None
         """Set if this run has a loss of power."""
         self.routed_tokens: dict[str, int] = {}
         """The output tokens that routers counted for each request of an engine."""
+        self.routed: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        """What the page of each router has to show."""
         self.received_tokens: dict[str, tuple[int, int]] = {}
         """The output tokens of each request of an engine, and how often it migrated."""
         self.uncounted: set[str] = set()

@@ -76,6 +76,8 @@ class HistoryHandler(logging.Handler):
         text = f"{record.levelname} {record.name}: {record.getMessage()}"
         machine = fake_os.machine()
         machine.note(text)
+        if record.levelno >= logging.WARNING:
+            machine.on_warning(text)
         if record.exc_info and record.exc_info[1] is not None:
             for line in logging.Formatter().formatException(record.exc_info).splitlines():
                 machine.note("    " + line)
@@ -261,6 +263,14 @@ def _counted(free: Any) -> Any:
             machine = fake_os.machine()
             before = machine.routed_tokens.get(request_id, 0)
             machine.routed_tokens[request_id] = before + reservation.output_tokens
+            assert machine.current is not None
+            shown = machine.routed[machine.current.pid]
+            shown["requests_total"] += 1
+            shown["output_sequence_tokens_sum"] += reservation.output_tokens
+            if reservation.first_token_at_s is not None:
+                gaps = max(reservation.output_tokens - 1, 0)
+                shown["time_to_first_token_seconds_count"] += 1
+                shown["inter_token_latency_seconds_count"] += gaps
         return reservation
 
     return freed

@@ -22,7 +22,7 @@ _REMOVED_MODEL = "extra"
 """The histograms of a model leave with its service."""
 _OF_A_KEY = "dynamo_frontend_api_key_requests_total"
 """It goes with its key."""
-_ENDS_S = 1.0
+_ENDS_S = 0.25
 """So long an engine may compute when no client waits any more."""
 _BACK_S = 10.0
 """A worker that was stopped is not asked again for some time."""
@@ -62,7 +62,9 @@ class Steady:
                     yield f"{process} computes, and no client waits for an answer"
 
     def counters(self, process: Process) -> Iterator[str]:
-        """No counter of a process that lives falls, or is gone."""
+        """No counter of a process that lives falls, or is gone; those of a model that was never
+        asked go with it.
+        """
         page = {
             (name, str(sorted(labels.items()))): value
             for name, samples in page_of(process).items()
@@ -71,7 +73,7 @@ class Steady:
             if labels.get("model") != _REMOVED_MODEL
         }
         for (pid, name, labels), before in self._figures.items():
-            if pid == process.pid and page.get((name, labels), -1.0) < before:
+            if pid == process.pid and page.get((name, labels), 0.0) < before:
                 found = page.get((name, labels), "gone")
                 yield f"{process}: {name} {labels} was {before:g} and is {found}"
         self._figures |= {(process.pid, *key): value for key, value in page.items()}

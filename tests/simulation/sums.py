@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,7 +76,9 @@ def check_sums(box: Box) -> Iterator[str]:
         yield from _figures(process, page, asked)
         yield from _ends(process, page, asked)
     for process in (*box.processes("frontend"), *box.processes("mocker")):
-        yield from _histograms(process, page_of(process))
+        page = page_of(process)
+        yield from _histograms(process, page)
+        yield from _router(process, page, box.machine.routed.get(process.pid))
     machine = box.machine
     died = any(not one.alive and one.program == "dynamo.frontend" for one in machine.lived)
     for engine_id, routed in machine.routed_tokens.items():
@@ -143,6 +145,14 @@ def _ends(process: Process, page: Page, asked: _Asked) -> Iterator[str]:
                 f"{process.name}: {counted[status]:g} requests ended as {status}, by its clients "
                 f"{least} to {least + left}"
             )
+
+
+def _router(process: Process, page: Page, routed: Counter[str] | None) -> Iterator[str]:
+    """The page of a router has what its requests were."""
+    for name, figure in (routed or {}).items():
+        shown = sum(value for _, value in page[f"dynamo_component_router_{name}"])
+        if shown != figure:
+            yield f"{process.name}: dynamo_component_router_{name} is {shown:g}, not {figure}"
 
 
 def _histograms(process: Process, page: Page) -> Iterator[str]:
