@@ -504,6 +504,12 @@ class Box:
     def _stop_worker(self, dice: random.Random, seconds: float) -> None:
         self._stop_for(self._any(dice, "mocker"), seconds)
 
+    def _kill_relay(self, dice: random.Random, seconds: float) -> None:
+        self._signal(self._any(dice, "attach"), signal.SIGKILL)
+
+    def _stop_relay(self, dice: random.Random, seconds: float) -> None:
+        self._stop_for(self._any(dice, "attach"), seconds)
+
     def _kill_frontend(self, dice: random.Random, seconds: float) -> None:
         self._signal(self._any(dice, "frontend"), signal.SIGKILL)
 

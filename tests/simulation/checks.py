@@ -52,6 +52,7 @@ def check_quiet(box: Box) -> Iterator[str]:
     yield from check_drained(box, True)
     yield from _check_statefile(box)
     yield from _check_leases(box)
+    yield from _check_health(box)
     yield from check_index(box)
     yield from check_sums(box)
     yield from check_leftovers(box)
@@ -129,7 +130,11 @@ def _check_statefile(box: Box, repaired: bool = True) -> Iterator[str]:
     if document is None:
         yield "there is no statefile"
         return
-    alive = {p.pid: p for kind in ("mocker", "frontend", "planner") for p in box.processes(kind)}
+    alive = {
+        p.pid: p
+        for kind in ("mocker", "frontend", "planner", "attach")
+        for p in box.processes(kind)
+    }
     recorded = set()
     for name, entry in document.components.items():
         if repaired or entry.reserved_by is None:
@@ -170,6 +175,14 @@ def _check_ledger(document: Document, alive: dict[int, Process]) -> Iterator[str
     for gpu, share in held.items():
         if share > 1 + _SHARE_ERROR:
             yield f"statefile: GPU {gpu} is held {share:g} times"
+
+
+def _check_health(box: Box) -> Iterator[str]:
+    """The health checks of a worker without work succeed."""
+    for process in box.processes("mocker"):
+        for part in process.parts:
+            if type(part).__name__ == "Canary" and part.problem:
+                yield f"{process} is unhealthy: {part.problem}"
 
 
 def _check_leases(box: Box) -> Iterator[str]:

@@ -12,6 +12,7 @@ from keys import LATE, NOT_GRANTED, demanded
 from load import Load, is_busy
 from machine import START_S
 from presence import SERVED_BY, Span, decoders, gpus_of, model_of, share_of
+from relay import RELAYED, is_disturbed
 from validator import CLOSING_RACE_S, WORKERS_LOST, Spans, validate
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ COLD_S = 100.0
 _JUDGED = ("401:", "403:", "429:", "529:")
 _NO_WORKER = ("is not ready to serve requests yet", "has no worker", "temporarily unavailable")
 _BY_COMMAND = "was stopped by a command"
+_NOT_GRANTED = "is not granted to the API key"
+_SERVER_LOST = ("The server of this model", "Service temporarily unavailable")
 _TIMEOUT = "got no worker within"
 _SHUTDOWN = "Service is shutting down"
 _UNSERVED = "shutting down before model"
@@ -64,7 +67,7 @@ class Judge:
                 for gap in box.presence.gaps(decoders(model), end_s)
                 if gap.until_s > box.ready_s
             ]
-            for model in box.profile.models
+            for model in (*box.profile.models, RELAYED)
         }
         self._load = Load(box)
         self.counts: Counter[str] = Counter()
@@ -89,7 +92,7 @@ class Judge:
     def _validated(self) -> Iterator[str]:
         """Yield what the validator of the chaos says, for each model and frontend."""
         box = self._box
-        for model in box.profile.models:
+        for model in (*box.profile.models, RELAYED):
             workers = [
                 one for one in self._lives if one.role == "worker" and _served(one.name) == model
             ]
@@ -125,9 +128,9 @@ class Judge:
         frontend = self._frontend(request)
         if frontend != "alive":
             return frontend
-        demanded = self._demanded(request)
-        if demanded:
-            return REJECTED if demanded > 0 else f"{EITHER}: key"
+        kind = self._by_key_or_relay(request)
+        if kind:
+            return kind
         model, since_s = self._model(request), request.started_s - NOTICE_S
         on_demand = model in self._box.profile.on_demand
         if not on_demand and any(
@@ -147,6 +150,13 @@ class Judge:
             away = self._removed(request) or self._no_planner(request) or self._no_gpu(request)
             return f"{EITHER}: not started on demand" if away else "complete"
         return f"{EITHER}: no worker for a while"
+
+    def _by_key_or_relay(self, request: Request) -> str:
+        """Return what had to happen because of its key, or because it is relayed."""
+        if self._model(request) == RELAYED:
+            return f"{EITHER}: relayed" if is_disturbed(self._box, request) else "complete"
+        demanded = self._demanded(request)
+        return "" if not demanded else REJECTED if demanded > 0 else f"{EITHER}: key"
 
     def _demanded(self, request: Request) -> int:
         """Return the status that its key demands: see :func:`keys.demanded`."""
@@ -255,6 +265,8 @@ class Judge:
         error = _error(request)
         if request.ending == "cancelled":
             return ""
+        if certain == f"{EITHER}: relayed":
+            return self._relay_refusal(request, error)
         if certain == REJECTED or request.status in (401, 403):
             return self._key_refusal(request)
         if not error and request.status == 200:
@@ -266,6 +278,30 @@ class Judge:
             return ""  # the validator has judged whether the frontend lived
         return self._error_refusal(request, error)
 
+    def _relay_refusal(self, request: Request, error: str) -> str:
+        """A relayed request fails as its server does, or because one of the two was lost."""
+        if not error:
+            return ""
+        model = next((one for one in self._gaps if f"`{one}`" in error), "")
+        if model and any(text in error for text in _NO_WORKER):
+            since_s = request.started_s - NOTICE_S
+            gaps = self._gaps[model]
+            away = any(one.meets(since_s, request.ended_s + NOTICE_S) for one in gaps)
+            return "" if away else f"{model} had a live worker"
+        if any(text in error for text in _SERVER_LOST):
+            return "" if self._relay_lost(request) else "its server lived"
+        return self._error_refusal(request, error)
+
+    def _relay_lost(self, request: Request) -> bool:
+        """Whether a frontend or the worker that relays ended or was stopped in its time."""
+        since_s, stops = request.started_s - _LONGEST_STOP_S, self._box.stops
+        return any(
+            since_s <= one.ended_s - START_S <= request.ended_s + NOTICE_S
+            or any(stop.meets(since_s, request.ended_s) for stop in stops.get(one.pid, ()))
+            for one in self._box.machine.lived
+            if one.program in ("dynamo.frontend", "dynamo.attach")
+        )
+
     def _key_refusal(self, request: Request) -> str:
         """A key is refused if it is unknown, or for what it does not allow; the page has both."""
         status = self._demanded(request)
@@ -273,8 +309,11 @@ class Judge:
             return ""
         if status < 0 and request.status in (401, 403):
             return ""
-        if status == NOT_GRANTED and request.status not in (200, 401):
-            return self._error_refusal(request, _error(request))  # before the grants are read
+        error = _error(request)
+        if status == NOT_GRANTED and _NOT_GRANTED in error:
+            return ""  # an event, if its stream had begun while it waited for a worker
+        if status == NOT_GRANTED and error and request.status != 401:
+            return self._error_refusal(request, error)  # before the grants are read
         return f"its key demands {status or 'no refusal'}"
 
     def _error_refusal(self, request: Request, error: str) -> str:
@@ -332,7 +371,8 @@ class Judge:
         box = self._box
         if box.profile.planner:
             return
-        for name in sorted(one for one in box.presence.counts if one.startswith("box_")):
+        names = (one for one in box.presence.counts if one.startswith("box_"))
+        for name in sorted(one for one in names if one != "box_Relay"):  # its server may be away
             causes = [one for one in box.causes.found if one.names(name)]
             for gap in box.presence.gaps((name,), box.clock()):
                 if gap.since_s < box.ready_s:

@@ -19,6 +19,7 @@ LATE = "carol"
 _NAMES = (*["alice"] * 6, "bob", "bob", "carol", "none", "wrong")
 _SHARE = 0.1
 NOT_GRANTED = 403
+_ASKS_SHARE = 0.5
 _RELOAD_S = 2.0
 """A changed file is in force so soon."""
 _LOOK_S = 0.5
@@ -85,12 +86,7 @@ def keyed(scenario: Scenario, change: Callable[[int, float, str], Step]) -> Scen
     dice = random.Random(f"keys {scenario.seed}")
     if dice.random() >= _SHARE or scenario.is_calm:
         return scenario
-    steps = [
-        replace(step, details={**step.details, "key": dice.choice(_NAMES)})
-        if step.kind == "request"
-        else step
-        for step in scenario.steps
-    ]
+    steps = [_with_key(dice, one) if one.kind == "request" else one for one in scenario.steps]
     at_s = 0.0
     for what in ("add", "remove", "add"):
         at_s = round(at_s + dice.random() * scenario.seconds / 2, 4)
@@ -99,3 +95,11 @@ def keyed(scenario: Scenario, change: Callable[[int, float, str], Step]) -> Scen
     graph = scenario.graph.replace(_MODE, f"{_MODE}  api-key-file: {{keys}}\n")
     ordered = tuple(sorted(steps, key=lambda step: step.at_s))
     return replace(scenario, graph=graph, steps=ordered)
+
+
+def _with_key(dice: random.Random, step: Step) -> Step:
+    """Give a request a key, and half of those without a grant a priority that needs one."""
+    details = {**step.details, "key": dice.choice(_NAMES)}
+    if dice.random() < _ASKS_SHARE and not _GRANTS.get(details["key"], "-"):
+        details["fields"] = {"nvext": {"agent_hints": {"priority": 3}}}
+    return replace(step, details=details)

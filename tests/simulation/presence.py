@@ -32,6 +32,7 @@ SERVED_BY = {
     "Two": "two",
     "Half": "half",
     "Extra": "extra",
+    "Relay": "far",
 }
 """The model of each service."""
 _NEVER = float("inf")

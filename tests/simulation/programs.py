@@ -214,7 +214,9 @@ def _connect_programs() -> None:
     frontend = importlib.import_module("dynamo.frontend.__main__")
     mocker = importlib.import_module("dynamo.mocker.__main__")
     planner = importlib.import_module("dynamo.planner.__main__")
-    for module in (frontend, mocker, planner):
+    attach = importlib.import_module("dynamo.attach.__main__")
+    attach.allow_open_files = lambda *args: None  # type: ignore[attr-defined]
+    for module in (frontend, mocker, planner, attach):
         module.setup_logging = lambda *args, **kwargs: None  # type: ignore[attr-defined]
     frontend.print = lambda *args, **kwargs: None  # type: ignore[attr-defined]
     frontend.freeze_heap = lambda: None  # type: ignore[attr-defined]
@@ -235,6 +237,7 @@ def _connect_programs() -> None:
     from dynamo.router.caches import indexer
     from dynamo.router.kv_mode.kv import KvPicker
     from dynamo.runtime import distributed
+    from dynamo.runtime.endpoints import health
     from dynamo.runtime.endpoints.admission import AdmissionQueue
 
     _patch(AdmissionQueue, submit=_watched(AdmissionQueue.submit))
@@ -245,6 +248,7 @@ def _connect_programs() -> None:
     _patch(worker.SimulatedSleep, __setattr__=_set_and_check)
     engine.TimerFd = Timer  # type: ignore[misc, assignment]
     for kind in (
+        health.Canary,
         worker.MockerWorker,
         worker.SimulatedSleep,
         indexer.Indexer,

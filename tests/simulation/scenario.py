@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import surface
 from keys import keyed
+from relay import attached
 
 __all__ = ["POOL_SIZE", "PROFILES", "Profile", "Rates", "Scenario", "Step", "make_scenario"]
 
@@ -325,7 +326,11 @@ def make_scenario(
     scenario = Scenario(seed, name, graph, _numbered(steps), length_s, overlap=overlap)
     scenario = _with_clock(scenario if rates.requests else _cut(_aimed(_calm(scenario))))
     ask = partial(_request, profile=chosen)
-    return scenario if rates.requests else keyed(surface.limited(scenario, ask), _key_change)
+    return scenario if rates.requests else _with_surface(scenario, ask)
+
+
+def _with_surface(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
+    return attached(keyed(surface.limited(scenario, ask), _key_change), ask)
 
 
 def _key_change(number: int, at_s: float, what: str) -> Step:

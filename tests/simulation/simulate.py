@@ -45,9 +45,9 @@ _NUMBERS = re.compile(r"\d+(\.\d+)?|\b[0-9a-f]{12,16}\b")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 0 if every promise was kept, 1 if not, 2 for wrong options."""
+    sys.path[:0] = [str(_TESTS / name) for name in ("simulation", "chaos", "mutants", "")]
     options = _options(argv)
     _same_addresses()
-    sys.path[:0] = [str(_TESTS / name) for name in ("simulation", "chaos", "mutants", "")]
     import defects
 
     try:

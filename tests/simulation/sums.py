@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from relay import is_attached
+
 if TYPE_CHECKING:
     from box import Box
     from history import Request
@@ -92,6 +94,8 @@ def check_sums(box: Box) -> Iterator[str]:
 
 def _frontends(box: Box) -> Iterator[tuple[Process, _Asked]]:
     """Yield the frontends that have served all requests of their port."""
+    if is_attached(box):
+        return  # one frontend has requests of the other, whose tokens are the server's
     for process in box.processes("frontend"):
         lives = [one for one in box.frontend_lives if one.pid == process.pid]
         port = box.life_ports[id(lives[0])] if lives else 0

@@ -104,6 +104,8 @@ HEADERS = (CLASS,)
 """Those of a request's fields that are sent as headers."""
 _CLASSES = Path(__file__).with_name("classes.yaml")
 _CLASS_NAMES = ("nightly", "never", "standard", "unknown")
+_HEALTH_SHARE = 0.2
+_HEALTH = "envs: {{DYN_HEALTH_CHECK_ENABLED: 'true', DYN_CANARY_WAIT_TIME: '1'}}"
 _KV = "  router-mode: kv\n"
 _ENGINE = "  run: dynamo.mocker\n"
 _KV_ALONE = re.compile(r"  router-(cost|replica-sync): .*\n")
@@ -190,12 +192,20 @@ def _planner(dice: random.Random, graph: str) -> str:
     return graph.replace("  mode: load\n", f"  mode: {mode}\n  {line}\n")
 
 
+def _health(dice: random.Random, graph: str) -> str:
+    """Let workers send themselves a request when they have sent no token for a second."""
+    if dice.random() >= _HEALTH_SHARE:
+        return graph
+    return graph.replace("ServiceArgs: {{workers", f"ServiceArgs: {{{{{_HEALTH}, workers")
+
+
 _DIMENSIONS: dict[str, Callable[[random.Random, str], str]] = {
     "router mode": _mode,
     "router costs": _costs,
     "engines": _engines,
     "prefill": _prefill,
     "planner": _planner,
+    "health checks": _health,
 }
 """What each dimension changes in a graph, by the name that its dice have."""
 
