@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from excuses import Cause
 from history import Fault, Life, Request
 from keys import LATE, NOT_GRANTED, demanded
-from load import Load, is_busy
+from load_seen import Load, is_busy
 from machine import START_S
 from presence import SERVED_BY, Span, decoders, gpus_of, model_of, share_of
 from relay import RELAYED, is_disturbed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from excuses import RESTART_S
 from history import Request
-from load import error_of, is_busy
+from load_seen import error_of, is_busy
 from machine import START_S
 from presence import Span, model_of, service_of
 
