@@ -49,8 +49,8 @@ class _Asked(NamedTuple):
         return Bounds(least, most)
 
     @property
-    def count(self) -> Bounds:
-        """Requests."""
+    def requests(self) -> Bounds:
+        """How many there are."""
         return Bounds(len(self.whole), len(self.all))
 
     @property
@@ -119,9 +119,9 @@ def _figures(process: Process, page: Page, asked: _Asked) -> Iterator[str]:
         (f"{of}output_tokens_total", asked.tokens),
         (f"{of}output_sequence_tokens_sum", asked.tokens),
         (f"{of}input_sequence_tokens_sum", asked.prompts),
-        (f"{of}input_sequence_tokens_count", asked.count),
+        (f"{of}input_sequence_tokens_count", asked.requests),
         (f"{of}cached_tokens_sum", Bounds(0, asked.prompts.most)),
-        (f"{of}time_to_first_token_seconds_count", asked.count),
+        (f"{of}time_to_first_token_seconds_count", asked.requests),
         (f"{of}time_to_first_token_seconds_sum", Bounds(0, asked.seconds())),
         (f"{of}request_duration_seconds_sum", Bounds(0, asked.seconds())),
         (f"{of}inter_token_latency_seconds_count", asked.gaps),
