@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from dynamo.errors import ConfigError, InvalidArgument
+from dynamo.errors import ConfigError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import StopConditions
 
@@ -44,17 +44,17 @@ class ReplyScript:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_path))
         self._lines = [(line.match, self._ids(line.reply)) for line in _read(path)]
 
-    def reply(self, prompt: Tokens, max_tokens: int) -> Reply:
+    def reply(self, prompt: Tokens, max_tokens: int) -> Reply | None:
         """Return the reply to ``prompt``, and "length" if ``max_tokens`` cuts it, else "stop".
 
-        Raises InvalidArgument if no line matches.
+        None if no line matches.
         """
         text = self._tokenizer.decode(list(prompt), skip_special_tokens=False)
         for match, ids in self._lines:
             if match in text:
                 cut = ids[:max_tokens]
                 return Reply(iter(cut), len(cut), "stop" if len(cut) == len(ids) else "length")
-        raise InvalidArgument("no line of the reply script matches the prompt")
+        return None
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

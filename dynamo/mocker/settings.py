@@ -27,7 +27,7 @@ class MockerSettings:
         "--reply-script",
         metavar="FILE",
         help='JSON lines like {"reply": "text", "match": "part of the prompt"}; the first line '
-        "that matches is the reply",
+        "that matches is the reply; where none does, --reply decides, and script is an error",
     )
     fatal_seed: int | None = option(
         None,

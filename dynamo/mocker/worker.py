@@ -121,18 +121,28 @@ class MockerService:
             raise InvalidArgument(f"stop_conditions.max_tokens must be >= 1, got {limit}")
         if rank.prefill_only:
             return random_reply(1, seed)
-        if self._script is not None or self._kind == "echo":
-            return self._fixed_reply(request, limit)
+        if (self._script is not None or self._kind == "echo") and (
+            fixed := self._fixed_reply(request, limit)
+        ):
+            return fixed
         if self._kind == "sequence":
             return sequence_reply(prompt, limit, seed)
         return random_reply(limit, seed)
 
-    def _fixed_reply(self, request: PreprocessedRequest, limit: int) -> Reply:
-        """The reply to the prompt, from where it was when the request migrated here."""
+    def _fixed_reply(self, request: PreprocessedRequest, limit: int) -> Reply | None:
+        """The reply to the prompt, from where it was when the request migrated here.
+
+        None where the script has none and ``--reply`` decides. Raises InvalidArgument.
+        """
         prompt, sent = _prompt_of(request)
+        reply = None
         if self._script is not None:
-            return rest_of(self._script.reply(prompt, limit + sent), sent)
-        return rest_of(echo_reply(prompt, limit + sent, request.stop_conditions), sent)
+            reply = self._script.reply(prompt, limit + sent)
+            if reply is None and self._kind == "script":
+                raise InvalidArgument("no line of the reply script matches the prompt")
+        if reply is None and self._kind == "echo":
+            reply = echo_reply(prompt, limit + sent, request.stop_conditions)
+        return None if reply is None else rest_of(reply, sent)
 
 
 def _prompt_of(request: PreprocessedRequest) -> tuple[Tokens, int]:
@@ -346,11 +356,8 @@ class MockerWorker:
 
 
 def _script(mocker: MockerSettings, model: ModelDirectory) -> ReplyScript | None:
-    if (mocker.reply == "script") != (mocker.reply_script is not None):
-        raise ConfigError(
-            f"--reply {mocker.reply} and --reply-script {mocker.reply_script}: give both "
-            "--reply script and the file of --reply-script, or neither"
-        )
     if mocker.reply_script is None:
+        if mocker.reply == "script":
+            raise ConfigError("--reply script needs the file of --reply-script; give both")
         return None
     return ReplyScript(mocker.reply_script, model.tokenizer_path)

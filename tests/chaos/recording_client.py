@@ -85,13 +85,7 @@ class RecordingClient(HttpClient):
             except OSError:
                 record.ending = "refused"
                 return
-        body = orjson.dumps(plan.body)
-        head = self._target.head("POST", PATHS[plan.api], len(body))
-        if plan.session:
-            head = head[:-2] + f"x-dynamo-session-id: {plan.session}\r\n\r\n".encode()
-        if plan.headers:
-            head = head[:-2] + f"{plan.headers}\r\n".encode()
-        message = head + body
+        message = self._message(plan)
         if plan.cancel in ("head", "queued"):
             await self._leave_early(plan, message)
             record.ending = "cancelled"
@@ -107,6 +101,16 @@ class RecordingClient(HttpClient):
         record.ending = "cancelled" if self._cancelled else "complete"
         if self.status != 200 or not plan.stream:
             self._read_body(bytes(self.body))
+
+    def _message(self, plan: Plan) -> bytes:
+        """Return head and body of the request."""
+        body = orjson.dumps(plan.body)
+        head = self._target.head("POST", PATHS[plan.api], len(body))
+        if plan.session:
+            head = head[:-2] + f"x-dynamo-session-id: {plan.session}\r\n\r\n".encode()
+        if plan.headers:
+            head = head[:-2] + f"{plan.headers}\r\n".encode()
+        return head + body
 
     async def _leave_early(self, plan: Plan, message: bytes) -> None:
         assert self._transport is not None

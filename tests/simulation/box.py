@@ -18,13 +18,15 @@ import keys
 import msgspec
 import planes
 import programs
+from caller import Caller
+from calls import Call, all_calls, script_of
 from disk import Disk
 from excuses import RESTART_S, Causes, target_of
 from history import Answer, Life, Request
 from machine import START_S, Machine, Process
 from network import Network
 from presence import Presence, Span, model_of
-from recording_client import Plan, RecordingClient
+from recording_client import Plan
 from scenario import PROFILES, Profile, Scenario, Step
 from steady import SILENT_S, Steady, silent_too_long
 from surface import HEADERS
@@ -116,14 +118,18 @@ class Box:
         machine.records_load = scenario.limits.blocks > 0
         self.waiting = Waiting()
         self.steady = Steady()
-        self.open: dict[str, RecordingClient] = {}
+        self.needs: dict[str, str] = {}
+        """What a request needs, unless it is a worker. See :mod:`calls`."""
+        self.slow_s: dict[str, float] = {}
+        """How long a slow reader pauses."""
+        self.open: dict[str, Caller] = {}
         """The connections of requests that have not ended."""
         if any(step.what == "power loss" for step in scenario.steps):
             machine.disk = Disk(random.Random(scenario.seed), lambda: machine.now_s)
         network = Network.of(machine)
         network.on_listen, network.on_close = self._listening, self._closed
         self.clients = machine.spawn("clients", dict(self._env), _forever)
-        self._idle: dict[int, list[RecordingClient]] = {}
+        self._idle: dict[int, list[Caller]] = {}
         self.asked: dict[str, tuple[str, dict[str, Any]]] = {}
         """Whose key each request had, and its fields, if the box demands keys."""
         self.key_changes: list[tuple[float, bool]] = []
@@ -135,7 +141,10 @@ class Box:
         self._write_graph(scenario.graph)
 
     def _write_graph(self, text: str) -> None:
-        full = text.format(model_path=EXAMPLE_MODEL, keys=self._keys)
+        replies = self.state / "replies.jsonl"
+        if self.scenario.format:
+            replies.write_text(script_of(self.scenario.format), encoding="utf-8")
+        full = text.format(model_path=EXAMPLE_MODEL, keys=self._keys, replies=replies)
         self._graph.write_text(f"namespace: {NAMESPACE}\n{full}")
 
     def _write_keys(self, *names: str) -> None:
@@ -227,6 +236,9 @@ class Box:
     def request(self, step: Step) -> None:
         """Send the request of ``step``, mostly over a connection that served another one."""
         details = step.details
+        if "call" in details:
+            self.call(step, all_calls()[details["call"]])
+            return
         pool = self._short if "short" in details else self.pool
         entry = pool[details["entry"] % len(pool)]
         body = dict(entry.body) | {"model": step.what}
@@ -250,14 +262,45 @@ class Box:
             session,
             headers,
         )
-        port = self.ports[plan.id] = 8000 + details.get("frontend", 0)
-        self.models[plan.id] = step.what
-        self.open_requests += 1
-        self.machine.note(f"{plan.id}: {step.what}, {details}")
-        loop = self.clients.loop
-        loop.call_soon(lambda: loop.create_task(self._perform(plan, port)))
+        self._send(plan, step, None)
 
-    async def _perform(self, plan: Plan, port: int) -> None:
+    def call(self, step: Step, call: Call) -> None:
+        """Send a request of :mod:`calls`, and those that follow it."""
+        details = step.details
+        call = call.of_graph(self.scenario.graph)
+        body = call.request_body(step.what, "")
+        if details["stream"]:
+            body["stream"] = True
+            if call.api in ("chat", "completions"):
+                body["stream_options"] = {"include_usage": True}
+        if not call.generates:
+            body["n"] = 0  # answers of a model
+        plan = Plan(
+            f"request {step.number}",
+            call.api,
+            body,
+            call.expected,
+            details.get("cancel", ""),
+            details.get("after", 0),
+        )
+        if "slow" in details:
+            self.slow_s[plan.id] = details["slow"]
+        self._send(plan, step, call)
+
+    def _send(self, plan: Plan, step: Step, call: Call | None) -> None:
+        port = 8000 + step.details.get("frontend", 0)
+        self.open_requests += 1
+        self.machine.note(f"{plan.id}: {step.what}, {step.details}")
+        loop = self.clients.loop
+        loop.call_soon(lambda: loop.create_task(self._perform(plan, port, step, call)))
+        self._expect(plan, port, step.what, call)
+
+    def _expect(self, plan: Plan, port: int, model: str, call: Call | None) -> None:
+        self.ports[plan.id], self.models[plan.id] = port, model
+        if call is not None:
+            self.needs[plan.id] = call.needs
+
+    async def _perform(self, plan: Plan, port: int, step: Step, call: Call | None) -> None:
         from dynamo.http.client import Target
 
         idle = self._idle.setdefault(port, [])
@@ -265,17 +308,42 @@ class Box:
         while idle and (connection is None or not connection.usable):
             connection = idle.pop()
         if connection is None or not connection.usable:
-            connection = RecordingClient(Target("127.0.0.1", port, False), self.clock)
-        self.open[plan.id] = connection
-        record = await connection.perform(plan, REQUEST_TIMEOUT_S)
-        del self.open[plan.id]
+            connection = Caller(Target("127.0.0.1", port, False), self.clock)
+        await self._exchange(connection, plan, call, step)
+        if call is not None:
+            await self._follow(connection, plan, call, step)
         if connection.usable and self.machine.random.random() < _KEPT_ALIVE:
             idle.append(connection)
         else:
             connection.close()
-        self.requests.append(record)
         self.open_requests -= 1
+
+    async def _exchange(
+        self, connection: Caller, plan: Plan, call: Call | None, step: Step
+    ) -> None:
+        connection.ask(call, step.what, step.details.get("slow", 0.0))
+        self.open[plan.id] = connection
+        record = await connection.perform(plan, REQUEST_TIMEOUT_S)
+        del self.open[plan.id]
+        self.requests.append(record)
+        for problem in connection.check():
+            self.machine.failures.append(f"{plan.id}: {problem}")
         self.machine.note(f"{plan.id} ended: {record.ending} {record.status} {_end_of(record)}")
+
+    async def _follow(self, connection: Caller, plan: Plan, call: Call, step: Step) -> None:
+        """Send what follows on an answer, as long as the same frontend answers."""
+        for number, later in enumerate(call.then):
+            done = connection.record
+            failed = done.status != 200 or any(one.kind == "error" for one in done.events)
+            if failed or done.ending != "complete" or not connection.usable:
+                return
+            body = later.request_body(step.what, connection.answer_id)
+            body |= {} if later.generates else {"n": 0}
+            then = Plan(f"{plan.id}.{number}", later.api, body, later.expected)
+            self._expect(then, self.ports[plan.id], step.what, later)
+            await self._exchange(connection, then, later, step)
+            if later.generates:
+                await self._follow(connection, then, later, step)
 
     # -- operators
 

@@ -277,7 +277,7 @@ def check_end(box: Box) -> Iterator[str]:
         yield f"dynamo serve ended with status {box.serve.status}"
     for path in sorted(box.state.rglob("*")):
         relative = path.relative_to(box.state)
-        kept = relative.parts[0] in ("graph.yaml", "keys.txt", ".prefill-speed")
+        kept = relative.parts[0] in ("graph.yaml", "keys.txt", "replies.jsonl", ".prefill-speed")
         kept = kept or relative.parts[1:2] == ("logs",)
         if path.is_dir() or kept:
             continue

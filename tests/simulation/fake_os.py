@@ -31,6 +31,8 @@ __all__ = ["Launched", "install", "machine", "run_main", "use"]
 
 STATE = "dynamo-simulate"
 """Is in the path of each file of a deployment."""
+_ABOVE_MONOTONIC_NS = 10**18
+
 _machine: Machine | None = None
 
 
@@ -235,6 +237,14 @@ def _unix_ns() -> int:
     return int(_machine.unix_s * 1e9)
 
 
+def _times() -> tuple[int, int]:
+    """Return access and change time of a file that is written now.
+
+    On a system both are far above the monotonic clock, with which simulated ones begin together.
+    """
+    return _unix_ns() + _ABOVE_MONOTONIC_NS, _unix_ns()
+
+
 def _install_files() -> None:
     for name in ("rmdir", "truncate", "ftruncate", "pwrite", "chmod"):
         _replace(os, name, _guarded)
@@ -257,7 +267,7 @@ def _stamped(real: Any) -> Any:
     def utime(path: Any, times: Any = None, *, ns: Any = None, **rest: Any) -> None:
         file_step(path)
         if times is None and ns is None and _machine is not None:
-            ns = (_unix_ns(),) * 2
+            ns = _times()
         if ns is not None:
             real(path, ns=ns, **rest)
         else:
@@ -270,7 +280,7 @@ def _replacing(real: Any, stamp: Any) -> Any:
     def replace(source: Any, target: Any, **rest: Any) -> None:
         file_step(target)
         if _machine is not None:
-            stamp(source, ns=(_unix_ns(),) * 2)  # the file has the virtual time
+            stamp(source, ns=_times())  # the file has the virtual time
             if _machine.disk is not None:
                 _machine.disk.rename(os.fspath(source), os.fspath(target))
         real(source, target, **rest)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from calls import FRONTEND, WORKER
 from excuses import Cause
 from history import Fault, Life, Request
 from keys import LATE, NOT_GRANTED, demanded
@@ -39,7 +40,12 @@ DRAIN_S = 20.0
 COLD_S = 100.0
 """--cold-start-timeout of each graph."""
 _JUDGED = ("401:", "403:", "429:", "529:")
-_NO_WORKER = ("is not ready to serve requests yet", "has no worker", "temporarily unavailable")
+_NO_WORKER = (
+    "is not ready to serve requests yet",
+    "has no worker",
+    "temporarily unavailable",
+    "is not loaded, and this request does not start it",
+)
 _BY_COMMAND = "was stopped by a command"
 _NOT_GRANTED = "is not granted to the API key"
 _SERVER_LOST = ("The server of this model", "Service temporarily unavailable")
@@ -126,8 +132,9 @@ class Judge:
         if request.cancel and request.ending == "cancelled":
             return "cancelled"
         frontend = self._frontend(request)
-        if frontend != "alive":
-            return frontend
+        needs = self._box.needs.get(request.id, WORKER)
+        if frontend != "alive" or needs == FRONTEND:
+            return "complete" if frontend == "alive" else frontend
         kind = self._by_key_or_relay(request)
         if kind:
             return kind
@@ -136,7 +143,7 @@ class Judge:
         if not on_demand and any(
             one.since_s <= since_s and request.ended_s <= one.until_s for one in self._gaps[model]
         ):
-            return "refused"
+            return "refused" if needs == WORKER else f"{EITHER}: listed without a worker"
         if self._may_lose(request):
             return f"{EITHER}: workers lost"
         if self._blind(request):
@@ -146,7 +153,7 @@ class Judge:
         met = [one for one in self._gaps[model] if one.meets(since_s, request.ended_s)]
         if not met:
             return "complete"
-        if on_demand:
+        if on_demand and needs == WORKER:
             away = self._removed(request) or self._no_planner(request) or self._no_gpu(request)
             return f"{EITHER}: not started on demand" if away else "complete"
         return f"{EITHER}: no worker for a while"
@@ -333,9 +340,13 @@ class Judge:
         return "no such error is allowed"
 
     def _without(self, request: Request) -> bool:
-        """Whether its model had no live worker when it ended, or just before."""
+        """Whether its model had no live worker when it ended, or just before.
+
+        A slow reader sees the end when it reads on.
+        """
+        slow_s = self._box.slow_s.get(request.id, 0.0)
         return any(
-            one.meets(request.ended_s - NOTICE_S, request.ended_s)
+            one.meets(request.ended_s - NOTICE_S - slow_s, request.ended_s)
             for one in self._gaps[self._model(request)]
         )
 

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import fake_os
-from box import Box, PoolEntry
+from box import EXAMPLE_MODEL, Box, PoolEntry
+from calls import ANSWERS, Call, all_calls, unscripted
 from chaos_load import make_pool
 from checks import check_always, check_end, check_index, check_interrupted, check_quiet
-from history import Answer
+from history import Answer, Request
 from judge import EITHER, Judge
 from machine import START_S, Livelock, Machine
 from overlap import Overlap
@@ -236,16 +237,59 @@ def learn_answers(scenario: Scenario, size: int) -> list[PoolEntry]:
         details = {"entry": number, "stream": False}
         box.request(Step(number, 0.0, "request", "one", 0, details))
     machine.run(lambda: not box.open_requests, machine.now_s + QUIET_LIMIT_S)
-    found = {}
-    for record in box.requests:
-        number = int(record.id.split()[1])
-        text = "".join(event.text for event in record.events if event.kind == "text")
-        reason = next((event.text for event in record.events if event.kind == "finish"), "")
-        usage = next((event.usage for event in record.events if event.usage), None)
-        if usage is None:
-            raise RuntimeError(f"no answer in an undisturbed run: {record}")
-        found[number] = Answer(text, reason, *usage)
+    found = {int(record.id.split()[1]): _answer(record) for record in box.requests}
+    _learn_calls(box)
     box.stop()
     machine.run(lambda: not box.serve or not box.serve.alive, machine.now_s + STOP_LIMIT_S)
     shutil.rmtree(directory, ignore_errors=True)
     return [PoolEntry(one.api, one.body, found[n]) for n, one in enumerate(asked)]
+
+
+def _answer(record: Request) -> Answer:
+    """Return the answer that an undisturbed deployment gave."""
+    text = "".join(
+        event.text for event in record.events if event.kind == "text" and not event.index
+    )
+    reason = next((event.text for event in record.events if event.kind == "finish"), "")
+    usage = next((event.usage for event in record.events if event.usage), None)
+    if usage is None or record.status != 200:
+        raise RuntimeError(f"no answer in an undisturbed run: {record}")
+    return Answer(text, reason, usage[0], usage[1] // max(1, record.choices))
+
+
+def _later_names(name: str, call: Call) -> dict[str, str]:
+    """Return the names of the calls that follow, by those of their requests."""
+    found = {}
+    for number, later in enumerate(call.then):
+        if later.generates:
+            found[f"{name}.{number}"] = later.name
+            found |= _later_names(f"{name}.{number}", later)
+    return found
+
+
+def _learn_calls(box: Box) -> None:
+    """Learn the answers of :mod:`calls`.
+
+    Those of workers with a format are known; of these only the prompts are counted.
+    """
+    import tokenizers
+
+    calls = [one for one in all_calls().values() if one.generates and not one.is_later]
+    keyed = dict(unscripted(one) for one in calls if one.case)
+    plain = [one for one in calls if one.case is None]
+    names: dict[str, str] = {}
+    for number, (name, call) in enumerate([*((one.name, one) for one in plain), *keyed.items()]):
+        names[f"request {number + len(box.pool)}"] = name
+        step = Step(number + len(box.pool), 0.0, "request", "one", 0, {"stream": False})
+        names |= _later_names(f"request {step.number}", call)
+        box.call(step, call)
+    box.machine.run(lambda: not box.open_requests, box.machine.now_s + QUIET_LIMIT_S)
+    ANSWERS.update((names[one.id], _answer(one)) for one in box.requests if one.id in names)
+    tokenizer = tokenizers.Tokenizer.from_file(str(EXAMPLE_MODEL / "tokenizer.json"))
+    for call in calls:
+        if call.case is not None:
+            tokens = len(tokenizer.encode(call.case.text, add_special_tokens=False).ids)
+            named = call.api == "chat" and call.case.format == "named"  # as OpenAI has it
+            reason = "tool_calls" if call.case.calls and not named else "stop"
+            prompt = ANSWERS[unscripted(call)[0]].prompt_tokens
+            ANSWERS[call.name] = Answer(call.case.content or "", reason, prompt, tokens)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import surface
+from calls import draw_calls, with_format
 from keys import keyed
 from relay import attached
 
@@ -264,6 +265,7 @@ class Scenario:
     ``is_cut``: it ends with a stop while requests and operations go on. ``is_calm``: one of several
     workers dies or restarts, and nothing else happens: every request has to be complete.
     ``overlap`` is the share of file operations in the middle of which other processes run.
+    ``format`` is what the workers write calls and reasoning in; '' if no request asks for them.
     """
 
     seed: int
@@ -275,6 +277,7 @@ class Scenario:
     is_calm: bool = False
     overlap: float = 0.0
     limits: surface.Limits = surface.NO_LIMITS
+    format: str = ""
 
 
 class Rates(NamedTuple):
@@ -330,7 +333,7 @@ def make_scenario(
 
 
 def _with_surface(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
-    return attached(keyed(surface.limited(scenario, ask), _key_change), ask)
+    return _called(attached(keyed(surface.limited(scenario, ask), _key_change), ask))
 
 
 def _key_change(number: int, at_s: float, what: str) -> Step:
@@ -451,6 +454,28 @@ def _cut(scenario: Scenario) -> Scenario:
     until_s = dice.choice(operations).at_s + dice.choice(_OFFSETS_S)
     steps = tuple(step for step in scenario.steps if step.at_s <= until_s)
     return replace(scenario, steps=steps, seconds=until_s, is_cut=True)
+
+
+def _called(scenario: Scenario) -> Scenario:
+    """Let clients of other APIs come in some scenarios. The other steps keep their numbers.
+
+    Limits, keys and relayed models have boxes of their own.
+    """
+    others = "{keys}" in scenario.graph or "dynamo.attach" in scenario.graph
+    if scenario.limits != surface.NO_LIMITS or others:
+        return scenario
+    profile = PROFILES[scenario.profile]
+    length_s = max((step.at_s for step in scenario.steps), default=scenario.seconds)
+    name, rows = draw_calls(scenario.seed, profile.models, profile.frontends, length_s)
+    if not name:
+        return scenario
+    asked = (
+        Step(number, at_s, "request", model, 0, details)
+        for number, (at_s, model, details) in enumerate(rows, len(scenario.steps))
+    )
+    steps = tuple(sorted((*scenario.steps, *asked), key=lambda step: step.at_s))
+    graph = with_format(scenario.graph, name)
+    return replace(scenario, steps=steps, graph=graph, format=name)
 
 
 def _with_clock(scenario: Scenario) -> Scenario:

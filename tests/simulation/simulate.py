@@ -40,12 +40,13 @@ _TRIES = 40
 _SCENARIO = ("profile", "seconds", "requests", "faults")
 """The options that decide what happens in the run of a seed."""
 _TESTS = Path(__file__).resolve().parents[1]
+_FOLDERS = ("simulation", "chaos", "mutants", "", "unit/frontend")
 _NUMBERS = re.compile(r"\d+(\.\d+)?|\b[0-9a-f]{12,16}\b")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 0 if every promise was kept, 1 if not, 2 for wrong options."""
-    sys.path[:0] = [str(_TESTS / name) for name in ("simulation", "chaos", "mutants", "")]
+    sys.path[:0] = [str(_TESTS / name) for name in _FOLDERS]
     options = _options(argv)
     _same_addresses()
     import defects
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import programs
 
     programs.connect()
+    import calls
     import run
     import scenario
 
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         pool = run.learn_answers(scenario.make_scenario(0, "agg"), scenario.POOL_SIZE)
         if options.answers is not None:
-            options.answers.write_bytes(msgspec.json.encode(pool))
+            options.answers.write_bytes(msgspec.json.encode((pool, calls.ANSWERS)))
     simulation = Simulation(options, pool, clock)
     return simulation.run()
 
@@ -92,8 +94,14 @@ def _healthy_answers() -> list[PoolEntry]:
 
 def _read_answers(path: Path) -> list[PoolEntry]:
     from box import PoolEntry
+    from calls import ANSWERS
+    from history import Answer
 
-    return msgspec.json.decode(path.read_bytes(), type=list[PoolEntry])
+    kind = tuple[list[PoolEntry], dict[str, Answer]]
+    pool: list[PoolEntry]
+    pool, answers = msgspec.json.decode(path.read_bytes(), type=kind)
+    ANSWERS.update(answers)
+    return pool
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

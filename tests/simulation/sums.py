@@ -18,6 +18,8 @@ __all__ = ["check_sums", "page_of"]
 Page = defaultdict[str, list[tuple[dict[str, str], float]]]
 _UNKNOWN_KEY = 401
 """Of requests that are refused before they are read: they have a counter of their own."""
+_COUNTS = ("anthropic_count_tokens", "responses_input_tokens")
+"""Endpoints that count the tokens of a prompt."""
 _LATE_S = 0.5
 """So much later a frontend may see that a client has left."""
 
@@ -30,10 +32,14 @@ class Bounds(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """The requests of one frontend, which lived all the time, and those with a whole answer."""
+    """The requests of one frontend, which lived all the time, and those with a whole answer.
+
+    ``others`` are requests that no model answers: bad ones, and those that read something.
+    """
 
     all: Sequence[Request]
     whole: Sequence[Request]
+    others: int
 
     @property
     def tokens(self) -> Bounds:
@@ -100,12 +106,14 @@ def _frontends(box: Box) -> Iterator[tuple[Process, _Asked]]:
         lives = [one for one in box.frontend_lives if one.pid == process.pid]
         port = box.life_ports[id(lives[0])] if lives else 0
         if sum(one == port for one in box.life_ports.values()) == 1:
-            asked = [
+            here = [
                 one
                 for one in box.requests
                 if box.ports[one.id] == port and one.status != _UNKNOWN_KEY
             ]
-            yield process, _Asked(asked, [one for one in asked if _is_whole(one)])
+            asked = [one for one in here if one.choices]  # of a model, not of the frontend
+            others = len(here) - len(asked)
+            yield process, _Asked(asked, [one for one in asked if _is_whole(one)], others)
 
 
 def _is_whole(request: Request) -> bool:
@@ -142,12 +150,16 @@ def _ends(process: Process, page: Page, asked: _Asked) -> Iterator[str]:
     failed = sum(one.ending == "complete" for one in asked.all) - len(asked.whole)
     counted = {"success": 0.0, "error": 0.0}
     for labels, value in page["dynamo_frontend_requests_total"]:
-        counted[labels["status"]] += value
-    for status, least in (("success", len(asked.whole)), ("error", failed)):
-        if not least <= counted[status] <= least + left:
+        if labels["endpoint"] not in _COUNTS:
+            counted[labels["status"]] += value
+    for status, least, others in (
+        ("success", len(asked.whole), 0),
+        ("error", failed, asked.others),
+    ):
+        if not least <= counted[status] <= least + left + others:
             yield (
                 f"{process.name}: {counted[status]:g} requests ended as {status}, by its clients "
-                f"{least} to {least + left}"
+                f"{least} to {least + left + others}"
             )
 
 

@@ -51,7 +51,12 @@ def _lacks_program(box: Box, step: Step) -> bool:
 
 def _is_full(box: Box, step: Step) -> bool:
     """Whether there may be too few of the two GPUs; each worker of the graph has one."""
-    return len(box.processes("mocker")) > 1 or step.details.get("value", 0) > 1
+    return _workers(box) > 1 or step.details.get("value", 0) > 1
+
+
+def _workers(box: Box) -> int:
+    """Return how many workers there are, those included that begin to start."""
+    return sum(one.alive and bool(model_of(one)) for one in box.machine.processes.values())
 
 
 _REFUSALS = (

@@ -72,6 +72,9 @@ class PromptCountRoutes:
         except DynamoError as error:
             registry.hold_or_refuse(exchange, api.endpoint, error, model)
             return
+        if exchange.resumed_at:  # it waited for a worker, and was counted as begun
+            ended = registry.metrics.outcomes(model).requests
+            ended[api.endpoint, "", model, "unary", "success"].value += 1
         headers = id_headers(api.errors, exchange.headers.get("x-request-id"))
         exchange.respond(200, json_bytes(body(prepared.prompt_tokens)), headers=headers)
 
@@ -307,7 +310,9 @@ class TokenizeRoutes:
             return entry.loaded
         if not relayed and (not_loaded := models.on_demand.not_loaded(name)) is not None:
             raise not_loaded
-        if entry is None or relayed:
+        if entry is None:
+            raise models.unregistered(name)
+        if relayed:
             raise ModelNotFound(f"Model not found: {shorten(name)}")
         raise NoInstances
 

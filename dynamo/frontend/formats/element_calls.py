@@ -77,7 +77,9 @@ class ElementCallParser(CallSteps):
         if self._step in (self._json_value, self._either_value):
             self._message.add_arguments(self._take_aside().strip())
         elif self._step in (self._outside, self._between, self._name):
-            self._message.add_content(self._take_aside() + self._text)
+            markup = self._step == self._between and self._in_section.may_begin(self._text)
+            if self._aside or not markup:
+                self._message.add_content(self._take_aside() + self._text)
         self._message.finish()
 
     def _close_call(self) -> None:

@@ -129,23 +129,30 @@ class Models:
     def find(self, name: str, model_type: str) -> TokenModel:
         """The model for a request of ``model_type`` (Chat, Completions).
 
-        Raises ModelNotFound, or NoInstances if the model is known, or of the graph, but has no
-        worker now. Until the first model registers, any name is unavailable, unless the graph has
-        all names: clients repeat a request after 503, not after 404.
+        Raises NoInstances for a known model without a worker, and :meth:`unregistered`.
         """
         entry = self._names.get(name)
         if entry is None:
-            none_yet = not self._names and not self._forgot
-            if self._graph.has(name) or (none_yet and not self._graph.names):
-                raise NoInstances
-            hint = self._graph.hint if none_yet else ""
-            raise ModelNotFound(f"Model not found: {shorten(name)}{hint}")
+            raise self.unregistered(name)
         if model_type not in entry.types:
             raise missing_route(name, model_type, entry.paths, entry.types)
         loaded = entry.loaded
         if not entry.served or not isinstance(loaded, TokenModel):
             raise NoInstances
         return loaded
+
+    def unregistered(self, name: str) -> NoInstances | ModelNotFound:
+        """The error of a request for a model that no worker has registered.
+
+        NoInstances if the graph has the model. Until the first model registers, any name is
+        unavailable, unless the graph has all names: clients repeat a request after 503, not after
+        404.
+        """
+        none_yet = not self._names and not self._forgot
+        if self._graph.has(name) or (none_yet and not self._graph.names):
+            return NoInstances()
+        hint = self._graph.hint if none_yet else ""
+        return ModelNotFound(f"Model not found: {shorten(name)}{hint}")
 
     async def find_loaded(self, name: str, model_type: str) -> TokenModel:
         """As :meth:`find`, but wait for a model that is loading, at most 30 s."""

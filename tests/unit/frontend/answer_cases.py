@@ -414,6 +414,11 @@ CASES = (
         f'{NS}<tool_call>{NS}<invoke name="get_weather">{NS}<city>Pa',
         (("get_weather", '{"city": "Pa'),),
     ),
+    Case(
+        "minimax_m3",
+        f'{NS}<tool_call>{NS}<invoke name="get_time">{NS}</invoke>\n{NS}</tool',
+        (TIME,),
+    ),
     Case("minimax_m3", f"{NS}<tool_call>no", content=f"{NS}<tool_call>no"),
     Case(
         "minimax_m3", f"{NS}<tool_call>{NS}</tool_call>", content=f"{NS}<tool_call>{NS}</tool_call>"

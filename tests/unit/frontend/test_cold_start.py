@@ -1028,6 +1028,22 @@ async def ask_about(site: Site, path: str, model: str | None = "tiny") -> httpx.
     return await site.client.post(path, json=body if model is None else {"model": model, **body})
 
 
+async def test_a_model_of_the_graph_is_known_to_every_route(tmp_path: Path) -> None:
+    """Before its first worker: 503, which clients repeat, not 404."""
+    models = graph.GraphModels(Statefile(tmp_path, "ns"), is_alone=True)
+    write_graph(tmp_path, "Worker")
+    await models.load()
+    async with running(tmp_path, planner=False) as site:
+        site.frontend.models._graph = models
+        ready = "/v1/models/{}/ready"
+        for path in ("/tokenize", "/detokenize", "/v1/route"):
+            assert (await ask_about(site, path)).status_code == 503, path
+            assert (await ask_about(site, path, "tinny")).status_code == 404, path
+        answer = await site.client.get(ready.format("tiny"))
+        assert (answer.status_code, answer.json()) == (503, {"id": "tiny", "ready": False})
+        assert (await site.client.get(ready.format("tinny"))).status_code == 404
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/route"])
 @pytest.mark.parametrize("other", [False, True])
 async def test_what_starts_no_worker_says_how_to_start_one(
@@ -1064,6 +1080,10 @@ async def test_a_count_waits_for_the_tokenizer(site: Site, path: str) -> None:
     await site.worker()
     answer = await asked
     assert answer.status_code == 200 and answer.json()["input_tokens"] > 0
+    counts = (
+        site.metric(f"dynamo_frontend_requests_{name}") for name in ("started_total", "total")
+    )
+    assert list(counts) == [1, 1]
     reason = "ns_Worker was stopped by a command; start it again with: dynamo load large"
     await site.planner.announce(OnDemandModel("ns", "large", waits_for=reason, stopped=True))
     await until(lambda: site.frontend.models.on_demand.record("large") is not None)

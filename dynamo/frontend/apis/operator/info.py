@@ -14,7 +14,7 @@ import orjson
 from msgspec import Meta
 
 from dynamo import __version__
-from dynamo.errors import InvalidArgument, shorten
+from dynamo.errors import InvalidArgument, ModelNotFound, shorten
 from dynamo.frontend.apis.messages.answer import error_message
 from dynamo.frontend.apis.messages.route import model_info, model_page
 from dynamo.frontend.apis.responses.prompt import ResponsesRequest
@@ -272,8 +272,10 @@ class InfoRoutes:
         """Respond 200 if a request for model ``name`` would find a worker, 503 if not yet."""
         entry = self._models.named(name)
         if entry is None and self._models.on_demand.record(name) is None:
-            exchange.refuse(404, f"Model not found: {name}")
-            return
+            error = self._models.unregistered(name)
+            if isinstance(error, ModelNotFound):
+                exchange.refuse(404, error.message)
+                return
         ready = entry is not None and entry.served and not self._requests.draining
         exchange.respond(200 if ready else 503, orjson.dumps({"id": name, "ready": ready}))
 
