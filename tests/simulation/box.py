@@ -414,7 +414,9 @@ class Box:
     def _warned(self, text: str) -> None:
         """A log has a warning: it needs a cause, a fault or an operation."""
         begun = self.ready_s and self.wanted and not self._begun
-        if begun and self.undisturbed_s() > WARNED_S:
+        signals = self.machine.stop_signals_s  # a drain may last longer than a fault is felt
+        drains = any(one.alive and one.pid in signals for one in self.machine.processes.values())
+        if begun and not drains and self.undisturbed_s() > WARNED_S:
             self.machine.failures.append(f"a warning without a cause: {text}")
 
     def disturbed(self, step: Step, since_s: float) -> bool:
