@@ -18,8 +18,9 @@ import keys
 import msgspec
 import planes
 import programs
+from call import Call
 from caller import Caller
-from calls import Call, all_calls, script_of
+from calls import all_calls, script_of
 from disk import Disk
 from excuses import RESTART_S, Causes, target_of
 from history import Answer, Life, Request
@@ -322,9 +323,10 @@ class Box:
         self, connection: Caller, plan: Plan, call: Call | None, step: Step
     ) -> None:
         connection.ask(call, step.what, step.details.get("slow", 0.0))
-        self.open[plan.id] = connection
+        if call is None or call.api != "watch":  # which waits for what may never come
+            self.open[plan.id] = connection
         record = await connection.perform(plan, REQUEST_TIMEOUT_S)
-        del self.open[plan.id]
+        self.open.pop(plan.id, None)
         self.requests.append(record)
         for problem in connection.check():
             self.machine.failures.append(f"{plan.id}: {problem}")

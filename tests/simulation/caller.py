@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import orjson
-from calls import FRONTEND, Call
-from history import Event
+from call import FRONTEND, Call
+from history import Event, Request
 from recording_client import Plan, RecordingClient
 
 from dynamo.http.client import Target, request_head
@@ -56,6 +56,11 @@ class Caller(RecordingClient):
         call = self.call
         if call is None:
             return super()._message(plan)
+        if call.api == "watch":
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.5 + plan.cancel_after / 4, self._leave_watch, self.record)
+        if call.message:
+            return call.message.replace(b"{model}", self.model.encode())
         body = call.sent if call.sent is not None else b""
         if call.method == "POST" and call.sent is None:
             fields = dict(plan.body)
@@ -79,6 +84,10 @@ class Caller(RecordingClient):
             self._pauses += 1
             self._transport.pause_reading()
             asyncio.get_running_loop().call_later(self.slow_s, self._resume, self._transport)
+
+    def _leave_watch(self, record: Request) -> None:
+        if record is self.record and self.receiving:
+            self._leave()
 
     def _resume(self, transport: asyncio.Transport) -> None:
         if not transport.is_closing():
@@ -162,12 +171,13 @@ class Caller(RecordingClient):
         call, record = self.call, self.record
         if call is None or not call.generates or record.status != 200:
             return self.problems
+        cut = call.case is not None and call.case.format == "cut"
         failed = any(event.kind == "error" for event in record.events)
         whole = record.ending == "complete" and not failed
         if self._reader is not None and whole:
             self._reader.end()
         if call.case is not None:
-            self._check_case(call, whole)
+            self._check_case(call, whole and not cut)
         elif any(one.reasoning or one.calls for one in self._messages.values()):
             self.problems.append("reasoning or calls in an answer without them")
         return self.problems

@@ -1,54 +1,38 @@
 """The requests of other APIs, of tools and of bad clients: what is sent, and its right answer.
 
-A third of the boxes get them, among their other requests. Each has one right answer, whatever
+Some boxes get them, among their other requests. Each has one right answer, whatever
 happens beside it: texts that an undisturbed deployment gave, messages that ``answer_cases`` has, or
 a status and a word of its text.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from history import Answer
+from call import FRONTEND, GENERATIONS, PAD_BYTES, Call
+from reads import protocol, reads, refusals, watches
 
 if TYPE_CHECKING:
     from answer_cases import Case
 
-__all__ = [
-    "ANSWERS",
-    "FRONTEND",
-    "WORKER",
-    "Call",
-    "all_calls",
-    "draw_calls",
-    "script_of",
-    "unscripted",
-    "with_format",
-]
+__all__ = ["all_calls", "draw_calls", "script_of", "unscripted", "with_format"]
 
-ANSWERS: dict[str, Answer] = {}
-"""The answers of an undisturbed deployment, by the names of the calls."""
-
-WORKER, LISTING, FRONTEND = "worker", "listing", "frontend"
-"""What a call needs for its answer: a worker; a worker if its model is to be listed, though what is
-known of the model may be enough; a frontend alone."""
-
-GENERATIONS = ("chat", "completions", "responses", "messages")
+_MODEL = Path(__file__).resolve().parents[2] / "examples/model"
 _SHARE = 0.4
 """Of the boxes."""
 _RATE = 1.0
 _MARK = "answer case {};"
 """What a prompt has so that a worker gives one of the answers of its format."""
+_MOST_TOKENS, _CUT_TOKENS = 400, 4
+"""``max_tokens`` of a message that is whole, and how many tokens a cut one lacks."""
 _SLOW_SHARE, _CANCEL_SHARE = 0.15, 0.15
 _REASONING = "We need 1 < 2."
-_WITH_MODEL = ("tool_choice", "response_format", "role")
-"""Fields that are read with the model at hand."""
-_PAD_BYTES = 140 << 10
-"""More than a body that is parsed on the event loop."""
 
 FORMATS = {
     "deepseek_v3": "deepseek_v3",
@@ -77,65 +61,6 @@ _MARKERS = {
     "minimax_m3": ("<mm:think>", "</mm:think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
-
-
-@dataclass(frozen=True)
-class Call:
-    """One request. ``api`` says how its answer is read: a generation, a ``read`` or a ``refusal``.
-
-    ``status`` and ``says`` are of reads and refusals: the status, and a text that the body has.
-    ``case`` is the message that the model writes, if its format matters, ``raw`` its text without
-    one. ``then`` are calls that follow on the same connection; ``{id}`` in their paths and bodies
-    is the id of the answer before.
-    """
-
-    name: str
-    api: str
-    path: str
-    body: dict[str, Any] = field(default_factory=dict)
-    method: str = "POST"
-    needs: str = WORKER
-    status: int = 200
-    says: str = ""
-    headers: str = ""
-    sent: bytes | None = None
-    pad: int = 0
-    case: Case | None = None
-    then: tuple[Call, ...] = ()
-
-    @property
-    def generates(self) -> bool:
-        """Whether a model answers."""
-        return self.api in GENERATIONS
-
-    def target(self, model: str, answer_id: str) -> str:
-        """Return the path."""
-        return self.path.replace("{model}", model).replace("{id}", answer_id)
-
-    def request_body(self, model: str, answer_id: str) -> dict[str, Any]:
-        """Return the body, of which ``model`` is the model unless it names another one."""
-        if self.method != "POST" or self.sent is not None:
-            return {}
-        body = {"model": model} | self.body
-        if body.get("previous_response_id") == "{id}":
-            body["previous_response_id"] = answer_id
-        return body
-
-    def of_graph(self, graph: str) -> Call:
-        """Return the call with what is right for ``graph``: not every router explains itself."""
-        if not self.path.startswith("/v1/route") or "router-mode: kv" in graph:
-            return self
-        return replace(self, api="refusal", status=400, says="only --router-mode kv")
-
-    @property
-    def is_later(self) -> bool:
-        """Whether it continues the answer before it."""
-        return self.body.get("previous_response_id") == "{id}"
-
-    @property
-    def expected(self) -> Answer:
-        """The complete answer."""
-        return ANSWERS.get(self.name, Answer("", "", 0, 0))
 
 
 # -- generations
@@ -167,7 +92,7 @@ def _chat_calls() -> Iterator[Call]:
                logprobs=True)  # fmt: skip
     yield chat("four long", 20, 320, n=4)
     yield chat("long prompt", 150, 5)
-    yield chat("large body", 8, 5, pad=_PAD_BYTES)
+    yield chat("large body", 8, 5, pad=PAD_BYTES)
     parts = [{"type": "text", "text": "parts"}, {"type": "text", "text": "of a text"}]
     history = [
         {"role": "system", "content": "You are brief."},
@@ -326,12 +251,23 @@ def _cases(name: str) -> Iterator[Case]:
             text = f"{opens}{_REASONING}{closes}{case.text}"
             case = case._replace(text=text, reasoning=_REASONING)
         yield case
+    whole = [one for one in cases if one.calls and one.text.startswith(one.content or "")]
+    for case in whole[:1] if name != "harmony" else ():
+        yield case._replace(format="cut")
     named = answer_cases.Case("named", '{"city": "Paris"}', (answer_cases.PARIS,))
     if name != "harmony":
         yield named
         text = '[{"name": "get_weather", "parameters": {"city": "Paris"}}]'
         yield answer_cases.Case("required", text, (answer_cases.PARIS,))
     yield answer_cases.Case("none", "Plain text.", content="Plain text.")
+
+
+@functools.cache
+def _tokens(text: str) -> int:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(_MODEL / "tokenizer.json"))
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _is_whole(call: tuple[str, str]) -> bool:
@@ -350,13 +286,15 @@ def _case_calls(name: str) -> Iterator[Call]:
 
 
 def _asked_by_all(name: str, asked: str, case: Case) -> Iterator[Call]:
+    """Yield the request of chat, Responses and Messages for ``case``."""
+    limit = _tokens(case.text) - _CUT_TOKENS if case.format == "cut" else _MOST_TOKENS
     user = [{"role": "user", "content": asked}]
     by_name = {"type": "function", "function": {"name": "get_weather"}}
     chosen = {"named": by_name, "required": "required", "none": "none"}.get(case.format, "auto")
-    body = {"messages": user, "tools": _tools(), "tool_choice": chosen, "max_tokens": 400}
+    body = {"messages": user, "tools": _tools(), "tool_choice": chosen, "max_tokens": limit}
     yield Call(f"tools by chat {name}", "chat", "/v1/chat/completions", body, case=case)
     flat = {"type": "function", "name": "get_weather"} if case.format == "named" else chosen
-    body = {"input": asked, "tools": _flat_tools(), "tool_choice": flat, "max_output_tokens": 400}
+    body = {"input": asked, "tools": _flat_tools(), "tool_choice": flat, "max_output_tokens": limit}
     yield Call(f"tools by response {name}", "responses", "/v1/responses", body, case=case)
     kinds = {"named": "tool", "required": "any"}
     choice = {"type": kinds.get(case.format, case.format if chosen == "none" else "auto")}
@@ -366,7 +304,7 @@ def _asked_by_all(name: str, asked: str, case: Case) -> Iterator[Call]:
         "messages": user,
         "tools": _message_tools(),
         "tool_choice": choice,
-        "max_tokens": 400,
+        "max_tokens": limit,
     }
     yield Call(f"tools by message {name}", "messages", "/v1/messages", body, case=case)
 
@@ -404,107 +342,6 @@ def unscripted(call: Call) -> tuple[str, Call]:
     return f"{call.api} {number} {plain}", replace(call, body=body, case=None)
 
 
-# -- what is read, and what is refused
-
-
-def _reads() -> Iterator[Call]:
-    def get(path: str, says: str, needs: str = FRONTEND, status: int = 200, **fields: Any) -> Call:
-        return Call(f"GET {path}", "read", path, method="GET", needs=needs, status=status,
-                    says=says, **fields)  # fmt: skip
-
-    yield get("/live", '"status": "live"'.replace(" ", ""))
-    yield get("/health", '"status":"healthy"', LISTING)
-    yield get("/metrics", "dynamo_component_uptime_seconds")
-    yield get("/v1/models", '"id":"{model}"', LISTING)
-    yield get("/v1/models?limit=5", '"id":"{model}"', LISTING, headers="anthropic-version: 1\r\n")
-    yield get("/v1/models/{model}", '"id":"{model}"', LISTING)
-    yield get("/v1/models/{model}/ready", '"ready":true', LISTING)
-    yield get("/openapi.json", '"openapi":"3.1.0"')
-    yield get("/docs", "", status=303)
-    yield get("/v1/status", "{")
-    yield get("/v1/requests?limit=5", "{")
-    yield get("/busy_threshold", '"thresholds":')
-    yield get("/ui/about.json", '"keys":false')
-    yield get("/ui/history", "{")
-    yield get("/ui/requests", "{")
-    yield get("/v1/route?prompt=where&model={model}", "{", LISTING)
-    words = "Tokenize these words"
-    text = Call("tokenize", "read", "/tokenize", {"prompt": words}, needs=LISTING,
-                says='"tokens":[')  # fmt: skip
-    yield text
-    chat = {"messages": [{"role": "user", "content": words}], "return_token_strs": True}
-    yield replace(text, name="tokenize a chat", body=chat, says='"token_strs":[')
-    yield Call("detokenize", "read", "/detokenize", {"tokens": [1200, 1300]}, needs=LISTING,
-               says='{"prompt":')  # fmt: skip
-    for path, given in (
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": words}]}),
-        ("/v1/completions", {"prompt": words}),
-    ):
-        yield Call(f"route {path}", "read", "/v1/route", given, needs=LISTING, says="{")
-
-
-def _refusals() -> Iterator[Call]:
-    user = [{"role": "user", "content": "Hi"}]
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {"messages": user},
-        "/v1/completions": {"prompt": "Hi"},
-        "/v1/responses": {"input": "Hi"},
-        "/v1/messages": {"messages": user, "max_tokens": 5},
-        "/v1/messages/count_tokens": {"messages": user},
-        "/v1/responses/input_tokens": {"input": "Hi"},
-        "/tokenize": {"prompt": "Hi"},
-        "/detokenize": {"tokens": [5]},
-        "/v1/embeddings": {"input": "Hi"},
-    }
-
-    def refused(name: str, path: str, status: int, says: str = "", **fields: Any) -> Call:
-        fields = {"needs": FRONTEND} | fields
-        return Call(f"{name} {path}", "refusal", path, status=status, says=says, **fields)
-
-    for path, body in bodies.items():
-        yield refused("broken", path, 400, sent=b'{"model": "one", "mess')
-        yield refused("no object", path, 400, sent=b"[1, 2]")
-        yield refused("unknown field", path, 400, "wrong_field", body=body | {"wrong_field": 1})
-        yield refused("unknown model", path, 404, "unknown-one", needs=LISTING,
-                      body=body | {"model": "unknown-one"})  # fmt: skip
-        yield refused("large and broken", path, 400, sent=b"[" + b" " * _PAD_BYTES)
-    chat, completions = "/v1/chat/completions", "/v1/completions"
-    wrong: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("ax tokens", chat, {"messages": user, "max_tokens": 0}),
-        ("emperature", chat, {"messages": user, "temperature": 9}),
-        ("messages", chat, {"messages": []}),
-        ("tool_choice", chat, {"messages": user, "tool_choice": "required"}),
-        ("response_format", chat, {"messages": user, "response_format": {"type": "none"}}),
-        ("role", chat, {"messages": [{"role": "unknown-one", "content": "Hi"}]}),
-        ("prompt", completions, {"prompt": 5}),
-        ("stop", completions, {"prompt": "Hi", "stop": [5]}),
-        ("ax tokens", "/v1/responses", {"input": "Hi", "max_output_tokens": 0}),
-        ("max_tokens", "/v1/messages", {"messages": user}),
-        ("tokens", "/detokenize", {"tokens": [-1]}),
-    )
-    for word, path, body in wrong:
-        needs = WORKER if word in _WITH_MODEL else FRONTEND
-        yield refused(f"wrong {word}", path, 400, word, needs=needs, body=body)
-    previous = {"input": "Hi", "previous_response_id": "resp_none"}
-    yield refused("no such response", "/v1/responses", 400, "resp_none", needs=WORKER,
-                  body=previous)  # fmt: skip
-    yield refused("too long", completions, 400, "maximum context length", needs=WORKER,
-                  body={"prompt": [1200] * 70_000})  # fmt: skip
-    yield refused("no embeddings", "/v1/embeddings", 404, needs=WORKER, body={"input": "Hi"})
-    yield refused("out of range", "/detokenize", 400, "out of range", needs=LISTING,
-                  body={"tokens": [99_999]})  # fmt: skip
-    for method, path, status in (
-        ("GET", "/nothing", 404),
-        ("POST", "/v1/nothing", 404),
-        ("GET", "/v1/chat/completions", 405),
-        ("GET", "/v1/responses/resp_none", 404),
-        ("GET", "/v1/requests/none", 404),
-        ("GET", "/v1/models/unknown-one", 404),
-        ("GET", "/ui/nothing", 404),
-    ):
-        yield refused(f"{method}", path, status, method=method)
-
-
 # -- the choice of a seed
 
 
@@ -512,8 +349,10 @@ _GROUPS: dict[str, tuple[float, Callable[[], Iterator[Call]]]] = {
     "chat": (2, _chat_calls),
     "responses": (2, _response_calls),
     "messages": (2, _message_calls),
-    "reads": (2, _reads),
-    "refusals": (2, _refusals),
+    "reads": (2, reads),
+    "watches": (0.5, watches),
+    "refusals": (2, refusals),
+    "protocol": (1, protocol),
 }
 _KNOWN: dict[str, Call] = {}
 
@@ -539,7 +378,7 @@ def draw_calls(
 ) -> tuple[str, list[tuple[float, str, dict[str, Any]]]]:
     """Return the format of the workers, and time, model and details of each call of ``seed``."""
     dice = random.Random(f"calls {seed}")
-    if dice.random() >= _SHARE:
+    if not seed or dice.random() >= _SHARE:  # the answers are learned in the box of seed 0
         return "", []
     name = dice.choice(sorted(FORMATS))
     groups = {group: list(make()) for group, (_, make) in _GROUPS.items()}
@@ -559,7 +398,9 @@ def draw_calls(
 
 def _details(dice: random.Random, call: Call) -> dict[str, Any]:
     details: dict[str, Any] = {"call": call.name, "stream": False}
-    if not call.generates:
+    if call.api == "watch":
+        details["after"] = dice.randrange(1, 20)
+    if call.api not in GENERATIONS:
         return details
     details["stream"] = dice.random() < 0.7
     if dice.random() < _CANCEL_SHARE and not call.then:

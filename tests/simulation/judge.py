@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from calls import FRONTEND, WORKER
+from call import FRONTEND, WORKER
 from excuses import Cause
 from history import Fault, Life, Request
 from keys import LATE, NOT_GRANTED, demanded

@@ -7,10 +7,12 @@ import shutil
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fake_os
 from box import EXAMPLE_MODEL, Box, PoolEntry
-from calls import ANSWERS, Call, all_calls, unscripted
+from call import ANSWERS, Call
+from calls import all_calls, unscripted
 from chaos_load import make_pool
 from checks import check_always, check_end, check_index, check_interrupted, check_quiet
 from history import Answer, Request
@@ -22,6 +24,9 @@ from reached import Reached
 from scenario import Scenario, Step
 
 from dynamo.frontend.requests import headers
+
+if TYPE_CHECKING:
+    from answer_cases import Case
 
 __all__ = ["Outcome", "learn_answers", "run_scenario"]
 
@@ -257,6 +262,16 @@ def _answer(record: Request) -> Answer:
     return Answer(text, reason, usage[0], usage[1] // max(1, record.choices))
 
 
+def _scripted(call: Call, case: Case, prompt: int, tokens: int) -> Answer:
+    """Return the answer of a worker that writes ``case`` in ``tokens``."""
+    limit = call.body.get("max_tokens") or call.body["max_output_tokens"]
+    content = case.content or ""
+    if tokens > limit:
+        return Answer(content, "length", prompt, limit)
+    named = call.api == "chat" and case.format == "named"  # as OpenAI has it
+    return Answer(content, "tool_calls" if case.calls and not named else "stop", prompt, tokens)
+
+
 def _later_names(name: str, call: Call) -> dict[str, str]:
     """Return the names of the calls that follow, by those of their requests."""
     found = {}
@@ -289,7 +304,5 @@ def _learn_calls(box: Box) -> None:
     for call in calls:
         if call.case is not None:
             tokens = len(tokenizer.encode(call.case.text, add_special_tokens=False).ids)
-            named = call.api == "chat" and call.case.format == "named"  # as OpenAI has it
-            reason = "tool_calls" if call.case.calls and not named else "stop"
             prompt = ANSWERS[unscripted(call)[0]].prompt_tokens
-            ANSWERS[call.name] = Answer(call.case.content or "", reason, prompt, tokens)
+            ANSWERS[call.name] = _scripted(call, call.case, prompt, tokens)

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import programs
 
     programs.connect()
-    import calls
+    import call
     import run
     import scenario
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         pool = run.learn_answers(scenario.make_scenario(0, "agg"), scenario.POOL_SIZE)
         if options.answers is not None:
-            options.answers.write_bytes(msgspec.json.encode((pool, calls.ANSWERS)))
+            options.answers.write_bytes(msgspec.json.encode((pool, call.ANSWERS)))
     simulation = Simulation(options, pool, clock)
     return simulation.run()
 
@@ -94,7 +94,7 @@ def _healthy_answers() -> list[PoolEntry]:
 
 def _read_answers(path: Path) -> list[PoolEntry]:
     from box import PoolEntry
-    from calls import ANSWERS
+    from call import ANSWERS
     from history import Answer
 
     kind = tuple[list[PoolEntry], dict[str, Answer]]

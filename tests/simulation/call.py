@@ -1,0 +1,86 @@
+"""One request of another API, of a tool or of a bad client, and what its answer has to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from history import Answer
+
+if TYPE_CHECKING:
+    from answer_cases import Case
+
+__all__ = ["ANSWERS", "FRONTEND", "GENERATIONS", "LISTING", "PAD_BYTES", "WORKER", "Call"]
+
+ANSWERS: dict[str, Answer] = {}
+"""The answers of an undisturbed deployment, by the names of the calls."""
+
+WORKER, LISTING, FRONTEND = "worker", "listing", "frontend"
+"""What a call needs for its answer: a worker; a worker if its model is to be listed, though what is
+known of the model may be enough; a frontend alone."""
+
+GENERATIONS = ("chat", "completions", "responses", "messages")
+PAD_BYTES = 140 << 10
+"""More than a body that is parsed on the event loop."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request. ``api`` says how its answer is read: a generation, a ``read``, a ``refusal``, or
+    a ``watch``: a stream without an end, which the client leaves.
+
+    ``status`` and ``says`` are of reads and refusals: the status, and a text that the body has.
+    ``sent`` is the body if it is no JSON, ``message`` all that is sent if it is not HTTP as usual.
+    ``case`` is the message that the model writes, if its format matters.
+    ``then`` are calls that follow on the same connection; ``{id}`` in their paths and bodies is the
+    id of the answer before.
+    """
+
+    name: str
+    api: str
+    path: str
+    body: dict[str, Any] = field(default_factory=dict)
+    method: str = "POST"
+    needs: str = WORKER
+    status: int = 200
+    says: str = ""
+    headers: str = ""
+    sent: bytes | None = None
+    message: bytes = b""
+    pad: int = 0
+    case: Case | None = None
+    then: tuple[Call, ...] = ()
+
+    @property
+    def generates(self) -> bool:
+        """Whether a model answers."""
+        return self.api in GENERATIONS
+
+    def target(self, model: str, answer_id: str) -> str:
+        """Return the path."""
+        return self.path.replace("{model}", model).replace("{id}", answer_id)
+
+    def request_body(self, model: str, answer_id: str) -> dict[str, Any]:
+        """Return the body, of which ``model`` is the model unless it names another one."""
+        if self.method != "POST" or self.sent is not None:
+            return {}
+        body = {"model": model} | self.body
+        if body.get("previous_response_id") == "{id}":
+            body["previous_response_id"] = answer_id
+        return body
+
+    def of_graph(self, graph: str) -> Call:
+        """Return the call with what is right for ``graph``: not every router explains itself."""
+        if not self.path.startswith("/v1/route") or "router-mode: kv" in graph:
+            return self
+        return replace(self, api="refusal", status=400, says="only --router-mode kv")
+
+    @property
+    def is_later(self) -> bool:
+        """Whether it continues the answer before it."""
+        return self.body.get("previous_response_id") == "{id}"
+
+    @property
+    def expected(self) -> Answer:
+        """The complete answer."""
+        return ANSWERS.get(self.name, Answer("", "", 0, 0))
