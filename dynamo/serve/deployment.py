@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from dynamo.config.serve import ServeSettings
-from dynamo.errors import ConfigError, StatefileError
+from dynamo.errors import ConfigError, StatefileError, Unavailable
 from dynamo.observability.logs import counted
 from dynamo.runtime.process.paths import remove_unfinished
 from dynamo.runtime.process.stop_order import write_stop_stage
@@ -182,7 +182,7 @@ class Deployment:
             return ""  # at once: a client that reads the status now must see that it starts
         try:
             found = await self._record.claim(spec)
-        except (ConfigError, StatefileError) as error:
+        except (ConfigError, StatefileError, Unavailable) as error:
             return error.message
         if found.gpus != spec.gpus:
             gpus = ", ".join(found.gpus)
@@ -296,5 +296,6 @@ class Deployment:
         await in_file_thread(end_descendants, _SWEEP_TIMEOUT_S)
         self._factory.close()
         self._leases.close()
+        await self._record.close()  # a restart in progress may still write the end of its part
         self._run_directory.clear()
         self._announcer.announce("stopped")

@@ -114,6 +114,7 @@ class StatefileWriter:
         self._replacing: set[str] = set()
         self._taken: Set[str] = frozenset()
         self._failed = False
+        self._closed = False
         # From the look at the components to the end of the write: an older look must not follow.
         self._writing = asyncio.Lock()
 
@@ -142,6 +143,11 @@ class StatefileWriter:
     def start(self, tasks: Tasks) -> None:
         """Write every change until ``tasks`` closes."""
         tasks.spawn(self._write_changes(), name="statefile")
+
+    async def close(self) -> None:
+        """Wait for a write in progress; from then on nothing is written. Idempotent."""
+        async with self._writing:
+            self._closed = True
 
     def changed(self) -> None:
         """Schedule a write: a process, a watcher or a lease appeared or disappeared."""
@@ -211,8 +217,13 @@ class StatefileWriter:
             self.changed()
 
     async def _change(self, change: Callable[[Document], object], assigns: bool = False) -> None:
-        """Write the components and apply ``change`` to them, in one update."""
+        """Write the components and apply ``change`` to them, in one update.
+
+        Raises Unavailable after :meth:`close`.
+        """
         async with self._writing:
+            if self._closed:
+                raise Unavailable("the deployment is stopping")
             components = self._components()
             # In a thread: another process may hold the lock of the statefile.
             write = in_file_thread(self.write, components, change, assigns)
@@ -245,6 +256,8 @@ class StatefileWriter:
     async def _write_change(self) -> None:
         try:
             await self._change(lambda document: None)
+        except Unavailable:
+            return
         except (StatefileError, OSError) as error:
             if not self._failed:  # once per outage
                 log.error("cannot write the statefile: %s; trying again every second", error)

@@ -16,7 +16,7 @@ import pytest
 from statefile_entries import rewrite
 from until import until
 
-from dynamo.errors import StatefileError
+from dynamo.errors import StatefileError, Unavailable
 from dynamo.runtime.process.tasks import Tasks
 from dynamo.serve.gpus.gpus import Inventory
 from dynamo.serve.graph.graph import parse_graph
@@ -416,6 +416,36 @@ def test_a_cancelled_write_is_awaited(world: World, monkeypatch: pytest.MonkeyPa
             await task
         await asyncio.wait_for(world.writer.replaced("dynamo_A"), 30)
         assert world.entry("dynamo_A").replacing is None
+
+    asyncio.run(main())
+
+
+def test_nothing_is_written_after_the_close(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart that is in progress when the deployment ends, and a write that has begun."""
+    lock = FileLock(world.statefile.lock_path)
+
+    async def main() -> None:
+        await world.writer.replace(world.specs["dynamo_A"], beside=False)
+        write, begun = world.writer.write, threading.Event()
+
+        def noted(*arguments: Any) -> None:
+            begun.set()
+            write(*arguments)
+
+        monkeypatch.setattr(world.writer, "write", noted)
+        lock.acquire()
+        ending = asyncio.create_task(world.writer.replaced("dynamo_A"))
+        await asyncio.to_thread(begun.wait)
+        closing = asyncio.create_task(world.writer.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        lock.release()
+        await asyncio.gather(ending, closing)
+        world.statefile.remove()
+        await world.writer.replaced("dynamo_A")
+        with pytest.raises(Unavailable, match="stopping"):
+            await world.writer.claim(world.specs["dynamo_A"])
+        assert world.statefile.read() is None
 
     asyncio.run(main())
 
