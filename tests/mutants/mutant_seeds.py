@@ -14,4 +14,6 @@ SEEDS: dict[str, int] = {
     "requests-of-a-removed-worker-stay-in-flight": 1,
     "tokens-counted-twice-after-a-migration": 59,
     "usage-counts-the-tokens-of-the-first-worker-twice": 16,
+    "replacement-that-failed-holds-its-gpus": 27,
+    "older-look-overwrites-a-newer-one": 47,
 }

@@ -38,8 +38,8 @@ PLANNER = (
     Mutant(
         "report-of-a-frontend-that-ended-counts",
         "dynamo.planner.sharing.gpu_sharing",
-        "        if not added:\n            self._reports.pop(publisher, None)",
-        "        pass",
+        "            self._reports.pop(publisher, None)\n        elif",
+        "            pass\n        elif",
         ("unit/planner/test_on_demand.py::test_the_reports_of_all_frontends_count",),
     ),
     Mutant(
