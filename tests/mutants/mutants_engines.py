@@ -33,8 +33,8 @@ ENGINES = (
     Mutant(
         "mocker-answers-a-migrated-echo-from-its-start",
         "dynamo.mocker.worker",
-        "return rest_of(echo_reply(prompt, limit + sent, request.stop_conditions), sent)",
-        "return echo_reply(prompt, limit, request.stop_conditions)",
+        "            reply = echo_reply(prompt, limit + sent, request.stop_conditions)\n",
+        "            return echo_reply(prompt, limit, request.stop_conditions)\n",
         ("unit/mocker/test_mocker_service.py::test_an_echo_continues_after_a_migration",),
     ),
     Mutant(
