@@ -7,6 +7,8 @@ ZeroMQ, the start of a process, the files of /proc, log handlers.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 import importlib
 import logging
 import signal
@@ -29,6 +31,7 @@ HOST = "simulated-boot/pid:[1]"
 _LEVEL = logging.INFO
 _LEFT_OPEN = 12
 """inotify instances, of which the kernel lets a user have few."""
+_OPEN_TRIES, _OPEN_RETRY_US = 1200, 50_000
 
 
 def connect() -> None:
@@ -41,6 +44,7 @@ def connect() -> None:
     zmq.Context = planes.BlockingContext  # type: ignore[misc, assignment]
     zmq.asyncio.Context = planes.SimulatedContext  # type: ignore[misc, assignment]
     _connect_proc()
+    _connect_inotify()
     _connect_figures()
     import circus.controller
 
@@ -108,12 +112,27 @@ def _connect_proc() -> None:
         one for pid in list(fake_os.machine().processes) if (one := stat(pid)) is not None
     ]
     process_table.environment = lambda pid: dict(p.env) if (p := _process(pid)) else {}
+
+
+def _connect_inotify() -> None:
+    """Close the instances of a process that ends, and wait for one where others have them all."""
     from dynamo.runtime.process import inotify
 
     opened = inotify.InotifyInstance.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        opened(self, *args, **kwargs)
+        for _ in range(_OPEN_TRIES):  # the limit counts all processes of a user, other tests too
+            try:
+                opened(self, *args, **kwargs)
+                break
+            except OSError as error:
+                if error.errno != errno.EMFILE:
+                    raise
+            while left_open:
+                closed(left_open.pop())
+            libc.usleep(_OPEN_RETRY_US)  # real time: nothing of the run depends on it
+        else:
+            opened(self, *args, **kwargs)
         machine = fake_os.machine()
         machine.files.pop(self.fd, None)  # the number of a file that was closed
         if machine.current is not None:
@@ -129,6 +148,7 @@ def _connect_proc() -> None:
         else:
             closed(self)
 
+    libc = ctypes.CDLL(None)
     holders: dict[int, Process] = {}
     left_open: list[Any] = []
     closed = inotify.InotifyInstance.close

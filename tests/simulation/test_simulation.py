@@ -9,6 +9,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,12 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def simulate(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(HERE / "simulate.py"), "--jobs", "1", *options]
+FEW_INSTANCES = ("unshare", "-Ur", "sh", "-c",
+                 'echo 16 > /proc/sys/user/max_inotify_instances && exec "$@"', "sh")  # fmt: skip
+
+
+def simulate(*options: str, below: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*below, sys.executable, str(HERE / "simulate.py"), "--jobs", "1", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
@@ -37,6 +42,17 @@ def test_a_seed_replays_exactly() -> None:
     report = json.loads(done.stdout)
     assert report["failed"] == []
     assert report["faults"] > 0
+
+
+def test_a_run_is_the_same_where_others_use_inotify() -> None:
+    """The kernel counts the instances of a user; without one a process looks once a second."""
+    if subprocess.run([*FEW_INSTANCES, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may make no user namespace")
+    many, few = (
+        simulate("--seeds", "3", "--json", below=below).stdout for below in ((), FEW_INSTANCES)
+    )
+    assert many == few
+    assert json.loads(many)["failed"] == []
 
 
 def test_a_defect_is_found_and_shrunk() -> None:
