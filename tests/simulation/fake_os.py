@@ -418,13 +418,12 @@ def file_step(path: Any, grows: bool = False) -> None:
     """A process is about to change a file: here it may be killed, or find the disk full."""
     if _machine is None:
         return
-    _machine.files_changed = True
-    if _machine.current is None:
-        return
-    _dies()
-    _rests()
-    if _machine.file_faults is not None:
-        _machine.file_faults(_machine.current, path, grows)
+    if _machine.current is not None:
+        _dies()
+        _rests()
+        if _machine.file_faults is not None:
+            _machine.file_faults(_machine.current, path, grows)
+    _machine.files_changed = True  # after the rest, in which others looked
 
 
 def _rests() -> None:
