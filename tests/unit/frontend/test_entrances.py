@@ -50,8 +50,11 @@ class Entrances(RelaySite):
 
     def find(self, name: str, model_type: str) -> Any:
         if name != "tiny":
-            raise ModelNotFound(f"Model not found: {name}")
+            raise self.unregistered(name)
         return self.entry
+
+    def unregistered(self, name: str) -> ModelNotFound:
+        return ModelNotFound(f"Model not found: {name}")
 
     def explain(self, *_: Any) -> Any:
         return {}
