@@ -29,7 +29,7 @@ STAMP = "dynamo/revision.txt"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_wheel_of_the_sdist_runs_without_a_checkout(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
