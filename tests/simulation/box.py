@@ -253,17 +253,8 @@ class Box:
             headers += keys.header(details["key"])
             self.asked[f"request {step.number}"] = details["key"], details.get("fields", {})
         session = _add_fields(body, entry.api, fields)
-        plan = Plan(
-            f"request {step.number}",
-            entry.api,
-            body,
-            entry.answer,
-            details.get("cancel", ""),
-            details.get("after", 0),
-            session,
-            headers,
-        )
-        self._send(plan, step, None)
+        plan = _plan(step, entry.api, body, entry.answer)
+        self._send(plan._replace(session=session, headers=headers), step, None)
 
     def call(self, step: Step, call: Call) -> None:
         """Send a request of :mod:`calls`, and those that follow it."""
@@ -276,14 +267,7 @@ class Box:
                 body["stream_options"] = {"include_usage": True}
         if not call.generates:
             body["n"] = 0  # answers of a model
-        plan = Plan(
-            f"request {step.number}",
-            call.api,
-            body,
-            call.expected,
-            details.get("cancel", ""),
-            details.get("after", 0),
-        )
+        plan = _plan(step, call.api, body, call.expected)
         if "slow" in details:
             self.slow_s[plan.id] = details["slow"]
         self._send(plan, step, call)
@@ -724,6 +708,11 @@ class Box:
     def remove(self) -> None:
         """Remove the state directory."""
         shutil.rmtree(self.state, ignore_errors=True)
+
+
+def _plan(step: Step, api: str, body: dict[str, Any], expected: Answer) -> Plan:
+    cancel, after = step.details.get("cancel", ""), step.details.get("after", 0)
+    return Plan(f"request {step.number}", api, body, expected, cancel, after)
 
 
 def _add_fields(body: dict[str, Any], api: str, fields: dict[str, Any]) -> str:

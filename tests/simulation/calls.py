@@ -104,9 +104,9 @@ def _chat_calls() -> Iterator[Call]:
         chat("history", 1, 9),
         body={"messages": history, "max_completion_tokens": 9, "metadata": {"a": "b"}},
     )
-    told = [*_tool_history(), {"role": "user", "content": "And in Rome?"}]
+    messages = [*_tool_history(), {"role": "user", "content": "And in Rome?"}]
     yield replace(
-        chat("tool history", 1, 9), body={"messages": told, "tools": _tools(), "max_tokens": 9}
+        chat("tool history", 1, 9), body={"messages": messages, "tools": _tools(), "max_tokens": 9}
     )
 
     def completion(name: str, prompt: Any, **fields: Any) -> Call:

@@ -36,7 +36,7 @@ PLANNER_S = 1.0
 SILENT_S = 6.0
 """So long it may take a worker that was stopped, and runs again, for silent."""
 DRAIN_S = 20.0
-"""A little less than a frontend that is told to end waits for its requests."""
+"""A little less than a frontend waits for its requests after a stop signal."""
 COLD_S = 100.0
 """--cold-start-timeout of each graph."""
 _JUDGED = ("401:", "403:", "429:", "529:")
@@ -128,7 +128,7 @@ class Judge:
         return self._box.models[request.id]
 
     def _certain(self, request: Request) -> str:
-        """Return what had to happen to ``request``; "either: …": no one can say, and why."""
+        """Return what had to happen to ``request``; "either: …": uncertain, and why."""
         if request.cancel and request.ending == "cancelled":
             return "cancelled"
         frontend = self._frontend(request)
@@ -351,7 +351,7 @@ class Judge:
         )
 
     def _drained(self, request: Request) -> bool:
-        """Whether its frontend was told to end: before the request, or as long ago as it waits."""
+        """Whether its frontend got a stop signal, before it or as long ago as a drain waits."""
         for frontend in self._frontends(self._box.ports[request.id]):
             closing_s = frontend.closing_s
             if closing_s is None or not closing_s <= request.ended_s:

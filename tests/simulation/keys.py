@@ -1,4 +1,4 @@
-"""API keys of simulated boxes: who has one, what it allows, and what a frontend must answer."""
+"""API keys of simulated boxes: requests with one, what it allows, what a frontend must answer."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def demanded(
 
 
 def _known(changes: list[tuple[float, bool]], since_s: float, until_s: float) -> bool | None:
-    """Whether the late key was in force all the time; None: for a part of it, or no one can say."""
+    """Whether the late key was in force all the time; None: for a part of it, or unknown."""
     known = False
     for changed_s, added in changes:
         if changed_s > until_s:

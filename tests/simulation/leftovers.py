@@ -129,7 +129,7 @@ def _shown(value: Any) -> str:
 
 
 def _descriptors(box: Box) -> Iterator[str]:
-    """A pidfd of a process that has ended tells nothing more."""
+    """A pidfd of a process that has ended reports nothing more."""
     machine = box.machine
     kept: dict[Process, int] = {}
     for fd, (watched, _) in machine.process_ends.items():

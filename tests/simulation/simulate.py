@@ -418,8 +418,8 @@ def _met(outcomes: list[Outcome]) -> str:
 
     seen = {name for outcome in outcomes for name in outcome.met}
     missed = ", ".join(name for name in ROWS if name not in seen)
-    told = f"{len(seen)} of {len(ROWS)} rows of docs/guarantees.md were met"
-    return f"{told}; not met: {missed}" if missed else told
+    met = f"{len(seen)} of {len(ROWS)} rows of docs/guarantees.md were met"
+    return f"{met}; not met: {missed}" if missed else met
 
 
 def _kept(scenario: Scenario, numbers: frozenset[int]) -> Scenario:

@@ -100,7 +100,7 @@ def slow_drains(box: Box) -> Iterator[str]:
         if not stopped and life.until_s - idle_s > _DRAIN_S:
             yield (
                 f"{life.name}[{life.pid}] ended {life.until_s - idle_s:.1f} s after its last "
-                "request, although it was told to"
+                "request, although it got a stop signal"
             )
 
 

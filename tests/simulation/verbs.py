@@ -86,7 +86,7 @@ def _sleeps(box: Box, step: Step) -> bool:
 
 
 def unexpected(box: Box, step: Step, result: str, since_s: float) -> str:
-    """Return why ``result`` is not what the verb had to do; '' if it is, or no one can say."""
+    """Return why ``result`` is not what the verb had to do; '' if it is, or is uncertain."""
     if box.disturbed(step, since_s):
         return ""
     if result == "ended":

@@ -76,8 +76,8 @@ which is ten times as fast as a random one each."""
 def request_id(headers: Mapping[str, str]) -> tuple[str, str | None]:
     """Return the internal id, and the client's id, if any, which the response echoes.
 
-    The client's id is also the internal one, a UUID in its usual form, if it is short and plain:
-    logs, responses and engines have it.
+    A client's id that is short and plain is the internal one, too, a UUID in its usual form: it is
+    in logs, in the ids of responses and in those of engines.
     """
     given = headers.get("x-request-id")
     if given is None:

@@ -246,7 +246,7 @@ class GraphEdit:
         text = read_text(file)
         present = set(self._remove) & parse_yaml(text, str(file)).values.keys()
         made = GraphEdit(self._add, present).applied(text, str(file))
-        # ``text`` has "\n" alone: read_text translates. What most lines of the file end in wins.
+        # ``text`` has "\n" alone: read_text translates. Keep the ending that most lines have.
         if file.read_bytes().count(b"\r\n") * 2 > text.count("\n"):
             made = made.replace("\n", "\r\n")
         write_atomic(file, made.encode(), durable=True)

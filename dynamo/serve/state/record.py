@@ -256,7 +256,7 @@ class StatefileWriter:
     async def _write_change(self) -> None:
         try:
             await self._change(lambda document: None)
-        except Unavailable:
+        except Unavailable:  # closed: the statefile is removed
             return
         except (StatefileError, OSError) as error:
             if not self._failed:  # once per outage

@@ -215,7 +215,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._restarts = Restarts(policy)
         self._not_before_s = 0.0
         self._drained = False
-        self._emptied = False
+        self._emptied = False  # `circusctl decr` left no process
 
     @property
     def _process_class(self) -> type[SupervisedProcess]:
@@ -320,7 +320,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         if waiting or busy:
             return
         if self._emptied and self.numprocesses and not self.is_stopped():
-            await self._start()  # others may have its GPUs since `circusctl decr` left none
+            await self._start()  # others may have its GPUs by now
         else:
             self._emptied = not self.numprocesses
             await super().manage_processes()

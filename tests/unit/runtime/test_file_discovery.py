@@ -519,7 +519,7 @@ async def test_lost_events_are_made_good_by_reading_again(
     read, lost = os.read, []
 
     def lose(descriptor: int, size: int) -> bytes:
-        """Read what the kernel has, and say what it says when its queue was full."""
+        """Read what the kernel has, and return what it reports when its queue was full."""
         data = read(descriptor, size)
         if Path(f"/proc/self/fd/{descriptor}").readlink().name != "anon_inode:inotify":
             return data
