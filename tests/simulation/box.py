@@ -29,7 +29,7 @@ from network import Network
 from presence import Presence, Span, model_of
 from recording_client import Plan
 from scenario import PROFILES, Profile, Scenario, Step
-from steady import SILENT_S, Steady, silent_too_long
+from steady import SILENT_S, Steady, connections_to, silent_too_long
 from surface import HEADERS
 from verbs import unexpected
 from waiting import Waiting
@@ -542,10 +542,11 @@ class Box:
             self.machine.kill(process.pid, signal.SIGSTOP)
             self.machine.after(seconds, self._continue, process)
             if seconds > SILENT_S:
-                self.machine.after(SILENT_S, self._look_at_silent, process, now_s)
+                busy = [connection for _, connection in connections_to(self, process)]
+                self.machine.after(SILENT_S, self._look_at_silent, process, now_s, busy)
 
-    def _look_at_silent(self, process: Process, since_s: float) -> None:
-        self.machine.failures += silent_too_long(self, process, since_s)
+    def _look_at_silent(self, process: Process, since_s: float, busy: list[object]) -> None:
+        self.machine.failures += silent_too_long(self, process, since_s, busy)
 
     def _continue(self, process: Process) -> None:
         if process.alive:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Container, Iterator
+from typing import TYPE_CHECKING, Any
 
 from leftovers import check_structures
 from machine import START_S
 from presence import SERVED_BY, decoders, service_of
 from sums import page_of
 
+from dynamo.protocols.kv import KV_QUERY
+
 if TYPE_CHECKING:
     from box import Box
     from machine import Process
 
-__all__ = ["SILENT_S", "Steady", "silent_too_long", "slow_drains"]
+__all__ = ["SILENT_S", "Steady", "connections_to", "silent_too_long", "slow_drains"]
 
 SILENT_S = 2.65
 """A worker that is stopped is noticed after 2 to 2.5 s, and bytes may travel for some time."""
@@ -104,29 +106,46 @@ def slow_drains(box: Box) -> Iterator[str]:
             )
 
 
-def silent_too_long(box: Box, worker: Process, since_s: float) -> Iterator[str]:
+def connections_to(box: Box, worker: Process) -> Iterator[tuple[Process, Any]]:
+    """Yield frontends and their connections to ``worker`` that have requests of clients.
+
+    A router's own question to a worker can be answered by no other one.
+    """
+    lease = {one for one, owner in box.presence.owners.items() if owner is worker}
+    for process in box.processes("frontend"):
+        for part in process.parts:
+            address = getattr(part, "address", "")
+            if (
+                hasattr(part, "token_sinks")
+                and any(f"{one}.sock" in address for one in lease)
+                and any(
+                    stream.owner is not None and stream.owner.record.endpoint != KV_QUERY
+                    for stream in part.streams.values()
+                )
+            ):
+                yield process, part
+
+
+def silent_too_long(
+    box: Box, worker: Process, since_s: float, busy: Container[object]
+) -> Iterator[str]:
     """Yield the frontends whose requests still wait for a worker that stopped ``SILENT_S`` ago.
 
-    Those of a model without another live worker wait for it to run again.
+    Those of a model without another live worker wait for it to run again. Only connections that
+    were ``busy`` then: silence of others is counted from their first request on.
     """
     now_s = box.clock()
     model = SERVED_BY.get(service_of(worker), "")
     if worker.state != "T" or not _others(box, model, worker, since_s, now_s):
         return
-    lease = {one for one, owner in box.presence.owners.items() if owner is worker}
-    for process in box.processes("frontend"):
+    for process, connection in connections_to(box, worker):
         stops = box.stops.get(process.pid, ())
         if process.state == "T" or any(one.meets(since_s - 1, now_s) for one in stops):
             continue
-        for part in process.parts:
-            address = getattr(part, "address", "")
-            if hasattr(part, "token_sinks") and any(f"{one}.sock" in address for one in lease):
-                waiting = [one for one in part.streams.values() if one.owner is not None]
-                if waiting:
-                    yield (
-                        f"{process}: {len(waiting)} requests wait for {worker}, which stopped "
-                        f"{now_s - since_s:.2f} s ago"
-                    )
+        if connection in busy:
+            yield (
+                f"{process}: requests wait for {worker}, which stopped {now_s - since_s:.2f} s ago"
+            )
 
 
 def _others(box: Box, model: str, worker: Process, since_s: float, now_s: float) -> bool:
