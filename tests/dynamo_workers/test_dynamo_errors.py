@@ -87,6 +87,33 @@ async def test_an_error_is_a_value_error_with_its_kind(
     assert str(found.value) == text
 
 
+@pytest.mark.parametrize(
+    ("error", "is_traced"),
+    [
+        (HttpError(418, "boom"), False),
+        (StatusError(415, "boom"), False),
+        (InvalidArgument("boom"), False),
+        (HttpError(503, "boom"), True),
+        (ValueError("boom"), True),
+    ],
+)
+async def test_a_refused_request_is_one_line_in_the_log(
+    serve: Serve, error: BaseException, is_traced: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client's mistake, often repeated, is no failure of the handler: no traceback."""
+
+    async def refuse(request: Any) -> AsyncIterator[int]:
+        raise error
+        yield 1
+
+    client = await serve(refuse)
+    with pytest.raises((ValueError, InvalidArgument)):
+        await collect(client)
+    (record,) = (one for one in caplog.records if one.name == "dynamo.runtime.requests.stream")
+    assert bool(record.exc_info) == is_traced
+    assert ("refused: " in record.getMessage()) != is_traced
+
+
 async def test_an_error_keeps_its_own_class_too(serve: Serve) -> None:
     async def fail(request: Any) -> AsyncIterator[int]:
         yield 1

@@ -123,6 +123,8 @@ class Box:
         """What a request needs, unless it is a worker. See :mod:`calls`."""
         self.slow_s: dict[str, float] = {}
         """How long a slow reader pauses."""
+        self.adapters: dict[str, str] = {}
+        """The adapter that a request names, if it comes and goes."""
         self.open: dict[str, Caller] = {}
         """The connections of requests that have not ended."""
         if any(step.what == "power loss" for step in scenario.steps):
@@ -205,13 +207,14 @@ class Box:
         return [
             one
             for one in self.machine.processes.values()
-            if one.alive and one.program == f"dynamo.{module}"
+            if one.alive and one.program in (module, f"dynamo.{module}")
         ]
 
     def began(self) -> None:
         """The deployment is ready: the steps begin."""
         self.ready_s = self.clock()
-        self.causes.of_the_graph |= {one.name for one in self.processes("mocker")}
+        workers = (*self.processes("mocker"), *self.processes("api_worker"))
+        self.causes.of_the_graph |= {one.name for one in workers}
 
     def ready(self) -> bool:
         """Whether the deployment said that it is ready, or has ended."""
@@ -265,7 +268,7 @@ class Box:
             body["stream"] = True
             if call.api in ("chat", "completions"):
                 body["stream_options"] = {"include_usage": True}
-        if not call.generates:
+        if not call.counts:
             body["n"] = 0  # answers of a model
         plan = _plan(step, call.api, body, call.expected)
         if "slow" in details:
@@ -284,6 +287,7 @@ class Box:
         self.ports[plan.id], self.models[plan.id] = port, model
         if call is not None:
             self.needs[plan.id] = call.needs
+            self.adapters[plan.id] = call.adapter
 
     async def _perform(self, plan: Plan, port: int, step: Step, call: Call | None) -> None:
         from dynamo.http.client import Target
@@ -324,7 +328,7 @@ class Box:
             if failed or done.ending != "complete" or not connection.usable:
                 return
             body = later.request_body(step.what, connection.answer_id)
-            body |= {} if later.generates else {"n": 0}
+            body |= {} if later.counts else {"n": 0}
             then = Plan(f"{plan.id}.{number}", later.api, body, later.expected)
             self._expect(then, self.ports[plan.id], step.what, later)
             await self._exchange(connection, then, later, step)
@@ -566,6 +570,12 @@ class Box:
 
     def _stop_relay(self, dice: random.Random, seconds: float) -> None:
         self._stop_for(self._any(dice, "attach"), seconds)
+
+    def _kill_api(self, dice: random.Random, seconds: float) -> None:
+        self._signal(self._any(dice, "api_worker"), signal.SIGKILL)
+
+    def _stop_api(self, dice: random.Random, seconds: float) -> None:
+        self._stop_for(self._any(dice, "api_worker"), seconds)
 
     def _kill_frontend(self, dice: random.Random, seconds: float) -> None:
         self._signal(self._any(dice, "frontend"), signal.SIGKILL)

@@ -20,6 +20,8 @@ WORKER, LISTING, FRONTEND = "worker", "listing", "frontend"
 known of the model may be enough; a frontend alone."""
 
 GENERATIONS = ("chat", "completions", "responses", "messages")
+TEAPOT = 418
+"""The status of requests that a worker of the public API refuses."""
 PAD_BYTES = 140 << 10
 """More than a body that is parsed on the event loop."""
 
@@ -31,7 +33,8 @@ class Call:
 
     ``status`` and ``says`` are of reads and refusals: the status, and a text that the body has.
     ``sent`` is the body if it is no JSON, ``message`` all that is sent if it is not HTTP as usual.
-    ``case`` is the message that the model writes, if its format matters.
+    ``case`` is the message that the model writes, if its format matters; ``answer`` its answer, if
+    no deployment has to be asked; ``adapter`` is one that comes and goes.
     ``then`` are calls that follow on the same connection; ``{id}`` in their paths and bodies is the
     id of the answer before.
     """
@@ -49,12 +52,24 @@ class Call:
     message: bytes = b""
     pad: int = 0
     case: Case | None = None
+    answer: Answer | None = None
+    adapter: str = ""
     then: tuple[Call, ...] = ()
 
     @property
     def generates(self) -> bool:
         """Whether a model answers."""
         return self.api in GENERATIONS
+
+    @property
+    def counts(self) -> bool:
+        """Whether frontends count it as a request of a model."""
+        return self.generates or self.status == TEAPOT or self.is_embedding
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it has an embedding as its answer."""
+        return self.path == "/v1/embeddings" and self.status == 200
 
     def target(self, model: str, answer_id: str) -> str:
         """Return the path."""
@@ -83,4 +98,4 @@ class Call:
     @property
     def expected(self) -> Answer:
         """The complete answer."""
-        return ANSWERS.get(self.name, Answer("", "", 0, 0))
+        return self.answer or ANSWERS.get(self.name, Answer("", "", 0, 0))

@@ -15,8 +15,9 @@ from recording_client import Plan, RecordingClient
 
 from dynamo.http.client import Target, request_head
 
-__all__ = ["Caller"]
+__all__ = ["ADAPTER_ABSENT", "Caller"]
 
+ADAPTER_ABSENT = "the adapter is not loaded"
 _PAUSES = 6
 """So often a slow reader pauses in a stream."""
 
@@ -65,7 +66,7 @@ class Caller(RecordingClient):
         if call.method == "POST" and call.sent is None:
             fields = dict(plan.body)
             if not call.generates:
-                fields.pop("n")  # of the history: answers of a model
+                fields.pop("n", None)  # of the history: answers of a model
             body = orjson.dumps(fields) + b" " * call.pad
         path = call.target(self.model, self.answer_id)
         headers = [one for one in call.headers.split("\r\n") if one]
@@ -140,7 +141,10 @@ class Caller(RecordingClient):
 
     def _read_body(self, data: bytes) -> None:
         call = self.call
-        if call is None or (call.generates and self._reader is None):
+        if call is not None and call.adapter and self.status == 404:
+            self.record.status = 503
+            self.add("error", ADAPTER_ABSENT)
+        elif call is None or (call.generates and self._reader is None):
             super()._read_body(data)
         elif not call.generates:
             self._read_plain(call, data.decode(errors="replace"))
@@ -156,7 +160,7 @@ class Caller(RecordingClient):
         if self.status == call.status and says in text.replace(" ", "") + text:
             self.record.status = 200
             self.add("finish", "")
-            self.add("usage", usage=(0, 0))
+            self.add("usage", usage=(call.expected.prompt_tokens, 0))
         elif self.status == 503 or (listing and self.status in (200, 404)):
             self.record.status = 503
             self.add("error", f"has no worker: {text}" if listing else _error_of(text))

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from api_calls import api_calls
 from call import FRONTEND, GENERATIONS, PAD_BYTES, Call
 from reads import protocol, reads, refusals, watches
 
@@ -364,6 +365,7 @@ def all_calls() -> dict[str, Call]:
             _add(make())
         for name in FORMATS:
             _add(_case_calls(name))
+        _add(api_calls())
     return _KNOWN
 
 

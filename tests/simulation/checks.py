@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_always", "check_end", "check_index", "check_interrupted", "check_quiet"]
 
+Held = dict[tuple[str, int], set[int]]
+"""The blocks of each worker, by its component and instance id."""
 _SHARE_ERROR = 1e-6
 _LEASED_S = 10.0
 _ROUNDED_S = 0.001
@@ -132,7 +134,7 @@ def _check_statefile(box: Box, repaired: bool = True) -> Iterator[str]:
         return
     alive = {
         p.pid: p
-        for kind in ("mocker", "frontend", "planner", "attach")
+        for kind in ("mocker", "frontend", "planner", "attach", "api_worker")
         for p in box.processes(kind)
     }
     recorded = set()
@@ -231,12 +233,12 @@ def _files(directory: Path) -> list[Path]:
 
 def check_index(box: Box) -> Iterator[str]:
     """The index of each router has exactly the blocks that its workers hold."""
-    held: dict[int, set[int]] = {}
-    host: dict[int, set[int]] = {}  # the index keeps lower tiers apart
-    for process in box.processes("mocker"):
+    held: Held = {}
+    host: Held = {}  # the index keeps lower tiers apart
+    for process in (*box.processes("mocker"), *box.processes("api_worker")):
         for part in process.parts:
             if hasattr(part, "ranks") and part.publishes_events:
-                worker = part.endpoint.runtime.instance_id
+                worker = part.endpoint.component, part.endpoint.runtime.instance_id
                 held[worker] = set().union(*(rank.pool.hashes() for rank in part.ranks))
                 host[worker] = set().union(*(rank.pool.host_hashes() for rank in part.ranks))
     for process in box.processes("frontend"):
@@ -245,25 +247,25 @@ def check_index(box: Box) -> Iterator[str]:
                 yield from _check_blocks(process, part, held, host)
 
 
-def _check_blocks(
-    process: Process, indexer: Indexer, held: dict[int, set[int]], host: dict[int, set[int]]
-) -> Iterator[str]:
+def _check_blocks(process: Process, indexer: Indexer, held: Held, host: Held) -> Iterator[str]:
     """A decode worker behind prefill workers publishes nothing, and is in no index."""
     indexed: dict[int, set[int]] = {worker: set() for worker, _ in indexer._streams}
     for worker, _, _, dumped, _ in indexer._index.dump():
         indexed.setdefault(worker, set()).update(dumped)
+    component = indexer._counts._place.component
     for worker, blocks in indexed.items():
-        extra = blocks - held.get(worker, set()) - host.get(worker, set())
+        own = held.get((component, worker))
+        extra = blocks - (own or set()) - host.get((component, worker), set())
         if extra:
             yield (
                 f"{process.name}: the index has {len(extra)} blocks of {worker:x} that "
-                "it does not hold" + ("" if worker in held else ": it does not run")
+                "it does not hold" + ("" if own is not None else ": it does not run")
             )
-        missing = held.get(worker, set()) - blocks
+        missing = (own or set()) - blocks
         if missing:
             yield (
                 f"{process.name}: the index lacks {len(missing)} of the "
-                f"{len(held[worker])} blocks of {worker:x}"
+                f"{len(own or ())} blocks of {worker:x}"
             )
 
 

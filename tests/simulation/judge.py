@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from api_calls import ABSENT, certain_of_api, lost_api
 from call import FRONTEND, WORKER
+from caller import ADAPTER_ABSENT
 from excuses import Cause
 from history import Fault, Life, Request
 from keys import LATE, NOT_GRANTED, demanded
 from load_seen import Load, is_busy
 from machine import START_S
-from presence import SERVED_BY, Span, decoders, gpus_of, model_of, share_of
+from presence import API, SERVED_BY, Span, decoders, gpus_of, model_of, share_of
 from relay import RELAYED, is_disturbed
 from validator import CLOSING_RACE_S, WORKERS_LOST, Spans, validate
 
@@ -49,6 +51,8 @@ _NO_WORKER = (
 _BY_COMMAND = "was stopped by a command"
 _NOT_GRANTED = "is not granted to the API key"
 _SERVER_LOST = ("The server of this model", "Service temporarily unavailable")
+_WORKER_LOST = "The worker of this model"
+"""A worker of texts cannot be replaced in the middle of an answer."""
 _TIMEOUT = "got no worker within"
 _SHUTDOWN = "Service is shutting down"
 _UNSERVED = "shutting down before model"
@@ -73,7 +77,7 @@ class Judge:
                 for gap in box.presence.gaps(decoders(model), end_s)
                 if gap.until_s > box.ready_s
             ]
-            for model in (*box.profile.models, RELAYED)
+            for model in (*box.profile.models, RELAYED, API)
         }
         self._load = Load(box)
         self.counts: Counter[str] = Counter()
@@ -98,7 +102,7 @@ class Judge:
     def _validated(self) -> Iterator[str]:
         """Yield what the validator of the chaos says, for each model and frontend."""
         box = self._box
-        for model in (*box.profile.models, RELAYED):
+        for model in (*box.profile.models, RELAYED, API):
             workers = [
                 one for one in self._lives if one.role == "worker" and _served(one.name) == model
             ]
@@ -162,6 +166,8 @@ class Judge:
         """Return what had to happen because of its key, or because it is relayed."""
         if self._model(request) == RELAYED:
             return f"{EITHER}: relayed" if is_disturbed(self._box, request) else "complete"
+        if self._model(request) == API:
+            return certain_of_api(self._box, request)
         demanded = self._demanded(request)
         return "" if not demanded else REJECTED if demanded > 0 else f"{EITHER}: key"
 
@@ -272,6 +278,13 @@ class Judge:
         error = _error(request)
         if request.ending == "cancelled":
             return ""
+        if certain == ABSENT:
+            away = error == ADAPTER_ABSENT or _NO_WORKER[0] in error
+            return "" if away else "its adapter was not loaded"
+        if error == ADAPTER_ABSENT:
+            return "its adapter was loaded" if certain == "complete" else ""
+        if _WORKER_LOST in error:
+            return "" if lost_api(self._box, request) else "its worker lived"
         if certain == f"{EITHER}: relayed":
             return self._relay_refusal(request, error)
         if certain == REJECTED or request.status in (401, 403):
@@ -336,7 +349,9 @@ class Judge:
         if _BY_COMMAND in error:
             return "" if self._removed(request) else "no command stopped its model"
         if any(text in error for text in _NO_WORKER):
-            return "" if self._without(request) or self._blind(request) else "had a live worker"
+            away = self._without(request) or self._blind(request)
+            away = away or bool(self._box.adapters.get(request.id))  # it may be the adapter
+            return "" if away else "had a live worker"
         return "no such error is allowed"
 
     def _without(self, request: Request) -> bool:

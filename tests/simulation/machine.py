@@ -121,6 +121,8 @@ class Machine:
         self.uncounted: set[str] = set()
         """The requests of workers that a router removed while they ran."""
         self.rejections: list[tuple[float, Process]] = []
+        self.adapter_changes: list[tuple[float, bool]] = []
+        """When the adapter that comes and goes was loaded (True) or unloaded."""
         """When workers rejected requests at their capacity."""
         self.reports: list[tuple[float, Process, int]] = []
         """The KV blocks in use that workers reported, if the run needs them."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from machine import START_S, Machine, Process
 
 __all__ = [
+    "API",
     "SERVED_BY",
     "Presence",
     "Span",
@@ -25,6 +26,8 @@ __all__ = [
     "share_of",
 ]
 
+API = "api"
+"""What requests to the models of :mod:`api_worker` count as."""
 SERVED_BY = {
     "Worker": "one",
     "Prefill": "one",
@@ -33,6 +36,7 @@ SERVED_BY = {
     "Half": "half",
     "Extra": "extra",
     "Relay": "far",
+    "Api": API,
 }
 """The model of each service."""
 _NEVER = float("inf")
@@ -164,7 +168,10 @@ class Presence:
             kind = "socket"
         if kind not in _KINDS or (kind in ("mdc", "instances") and "generate" not in name.name):
             return
-        lease = name.name.rpartition("%2F")[2].removesuffix(".sock")
+        words = name.name.removesuffix(".sock").split("%2F")
+        if kind == "mdc" and words[-2] != "generate":
+            return  # the card of an adapter
+        lease = words[-1]
         current = self._machine.current
         if exists and current is not None:
             self.owners.setdefault(lease, current)

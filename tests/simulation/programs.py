@@ -283,12 +283,14 @@ def _counted(free: Any) -> Any:
 
     def freed(self: Any, request_id: str, output_tokens: int = 0) -> Any:
         reservation = free(self, request_id, output_tokens)
-        if reservation is not None and not reservation.remote:
-            machine = fake_os.machine()
+        machine = fake_os.machine()
+        process = machine.current
+        assert process is not None
+        own = process.program == "dynamo.frontend"  # not a router in a worker
+        if reservation is not None and not reservation.remote and own:
             before = machine.routed_tokens.get(request_id, 0)
             machine.routed_tokens[request_id] = before + reservation.output_tokens
-            assert machine.current is not None
-            shown = machine.routed[machine.current.pid]
+            shown = machine.routed[process.pid]
             shown["requests_total"] += 1
             shown["output_sequence_tokens_sum"] += reservation.output_tokens
             if reservation.first_token_at_s is not None:
@@ -437,7 +439,8 @@ def program(words: Sequence[str]) -> Callable[[Process], Coroutine[Any, Any, int
 
         process.program = name
         process.machine.on_gpu_use()
-        module = importlib.import_module(f"{name}.__main__")
+        own = name.startswith("dynamo.")  # else it is a module of the simulation
+        module = importlib.import_module(f"{name}.__main__" if own else name)
         try:
             return int(module.main(arguments))
         except Launched as launched:

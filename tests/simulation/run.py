@@ -289,7 +289,8 @@ def _learn_calls(box: Box) -> None:
     """
     import tokenizers
 
-    calls = [one for one in all_calls().values() if one.generates and not one.is_later]
+    known = all_calls().values()
+    calls = [one for one in known if one.generates and not one.is_later and one.answer is None]
     keyed = dict(unscripted(one) for one in calls if one.case)
     plain = [one for one in calls if one.case is None]
     names: dict[str, str] = {}

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import surface
+from api_calls import with_api
 from calls import draw_calls, with_format
 from keys import keyed
 from relay import attached
@@ -333,7 +334,8 @@ def make_scenario(
 
 
 def _with_surface(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
-    return _called(attached(keyed(surface.limited(scenario, ask), _key_change), ask))
+    old = _called(attached(keyed(surface.limited(scenario, ask), _key_change), ask))
+    return with_api(old, Step)
 
 
 def _key_change(number: int, at_s: float, what: str) -> Step:

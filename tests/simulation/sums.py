@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from api_calls import SPOKEN_TOKENS
+from presence import API
 from relay import is_attached
 
 if TYPE_CHECKING:
@@ -34,12 +36,16 @@ class Bounds(NamedTuple):
 class _Asked(NamedTuple):
     """The requests of one frontend, which lived all the time, and those with a whole answer.
 
-    ``others`` are requests that no model answers: bad ones, and those that read something.
+    ``others`` are requests that no model answers: bad ones, and those that read something;
+    ``embedded`` requests have no first token. ``at_once`` is how many tokens may have come with the
+    first one: a worker of the public API sends what it likes.
     """
 
     all: Sequence[Request]
     whole: Sequence[Request]
     others: int
+    embedded: int
+    at_once: int
 
     @property
     def tokens(self) -> Bounds:
@@ -49,8 +55,9 @@ class _Asked(NamedTuple):
     @property
     def prompts(self) -> Bounds:
         """Prompt tokens, once for all choices of a request."""
+        counted = [one for one in self.whole if one.expected.prompt_tokens != SPOKEN_TOKENS]
         least, most = (
-            sum(one.expected.prompt_tokens for one in some) for some in (self.whole, self.all)
+            sum(one.expected.prompt_tokens for one in some) for some in (counted, self.all)
         )
         return Bounds(least, most)
 
@@ -60,10 +67,15 @@ class _Asked(NamedTuple):
         return Bounds(len(self.whole), len(self.all))
 
     @property
+    def streams(self) -> Bounds:
+        """How many have a first token."""
+        return Bounds(len(self.whole) - self.embedded, len(self.all))
+
+    @property
     def gaps(self) -> Bounds:
         """Gaps between tokens."""
         least = sum(max(_tokens(one) - one.choices, 0) for one in self.whole)
-        return Bounds(least, sum(map(_tokens, self.all)))
+        return Bounds(least - self.at_once, sum(map(_tokens, self.all)))
 
     def seconds(self, choices: bool = False) -> float:
         """Return the time of all requests, or of all their choices."""
@@ -113,12 +125,16 @@ def _frontends(box: Box) -> Iterator[tuple[Process, _Asked]]:
             ]
             asked = [one for one in here if one.choices]  # of a model, not of the frontend
             others = len(here) - len(asked)
-            yield process, _Asked(asked, [one for one in asked if _is_whole(one)], others)
+            whole = [one for one in asked if _is_whole(one)]
+            embedded = sum(one.api == "read" for one in asked)
+            at_once = sum(_tokens(one) for one in whole if box.models[one.id] == API)
+            yield process, _Asked(asked, whole, others, embedded, at_once)
 
 
 def _is_whole(request: Request) -> bool:
     failed = any(event.kind == "error" for event in request.events)
-    return request.ending == "complete" and request.status == 200 and not failed
+    whole = request.ending == "complete" and request.status == 200 and not failed
+    return whole and request.api != "refusal"
 
 
 def _figures(process: Process, page: Page, asked: _Asked) -> Iterator[str]:
@@ -129,7 +145,7 @@ def _figures(process: Process, page: Page, asked: _Asked) -> Iterator[str]:
         (f"{of}input_sequence_tokens_sum", asked.prompts),
         (f"{of}input_sequence_tokens_count", asked.requests),
         (f"{of}cached_tokens_sum", Bounds(0, asked.prompts.most)),
-        (f"{of}time_to_first_token_seconds_count", asked.requests),
+        (f"{of}time_to_first_token_seconds_count", asked.streams),
         (f"{of}time_to_first_token_seconds_sum", Bounds(0, asked.seconds())),
         (f"{of}request_duration_seconds_sum", Bounds(0, asked.seconds())),
         (f"{of}inter_token_latency_seconds_count", asked.gaps),

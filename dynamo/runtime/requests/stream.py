@@ -200,11 +200,12 @@ class ServerStream:
         """
         if self.closed:
             return
-        if isinstance(error, InvalidArgument):  # the client's mistake, not the handler's
+        found = _as_error(error)
+        refused = isinstance(found, HttpFailure) and found.status < 500
+        if refused or isinstance(error, InvalidArgument):  # the client's mistake, no failure
             log.warning("%s: refused: %s", self.endpoint, shorten(error, 500))
         else:
             log.warning("%s: the handler failed", self.endpoint, exc_info=error)
-        found = _as_error(error)
         report = self._served.on_engine_shutdown
         if report is not None and isinstance(found, EngineShutdown) and not found.relayed:
             report()
