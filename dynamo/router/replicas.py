@@ -91,6 +91,7 @@ class ReplicaSync:
 
     def close(self) -> None:
         """Send the last events and stop. Idempotent."""
+        self._runtime.off_close(self.close)
         self._picker.local_requests = None
         self._flush()  # before the publisher goes: replicas would keep ended requests
         self._publisher = None

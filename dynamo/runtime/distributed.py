@@ -85,7 +85,7 @@ class DistributedRuntime:
         self._publishers = Publishers(
             settings, self.discovery, self.serving, self.instance_id, self._nats
         )
-        self._closers: list[Callable[[], None]] = []
+        self._closers: dict[Callable[[], None], None] = {}
         self._started = False
         self._closed = False
 
@@ -192,14 +192,28 @@ class DistributedRuntime:
         """Subscribe to every present and future publisher of the topic."""
         channel = (namespace, component, topic)
         subscription = Subscription(
-            self.discovery, channel, on_event, on_gap, on_publisher, self._nats, over
+            self.discovery,
+            channel,
+            on_event,
+            on_gap,
+            on_publisher,
+            self._nats,
+            over,
+            on_end=self.off_close,
         )
         self.on_close(subscription.close)
         return subscription
 
     def on_close(self, close: Callable[[], None]) -> None:
         """Call ``close``, which is idempotent, when the runtime closes; the last added first."""
-        self._closers.append(close)
+        self._closers[close] = None
+
+    def off_close(self, close: Callable[[], None]) -> None:
+        """Undo :meth:`on_close` for what is closed earlier; ignore the unknown.
+
+        A process that runs for months opens and closes a client with each command to an engine.
+        """
+        self._closers.pop(close, None)
 
     def shutdown(self) -> None:
         """Start the shutdown: leave discovery, finish requests in flight. ``serve_endpoint``

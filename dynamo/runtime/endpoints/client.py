@@ -119,6 +119,7 @@ class Client:
     def close(self) -> None:
         """Stop following; streams in flight continue."""
         self._closed = True
+        self._runtime.off_close(self.close)
         if self._watch is not None:
             self._watch.close()
         self._listeners.clear()

@@ -135,7 +135,8 @@ class Subscription:
     """A subscription to all present and future publishers of ``channel``.
 
     Each publisher has its transport; a process without NATS skips those that need it, with a
-    warning. ``over`` maps transports to the subscribers to use in place of new ones.
+    warning. ``over`` maps transports to the subscribers to use in place of new ones. ``on_end`` is
+    called with :meth:`close` when it ends.
     """
 
     def __init__(
@@ -147,8 +148,10 @@ class Subscription:
         on_publisher: OnPublisher | None = None,
         nats: EventPlane | None = None,
         over: Mapping[str, EventSubscriber] | None = None,
+        on_end: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self.channel = channel
+        self._on_end = on_end
         self._on_event = on_event
         self._on_gap = on_gap
         self._on_publisher = on_publisher
@@ -170,6 +173,8 @@ class Subscription:
         self._watch.close()
         for subscriber in self._subscribers.values():
             subscriber.close()
+        if self._on_end is not None:
+            self._on_end(self.close)
 
     def _on_key(self, event: KeyEvent) -> None:
         if event.value is None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,20 @@ async def until_count(client: Client, count: int) -> None:
 async def echo(request: dict[str, Any], context: Context) -> AsyncIterator[dict[str, Any]]:
     for word in request["text"].split():
         yield {"word": word, "id": context.id(), "user": context.metadata.get("user")}
+
+
+async def test_what_is_closed_before_its_runtime_is_not_kept(deployment: Deployment) -> None:
+    """A frontend opens them for each model that comes, a planner for each command to an engine."""
+    runtime = deployment.runtime()
+    client = await runtime.endpoint("test.backend.generate").client()
+    subscription = runtime.subscribe("test", "backend", "load", lambda *event: None)
+    await subscription.ready()
+    kept = [weakref.ref(client), weakref.ref(subscription)]
+    client.close()
+    subscription.close()
+    del client, subscription
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
 
 
 async def test_tasks_that_ask_for_a_publisher_at_once_share_one(
