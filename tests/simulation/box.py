@@ -18,6 +18,7 @@ import keys
 import msgspec
 import planes
 import programs
+from attempts import Attempts
 from call import Call
 from caller import Caller
 from calls import all_calls, script_of
@@ -28,9 +29,10 @@ from machine import START_S, Machine, Process
 from network import Network
 from presence import Presence, Span, model_of
 from recording_client import Plan
+from records import Order, check_after_power_loss
 from scenario import PROFILES, Profile, Scenario, Step
 from steady import SILENT_S, Steady, connections_to, silent_too_long
-from surface import HEADERS
+from surface import HEADERS, TAIL
 from verbs import unexpected
 from waiting import Waiting
 
@@ -89,8 +91,11 @@ class Box:
         self.models: dict[str, str] = {}
         """The model of each request."""
         self.causes = Causes()
+        machine.attempts = Attempts()
         self.presence = Presence(machine)
         self.presence.on_end = self._process_ended
+        self._order = Order(machine)
+        machine.on_file = self._file_changed
         self.stops: dict[int, list[Span]] = {}
         """When each process was stopped by SIGSTOP."""
         self.results: dict[str, list[str]] = {}
@@ -149,6 +154,10 @@ class Box:
             replies.write_text(script_of(self.scenario.format), encoding="utf-8")
         full = text.format(model_path=EXAMPLE_MODEL, keys=self._keys, replies=replies)
         self._graph.write_text(f"namespace: {NAMESPACE}\n{full}")
+
+    def _file_changed(self, path: Any, exists: bool) -> None:
+        self.presence.file_changed(path, exists)
+        self._order.file(path, exists)
 
     def _write_keys(self, *names: str) -> None:
         self._keys.write_text(keys.file_text(names))  # at once: nothing runs in between
@@ -255,7 +264,7 @@ class Box:
         if "key" in details:
             headers += keys.header(details["key"])
             self.asked[f"request {step.number}"] = details["key"], details.get("fields", {})
-        session = _add_fields(body, entry.api, fields)
+        session = _add_fields(body, entry, fields)
         plan = _plan(step, entry.api, body, entry.answer)
         self._send(plan._replace(session=session, headers=headers), step, None)
 
@@ -694,6 +703,7 @@ class Box:
         assert self.machine.disk is not None
         for path in self.machine.disk.lose_power(self.machine.unix_s):
             self.machine.note(f"lost or torn: {path}")
+        self.machine.failures += check_after_power_loss(self)
 
     def _file_fault(self, process: Process, path: Any, grows: bool) -> None:
         if self._armed is not None:
@@ -726,10 +736,14 @@ def _plan(step: Step, api: str, body: dict[str, Any], expected: Answer) -> Plan:
     return Plan(f"request {step.number}", api, body, expected, cancel, after)
 
 
-def _add_fields(body: dict[str, Any], api: str, fields: dict[str, Any]) -> str:
+def _add_fields(body: dict[str, Any], entry: PoolEntry, fields: dict[str, Any]) -> str:
     """Add ``fields`` to the body; return the session, which is no part of it."""
     session = str(fields.pop("session", ""))
-    if api == "completions" and "logprobs" in fields:
+    if "min_tokens" in fields:
+        fields["min_tokens"] = min(fields["min_tokens"], body["max_tokens"])
+    if TAIL in fields.get("stop", ()):
+        fields["stop"] = [entry.answer.text[-3:] + "\u2603", *fields["stop"][1:]]
+    if entry.api == "completions" and "logprobs" in fields:
         fields["logprobs"] = 2
     body |= fields
     return session

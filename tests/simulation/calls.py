@@ -92,6 +92,9 @@ def _chat_calls() -> Iterator[Call]:
     yield chat("bias", 9, 7, logit_bias={"7": 3}, frequency_penalty=0.1, top_logprobs=2,
                logprobs=True)  # fmt: skip
     yield chat("four long", 20, 320, n=4)
+    yield chat("limits", 9, 7, temperature=2, top_p=1, presence_penalty=2, frequency_penalty=-2,
+               repetition_penalty=2, stop=[f"{at} never" for at in range(32)],
+               min_tokens=7)  # fmt: skip
     yield chat("long prompt", 150, 5)
     yield chat("large body", 8, 5, pad=PAD_BYTES)
     parts = [{"type": "text", "text": "parts"}, {"type": "text", "text": "of a text"}]

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from aftermath import IN_FLIGHT
+from leaks import check_leaks
 from leftovers import check_leftovers, check_structures
 from machine import Process
 from network import Network
 from presence import asleep, gpus_of, share_of
 from steady import slow_drains
-from sums import check_sums
+from sums import check_labels, check_sums
 
 if TYPE_CHECKING:
     from box import Box
@@ -59,8 +60,10 @@ def check_quiet(box: Box) -> Iterator[str]:
     yield from check_sums(box)
     yield from check_leftovers(box)
     yield from check_structures(box)
+    yield from check_leaks(box)
     for process in (*box.processes("frontend"), *box.processes("mocker")):
         yield from box.steady.counters(process)
+        yield from check_labels(process)
     for step, result in box.operations:
         if result == "never ended":
             yield f"operator {step.number} ({step.what}) did not end"

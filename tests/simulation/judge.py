@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from api_calls import ABSENT, certain_of_api, lost_api
+from attempts import MIGRATIONS
 from call import FRONTEND, WORKER
 from caller import ADAPTER_ABSENT
 from excuses import Cause
@@ -29,8 +30,6 @@ EITHER = "either"
 REJECTED = "rejected"
 """The kind of requests whose key does not allow them."""
 _LONGEST_STOP_S = 30.0
-MIGRATIONS = 3
-"""What ``dynamo serve`` gives each request."""
 NOTICE_S = 0.3
 """So long a frontend that runs may take to see that a model has a worker."""
 PLANNER_S = 1.0

@@ -16,7 +16,7 @@ __all__ = ["LATE", "NOT_GRANTED", "demanded", "file_text", "header", "keyed"]
 _GRANTS = {"alice": ":priority=10,strict-priority=5,routing,classes", "bob": "", "carol": ""}
 LATE = "carol"
 """Her key is added and removed while the box runs."""
-_NAMES = (*["alice"] * 6, "bob", "bob", "carol", "none", "wrong")
+_NAMES = (*["alice"] * 4, "bob", "bob", *["carol"] * 5, "none", "wrong")
 _SHARE = 0.1
 NOT_GRANTED = 403
 _ASKS_SHARE = 0.5

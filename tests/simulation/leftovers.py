@@ -7,6 +7,9 @@ import importlib
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from decisions import check_router
+from presence import asleep
+
 if TYPE_CHECKING:
     from box import Box
     from machine import Process
@@ -61,9 +64,16 @@ _GONE: dict[str, Callable[[Any], Iterator[tuple[str, Collection[int]]]]] = {
 
 _PICKER = "dynamo.router.picker:InflightPicker"
 _REPORTS = "dynamo.planner.sharing.gpu_sharing:OnDemandRegistry"
+_ROUTERS = (
+    "dynamo.router.kv_mode.kv:KvPicker",
+    "dynamo.runtime.discovery.leases:LeaseTable",
+)
 _SELF_CHECKING = (
     "dynamo.router.queue.prefill:PrefillQueue",
+    "dynamo.router.picker:InflightPicker",
     "dynamo.router.active_load:ActiveLoad",
+    "dynamo.frontend.apis.responses.store:ResponseStore",
+    "dynamo.http.server:HttpServer",
     "dynamo.router.caches.predicted:PredictedCache",
     "dynamo.router.caches.predicted:OptimisticCache",
     "dynamo.mocker.scheduler:Scheduler",
@@ -78,15 +88,25 @@ def _class(name: str) -> type:
     return found
 
 
+_LATE_S = 0.5
+"""A process that works may be so late."""
+
+
 def classes() -> list[type]:
     """Return the classes whose objects are looked at."""
-    return [_class(name) for name in dict.fromkeys((*_EMPTY, *_GONE, *_SELF_CHECKING, _REPORTS))]
+    names = dict.fromkeys((*_EMPTY, *_GONE, *_SELF_CHECKING, _REPORTS, *_ROUTERS))
+    return [_class(name) for name in names]
 
 
 def check_structures(box: Box) -> Iterator[str]:
     """Yield the data structures that have lost an invariant of their own."""
     for process in (*box.processes("frontend"), *box.processes("mocker")):
+        if process.resting:
+            continue
+        yield from _engine(process)
+        yield from _leases(process)
         for part in process.parts:
+            yield from check_router(process, part)
             name = f"{type(part).__module__}:{type(part).__qualname__}"
             if name == _PICKER:
                 yield from _without_worker(process, part)
@@ -95,6 +115,40 @@ def check_structures(box: Box) -> Iterator[str]:
                     part._check()
                 except AssertionError as error:
                     yield f"{process}: {name} contradicts itself: {error}"
+
+
+def _engine(process: Process) -> Iterator[str]:
+    """What a worker has taken is in its engine, which computes something of each prompt."""
+    for rank in (rank for part in process.parts for rank in getattr(part, "ranks", ())):
+        for one in () if asleep(process) else rank.scheduler.running:
+            if not one.transferred and (one.cached_tokens or 0) >= one.prompt_tokens:
+                yield f"{process}: all {one.prompt_tokens} tokens of a prompt are cached"
+        if asleep(process) and rank.load:
+            yield f"{process} sleeps, and computes {rank.load} requests"
+    for part in process.parts:
+        admission = getattr(getattr(part, "service", None), "admission", None)
+        if hasattr(part, "ranks") and admission is not None:
+            load = sum(rank.load for rank in part.ranks)
+            if admission.running != load:
+                yield f"{process}: {admission.running} were admitted, {load} are computed"
+        if type(part).__name__ == "RequestServer":
+            streams = sum(len(one.streams) for one in part._connections)
+            if part.inflight != streams:
+                yield f"{process}: {part.inflight} streams in flight, of connections {streams}"
+
+
+def _leases(process: Process) -> Iterator[str]:
+    """Leases end in time, and the processes behind them are watched as long as they last."""
+    machine = process.machine
+    for part in process.parts:
+        if type(part).__name__ != "LeaseTable" or not part._tracked or process.state != "R":
+            continue
+        dues = [due for one in part._tracked.values() if (due := one.deadline()) is not None]
+        late_s = machine.now_s - min(dues, default=machine.now_s)
+        if late_s > _LATE_S:
+            yield f"{process}: a lease is over since {late_s:.2f} s"
+        if dues and (part._timer is None or part._due_s > min(dues) + _LATE_S):
+            yield f"{process}: it looks at its leases too late"
 
 
 def check_leftovers(box: Box) -> Iterator[str]:

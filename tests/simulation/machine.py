@@ -118,6 +118,8 @@ class Machine:
         """What the page of each router has to show."""
         self.received_tokens: dict[str, tuple[int, int]] = {}
         """The output tokens of each request of an engine, and how often it migrated."""
+        self.attempts: Any = None
+        """The requests that workers received: see :mod:`attempts`."""
         self.uncounted: set[str] = set()
         """The requests of workers that a router removed while they ran."""
         self.rejections: list[tuple[float, Process]] = []

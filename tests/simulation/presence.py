@@ -111,7 +111,6 @@ class Presence:
         self._machine = machine
         self._workers: dict[Process, _Worker] = {}
         machine.on_state = self._state_changed
-        machine.on_file = self._file_changed
 
     def live(self, name: str) -> list[Process]:
         """Return the live workers of a service, or of the name of a worker."""
@@ -161,7 +160,8 @@ class Presence:
         if process in self._workers:
             self._look(self._workers[process])
 
-    def _file_changed(self, path: Any, exists: bool) -> None:
+    def file_changed(self, path: Any, exists: bool) -> None:
+        """A file has got its name, or lost it."""
         name = Path(path)
         kind = name.parent.name
         if name.suffix == ".sock" and name.name.count(".") == 1:

@@ -18,12 +18,15 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import decisions
 import fake_os
 import leftovers
 import planes
+from attempts import received
 from fake_os import Launched
 from machine import Process
 from process_end import ProcessKilled
+from records import written
 
 __all__ = ["connect", "program"]
 
@@ -259,12 +262,16 @@ def _connect_programs() -> None:
     from dynamo.runtime import distributed
     from dynamo.runtime.endpoints import health
     from dynamo.runtime.endpoints.admission import AdmissionQueue
+    from dynamo.serve.state.statefile import Statefile
 
     _patch(AdmissionQueue, submit=_watched(AdmissionQueue.submit))
     _patch(engine.EngineRank, _report=_reported(engine.EngineRank._report))
     _patch(ActiveLoad, free=_counted(ActiveLoad.free))
     _patch(EngineRequest, release=_received(EngineRequest.release))
     _patch(KvPicker, remove_worker=_left(KvPicker.remove_worker))
+    _patch(Statefile, _write=written(Statefile._write))
+    _patch(worker.MockerService, handle=received(worker.MockerService.handle))
+    _watch_routers()
     _patch(worker.SimulatedSleep, __setattr__=_set_and_check)
     engine.TimerFd = Timer  # type: ignore[misc, assignment]
     for kind in (
@@ -276,6 +283,32 @@ def _connect_programs() -> None:
         *leftovers.classes(),
     ):
         _keep(kind)
+
+
+def _watch_routers() -> None:
+    """Check each choice of a router, and that none of its requests waits without a reason."""
+    from dynamo.router.active_load import ActiveLoad
+    from dynamo.router.eligibility.eligibility_filter import BusyWatch
+    from dynamo.router.kv_mode.kv import KvPicker
+    from dynamo.router.picker import InflightPicker
+    from dynamo.router.queue.request_queue import RequestQueue
+    from dynamo.router.queue.waiting import WaitingQueue
+    from dynamo.router.worker_pool import WorkerPool
+
+    for kind in (KvPicker, InflightPicker):
+        pick, free = vars(kind)["pick"], vars(kind)["free"]
+        _patch(kind, pick=decisions.picked(pick), free=decisions.freed(free))
+    _patch(BusyWatch, report=decisions.reported(BusyWatch.report))
+    _patch(RequestQueue, submit=decisions.submitted(RequestQueue.submit))
+    _patch(RequestQueue, _route=decisions.dequeued(RequestQueue._route))
+    for owner, name in (
+        (ActiveLoad, "free"),
+        (ActiveLoad, "mark_prefill_complete"),
+        (WaitingQueue, "remove"),
+        (BusyWatch, "recovered"),
+        (WorkerPool, "_update_eligible"),
+    ):
+        _patch(owner, **{name: decisions.woken(vars(owner)[name])})
 
 
 def _counted(free: Any) -> Any:
@@ -318,9 +351,10 @@ def _received(release: Any) -> Any:
 
     def released(self: Any) -> None:
         if not self.released:
-            received = fake_os.machine().received_tokens
-            tokens, migrations = received.get(self.id, (0, 0))
-            received[self.id] = tokens + self.tokens, migrations + self.migrations
+            known = fake_os.machine().received_tokens
+            tokens, migrations = known.get(self.id, (0, 0))
+            known[self.id] = tokens + self.tokens, migrations + self.migrations
+            fake_os.machine().attempts.released_s[self.id] = fake_os.machine().now_s
         release(self)
 
     return released
@@ -364,6 +398,10 @@ def _reported(report: Any) -> Any:
 def _set_and_check(engine: Any, name: str, value: Any) -> None:
     object.__setattr__(engine, name, value)
     if name == "_asleep":
+        load = sum(rank.load for rank in engine._ranks)
+        if value and load:
+            machine = fake_os.machine()
+            machine.failures.append(f"{machine.current} sleeps with {load} requests")
         fake_os.machine().on_gpu_use()
 
 

@@ -10,6 +10,8 @@ from call import FRONTEND, LISTING, PAD_BYTES, WORKER, Call
 
 __all__ = ["protocol", "reads", "refusals", "watches"]
 
+_VOCABULARY = 4103
+"""So many tokens the model has."""
 _WITH_MODEL = ("tool_choice", "response_format", "role")
 """Fields that are read with the model at hand."""
 
@@ -107,6 +109,13 @@ def refusals() -> Iterator[Call]:
         ("ax tokens", "/v1/responses", {"input": "Hi", "max_output_tokens": 0}),
         ("max_tokens", "/v1/messages", {"messages": user}),
         ("tokens", "/detokenize", {"tokens": [-1]}),
+        ("stop", chat, {"messages": user, "stop": [f"{at} never" for at in range(33)]}),
+        ("in tokens", completions, {"prompt": "Hi", "max_tokens": 5, "min_tokens": 6}),
+        ("emperature", completions, {"prompt": "Hi", "temperature": 2.01}),
+        ("op_p", chat, {"messages": user, "top_p": 1.01}),
+        ("resence_penalty", chat, {"messages": user, "presence_penalty": 2.01}),
+        ("requency_penalty", chat, {"messages": user, "frequency_penalty": -2.01}),
+        ("epetition_penalty", chat, {"messages": user, "repetition_penalty": 2.01}),
     )
     for word, path, body in wrong:
         needs = WORKER if word in _WITH_MODEL else FRONTEND
@@ -116,6 +125,8 @@ def refusals() -> Iterator[Call]:
                   body=previous)  # fmt: skip
     yield refused("too long", completions, 400, "maximum context length", needs=WORKER,
                   body={"prompt": [1200] * 70_000})  # fmt: skip
+    yield refused("beyond the vocabulary", completions, 400, "vocabulary", needs=WORKER,
+                  body={"prompt": [1200, _VOCABULARY]})  # fmt: skip
     yield refused("no embeddings", "/v1/embeddings", 404, needs=WORKER, body={"input": "Hi"})
     yield refused("out of range", "/detokenize", 400, "out of range", needs=LISTING,
                   body={"tokens": [99_999]})  # fmt: skip

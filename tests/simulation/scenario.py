@@ -16,6 +16,7 @@ from api_calls import with_api
 from calls import draw_calls, with_format
 from keys import keyed
 from relay import attached
+from situations import situated
 
 __all__ = ["POOL_SIZE", "PROFILES", "Profile", "Rates", "Scenario", "Step", "make_scenario"]
 
@@ -335,7 +336,9 @@ def make_scenario(
 
 def _with_surface(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
     old = _called(attached(keyed(surface.limited(scenario, ask), _key_change), ask))
-    return with_api(old, Step)
+    profile = PROFILES[old.profile]
+    happening = Happenings(random.Random(f"situation faults {old.seed}"), profile)
+    return with_api(situated(old, profile, _request, happening.fault), Step)
 
 
 def _key_change(number: int, at_s: float, what: str) -> Step:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, Any
 
+from attempts import unwanted
 from leftovers import check_structures
 from machine import START_S
-from presence import SERVED_BY, decoders, service_of
+from presence import SERVED_BY, Span, decoders, service_of
 from sums import page_of
 
 from dynamo.protocols.kv import KV_QUERY
@@ -28,6 +29,8 @@ _ENDS_S = 0.25
 """So long an engine may compute when no client waits any more."""
 _BACK_S = 10.0
 """A worker that was stopped is not asked again for some time."""
+_KNOWN_S = 0.5
+"""A worker that is new is known so soon."""
 _DRAIN_S = 4.0
 """So long a frontend without requests needs to end."""
 _STRUCTURES_EVERY = 4
@@ -55,6 +58,10 @@ class Steady:
     def _engines(self, box: Box) -> Iterator[str]:
         """An engine does not compute what no client waits for."""
         now_s = box.clock()
+        last = Span(now_s - _BACK_S, now_s)
+        if not any(span.meets(*last) for stops in box.stops.values() for span in stops):
+            for process in box.processes("mocker"):
+                yield from unwanted(box.machine, process)
         if "HEALTH_CHECK" in box.scenario.graph:
             return  # its own requests are no client's
         if box.open or box.waiting.is_disturbed(box):
@@ -159,5 +166,6 @@ def _others(box: Box, model: str, worker: Process, since_s: float, now_s: float)
                 one.meets(since_s - _BACK_S, now_s) for one in stops
             ):
                 gaps = box.presence.gaps((other.name,), now_s)
-                return not any(one.meets(since_s - _BACK_S, now_s) for one in gaps)
+                away = [one for one in gaps if one.since_s or one.until_s > since_s - _KNOWN_S]
+                return not any(one.meets(since_s - _BACK_S, now_s) for one in away)
     return False

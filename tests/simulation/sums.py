@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from history import Request
     from machine import Process
 
-__all__ = ["check_sums", "page_of"]
+__all__ = ["check_labels", "check_sums", "page_of"]
 
 Page = defaultdict[str, list[tuple[dict[str, str], float]]]
 _UNKNOWN_KEY = 401
@@ -207,6 +207,16 @@ def _histograms(process: Process, page: Page) -> Iterator[str]:
             )
             if highest.get(key, value) != value:
                 yield f"{process.name}: {name} {labels} is {value:g}, its buckets {highest[key]:g}"
+
+
+def check_labels(process: Process) -> Iterator[str]:
+    """A page keeps no labels of what it does not show any more."""
+    for part in process.parts:
+        if hasattr(part, "metrics") and hasattr(part, "serving"):
+            for name, family in part.metrics._families.items():
+                gone = family._labels.keys() - family.keys()
+                if gone:
+                    yield f"{process}: {name} keeps the labels {sorted(gone)[:3]}"
 
 
 def page_of(process: Process) -> Page:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scenario import Scenario, Step
 
-__all__ = ["HEADERS", "NO_LIMITS", "Limits", "configured", "limited", "with_fields"]
+__all__ = ["HEADERS", "NO_LIMITS", "TAIL", "Limits", "configured", "limited", "with_fields"]
 
 _PLAIN_SHARE = 0.5
 _VARIED_SHARE = 0.7
@@ -27,6 +27,8 @@ _ROUTER_LINES = (
     "router-session-affinity-ttl-secs: 5",
     "router-session-affinity-ttl-secs: 5\n  router-session-affinity-mode: soft",
 )
+TAIL = "the end of the answer, and a snowman"
+"""Stands for a stop string that begins as the answer ends: the last characters wait for it."""
 _ENGINE_LINES = (
     "data-parallel-size: 2",
     "num-host-blocks: 64",
@@ -36,7 +38,7 @@ _ENGINE_LINES = (
     "enable-chunked-prefill: false",
 )
 _REQUEST_FIELDS: tuple[dict[str, Any], ...] = (
-    {"stop": ["\u2603 never", "@@"]},
+    {"stop": [TAIL, "@@"]},
     {"logprobs": True},
     {"n": 3},
     {"nvext": {"agent_hints": {"priority": 3}}},
@@ -97,8 +99,9 @@ _PLANNER_LINES = (
 )
 _LIMITS_SHARE = 0.12
 _LIMIT_KINDS = ("engine", "queue", "queue", "classes", "classes", "blocks", "prefill")
+_TOGETHER_S, _AT_ONCE_S = 0.1, 0.004
 _BURSTS = (6, 10, 16)
-"""So many requests arrive within a tenth of a second."""
+"""So many requests arrive within a tenth of a second, or, to fill a queue, some milliseconds."""
 CLASS = "x-dynamo-meta-policy-class"
 HEADERS = (CLASS,)
 """Those of a request's fields that are sent as headers."""
@@ -238,7 +241,8 @@ def limited(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
     steps = list(scenario.steps)
     begin_s = dice.random() * scenario.seconds
     for number in range(len(steps), len(steps) + dice.choice(_BURSTS)):
-        step = ask(dice, at_s=round(begin_s + dice.random() / 10, 4))
+        within_s = _AT_ONCE_S if kind in ("queue", "classes") else _TOGETHER_S
+        step = ask(dice, at_s=round(begin_s + dice.random() * within_s, 5))
         if limits.classes:
             fields = {CLASS: dice.choice(_CLASS_NAMES)}
             step = replace(step, details={**step.details, "fields": fields})

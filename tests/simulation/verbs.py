@@ -59,6 +59,11 @@ def _workers(box: Box) -> int:
     return sum(one.alive and bool(model_of(one)) for one in box.machine.processes.values())
 
 
+def _kept(box: Box, step: Step) -> bool:
+    """Whether a planner does not let the last worker of a model go."""
+    return box.profile.planner and step.details.get("model") not in box.profile.on_demand
+
+
 _REFUSALS = (
     Refusal("it is served already", _served),
     Refusal("has no process now", lambda box, step: not _targets(box, step)),
@@ -67,7 +72,7 @@ _REFUSALS = (
     Refusal("holds no GPU", lambda box, step: not _served(box, step)),
     Refusal("no service or worker", lambda box, step: "_" in target_of(step)),
     Refusal("has no sleep mode", lambda box, step: not _sleeps(box, step)),
-    Refusal("the planner keeps a worker", lambda box, step: box.profile.planner),
+    Refusal("the planner keeps a worker", lambda box, step: _kept(box, step)),
     Refusal("does not serve yet", _starting),
     Refusal("GPU .* is in use", lambda box, step: len(box.processes("mocker")) > 1),
     Refusal("No space left", lambda box, step: box.was_full(RESTART_S)),

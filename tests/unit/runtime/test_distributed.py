@@ -102,7 +102,7 @@ async def test_what_is_closed_before_its_runtime_is_not_kept(deployment: Deploym
     client = await runtime.endpoint("test.backend.generate").client()
     subscription = runtime.subscribe("test", "backend", "load", lambda *event: None)
     await subscription.ready()
-    kept = [weakref.ref(client), weakref.ref(subscription)]
+    kept: list[weakref.ref[object]] = [weakref.ref(client), weakref.ref(subscription)]
     client.close()
     subscription.close()
     del client, subscription

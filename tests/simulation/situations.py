@@ -1,0 +1,130 @@
+"""Situations that chance rarely makes: what meets in them happens within a second, on purpose.
+
+Each has dice of its own. It adds its steps to those of a run, which keep their numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from scenario import Profile, Scenario, Step
+
+__all__ = ["situated"]
+
+_SHARE = 0.4
+_LONG = (5, 6, 12, 13, 19, 20)
+"""Entries of the pool with answers of many tokens."""
+_KV = "  router-mode: kv\n"
+_MODES = ("hard", "soft")
+
+
+class _Table(NamedTuple):
+    """What a situation is made of. ``ask`` and ``fault`` make a step of a time."""
+
+    dice: random.Random
+    profile: Profile
+    ask: Callable[..., Step]
+    fault: Callable[..., Step]
+
+    def request(self, at_s: float, **details: Any) -> Step:
+        """Return a request, mostly for a long stream that its client reads to the end."""
+        step = self.ask(self.dice, profile=self.profile, at_s=round(at_s, 4))
+        kept = {key: value for key, value in step.details.items() if key not in ("cancel", "after")}
+        if self.dice.random() < 0.8:
+            kept |= {"entry": self.dice.choice(_LONG), "stream": True}
+        return replace(step, details={**kept, **details})
+
+    def requests(self, count: int, at_s: float, within_s: float, **details: Any) -> Iterator[Step]:
+        """Yield ``count`` requests that arrive within a time."""
+        for _ in range(count):
+            yield self.request(at_s + self.dice.random() * within_s, **details)
+
+    def event(self, at_s: float, what: str, seconds: float = 0.05, draw: int = 0) -> Step:
+        """Return a fault; two with the same ``draw`` hit the same process."""
+        step: Step = self.fault(round(at_s, 4), what)
+        return replace(step, dice=draw or step.dice, details={"seconds": seconds})
+
+
+def _chain(table: _Table, at_s: float) -> Iterator[Step]:
+    """One worker after the other dies while the same requests run."""
+    dice = table.dice
+    yield from table.requests(6, at_s, 0.05, fields={"min_tokens": dice.choice((1, 20, 60))})
+    for _ in range(dice.choice((2, 4, 5))):
+        at_s += dice.choice((0.05, 0.1, 0.2, 0.4))
+        yield table.event(at_s, dice.choice(("kill worker", "kill worker", "terminate worker")))
+
+
+def _silent_death(table: _Table, at_s: float) -> Iterator[Step]:
+    """A worker is stopped for so long that it counts as silent, and some are then killed."""
+    dice = table.dice
+    draw = dice.getrandbits(32) or 1
+    yield from table.requests(6, at_s, 0.3)
+    yield table.event(at_s + 0.3, "stop worker", dice.choice((4.0, 4.0, 12.0)), draw)
+    yield from table.requests(4, at_s + 0.3, 4.0)
+    if dice.random() < 0.5:
+        yield table.event(at_s + dice.choice((1.0, 2.9, 3.5)), "kill worker", 0.05, draw)
+
+
+def _leaving(table: _Table, at_s: float) -> Iterator[Step]:
+    """A frontend ends while its requests run, or wait for a first worker."""
+    dice = table.dice
+    yield from table.requests(6, at_s, 0.5)
+    yield table.event(at_s + 0.5, dice.choice(("terminate frontend", "kill frontend")))
+    yield from table.requests(4, at_s + 0.5, 3.0)
+
+
+def _planning(table: _Table, at_s: float) -> Iterator[Step]:
+    """A planner ends while requests wait for the workers that it starts."""
+    yield from table.requests(4, at_s, 0.5)
+    yield table.event(at_s + table.dice.random(), "kill planner")
+    yield from table.requests(4, at_s + 0.5, 3.0)
+
+
+def _sessions(table: _Table, at_s: float) -> Iterator[Step]:
+    """Two sessions ask often, and a worker is stopped or killed between."""
+    dice = table.dice
+    for name in ("one", "another"):
+        yield from table.requests(8, at_s, 7.0, fields={"session": name})
+    yield table.event(at_s + 2.0, dice.choice(("stop worker", "kill worker")), 4.0)
+
+
+_SITUATIONS: dict[str, Callable[[_Table, float], Iterator[Step]]] = {
+    "chain": _chain,
+    "silent death": _silent_death,
+    "leaving": _leaving,
+    "planning": _planning,
+    "sessions": _sessions,
+}
+
+
+def situated(
+    scenario: Scenario,
+    profile: Profile,
+    ask: Callable[..., Step],
+    fault: Callable[..., Step],
+) -> Scenario:
+    """Add a situation to some scenarios: ``ask`` makes a request, ``fault`` a fault of a time."""
+    dice = random.Random(f"situation {scenario.seed}")
+    able = ["chain", "silent death", "leaving", "sessions"]
+    if profile.planner:
+        able = ["leaving", "leaving", "planning", "planning", "silent death"]
+    name = dice.choice(able)
+    busy = scenario.is_calm or scenario.is_cut or bool(scenario.limits)
+    if dice.random() >= _SHARE or busy or "{keys}" in scenario.graph:
+        return scenario
+    graph = scenario.graph
+    if name == "sessions":
+        if _KV not in graph or "session-affinity" in graph:
+            return scenario
+        lines = "router-session-affinity-ttl-secs: 3\n  router-session-affinity-mode: "
+        graph = graph.replace(_KV, f"{_KV}  {lines}{dice.choice(_MODES)}\n")
+    made = _SITUATIONS[name](_Table(dice, profile, ask, fault), dice.random() * scenario.seconds)
+    steps = list(scenario.steps)
+    first = max((one.number for one in steps), default=-1) + 1
+    steps += [replace(one, number=first + number) for number, one in enumerate(made)]
+    ordered = tuple(sorted(steps, key=lambda step: step.at_s))
+    return replace(scenario, graph=graph, steps=ordered)
