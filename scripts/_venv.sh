@@ -62,7 +62,10 @@ print("\n".join(packages(sys.argv[2])))' "$1/pyproject.toml" "$2"
 _venv_pip() {
     local root="$1"
     shift
-    "$root/.venv/bin/python" -m pip install -q --disable-pip-version-check "$@"
+    "$root/.venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile "$@" ||
+        return
+    # pip would compile all of it on one core.
+    "$root/.venv/bin/python" -m compileall -q -j 0 "$root/.venv/lib" >/dev/null || true
 }
 
 # Check what a build needs, and create .venv if it is missing, incomplete or of an older Python.

@@ -19,6 +19,7 @@ version={version}
 case "$*" in
 -V) echo "Python $version" ;;
 *version_info*) [ "${{version#3.1}}" -ge 1 ] && echo new || echo old ;;
+*compileall*) ;;
 *importlib*) printf '%s\\n' fake-c++ {headers} True ;;
 *venv*) echo "$*" >>"$LOG"; mkdir -p "${{!#}}/bin"; cat "$0" >"${{!#}}/bin/python"
         chmod +x "${{!#}}/bin/python"; : >"${{!#}}/bin/activate" ;;
