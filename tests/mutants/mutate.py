@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import drawn
 from broken_module import replaced
 from mutant_table import MUTANTS, ROOT, Mutant
 from simulated import Hunt, counts, hunt, reach, simulate, write_seeds
@@ -51,11 +53,11 @@ class Run(NamedTuple):
     output: str
 
 
-def run(finders: Sequence[str], environment: dict[str, str] | None = None) -> Run:
+def run(finders: Sequence[str], environment: dict[str, str] | None = None, *plugin: str) -> Run:
     """Run the finders up to the first that fails."""
     own = {key: value for key, value in os.environ.items() if key != "DYN_TEST_FAILURES"}
     options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-    options += ["--hypothesis-profile", "mutants", f"--timeout={TIMEOUT_S}"]
+    options += ["--hypothesis-profile", "mutants", f"--timeout={TIMEOUT_S}", *plugin]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *(f"tests/{finder}" for finder in finders)],
         cwd=ROOT,
@@ -204,7 +206,45 @@ def parsed() -> argparse.Namespace:
         help="see which of them the simulation finds in N seeds, and write these seeds into "
         "tests/mutants/mutant_seeds.py",
     )
-    return parser.parse_args()
+    parser.add_argument(
+        "--draw",
+        type=int,
+        metavar="N",
+        help="draw N defects of --package that no table has, and print those that the tests of "
+        "tests/unit/NAME, or --finders, do not find",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of --draw (default: 1)")
+    options = parser.parse_args()
+    if options.draw and not options.package:
+        parser.error("--draw needs --package")
+    return options
+
+
+def draw(options: argparse.Namespace) -> int:
+    """Try defects at random; print those that survive. A survivor may change nothing."""
+    finders = options.finders or [f"unit/{options.package.partition('/')[0]}"]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        results = Path(directory, "results")
+        environment = {
+            drawn.DRAWN: f"{options.package} {options.draw} {options.seed}",
+            drawn.RESULTS: str(results),
+            "PYTHONPATH": str(HERE),
+        }
+        healthy = run(finders, environment, "-p", "drawn", "-s")
+        if not results.exists():
+            print(f"{healthy.output[-4000:]}\nthese finders fail without a defect")
+            return 1
+        rows = [json.loads(line) for line in results.read_text().splitlines()]
+    verdicts = Counter(row["verdict"] for row in rows)
+    if options.json:
+        print(json.dumps({"verdicts": verdicts, "mutants": rows}, indent=2))
+        return 0
+    for row in rows:
+        if row["verdict"] == "survived":
+            text = "{file}:{line} {function}: {text} -> {replacement} ({tests} tests)".format(**row)
+            print(" ".join(text.split()))
+    print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
+    return 0
 
 
 def simulate_all(mutants: Sequence[Mutant], options: argparse.Namespace) -> int:
@@ -228,6 +268,8 @@ def simulate_all(mutants: Sequence[Mutant], options: argparse.Namespace) -> int:
 def main() -> int:
     """Run ``scripts/mutate``; return the exit status."""
     options = parsed()
+    if options.draw:
+        return draw(options)
     mutants = selected(options)
     if options.simulate:
         return simulate_all(mutants, options)

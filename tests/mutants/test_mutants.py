@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import mutate
 import pytest
 from broken_module import replaced
+from edits import broken_code, edits_of, functions_of
 from mutant_table import MUTANTS, ROOT, Mutant
 from mutate import judge
 from simulated import Hunt, function_of, simulate
@@ -92,6 +97,38 @@ def test_the_function_of_a_defect_is_found() -> None:
     assert function_of(mutant) == f"frontend/requests/registry.py:{line}"
     constant = mutant._replace(text="_MIB = 1024 * 1024", replacement="_MIB = 1000 * 1000")
     assert function_of(constant) == "frontend/requests/registry.py:0"
+
+
+def test_drawn_defects_are_found_by_tests_that_call_their_functions() -> None:
+    before = (ROOT / "dynamo/errors.py").read_bytes()
+    command = [sys.executable, mutate.__file__, "--draw", "8", "--package", "errors.py", "--json"]
+    command += ["--finders", "unit/test_errors.py"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    rows = json.loads(done.stdout)["mutants"]
+    assert len(rows) == 8
+    assert all(row["tests"] and row["text"] != row["replacement"] for row in rows)
+    assert "found" in {row["verdict"] for row in rows}
+    assert (ROOT / "dynamo/errors.py").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "replacements"),
+    [
+        ("return a < b", ["return a <= b"]),
+        ("return a is None", ["return (not a)"]),
+        ("return a and b", ["return ((b))", "return ((a))"]),
+        ("return a[b + 1]", ["return a[(b)]"]),
+        ("a.b += 1", ["pass"]),
+        ("log.info(a)", []),
+        ("if not a:\n  return b", ["if False:\n  return b", "if bool(a):\n  return b"]),
+    ],
+)
+def test_the_defects_of_a_function(text: str, replacements: list[str]) -> None:
+    source = f"def f(a, b):\n {text}\n".encode()
+    ((line, function),) = functions_of(source)
+    broken = [edit.apply(source) for edit in edits_of(source, function)]
+    assert broken == [f"def f(a, b):\n {each}\n".encode() for each in replacements]
+    assert all(broken_code(each, "f.py", line, "f") for each in broken)
 
 
 @pytest.mark.slow
