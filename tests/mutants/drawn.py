@@ -91,7 +91,7 @@ class DrawnMutants:
             return (yield)
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
             seconds = time.perf_counter() - since_s
             for code in self._codes:
                 if code.co_filename.startswith(self._inside):

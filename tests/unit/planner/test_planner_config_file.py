@@ -68,6 +68,7 @@ def test_flags_win(tmp_path: Path) -> None:
         ("adjustment_intervall: 1", r"\(did you mean adjustment-interval\?\)"),
         ("decode_scale_up_kv_rate: 101", "decode_scale_up_kv_rate must be a percentage between 0"),
         ("decode_scale_down_kv_rate: x", "decode_scale_down_kv_rate must be a percentage"),
+        ("decode_scale_down_kv_rate: ''", "decode_scale_down_kv_rate must be a percentage"),
         ("optimization_target: best", "optimization_target must be one of sla, load, throughput"),
         ("ttft_ms: [1]", "ttft must be a number, text, true or false"),
         ("config: other.yaml", "config is not supported"),

@@ -123,6 +123,17 @@ async def test_a_bad_change_is_refused_as_a_whole(
         assert not (tmp_path / "planner-control.json").exists()
 
 
+async def test_zero_workers_are_for_boxes_that_start_them_on_demand(tmp_path: Path) -> None:
+    async with running(FakeConnector(service("Worker")), None) as (loop, _):
+        await until(lambda: loop.services)
+        planner = attached(control(tmp_path), loop)
+        assert planner.change(PlannerChange(minima={"Worker": 0})).minima["Worker"] == 0
+        cluster = replace(FAST, environment="kubernetes", graph_deployment="g")
+        planner = attached(control(tmp_path, cluster), loop)
+        with pytest.raises(InvalidArgument, match="Worker must be between 1 and"):
+            planner.change(PlannerChange(minima={"Worker": 0}))
+
+
 async def test_mode_load_has_no_targets(tmp_path: Path) -> None:
     async with running(FakeConnector(service("Worker")), None) as (loop, _):
         planner = attached(control(tmp_path), loop)

@@ -88,6 +88,7 @@ def test_prompt_lengths_are_sorted_and_scalars_accepted(tmp_path: Path) -> None:
     )
     with np.load(tmp_path / DECODE) as old:
         arrays = {name: old[name] for name in old}
+    arrays["z_itl"][-1] = float("nan")  # a point that was not measured
     np.savez(tmp_path / DECODE, **{**arrays, "max_kv_tokens": 5000})
     read = read_profile(tmp_path)
     assert read.prefill.isl.tolist() == [100, 1000]
