@@ -27,11 +27,12 @@ class HttpStatusError(Exception):
     """The request breaks a rule or a bound; ``status``, ``body`` and ``headers`` go to the client.
 
     ``retry_after_s``, unless 0, is the value of the Retry-After header. ``path`` is that of the
-    request, where it is known; ``bodiless``: it is a HEAD. ``cors`` are more header lines, None
-    where the head was not parsed.
+    request, where it is known; ``bodiless``: it is a HEAD; ``request_id`` is the id that its client
+    gave it. ``cors`` are more header lines, None where the head was not parsed.
     """
 
     path: str = ""
+    request_id: str | None = None
     bodiless: bool = False
     cors: bytes | None = None
 

@@ -175,7 +175,7 @@ class HeadReader:
                 self._access_check(head)
             except HttpStatusError as refusal:
                 refusal.path, refusal.bodiless = head.path, head.method == "HEAD"
-                refusal.cors = head.cors
+                refusal.cors, refusal.request_id = head.cors, head.headers.get("x-request-id")
                 raise
         return head
 

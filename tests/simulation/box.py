@@ -31,6 +31,7 @@ from presence import Presence, Span, model_of
 from recording_client import Plan
 from records import Order, check_after_power_loss
 from scenario import PROFILES, Profile, Scenario, Step
+from shell import Shown
 from steady import SILENT_S, Steady, connections_to, silent_too_long
 from surface import HEADERS, TAIL
 from verbs import unexpected
@@ -101,10 +102,12 @@ class Box:
         self.results: dict[str, list[str]] = {}
         """How each verb ended."""
         self._result: dict[int, str] = {}
-        self._begun: dict[int, float] = {}
-        self._acts: list[tuple[float, float]] = []
+        self.begun: dict[int, float] = {}
+        self.acts: list[tuple[float, float]] = []
         """The times of the operations that have ended."""
-        self._env = {
+        self.shown: list[Shown] = []
+        """What verbs printed that operators read with."""
+        self.env = {
             "DYN_LOCAL_STATE_DIR": str(directory),
             "HOME": str(directory),
             "PATH": os.environ.get("PATH", ""),
@@ -136,7 +139,7 @@ class Box:
             machine.disk = Disk(random.Random(scenario.seed), lambda: machine.now_s)
         network = Network.of(machine)
         network.on_listen, network.on_close = self._listening, self._closed
-        self.clients = machine.spawn("clients", dict(self._env), _forever)
+        self.clients = machine.spawn("clients", dict(self.env), _forever)
         self._idle: dict[int, list[Caller]] = {}
         self.asked: dict[str, tuple[str, dict[str, Any]]] = {}
         """Whose key each request had, and its fields, if the box demands keys."""
@@ -154,6 +157,10 @@ class Box:
             replies.write_text(script_of(self.scenario.format), encoding="utf-8")
         full = text.format(model_path=EXAMPLE_MODEL, keys=self._keys, replies=replies)
         self._graph.write_text(f"namespace: {NAMESPACE}\n{full}")
+
+    def graph_text(self) -> str:
+        """Return the graphs so far: that of the start, and what was added."""
+        return self._graph.read_text() + EXTRA
 
     def _file_changed(self, path: Any, exists: bool) -> None:
         self.presence.file_changed(path, exists)
@@ -184,7 +191,7 @@ class Box:
                 self._refused(error)
                 return 1
 
-        self.serve = self.machine.spawn("serve", dict(self._env), serve)
+        self.serve = self.machine.spawn("serve", dict(self.env), serve)
         self.serve.on_death[self._serve_ended] = None
 
     def _refused(self, error: Exception) -> None:
@@ -264,6 +271,7 @@ class Box:
         if "key" in details:
             headers += keys.header(details["key"])
             self.asked[f"request {step.number}"] = details["key"], details.get("fields", {})
+        headers += self._id_header(step)
         session = _add_fields(body, entry, fields)
         plan = _plan(step, entry.api, body, entry.answer)
         self._send(plan._replace(session=session, headers=headers), step, None)
@@ -279,10 +287,15 @@ class Box:
                 body["stream_options"] = {"include_usage": True}
         if not call.counts:
             body["n"] = 0  # answers of a model
-        plan = _plan(step, call.api, body, call.expected)
+        plan = _plan(step, call.api, body, call.expected)._replace(headers=self._id_header(step))
         if "slow" in details:
             self.slow_s[plan.id] = details["slow"]
         self._send(plan, step, call)
+
+    def _id_header(self, step: Step) -> str:
+        """Return the header with an id of its client, which half of the requests have."""
+        named = self.scenario.has_shells and step.number % 2 == 0
+        return f"x-request-id: request-{step.number}\r\n" if named else ""
 
     def _send(self, plan: Plan, step: Step, call: Call | None) -> None:
         port = 8000 + step.details.get("frontend", 0)
@@ -373,18 +386,18 @@ class Box:
 
         self.machine.note(f"operator {step.number}: {name}")
         self.causes.verb(step, self.clock())
-        self._begun[step.number] = self.clock()
-        process = self.machine.spawn(f"operator {step.number}", dict(self._env), operator)
+        self.begun[step.number] = self.clock()
+        process = self.machine.spawn(f"operator {step.number}", dict(self.env), operator)
         process.on_death[partial(self._operator_ended, step)] = None
 
     def _operator_ended(self, step: Step) -> None:
         self.open_operations -= 1
         result = self._result.pop(step.number, "killed")
-        begun_s = self._begun.pop(step.number)
+        begun_s = self.begun.pop(step.number)
         why = unexpected(self, step, result, begun_s)
         if why:
             self.machine.failures.append(f"operator {step.number} ({step.what}): {why}")
-        self._acts.append((begun_s, self.clock()))
+        self.acts.append((begun_s, self.clock()))
         self.results.setdefault(step.what, []).append(result)
         self.causes.verb_ended(step, result, self.clock())
 
@@ -395,6 +408,15 @@ class Box:
     def was_full(self, ago_s: float = 0.0) -> bool:
         """Whether the disk is full, or was so long ago."""
         return self.machine.now_s < self._full_until_s + ago_s
+
+    def was_full_at(self, since_s: float, until_s: float) -> bool:
+        """Whether the disk was full for a moment of this time, or shortly before."""
+        spans = (one.span for one in self.causes.found if one.why == "the disk was full")
+        return any(one.meets(since_s, until_s) for one in spans)
+
+    def clock_set(self) -> bool:
+        """Whether someone has set the clock."""
+        return any(one.kind == "clock" for one in self.done)
 
     def undisturbed_s(self) -> float:
         """How long no fault has happened, and no process but operators has begun or ended."""
@@ -407,12 +429,12 @@ class Box:
             if process.program:
                 ended_s = 0.0 if process.alive else process.ended_s
                 moments.append(max(process.started_s, ended_s) - START_S)
-        moments += [until_s for _, until_s in self._acts]
+        moments += [until_s for _, until_s in self.acts]
         return float(self.clock() - max(moments))
 
     def _warned(self, text: str) -> None:
         """A log has a warning: it needs a cause, a fault or an operation."""
-        begun = self.ready_s and self.wanted and not self._begun
+        begun = self.ready_s and self.wanted and not self.begun
         signals = self.machine.stop_signals_s  # a drain may last longer than a fault is felt
         drains = any(one.alive and one.pid in signals for one in self.machine.processes.values())
         if begun and not drains and self.undisturbed_s() > WARNED_S:
@@ -423,8 +445,8 @@ class Box:
         since_s -= RESTART_S
         return (
             not self.wanted
-            or bool(self._begun)
-            or any(until_s >= since_s for _, until_s in self._acts)
+            or bool(self.begun)
+            or any(until_s >= since_s for _, until_s in self.acts)
             or any(
                 one.at_s + self.ready_s + one.details["seconds"] >= since_s
                 for one in self.done

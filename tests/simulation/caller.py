@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,10 @@ from dynamo.http.client import Target, request_head
 __all__ = ["ADAPTER_ABSENT", "Caller"]
 
 ADAPTER_ABSENT = "the adapter is not loaded"
+_ID = re.compile("x-request-id: (\\S+)")
+_RETRIED = (429, 503, 529)
+"""Statuses of requests that may succeed a second later."""
+_RETRY_AFTER_S = "1"
 _PAUSES = 6
 """So often a slow reader pauses in a stream."""
 
@@ -43,11 +48,14 @@ class Caller(RecordingClient):
         self._messages: dict[int, Message] = defaultdict(Message)
         self._reader: Any = None
         self._pauses = 0
+        self.headers: dict[str, str] = {}
+        """Those of the answer."""
 
     def ask(self, call: Call | None, model: str, slow_s: float) -> None:
         """Make ``call`` the next request; None for one that needs no reader of its own."""
         self.call, self.model, self.slow_s = call, model, slow_s
         self.problems, self._messages, self._pauses = [], defaultdict(Message), 0
+        self.headers = {}
         readers = {"responses": ResponseReader, "messages": MessageReader}
         self._reader = None
         if call is not None and call.api in readers:
@@ -69,10 +77,35 @@ class Caller(RecordingClient):
                 fields.pop("n", None)  # of the history: answers of a model
             body = orjson.dumps(fields) + b" " * call.pad
         path = call.target(self.model, self.answer_id)
-        headers = [one for one in call.headers.split("\r\n") if one]
+        headers = [one for one in (call.headers + plan.headers).split("\r\n") if one]
         if call.method == "POST":
             headers += ["content-type: application/json", f"content-length: {len(body)}"]
         return request_head(call.method, path, "127.0.0.1", headers) + body
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep it, too."""
+        super().on_header(name, value)
+        self.headers[name.decode().lower()] = value.decode(errors="replace")
+
+    def _check_headers(self) -> None:
+        """The answer has the id of its request alone; one that may be repeated says when."""
+        record = self.record
+        if record.ending != "complete" or not self.status:
+            return
+        given = _ID.search(self._plan.headers)
+        wanted, found = given[1] if given else None, self.headers.get("x-request-id")
+        generates = self.call is None or self.call.generates
+        path = self.call.path if self.call is not None else ""
+        if self.call is not None and self.call.message:
+            wanted = None  # it was sent as it is
+        own = wanted is None and path.startswith("/v1/messages")  # Anthropic's have one always
+        if found != wanted and not own and (generates or self.status >= 400):
+            self.problems.append(f"x-request-id {found!r} of a request with {wanted!r}")
+        later = self.headers.get("retry-after")
+        if generates and self.status in _RETRIED and later != _RETRY_AFTER_S:
+            self.problems.append(f"retry-after {later!r} of an answer with {self.status}")
+        if self.status < 429 and later is not None:
+            self.problems.append(f"retry-after {later!r} of an answer with {self.status}")
 
     # -- slow readers
 
@@ -173,6 +206,7 @@ class Caller(RecordingClient):
     def check(self) -> list[str]:
         """Return what is wrong with the answer that has ended."""
         call, record = self.call, self.record
+        self._check_headers()
         if call is None or not call.generates or record.status != 200:
             return self.problems
         cut = call.case is not None and call.case.format == "cut"

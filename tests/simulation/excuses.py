@@ -8,7 +8,7 @@ workers. A worker that is away without a cause is a failure.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ class Cause:
 
     ``whom`` is the name of a worker, a service, a model, or "" for each of them but ``spared``.
     ``removing``: an operator removed it, so it stays away until something brings it back; what
-    begins to be away within the time stays excused until it is back.
+    is away for a moment of the time stays excused until it is back.
     """
 
     why: str
@@ -104,6 +104,10 @@ class Causes:
     def everywhere(self, why: str, at_s: float, seconds: float) -> None:
         """A fault has hit whatever starts workers."""
         self.found.append(Cause(why, "", at_s, at_s + seconds + RESTART_S))
+
+    def everywhere_spans(self) -> Iterator[Span]:
+        """The times in which a fault was felt everywhere."""
+        return (one.span for one in self.found if not one.whom and not one.verb)
 
     def verb(self, step: Step, at_s: float) -> None:
         """An operator begins."""

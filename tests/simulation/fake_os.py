@@ -27,7 +27,7 @@ from typing import Any
 from machine import Machine, Process
 from process_end import ProcessKilled
 
-__all__ = ["Launched", "install", "machine", "run_main", "use"]
+__all__ = ["Launched", "current_machine", "install", "machine", "run_main", "use"]
 
 STATE = "dynamo-simulate"
 """Is in the path of each file of a deployment."""
@@ -55,6 +55,11 @@ def use(new: Machine | None) -> None:
     _machine = new
     if new is not None:
         random.seed(new.random.getrandbits(64))
+
+
+def current_machine() -> Machine | None:
+    """The machine of this run, if one runs."""
+    return _machine
 
 
 def _current() -> Process | None:
@@ -94,6 +99,9 @@ def _install_time() -> None:
         _replace(time, f"{name}_ns", nanoseconds)
     _replace(time, "time", lambda real: lambda: real() if _machine is None else _machine.unix_s)
     _replace(time, "time_ns", lambda real: lambda: real() if _machine is None else _unix_ns())
+
+    boot = time.clock_gettime
+    time.clock_gettime = lambda clock: boot(clock) if _machine is None else _machine.now_s
 
     def sleep(seconds: float) -> None:
         if _machine is None:
@@ -174,8 +182,16 @@ def _session(pid: int) -> int:
 
 
 def run_main(main: Coroutine[Any, Any, Any], **options: Any) -> Any:
-    """Stand in for ``asyncio.run``."""
+    """Stand in for ``asyncio.run``: what starts a program awaits ``main``, a verb waits for it."""
+    process = _current()
+    if process is not None and process.printed is not None:
+        return wait_for_main(main)
     raise Launched(main)
+
+
+def wait_for_main(main: Coroutine[Any, Any, Any]) -> Any:
+    """Run ``main`` in a process that runs already. Replaced by :mod:`threads`."""
+    raise NotImplementedError
 
 
 def _exit(status: int, real: Callable[[int], Any]) -> None:

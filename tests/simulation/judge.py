@@ -406,7 +406,7 @@ class Judge:
                 spans += [
                     Span(one.since_s, gap.until_s)
                     for one in causes
-                    if one.removing and one.since_s <= gap.since_s <= one.until_s
+                    if one.removing and one.span.meets(*gap)
                 ]
                 if not Spans(spans).covers(*gap):
                     yield (

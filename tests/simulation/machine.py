@@ -12,6 +12,7 @@ import asyncio
 import errno
 import heapq
 import itertools
+import logging
 import os
 import random
 import select
@@ -72,6 +73,13 @@ class Process:
         self.main: asyncio.Task[int] | None = None
         self.program = ""
         """The module that it runs."""
+        self.printed: dict[str, list[str]] | None = None
+        """What a verb has written to its standard streams."""
+        self.output = -1
+        """The pipe in which its log ends, if its arbiter reads it."""
+        self.formatter: logging.Formatter | None = None
+        self.repeats: Any = None
+        """The filter of its log."""
         self.parts: list[Any] = []
         """Objects of the program that the checks look at."""
 
@@ -134,6 +142,12 @@ class Machine:
         """Set if callbacks of several processes may overlap in this run."""
         self.in_job = False
         """Whether the current callback is a job of an executor."""
+        self.has_threads = False
+        """Whether threads of processes may wait. See :mod:`threads`."""
+        self.logged: defaultdict[str, list[tuple[float, str]]] = defaultdict(list)
+        """When each process of a name wrote each line, if it has a log."""
+        self.sleeps: list[tuple[float, Process, bool]] = []
+        """When each engine fell asleep, or woke up."""
         self._until: Callable[[], bool] | None = None
         self._limit_s = 0.0
         self.graveyard: list[Any] = []

@@ -62,12 +62,38 @@ class Overlap:
         Raises ProcessKilled if the process has ended in that time.
         """
         machine, process = self._machine, self._machine.current
+        lock = self._locked()
+        machine.after(seconds, self._over, lock, process)
+        self._rest(lock)
+
+    def pause(self, arm: Callable[[Callable[[], None]], None]) -> None:
+        """Rest until someone calls what ``arm`` is given, as :meth:`rest` does for a time."""
+        machine, process = self._machine, self._machine.current
+        assert process is not None
+        lock, resumed = self._locked(), False
+
+        def resume() -> None:
+            nonlocal resumed
+            if not resumed:
+                machine.after(0.0, self._over, lock, process)
+            resumed = True
+
+        process.on_death[resume] = None
+        arm(resume)
+        if machine.in_job and process.loop.ready_callbacks and not process.loop.is_queued:
+            process.loop.is_queued = True
+            machine.ready(process.loop)
+        try:
+            self._rest(lock)
+        finally:
+            process.on_death.pop(resume, None)
+
+    def _rest(self, lock: Any) -> None:
+        """Let others run until the lock is released."""
+        machine, process = self._machine, self._machine.current
         assert process is not None
         is_job = machine.in_job
         process.resting += not is_job
-        lock = _thread.allocate_lock()
-        lock.acquire()
-        machine.after(seconds, self._over, lock, process)
         machine.current, machine.in_job = None, False
         self._hand_over()
         lock.acquire()
@@ -76,6 +102,12 @@ class Overlap:
         machine.in_job = is_job
         if not process.alive:
             raise ProcessKilled
+
+    @staticmethod
+    def _locked() -> Any:
+        lock = _thread.allocate_lock()
+        lock.acquire()
+        return lock
 
     def _over(self, lock: Any, process: Process) -> None:
         """In the thread that drives: the rest is over. It waits to drive again."""

@@ -22,6 +22,9 @@ import decisions
 import fake_os
 import leftovers
 import planes
+import seams
+import shell
+import threads
 from attempts import received
 from fake_os import Launched
 from machine import Process
@@ -63,6 +66,8 @@ def connect() -> None:
     _connect_supervision()
     _connect_programs()
     _compute_once()
+    seams.connect_shells()
+    shell.connect_streams()
     root = logging.getLogger()
     root.handlers[:] = [HistoryHandler()]
     root.setLevel(_LEVEL)
@@ -83,6 +88,7 @@ class HistoryHandler(logging.Handler):
         text = f"{record.levelname} {record.name}: {record.getMessage()}"
         machine = fake_os.machine()
         machine.note(text)
+        seams.log_line(machine.current, record)
         if record.levelno >= logging.WARNING:
             machine.on_warning(text)
         if record.exc_info and record.exc_info[1] is not None:
@@ -162,7 +168,6 @@ def _connect_inotify() -> None:
 def _connect_figures() -> None:
     """Give figures of the machine that decisions depend on, and none of its ports."""
     from dynamo.planner.live import local_connector
-    from dynamo.status import reading
 
     ram = SimpleNamespace(total=64 << 30, available=48 << 30)
     _patch(
@@ -170,11 +175,6 @@ def _connect_figures() -> None:
         psutil=SimpleNamespace(virtual_memory=lambda: ram),
         memory_of=lambda pids: sum(_process(pid) is not None for pid in pids) << 30,
     )
-
-    def refused(*args: Any) -> tuple[int, bytes]:
-        raise ConnectionRefusedError
-
-    _patch(reading, _get=refused)
 
 
 def _process(pid: int) -> Process | None:
@@ -201,10 +201,10 @@ def _connect_supervision() -> None:
         machine = fake_os.machine()
         self.started = time.time()
         self.exited = asyncio.Event()
-        self.output = NoOutput()
         made = machine.spawn(
             self.watcher.name, dict(self.env), program(self.format_args()), machine.current
         )
+        self.output = seams.output_of(made, self.watcher.on_line) or NoOutput()
         self._popen = SimpleNamespace(pid=made.pid, returncode=None)
         self._worker = SimpleNamespace(pid=made.pid)
         self.start_ticks = made.start_ticks
@@ -240,7 +240,7 @@ def _connect_programs() -> None:
     attach = importlib.import_module("dynamo.attach.__main__")
     attach.allow_open_files = lambda *args: None  # type: ignore[attr-defined]
     for module in (frontend, mocker, planner, attach):
-        module.setup_logging = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+        module.setup_logging = seams.own_format  # type: ignore[attr-defined]
     frontend.print = lambda *args, **kwargs: None  # type: ignore[attr-defined]
     frontend.freeze_heap = lambda: None  # type: ignore[attr-defined]
     frontend.end_without_threads = lambda *args: None  # type: ignore[attr-defined]
@@ -398,11 +398,13 @@ def _reported(report: Any) -> Any:
 def _set_and_check(engine: Any, name: str, value: Any) -> None:
     object.__setattr__(engine, name, value)
     if name == "_asleep":
+        machine = fake_os.machine()
         load = sum(rank.load for rank in engine._ranks)
         if value and load:
-            machine = fake_os.machine()
             machine.failures.append(f"{machine.current} sleeps with {load} requests")
-        fake_os.machine().on_gpu_use()
+        machine.on_gpu_use()
+        if machine.current is not None:
+            machine.sleeps.append((machine.now_s, machine.current, value))
 
 
 class Timer:
@@ -528,7 +530,10 @@ def arbiter(
         make_plan = serve.plan_maker(settings, runtime)
         deployment = Deployment(planned, settings, directory, Announcer(), source, make_plan)
         try:
-            return await deployment.run()
+            if threads.is_threaded():
+                directory.make_key()
+            with seams.watched(runtime):
+                return await deployment.run()
         finally:
             directory.clear()
             directory.release()

@@ -22,6 +22,8 @@ from overlap import Overlap
 from promises import met
 from reached import Reached
 from scenario import Scenario, Step
+from shell import run_verb
+from shown import check_shown, count_quiet
 
 from dynamo.frontend.requests import headers
 
@@ -60,6 +62,8 @@ class Outcome:
     """How often each operation ended as it should, and how often it was tried."""
     met: list[str] = field(default_factory=list)
     """The rows of docs/guarantees.md that the run met. See :mod:`promises`."""
+    shown: tuple[int, int] = (0, 0)
+    """How many verbs printed what was so while nothing changed, and how many there were."""
     faults: int = 0
     operations: int = 0
     virtual_s: float = 0.0
@@ -72,7 +76,8 @@ def run_scenario(
 ) -> Outcome:
     """Run ``scenario`` on a machine of its own; ``reached`` collects the functions that run."""
     machine = Machine(scenario.seed)
-    if scenario.overlap:
+    if scenario.overlap or scenario.has_shells:
+        machine.has_threads = scenario.has_shells
         machine.overlap = Overlap(machine, scenario.seed, scenario.overlap)
         machine.overlap.on_thread = reached.start if reached is not None else lambda: None
     if reached is not None:
@@ -153,6 +158,8 @@ def _run(box: Box, outcome: Outcome) -> None:
 def _judge(box: Box, outcome: Outcome) -> None:
     judge = Judge(box)
     outcome.failures += judge.failures()
+    outcome.failures += check_shown(box)
+    outcome.shown = count_quiet(box)
     outcome.judged = dict(judge.counts)
     outcome.met = met(box)
     either = {kind: count for kind, count in judge.counts.items() if kind.startswith(EITHER)}
@@ -166,6 +173,8 @@ def _do(box: Box, step: Step) -> None:
         box.request(step)
     elif step.kind == "operator":
         box.operate(step)
+    elif step.kind == "shell":
+        run_verb(box, step)
     elif step.kind == "keys":
         box.change_keys(step)
     elif step.kind == "clock":

@@ -16,6 +16,7 @@ from api_calls import with_api
 from calls import draw_calls, with_format
 from keys import keyed
 from relay import attached
+from shell import with_shells
 from situations import situated
 
 __all__ = ["POOL_SIZE", "PROFILES", "Profile", "Rates", "Scenario", "Step", "make_scenario"]
@@ -280,6 +281,8 @@ class Scenario:
     overlap: float = 0.0
     limits: surface.Limits = surface.NO_LIMITS
     format: str = ""
+    has_shells: bool = False
+    """Whether operators read it with verbs, so that its arbiter has threads and logs."""
 
 
 class Rates(NamedTuple):
@@ -338,7 +341,12 @@ def _with_surface(scenario: Scenario, ask: Callable[..., Step]) -> Scenario:
     old = _called(attached(keyed(surface.limited(scenario, ask), _key_change), ask))
     profile = PROFILES[old.profile]
     happening = Happenings(random.Random(f"situation faults {old.seed}"), profile)
-    return with_api(situated(old, profile, _request, happening.fault), Step)
+    old = with_api(situated(old, profile, _request, happening.fault), Step)
+    return with_shells(old, profile, _shell)
+
+
+def _shell(number: int, at_s: float, words: tuple[str, ...]) -> Step:
+    return Step(number, at_s, "shell", words[0], 0, {"words": words})
 
 
 def _key_change(number: int, at_s: float, what: str) -> Step:

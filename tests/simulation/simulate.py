@@ -351,6 +351,8 @@ class Simulation:
         )
         print(_judged(outcomes))
         print(_met(outcomes))
+        quiet, verbs = (sum(one.shown[at] for one in outcomes) for at in (0, 1))
+        print(f"{verbs} verbs printed what is so, {quiet} of them while nothing changed")
         if self._options.reached:
             from reached import report
 

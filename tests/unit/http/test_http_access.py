@@ -142,6 +142,17 @@ async def test_a_refused_head_has_no_body(site: Site) -> None:
     await writer.wait_closed()
 
 
+async def test_a_refusal_of_a_head_or_a_body_echoes_the_id_of_its_request(site: Site) -> None:
+    """Without a key, and with a body that is too large: neither reaches a route."""
+    large = f"Content-Length: {site.server.limits.body_bytes + 1}\r\n"
+    for path, more in (("/v1/models", ""), ("/live", large)):
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nX-Request-Id: mine\r\n{more}\r\n"
+        status, headers, _ = await site.send(head.encode())
+        assert (status, headers["x-request-id"]) == (413 if more else 401, "mine")
+    status, headers, _ = await site.send(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert status == 401 and "x-request-id" not in headers
+
+
 async def test_an_api_with_error_bodies_of_its_own(site: Site) -> None:
     def body(path: str, status: int, message: str) -> bytes | None:
         own = json.dumps({"own": [path, status, message]}).encode()
