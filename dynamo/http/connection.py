@@ -355,19 +355,16 @@ class HttpConnection(asyncio.Protocol):
         resets it, and the client would not receive the reply.
         """
         self._server.refused(refusal.status)
-        path, bodiless, cors = refusal.path, refusal.bodiless, refusal.cors
-        request_id = refusal.request_id
         if self._head is not None:
-            path, bodiless, cors = self._head.path, self._head.method == "HEAD", self._head.cors
-            request_id = self._head.headers.get("x-request-id")
-        elif cors is None and self._server.cors is not None:
-            cors = self._server.cors.of_unparsed(self._buffer)
+            refusal.set_request(self._head)
+        elif refusal.cors is None and self._server.cors is not None:
+            refusal.cors = self._server.cors.of_unparsed(self._buffer)
         self._forget_body()
-        body = self.error_body(path, refusal.status, refusal.message) or refusal.body
+        body = self.error_body(refusal.path, refusal.status, refusal.message) or refusal.body
         head = self.heads.get(refusal.status, "application/json", CLOSE)
-        echoed = () if request_id is None else (("x-request-id", request_id),)
-        extra = (cors or b"") + encode_headers((*refusal.headers, *echoed))
-        self.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, b"" if bodiless else body))
+        extra = (refusal.cors or b"") + encode_headers(refusal.headers)
+        sent = b"" if refusal.bodiless else body
+        self.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, sent))
         self.flush()
         self._linger()
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from dynamo.errors import MESSAGE_LIMIT, shorten
+
+if TYPE_CHECKING:
+    from dynamo.http.head import Head
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _REASONS.update({413: "Payload Too Large", 414: "URI Too Long", 499: "Client Closed Request"})
@@ -27,12 +30,11 @@ class HttpStatusError(Exception):
     """The request breaks a rule or a bound; ``status``, ``body`` and ``headers`` go to the client.
 
     ``retry_after_s``, unless 0, is the value of the Retry-After header. ``path`` is that of the
-    request, where it is known; ``bodiless``: it is a HEAD; ``request_id`` is the id that its client
-    gave it. ``cors`` are more header lines, None where the head was not parsed.
+    request, where it is known; ``bodiless``: it is a HEAD. ``cors`` are more header lines, None
+    where the head was not parsed.
     """
 
     path: str = ""
-    request_id: str | None = None
     bodiless: bool = False
     cors: bytes | None = None
 
@@ -43,6 +45,12 @@ class HttpStatusError(Exception):
         self.headers: tuple[tuple[str, str], ...] = (
             (("retry-after", str(retry_after_s)),) if retry_after_s else ()
         )
+
+    def set_request(self, head: Head) -> None:
+        """Remember what the response needs of its request, and echo the id of the client."""
+        self.path, self.bodiless, self.cors = head.path, head.method == "HEAD", head.cors
+        if (request_id := head.headers.get("x-request-id")) is not None:
+            self.headers += (("x-request-id", request_id),)
 
     @property
     def body(self) -> bytes:

@@ -174,8 +174,7 @@ class HeadReader:
             try:
                 self._access_check(head)
             except HttpStatusError as refusal:
-                refusal.path, refusal.bodiless = head.path, head.method == "HEAD"
-                refusal.cors, refusal.request_id = head.cors, head.headers.get("x-request-id")
+                refusal.set_request(head)
                 raise
         return head
 
